@@ -1,0 +1,31 @@
+# One command for a newcomer (demo), one for tests (test); each builds .venv when it is missing.
+PYTHON ?= python3
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-faults lint format clean
+
+help:  ## what there is to make
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: .venv/ready  ## install, then train a small Llama in FP8 on real text, on this machine's CPU
+	$(BIN)/octavo train presets/demo.toml
+
+test: .venv/ready  ## every test that needs no GPU
+	$(BIN)/python -m pytest -q
+
+lint: .venv/ready  ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/ready  ## mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the environment and every run
+	rm -rf .venv runs

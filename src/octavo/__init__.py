@@ -1,0 +1,49 @@
+"""Octavo trains transformers in 8-bit floating point.
+
+Names are handed on when they are first asked for, so that `import octavo` is quick and the parts that need no torch load none.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "transform": "octavo.transform",
+    "describe": "octavo.transform",
+    "fp8_autocast": "octavo.fp8.autocast",
+    "save": "octavo.train.checkpoint",
+    "load": "octavo.train.checkpoint",
+    "export": "octavo.models.weights",
+}
+_MODULES = {"fp8", "nn", "errors", "config"}
+_ALIASES = {"recipe": "octavo.fp8.recipe"}
+
+if TYPE_CHECKING:
+    from octavo import config, errors, fp8, nn
+    from octavo.fp8 import recipe
+    from octavo.fp8.autocast import fp8_autocast
+    from octavo.models.weights import export
+    from octavo.train.checkpoint import load, save
+    from octavo.transform import describe, transform
+
+__all__ = [
+    "config", "describe", "errors", "export", "fp8", "fp8_autocast", "load", "nn", "recipe", "save", "transform",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _MODULES or name in _ALIASES:
+        value = importlib.import_module(_ALIASES.get(name, f"octavo.{name}"))
+    else:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

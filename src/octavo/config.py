@@ -1,0 +1,313 @@
+"""What a user may say in a run file, and what the defaults are.
+
+A run file is TOML with one table a section; every key is a typed, documented field of a model below, and nothing else is
+accepted. The models hold values only: they open no file but the run file itself and import no torch, so that a mistake is
+answered in milliseconds, before data or a GPU is touched. `octavo.launch` reads them on machines without torch.
+
+    config = RunConfig.from_file("run.toml", ["optimizer.lr=1e-4"])
+    config.to_toml()            # the resolved file that is kept in the run folder
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from octavo.errors import InputError, nearest
+
+
+class Section(BaseModel):
+    """A table of the run file: unknown keys are refused, values are immutable once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """Which transformer is trained."""
+
+    source: str = Field(description='A Hugging Face folder or id, or a built-in shape such as "llama-1b".')
+    load: bool = Field(False, description="Start from the pretrained weights of `source` instead of random ones.")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Dtype of activations, and of the products that do not run in FP8."
+    )
+    params_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Dtype in which parameters, gradients and optimizer states are kept: float32 is master weights."
+    )
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="Keys of the Hugging Face config to override, such as hidden_size (random weights only)."
+    )
+
+    @model_validator(mode="after")
+    def _overrides_need_random_weights(self) -> ModelConfig:
+        if self.load and self.config:
+            raise ValueError("model.config changes the shape, so model.load must be false")
+        return self
+
+
+class DataConfig(Section):
+    """Which text it learns, and how the text becomes sequences."""
+
+    source: str | list[str] = Field(
+        description='"python:docstrings", "python:packages", local .txt / .jsonl / .parquet files (globs), or a Hugging Face data set.'
+    )
+    text_field: str = Field("text", description="Column or JSON key that holds the text.")
+    split: str = Field("train", description="Split of a Hugging Face data set.")
+    tokenizer: str = Field(
+        "train", description='A Hugging Face folder or id, or "train": a byte-level BPE trained on the corpus.'
+    )
+    vocab_size: int = Field(8192, ge=257, description='Vocabulary of a tokenizer = "train".')
+    sequence_length: int = Field(description="Tokens in a sequence.")
+    packing: Literal["join", "documents"] = Field(
+        "join", description='"join": one stream cut in sequences; "documents": attention and loss stay within a document.'
+    )
+    max_documents: int | None = Field(None, ge=1, description="Take this many documents, chosen by `seed`; all when absent.")
+    max_tokens: int | None = Field(None, ge=2, description="Stop tokenising after this many tokens; all when absent.")
+    validation_fraction: float = Field(0.05, ge=0.0, lt=1.0, description="Share of the documents held out for validation.")
+    seed: int = Field(0, ge=0, description="Of the choice of documents, of the split and of the order of samples.")
+    folder: str = Field("runs/data", description="Where tokenised corpora are kept, one folder for each distinct [data] section.")
+
+    @field_validator("sequence_length")
+    @classmethod
+    def _a_sequence_predicts_something(cls, value: int) -> int:
+        if value < 2:
+            raise ValueError("a sequence must have at least 2 tokens, since the first is never predicted: use 2 or more")
+        return value
+
+
+class ParallelConfig(Section):
+    """How the model is spread over ranks: SMP's names and defaults."""
+
+    hybrid_shard_degree: int = Field(0, ge=0, description="Ranks over which parameters are sharded; 0: all that remain.")
+    tensor_parallel_degree: int = Field(1, ge=1, description="Ranks over which each matrix is split.")
+    context_parallel_degree: int = Field(1, ge=1, description="Ranks over which a sequence is split; divides the shard degree.")
+    expert_parallel_degree: int = Field(1, ge=1, description="Ranks over which experts are spread; divides the shard degree.")
+
+
+class Fp8Config(Section):
+    """Which products run in 8-bit floating point, and with which scales."""
+
+    enabled: bool | Literal["auto"] = Field(
+        "auto", description='true, false, or "auto": where the device multiplies FP8 (a CPU emulates it, exactly).'
+    )
+    recipe: Literal["delayed", "current", "rowwise", "block"] = Field("delayed", description="How scales are chosen.")
+    format: Literal["HYBRID", "E4M3"] = Field("HYBRID", description="HYBRID: E4M3 forward, E5M2 for gradients.")
+    amax_history_len: int = Field(1024, ge=1, description="Steps that a delayed scale looks back on.")
+    amax_compute_algo: Literal["max", "most_recent"] = Field("max", description="What a delayed scale takes from its history.")
+    margin: int = Field(0, description="Powers of two that a delayed scale stays below the format's maximum.")
+    skip: list[str] = Field(default_factory=list, description="Patterns of module names that stay out of FP8 (`fnmatch`).")
+    emulate: bool = Field(False, description="On a GPU without FP8 products, compute FP8's numbers slowly instead of bf16.")
+
+
+class OptimizerConfig(Section):
+    """AdamW, its schedule and clipping."""
+
+    lr: float = Field(3e-4, gt=0, description="Peak learning rate.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled; not applied to norms, biases and other vectors.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="Decay of the two moments.")
+    eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises linearly from zero.")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="What the rate does after the warm-up.")
+    min_lr_fraction: float = Field(0.1, ge=0, le=1, description="Where cosine and linear end, as a fraction of lr.")
+    clip: float = Field(1.0, ge=0, description="Largest global norm of the gradient; 0: no clipping.")
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_are_decays(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("both betas must lie in [0, 1): the usual pair is [0.9, 0.95]")
+        return value
+
+
+class TrainConfig(Section):
+    """How long, how wide, and what is given up for memory or speed."""
+
+    output: str | None = Field(None, description="The run's folder; by default runs/<name of the run file>.")
+    steps: int = Field(ge=1, description="Optimizer steps.")
+    global_batch: int = Field(ge=1, description="Sequences in an optimizer step, over all ranks.")
+    micro_batch: int | None = Field(None, ge=1, description="Sequences in a forward of one rank; all of its share when absent.")
+    recompute: bool = Field(False, description="Keep only each block's input and compute the rest again in backward.")
+    compile: bool | Literal["auto"] = Field("auto", description='torch.compile each block; "auto": on GPUs only.')
+    seed: int = Field(0, ge=0, description="Of the initial weights and of dropout.")
+    deterministic: bool = Field(False, description="Only deterministic kernels on GPUs (a CPU always is).")
+    compare_bf16: bool = Field(False, description="Train the same steps without FP8 afterwards, and report the gap in loss.")
+    validate_every: int = Field(0, ge=0, description="Steps between validations; 0: only at the end.")
+    validate_batches: int = Field(16, ge=1, description="Micro-batches in a validation, or fewer where the split is smaller.")
+
+
+class CheckpointConfig(Section):
+    """When the run is saved."""
+
+    every: int = Field(100, ge=0, description="Steps between checkpoints; 0: only at the end or when stopped.")
+    keep: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
+
+
+class LogConfig(Section):
+    """What is reported while it runs."""
+
+    every: int = Field(1, ge=1, description="Steps between progress lines; metrics.jsonl has every step.")
+    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
+        default_factory=list, description="Experiment trackers that also get the metrics (each an extra to install)."
+    )
+
+
+class RunConfig(Section):
+    """A whole run file."""
+
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    fp8: Fp8Config = Field(default_factory=Fp8Config)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    train: TrainConfig
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+
+    @model_validator(mode="after")
+    def _steps_divide(self) -> RunConfig:
+        warmup, steps = self.optimizer.warmup_steps, self.train.steps
+        if warmup > steps:
+            raise ValueError(f"optimizer.warmup_steps = {warmup} is more than train.steps = {steps}: use at most {steps}")
+        return self
+
+    @classmethod
+    def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+        """Read a run file and apply `section.key=value` overrides.
+
+        Raises:
+            InputError: the file is missing, is not TOML, or says something that is not in the schema.
+        """
+        path = Path(path)
+        if not path.is_file():
+            siblings = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+            guess = nearest(path.name, siblings)
+            hint = f" Did you mean {path.parent / guess}?" if guess else ""
+            raise InputError(f"run file {str(path)!r} does not exist.{hint} Give the path of a TOML file, such as presets/demo.toml.")
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"run file {str(path)!r} is not valid TOML: {error}.") from None
+        for override in overrides:
+            _apply_override(values, override)
+        train = values.get("train")
+        if isinstance(train, dict):
+            train.setdefault("output", f"runs/{path.stem}")
+        return cls.from_dict(values, where=str(path))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "configuration") -> RunConfig:
+        """Validate nested tables; every fault is reported at once in one InputError."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise InputError(f"{where}: {_explain(cls, error)}") from None
+
+    def to_toml(self) -> str:
+        """The run file with every key written out; reading it back gives an equal RunConfig."""
+        lines: list[str] = []
+        for section, values in self.model_dump(mode="json").items():
+            lines.append(f"[{section}]")
+            tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+            lines += [f"{key} = {_toml_value(v)}" for key, v in values.items() if key not in tables and v is not None]
+            for key, table in tables.items():
+                if table:
+                    lines += ["", f"[{section}.{key}]"]
+                    lines += [f"{_toml_key(k)} = {_toml_value(v)}" for k, v in table.items() if v is not None]
+            lines.append("")
+        return "\n".join(lines)
+
+    @property
+    def output(self) -> Path:
+        """The run's folder."""
+        return Path(self.train.output or "runs/run")
+
+
+def known_keys() -> list[str]:
+    """Every `section.key` of a run file, in order."""
+    return [
+        f"{section}.{key}"
+        for section, field in RunConfig.model_fields.items()
+        for key in typing.cast(type[BaseModel], field.annotation).model_fields
+    ]
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    parts = name.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise InputError(f"override {override!r} is not section.key=value, as in optimizer.lr=1e-4.")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string: train.output=runs/two
+    table = values
+    for part in parts[:-1]:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise InputError(f"override {override!r}: {part} is a value, not a table.")
+        table = inner
+    table[parts[-1]] = value
+
+
+def _explain(cls: type[BaseModel], error: ValidationError) -> str:
+    return "; ".join(_explain_one(cls, fault["loc"], fault["type"], fault["msg"], fault["input"]) for fault in _distinct(error))
+
+
+def _distinct(error: ValidationError) -> list[Any]:
+    """One fault for each key: a union reports one for each of its members."""
+    found: dict[tuple[str, ...], Any] = {}
+    for fault in error.errors(include_url=False):
+        found.setdefault(tuple(str(part) for part in fault["loc"][:2]), fault)
+    return list(found.values())
+
+
+def _explain_one(cls: type[BaseModel], loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    name = ".".join(str(part) for part in loc[:2])
+    if kind == "extra_forbidden":
+        section = cls.model_fields.get(str(loc[0]))
+        keys = list(cls.model_fields) if len(loc) == 1 or section is None else list(_fields(section.annotation))
+        guess = nearest(str(loc[-1]), keys)
+        if guess is None and len(loc) > 1:
+            guess = next((key for key in known_keys() if key.endswith(f".{loc[-1]}")), None)
+        prefix = f"{loc[0]}." if len(loc) > 1 and guess and "." not in guess else ""
+        hint = f" Did you mean {prefix}{guess}?" if guess else ""
+        what = "section" if len(loc) == 1 else "key"
+        return f"unknown {what} {name}.{hint} Known: {', '.join(keys)}"
+    if kind == "missing":
+        return f"{name} is missing: {_describe(cls, loc)}"
+    message = message.removeprefix("Value error, ")
+    return f"{name} = {value!r}: {message}" if loc and not isinstance(value, dict) else message
+
+
+def _describe(cls: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    section = cls.model_fields[str(loc[0])]
+    if len(loc) == 1:
+        return f"add a [{loc[0]}] section"
+    return _fields(section.annotation)[str(loc[1])].description or "give it a value"
+
+
+def _fields(annotation: Any) -> dict[str, Any]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return dict(annotation.model_fields)
+    if isinstance(annotation, types.UnionType):
+        return {k: v for inner in typing.get_args(annotation) for k, v in _fields(inner).items()}
+    return {}
+
+
+def _toml_key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() else json.dumps(key)
+
+
+def _toml_value(value: object) -> str:
+    """TOML for a JSON-like value; JSON's own notation is TOML's for strings, numbers and booleans."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return json.dumps(value, ensure_ascii=False)
