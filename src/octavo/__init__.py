@@ -16,7 +16,7 @@ _HOME = {
     "fp8_autocast": "octavo.fp8.autocast",
     "save": "octavo.train.checkpoint",
     "load": "octavo.train.checkpoint",
-    "export": "octavo.models.weights",
+    "export": "octavo.train.export",
 }
 _MODULES = {"fp8", "nn", "errors", "config"}
 _ALIASES = {"recipe": "octavo.fp8.recipe"}
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from octavo import config, errors, fp8, nn
     from octavo.fp8 import recipe
     from octavo.fp8.autocast import fp8_autocast
-    from octavo.models.weights import export
     from octavo.train.checkpoint import load, save
+    from octavo.train.export import export
     from octavo.transform import describe, transform
 
 __all__ = [

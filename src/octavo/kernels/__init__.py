@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: no state, no modules. `reference` defines what is correct."""

@@ -1,0 +1,1 @@
+"""Known families as Octavo's decoder, and Hugging Face's weights in and out."""

@@ -1,0 +1,12 @@
+"""Layers with Transformer Engine's names, in FP8 under `octavo.fp8_autocast`; on a CPU too."""
+
+from octavo.nn.attention import DotProductAttention, MultiheadAttention
+from octavo.nn.block import TransformerLayer
+from octavo.nn.linear import LayerNormLinear, Linear
+from octavo.nn.mlp import LayerNormMLP
+from octavo.nn.norm import LayerNorm, RMSNorm
+
+__all__ = [
+    "DotProductAttention", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm",
+    "TransformerLayer",
+]  # fmt: skip

@@ -1,0 +1,124 @@
+"""`fp8_autocast`: where FP8 is on, with which recipe, and when the scales of delayed scaling move.
+
+Scales move only at the edges of the outermost context, so that every use inside one step sees the same ones. Backward may run
+inside the context or after it. A forward that runs inside a backward is a recomputation: it records nothing and repeats the
+casts of its forward, which `recomputing` arranges for `torch.utils.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from octavo.fp8 import scaling
+from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
+
+
+@dataclass
+class _Active:
+    """One level of autocast; `recipe` is None where FP8 is off."""
+
+    recipe: Recipe | None
+    group: dist.ProcessGroup | None
+
+
+class _State:
+    """What the whole process is inside of. One model trains in a process, and backward threads must see it too."""
+
+    def __init__(self) -> None:
+        self.active: _Active | None = None
+        self.last_forward: _Active | None = None
+        self.last_scales: list[tuple[scaling.Arena, torch.Tensor]] = []
+        self.first_microbatch: bool | None = None
+        self.recomputing = False
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None, fp8_group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Run the products of FP8 layers inside in FP8 (or, with `enabled=False`, in the dtype of their inputs).
+
+    Args:
+        enabled: False takes the layers inside out of FP8, also within another autocast.
+        fp8_recipe: one of `octavo.recipe`, or a Transformer Engine recipe; None is `DelayedScaling()`.
+        fp8_group: ranks whose amaxes are joined; None is the default group.
+
+    Raises:
+        InputError: `fp8_recipe` is not a recipe.
+    """
+    recipe = (DelayedScaling() if fp8_recipe is None else coerce(fp8_recipe)) if enabled else None
+    outer, active = _state.active, _Active(recipe, fp8_group)
+    if outer is None:
+        scaling.begin(fp8_group, getattr(recipe, "reduce_amax", True))
+    if recipe is not None:
+        scaling.prepare_all(recipe)
+    _state.active = active
+    try:
+        yield
+        if outer is None and torch.is_grad_enabled():
+            _state.last_forward = active
+            _state.last_scales = scaling.snapshot()
+            scaling.end_forward()
+    finally:
+        _state.active = outer
+
+
+def current_recipe() -> Recipe | None:
+    """The recipe that applies here, or None where products stay in high precision."""
+    active = _state.active
+    if active is None and not torch.compiler.is_compiling() and scaling.graph_task() != -1:
+        active = _state.last_forward  # a recomputation after the context has ended
+    return None if active is None else active.recipe
+
+
+@contextlib.contextmanager
+def microbatch(first: bool) -> Iterator[None]:
+    """Say which forward of an accumulated step this is: later ones reuse the FP8 weights of the first and record none."""
+    before, _state.first_microbatch = _state.first_microbatch, first
+    try:
+        yield
+    finally:
+        _state.first_microbatch = before
+
+
+def first_microbatch() -> bool | None:
+    """Whether this is the first forward of an accumulated step; None where nobody said."""
+    return _state.first_microbatch
+
+
+class _Recomputing:
+    """A recomputation's surroundings: the recipe and the scales that its forward had."""
+
+    def __init__(self) -> None:
+        self._active = _state.active
+        self._first = _state.first_microbatch
+        self._scales = scaling.snapshot()
+
+    def __enter__(self) -> None:
+        self._before = (_state.active, _state.first_microbatch, _state.recomputing)
+        self._replay = scaling.replay(self._scales)
+        self._replay.__enter__()
+        _state.active, _state.first_microbatch, _state.recomputing = self._active, self._first, True
+
+    def __exit__(self, *exc: object) -> None:
+        self._replay.__exit__(None, None, None)
+        _state.active, _state.first_microbatch, _state.recomputing = self._before
+
+
+def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`: recompute with the forward's scales."""
+    return contextlib.nullcontext(), _Recomputing()
+
+
+def unannounced() -> contextlib.AbstractContextManager[None]:
+    """Around a forward: where it turns out to be a recomputation that `recomputing` did not announce, its forward's scales."""
+    if torch.compiler.is_compiling() or _state.recomputing or scaling.graph_task() == -1:
+        return contextlib.nullcontext()
+    return scaling.replay(_state.last_scales if _state.active is None else [])

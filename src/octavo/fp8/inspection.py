@@ -1,0 +1,48 @@
+"""What the FP8 casts of a module do at this moment, for people and for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from octavo.errors import InputError
+from octavo.fp8 import scaling
+from octavo.fp8.recipe import Operand
+from octavo.fp8.scaling import ModuleState
+
+
+def inspect(module: nn.Module) -> dict[str, Any]:
+    """The state of each FP8 tensor of a module: `"input" | "weight" | "grad_output"` → format, scale, history, saturation.
+
+    Each entry has `format` ("E4M3" | "E5M2"), `scale` (what the next cast multiplies by under delayed scaling, what the last
+    one multiplied by otherwise; float32, one a tensor, row or block), `amax_history` (float32 [L], or None without a history)
+    and `saturated` (whether the last recorded amax lay beyond the format's range at the scale it met). Operands that were
+    never cast are absent. A module with several matrices gives a dict for each by name.
+
+    Raises:
+        InputError: nothing in the module runs in FP8.
+    """
+    scaling.flush()
+    found = {name: _entries(state) for name, state in scaling.states_of(module)}
+    if not found:
+        raise InputError(f"{type(module).__name__} has no FP8 layer: octavo.describe(model) names those that have.")
+    return found[""] if set(found) == {""} else found
+
+
+def _entries(state: ModuleState) -> dict[str, dict[str, Any]]:
+    recipe = state.recipe
+    if recipe is None:
+        return {}
+    entries = {}
+    for operand, cast in recipe.casts.items():
+        slot = state.slots.get(operand) if cast.delayed else None
+        if slot is None and operand not in state.observed:
+            continue
+        entries[operand.value] = {
+            "format": cast.format.name,
+            "scale": slot.scale.clone() if slot is not None else state.observed[operand].reciprocal(),
+            "amax_history": slot.history.clone() if slot is not None else None,
+            "saturated": bool(slot.arena.saturated[slot.index]) if slot is not None else False,
+        }
+    return {operand.value: entries[operand.value] for operand in Operand if operand.value in entries}

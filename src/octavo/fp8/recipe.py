@@ -1,0 +1,198 @@
+"""Recipes: for each operand of the three products of a linear layer, a format, a granularity and where the scale comes from.
+
+    output          = input · weightᵀ
+    input gradient  = grad_output · weight
+    weight gradient = grad_outputᵀ · input
+
+A recipe is a frozen value. It says what is done, not how: `octavo.fp8.matmul` reads it, `octavo.fp8.scaling` keeps the state
+that a history needs. Transformer Engine's recipe objects are accepted wherever one of these is (`coerce`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Literal
+
+from octavo.config import Fp8Config
+from octavo.errors import InputError, unknown
+from octavo.fp8.formats import E4M3, FloatFormat, Format
+
+__all__ = [
+    "BlockScaling", "CurrentScaling", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "Operand",
+    "Recipe", "RowwiseScaling", "coerce", "from_config",
+]  # fmt: skip
+
+
+class Granularity(Enum):
+    """How many elements share a scale. A row runs along the dimension that the product sums over."""
+
+    TENSOR = "tensor"
+    ROW = "row"
+    BLOCK_1X128 = "1x128"
+    BLOCK_128X128 = "128x128"
+
+
+class Operand(Enum):
+    """The three tensors of a linear layer that are cast, by the names that `inspect` and checkpoints use."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    GRAD_OUTPUT = "grad_output"
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one operand becomes FP8."""
+
+    format: FloatFormat
+    granularity: Granularity
+    delayed: bool = False
+    """The scale comes from the amaxes of earlier steps, not from the tensor itself."""
+    power_of_two: bool = False
+
+
+@dataclass(frozen=True)
+class History:
+    """What a delayed scale is computed from: steps kept, the choice among them, and powers of two of headroom."""
+
+    length: int
+    algo: Literal["max", "most_recent"]
+    margin: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Base of all recipes; `casts` is the whole content."""
+
+    name: ClassVar[str]
+
+    @property
+    def casts(self) -> Mapping[Operand, Cast]:
+        """How each operand is cast, whichever product it enters."""
+        raise TypeError("Recipe is abstract: use DelayedScaling, CurrentScaling, RowwiseScaling or BlockScaling")
+
+    @property
+    def history(self) -> History | None:
+        """For delayed scaling, what is remembered."""
+        return None
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """One scale a tensor, from the largest |x| of the last `amax_history_len` steps: the cast needs one pass over the tensor.
+
+    Names and defaults are Transformer Engine's. `reduce_amax` joins the amaxes over `fp8_group`, so that all ranks that hold
+    parts of a model scale alike; without it each rank keeps its own.
+
+    Raises:
+        InputError: a history shorter than 1, an unknown algorithm or format.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    reduce_amax: bool = True
+    name: ClassVar[str] = "delayed"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fp8_format, Format):
+            raise unknown("FP8 format", str(self.fp8_format), Format.__members__, key="fp8.format")
+        if self.amax_history_len < 1:
+            raise InputError(f"fp8.amax_history_len = {self.amax_history_len}: a history has at least 1 step; use 1 or more.")
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise unknown("amax algorithm", str(self.amax_compute_algo), ("max", "most_recent"), key="fp8.amax_compute_algo")
+
+    @property
+    def casts(self) -> Mapping[Operand, Cast]:  # noqa: D102
+        forward = Cast(self.fp8_format.forward, Granularity.TENSOR, delayed=True)
+        backward = Cast(self.fp8_format.backward, Granularity.TENSOR, delayed=True)
+        return {Operand.INPUT: forward, Operand.WEIGHT: forward, Operand.GRAD_OUTPUT: backward}
+
+    @property
+    def history(self) -> History:  # noqa: D102
+        return History(self.amax_history_len, self.amax_compute_algo, self.margin)
+
+
+@dataclass(frozen=True)
+class CurrentScaling(Recipe):
+    """One scale a tensor, from its own largest |x|: two passes over the tensor, no state."""
+
+    fp8_format: Format = Format.HYBRID
+    name: ClassVar[str] = "current"
+
+    @property
+    def casts(self) -> Mapping[Operand, Cast]:  # noqa: D102
+        forward = Cast(self.fp8_format.forward, Granularity.TENSOR)
+        backward = Cast(self.fp8_format.backward, Granularity.TENSOR)
+        return {Operand.INPUT: forward, Operand.WEIGHT: forward, Operand.GRAD_OUTPUT: backward}
+
+
+@dataclass(frozen=True)
+class RowwiseScaling(Recipe):
+    """One scale for each row of each operand of each product: outliers stay in their row. E4M3 everywhere."""
+
+    name: ClassVar[str] = "rowwise"
+
+    @property
+    def casts(self) -> Mapping[Operand, Cast]:  # noqa: D102
+        return dict.fromkeys(Operand, Cast(E4M3, Granularity.ROW))
+
+
+@dataclass(frozen=True)
+class BlockScaling(Recipe):
+    """Power-of-two scales for 1×128 pieces of inputs and gradients and 128×128 blocks of weights. E4M3 everywhere."""
+
+    name: ClassVar[str] = "block"
+
+    @property
+    def casts(self) -> Mapping[Operand, Cast]:  # noqa: D102
+        piece = Cast(E4M3, Granularity.BLOCK_1X128, power_of_two=True)
+        block = Cast(E4M3, Granularity.BLOCK_128X128, power_of_two=True)
+        return {Operand.INPUT: piece, Operand.WEIGHT: block, Operand.GRAD_OUTPUT: piece}
+
+
+Float8CurrentScaling = CurrentScaling
+Float8BlockScaling = BlockScaling
+
+RECIPES: dict[str, type[Recipe]] = {r.name: r for r in (DelayedScaling, CurrentScaling, RowwiseScaling, BlockScaling)}
+_BY_CLASS_NAME: dict[str, type[Recipe]] = {r.__name__: r for r in RECIPES.values()} | {
+    "Float8CurrentScaling": CurrentScaling,
+    "Float8BlockScaling": BlockScaling,
+}
+
+
+def from_config(config: Fp8Config) -> Recipe:
+    """The recipe that a run file's [fp8] section asks for."""
+    if config.recipe not in RECIPES:
+        raise unknown("recipe", config.recipe, RECIPES, key="fp8.recipe")
+    fp8_format = Format[config.format]
+    if config.recipe == "delayed":
+        return DelayedScaling(config.margin, fp8_format, config.amax_history_len, config.amax_compute_algo)
+    if config.recipe == "current":
+        return CurrentScaling(fp8_format)
+    return RECIPES[config.recipe]()
+
+
+def coerce(recipe: Any) -> Recipe:
+    """`recipe` itself, or Octavo's equal of a Transformer Engine recipe object (matched by class and field names).
+
+    Raises:
+        InputError: the object is neither, or asks for a format that Octavo has no pair for.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    cls = _BY_CLASS_NAME.get(type(recipe).__name__)
+    if cls is None:
+        raise unknown("FP8 recipe", type(recipe).__name__, _BY_CLASS_NAME, key="fp8_recipe")
+    known = {f.name for f in dataclasses.fields(cls)}
+    values = {name: getattr(recipe, name) for name in known if hasattr(recipe, name)}
+    if "fp8_format" in values:
+        name = getattr(values["fp8_format"], "name", str(values["fp8_format"]))
+        if name not in Format.__members__:
+            raise unknown("FP8 format", name, Format.__members__, key="fp8_format")
+        values["fp8_format"] = Format[name]
+    return cls(**values)

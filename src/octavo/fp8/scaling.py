@@ -1,0 +1,324 @@
+"""The state of delayed scaling: scales and amax histories of all tensors in a few flat buffers, outside parameters and buffers.
+
+Kernels are handed one element of a buffer (a `Slot`), so that a model's whole state is updated by one kernel and joined over
+ranks by one all-reduce for each direction; sharding, `state_dict` and `.to()` never see it. A checkpoint names its records by
+module and operand (`state_records`), so a model may be laid out differently when it is loaded.
+
+    forward amaxes  → updated when the outermost `fp8_autocast` ends
+    backward amaxes → updated before anybody can read them: the next autocast, `inspect`, a save, or another backward
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from octavo.errors import InputError
+from octavo.fp8.recipe import History, Operand, Recipe
+from octavo.fp8.tensor import Quantized
+from octavo.kernels import reference
+
+_FIRST_CAPACITY = 64
+
+
+class Slot:
+    """One tensor's place in an arena: `scale` and `amax` are 0-dim float32 views that kernels read and write in place."""
+
+    __slots__ = ("__weakref__", "amax", "arena", "index", "scale")
+
+    def __init__(self, arena: Arena, index: int) -> None:
+        self.arena = arena
+        self.index = index
+        self.bind()
+
+    def bind(self) -> None:
+        """Take the views anew, after the arena has grown."""
+        # `.data` gives each view a version counter of its own: recording one amax must not make autograd believe that the
+        # others, which a compiled backward has saved, were overwritten.
+        self.scale = self.arena.scale[self.index].data
+        self.amax = self.arena.history[0, self.index].data
+
+    @property
+    def history(self) -> Tensor:
+        """This tensor's history, oldest after slot 0: float32 [L]."""
+        return self.arena.history[:, self.index]
+
+
+class Arena:
+    """Scales [n] and histories [L, n] of all tensors of one direction, one `History` policy and one device."""
+
+    def __init__(self, device: torch.device, policy: History) -> None:
+        self.policy = policy
+        self.scale = torch.ones(_FIRST_CAPACITY, device=device)
+        self.history = torch.zeros(policy.length, _FIRST_CAPACITY, device=device)
+        self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
+        self.saturated = torch.zeros(_FIRST_CAPACITY, dtype=torch.bool, device=device)
+        self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+        self._free: list[int] = []
+        self._used = 0
+
+    def allocate(self, fp8_max: float) -> Slot:
+        """A fresh slot: scale 1, history of zeros."""
+        if self._free:
+            index = self._free.pop()
+        else:
+            index, self._used = self._used, self._used + 1
+            if index == len(self.scale):
+                self._grow()
+        with torch.no_grad():
+            self.scale[index] = 1
+            self.history[:, index] = 0
+            self.saturated[index] = False
+            self.fp8_max[index] = fp8_max
+        slot = Slot(self, index)
+        self._slots[index] = slot
+        weakref.finalize(slot, self._free.append, index)
+        return slot
+
+    def _grow(self) -> None:
+        self.scale = torch.cat([self.scale, torch.ones_like(self.scale)])
+        self.history = torch.cat([self.history, torch.zeros_like(self.history)], 1)
+        self.fp8_max = torch.cat([self.fp8_max, torch.ones_like(self.fp8_max)])
+        self.saturated = torch.cat([self.saturated, torch.zeros_like(self.saturated)])
+        for slot in self._slots.values():
+            slot.bind()
+
+    @torch.no_grad()
+    def update(self, group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
+        """Roll every history in which something was recorded and compute its scale; see `reference.update_scales`."""
+        if reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            dist.all_reduce(self.history[0], op=dist.ReduceOp.MAX, group=group)
+        last = self.history[0]
+        self.saturated.copy_(torch.where(last != 0, last * self.scale > self.fp8_max, self.saturated))
+        history, scale = reference.update_scales(
+            self.history, self.scale, self.fp8_max, algo=self.policy.algo, margin=self.policy.margin
+        )
+        self.history.copy_(history)
+        self.scale.copy_(scale)
+
+
+@dataclass
+class _Direction:
+    """The arenas of forward or of backward, and whether amaxes may be waiting in them."""
+
+    arenas: dict[tuple[torch.device, History], Arena]
+    group: dist.ProcessGroup | None = None
+    reduce_amax: bool = True
+    pending: bool = False
+
+    def update(self) -> None:
+        for arena in self.arenas.values():
+            arena.update(self.group, self.reduce_amax)
+        self.pending = False
+
+
+_forward = _Direction({})
+_backward = _Direction({})
+_backward_task = -1
+_states: weakref.WeakSet[ModuleState] = weakref.WeakSet()
+_prepared: set[tuple[int, Recipe]] = set()
+_registrations = 0
+
+
+class ModuleState:
+    """What one FP8 module keeps between calls: its slots, and its FP8 weight while micro-batches share it.
+
+    It hangs on the module as a plain attribute. A deep copy gets slots of its own with the same values.
+    """
+
+    def __init__(self, module: nn.Module, weight_name: str = "weight") -> None:
+        self.slots: dict[Operand, Slot] = {}
+        self.weight_cache: tuple[Quantized, Quantized | None] | None = None
+        self.observed: dict[Operand, Tensor] = {}
+        self.recipe: Recipe | None = None  # of the last use
+        self.skipped = ""  # why this layer stays out of FP8, where it does
+        self._module = weakref.ref(module)
+        self._weight_name = weight_name
+        _register(self)
+
+    def adopt(self, module: nn.Module) -> ModuleState:
+        """Belong to `module` from now on (after a deep copy)."""
+        self._module = weakref.ref(module)
+        return self
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the module's weight is; None when the module is gone or on the meta device."""
+        module = self._module()
+        weight = getattr(module, self._weight_name, None) if module is not None else None
+        return None if weight is None or weight.is_meta else weight.device
+
+    def prepare(self, recipe: Recipe, device: torch.device) -> None:
+        """Make sure that each operand that `recipe` scales by history has a slot; an earlier history is carried over."""
+        policy = recipe.history
+        if policy is None:
+            return
+        for operand, cast in recipe.casts.items():
+            old = self.slots.get(operand)
+            arenas = (_backward if operand is Operand.GRAD_OUTPUT else _forward).arenas
+            arena = arenas.get((device, policy)) or arenas.setdefault((device, policy), Arena(device, policy))
+            if old is None or old.arena is not arena:
+                new = arena.allocate(cast.format.max)
+                if old is not None:
+                    fill(new, old.scale, old.history)
+                self.slots[operand] = new
+
+    def slot(self, operand: Operand, recipe: Recipe, device: torch.device) -> Slot:
+        """The slot of an operand, made on first use."""
+        slot = self.slots.get(operand)
+        if slot is None or slot.arena.policy != recipe.history or slot.scale.device != device:
+            torch.compiler.disable(self.prepare)(recipe, device)
+            slot = self.slots[operand]
+        return slot
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
+        copy = ModuleState.__new__(ModuleState)
+        copy.slots, copy.weight_cache, copy.observed, copy.recipe = {}, None, {}, self.recipe
+        copy.skipped = self.skipped
+        copy._module, copy._weight_name = self._module, self._weight_name
+        for operand, slot in self.slots.items():
+            copy.slots[operand] = slot.arena.allocate(float(slot.arena.fp8_max[slot.index]))
+            fill(copy.slots[operand], slot.scale, slot.history)
+        _register(copy)
+        return copy
+
+
+def _register(state: ModuleState) -> None:
+    global _registrations
+    _states.add(state)
+    _registrations += 1
+
+
+@torch.no_grad()
+def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
+    """Set a slot's scale and history; of a longer history the newest entries are kept, a shorter one is padded with zeros."""
+    kept = min(len(history), slot.arena.policy.length) - 1
+    slot.scale.copy_(scale)
+    slot.history.zero_()
+    slot.amax.copy_(history[0])
+    if kept > 0:
+        slot.history[-kept:] = history[-kept:].to(slot.scale.device)
+
+
+def prepare_all(recipe: Recipe) -> None:
+    """Give every new FP8 module its slots, outside of anything that is traced or compiled.
+
+    A module that has slots keeps them: it moves to another recipe only when it is used under one.
+    """
+    if (_registrations, recipe) in _prepared:
+        return
+    waiting = False
+    for state in list(_states):
+        device = state.device
+        if device is None:
+            waiting = True
+        elif not state.slots:
+            state.prepare(recipe, device)
+    if not waiting:
+        _prepared.clear()
+        _prepared.add((_registrations, recipe))
+
+
+def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
+    """An outermost autocast begins: what the last backward recorded takes effect."""
+    flush()
+    for direction in (_forward, _backward):
+        direction.group, direction.reduce_amax = group, reduce_amax
+
+
+def end_forward() -> None:
+    """An outermost autocast ends, with gradients on."""
+    _forward.update()
+    _backward.pending = True
+
+
+def flush() -> None:
+    """Update the backward scales if a backward may have recorded something since the last time."""
+    if _backward.pending:
+        _backward.update()
+
+
+def backward_begins_in(task: int) -> None:
+    """A gradient is about to be recorded in autograd's graph task `task`; an earlier backward takes effect first."""
+    global _backward_task
+    if task != _backward_task:
+        flush()
+        _backward_task = task
+    _backward.pending = True
+
+
+def graph_task() -> int:
+    """The number of autograd's backward that is running on this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def snapshot() -> list[tuple[Arena, Tensor]]:
+    """The forward scales as they are, for a recomputation to use."""
+    return [(arena, arena.scale.clone()) for arena in _forward.arenas.values()]
+
+
+@contextlib.contextmanager
+def replay(scales: list[tuple[Arena, Tensor]]) -> Iterator[None]:
+    """Repeat a forward: use its scales, and leave what is recorded meanwhile out of the histories."""
+    before = [(arena, arena.scale.clone(), arena.history[0].clone()) for arena in _forward.arenas.values()]
+    for arena, scale in scales:
+        arena.scale[: len(scale)].copy_(scale)
+    try:
+        yield
+    finally:
+        for arena, scale, amaxes in before:
+            arena.scale[: len(scale)].copy_(scale)
+            arena.history[0, : len(amaxes)].copy_(amaxes)
+
+
+def states_of(model: nn.Module) -> Iterator[tuple[str, ModuleState]]:
+    """Every FP8 linear of a model by name; a module with several matrices names each, as in `layernorm_mlp.fc1`."""
+    for name, module in model.named_modules():
+        for key, state in vars(module).items():
+            if isinstance(state, ModuleState):
+                suffix = key.removesuffix("fp8_state").rstrip("_")
+                yield ".".join(part for part in (name, suffix) if part), state
+
+
+def state_records(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint keeps of the FP8 state: `<module>.<operand>.scale` [] and `.amax_history` [L], float32, copied."""
+    flush()
+    records: dict[str, Tensor] = {}
+    for name, state in states_of(model):
+        for operand, slot in state.slots.items():
+            records[f"{name}.{operand.value}.scale"] = slot.scale.clone()
+            records[f"{name}.{operand.value}.amax_history"] = slot.history.clone()
+    return records
+
+
+def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: Recipe) -> None:
+    """Put records from `state_records` back, for the modules that run in FP8 under `recipe`.
+
+    Raises:
+        InputError: a record names a module that this model does not run in FP8.
+    """
+    flush()
+    states = dict(states_of(model))
+    strangers = sorted({key.rsplit(".", 2)[0] for key in records} - states.keys())
+    if strangers:
+        names = ", ".join(strangers[:3]) + (" …" if len(strangers) > 3 else "")
+        raise InputError(
+            f"the checkpoint has FP8 state for {names}, which this model does not run in FP8."
+            " Use the fp8 settings of the run that saved it (fp8.skip, fp8.enabled)."
+        )
+    for name, state in states.items():
+        device = state.device
+        if device is None:
+            raise InputError(f"{name} has no weights yet: materialise the model before its FP8 state is loaded.")
+        state.prepare(recipe, device)
+        for operand, slot in state.slots.items():
+            key = f"{name}.{operand.value}"
+            if f"{key}.scale" in records:
+                fill(slot, records[f"{key}.scale"], records[f"{key}.amax_history"])

@@ -1,0 +1,156 @@
+"""Octavo's decoder: embedding, blocks, norm, and a head that computes its loss in chunks.
+
+A known Hugging Face model becomes this one, because Hugging Face's outer forward builds masks and whole logits. It is called as
+that one is and returns the same kind of output. Shapes: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from octavo.models.families import Family
+from octavo.nn import RMSNorm, TransformerLayer
+from octavo.nn.head import linear_cross_entropy
+
+IGNORED = -100
+"""The label of a position that is not predicted, as in Hugging Face."""
+
+
+class RotaryAngles:
+    """cos and sin of each position's rotary angles, always float32: not a module, so that no `.to(dtype)` rounds them."""
+
+    def __init__(self, config: Any) -> None:
+        parameters = dict(config.rope_parameters)
+        kind = parameters.get("rope_type", "default")
+        if kind == "default":
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+            self.inv_freq, self.factor = 1.0 / (parameters["rope_theta"] ** exponent), 1.0
+        else:
+            self.inv_freq, self.factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+
+    def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """position_ids [B, T] → cos, sin: float32 [B, T, D]."""
+        if self.inv_freq.device != position_ids.device:
+            self.inv_freq = self.inv_freq.to(position_ids.device)
+        angles = position_ids[..., None].float() * self.inv_freq
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos() * self.factor, angles.sin() * self.factor
+
+
+class Decoder(nn.Module):
+    """A causal language model of a known family; `config` is its Hugging Face config.
+
+    Parameters live in `params_dtype`; the residual stream and the products outside FP8 run in `dtype`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        family: Family,
+        *,
+        dtype: torch.dtype,
+        params_dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.family, self.dtype = config, family, dtype
+        make: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=params_dtype, device=device)
+        self.layers = nn.ModuleList(
+            TransformerLayer(
+                config.hidden_size,
+                config.intermediate_size,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                layernorm_epsilon=config.rms_norm_eps,
+                attention_dropout=config.attention_dropout,
+                kv_channels=getattr(config, "head_dim", None),
+                normalization=family.normalization,
+                bias=config.attention_bias,
+                mlp_bias=config.mlp_bias,
+                activation=family.activation,
+                **make,
+            )
+            for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **make)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=params_dtype, device=device)
+        if config.tie_word_embeddings:
+            self.head.weight = self.embedding.weight
+        self.rotary = RotaryAngles(config)
+        self.run_block: Callable[..., Tensor] = _call
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> CausalLMOutput:
+        """Logits, or with labels the loss alone.
+
+        Args:
+            input_ids: int64 [B, T].
+            attention_mask: [B, T], 0 where a token is padding and nobody attends to it.
+            position_ids: int64 [B, T] or [1, T]; a position that does not follow the one before begins a new document, and
+                attention stays within documents.
+            labels: int64 [B, T], the tokens themselves (the model shifts them), -100 where nothing is predicted.
+            num_items_in_batch: what the sum of the losses is divided by; the number of real targets when absent.
+            is_first_microbatch: False reuses the FP8 weights of the call with True.
+
+        Returns:
+            `.loss` float32 [] with labels (`.logits` is None then), else `.logits` [B, T, V].
+        """
+        if input_ids.numel() == 0:
+            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: at least one token is needed.")
+        mask = _attention_mask(attention_mask, position_ids, input_ids.shape)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        angles = self.rotary(position_ids)
+        hidden = functional.embedding(input_ids, self.embedding.weight).to(self.dtype)
+        for layer in self.layers:
+            hidden = self.run_block(layer, hidden, mask, angles, is_first_microbatch)
+        hidden = self.norm(hidden)
+        if labels is None:
+            return CausalLMOutput(logits=functional.linear(hidden, self.head.weight.to(self.dtype)))
+        target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+        if num_items_in_batch is None:
+            num_items_in_batch = (target != IGNORED).sum()
+        count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=hidden.device)
+        return CausalLMOutput(loss=linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, target, count))
+
+
+def _call(layer: nn.Module, *args: Any) -> Tensor:
+    return layer(*args)
+
+
+def _attention_mask(attention_mask: Tensor | None, position_ids: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """None where plain causal attention is meant, else bool [B, 1, T, T], true where a query attends to a key."""
+    batch, tokens = shape
+    documents = None
+    if position_ids is not None and tokens > 1:
+        starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        if bool(starts.any()):
+            documents = functional.pad(starts.cumsum(1), (1, 0))
+    padded = attention_mask is not None and not bool(attention_mask.bool().all())
+    if documents is None and not padded:
+        return None
+    device = (attention_mask if documents is None else documents).device  # type: ignore[union-attr]
+    allowed = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().expand(batch, 1, tokens, tokens)
+    if documents is not None:
+        allowed = allowed & (documents[:, None, :, None] == documents[:, None, None, :])
+    if padded and attention_mask is not None:
+        # A padded query sees itself, so that no row of the softmax is empty.
+        itself = torch.eye(tokens, dtype=torch.bool, device=device)
+        allowed = allowed & (attention_mask.bool()[:, None, None, :] | itself)
+    return allowed

@@ -1,0 +1,84 @@
+"""`describe`: what of a model runs in FP8, what does not and why, and which kernels do the work. Nothing falls back unnamed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from octavo.fp8.scaling import states_of
+from octavo.kernels import gemm
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One matrix product of a model: where it is, its shape, whether it runs in FP8, and if not, why."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    fp8: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` found; `str()` is a table."""
+
+    layers: tuple[LayerReport, ...]
+    attention: str
+    products: str
+
+    @property
+    def fp8_layers(self) -> int:
+        """Matrices whose products run in FP8."""
+        return sum(layer.fp8 for layer in self.layers)
+
+    def __str__(self) -> str:
+        width = max((len(layer.name) for layer in self.layers), default=4)
+        rows = []
+        for layer in self.layers:
+            shape = "x".join(map(str, layer.shape))
+            rows.append(
+                f"{layer.name:<{width}}  {'FP8' if layer.fp8 else '-':<4} {shape:<13} {layer.kind:<16} {layer.reason}".rstrip()
+            )
+        head = f"{self.fp8_layers} of {len(self.layers)} matrices run in FP8 under fp8_autocast"
+        return "\n".join([head, f"products: {self.products}", f"attention: {self.attention}", "", *rows])
+
+
+def describe(model: nn.Module) -> Description:
+    """Which matrices of a transformed model run in FP8, which do not, and why; and which kernels do the work."""
+    states = dict(states_of(model))
+    layers: list[LayerReport] = []
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() < 2:
+                continue
+            label = ".".join(part for part in (name, key.removesuffix("weight").rstrip("_")) if part)
+            state = states.get(label)
+            reason = state.skipped if state is not None else _reason(module, name)
+            fp8 = state is not None and not reason
+            layers.append(LayerReport(label, type(module).__name__, tuple(parameter.shape), fp8, reason))
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    native = gemm.is_native(device)
+    products = "FP8 units, torch._scaled_mm (cuBLAS)" if native else f"emulated exactly on {device.type}, without FP8 units"
+    return Description(tuple(layers), _attention(device), products)
+
+
+def _reason(module: nn.Module, name: str) -> str:
+    if isinstance(module, nn.Embedding):
+        return "an embedding looks up rows and multiplies nothing"
+    if isinstance(module, nn.Linear) and (name == "head" or name.endswith("lm_head")):
+        return "the output head stays in high precision: its logits feed the loss"
+    if isinstance(module, nn.Linear):
+        return f"{type(module).__name__} is a subclass with code of its own"
+    return f"{type(module).__name__} is not a linear layer that Octavo replaces"
+
+
+def _attention(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"scaled_dot_product_attention on {device.type}"
+    if torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= (9, 0):
+        return "cuDNN through scaled_dot_product_attention; a boolean mask where documents or padding need one"
+    return "scaled_dot_product_attention, flash or memory-efficient"

@@ -1,0 +1,271 @@
+"""Hugging Face in and out: configs, weights and folders.
+
+Octavo's decoder keeps matrices that are used together as one parameter; Hugging Face keeps them apart. `to_hugging_face` and
+`from_hugging_face` are each other's inverse, bit for bit, and are driven by the family's table. Files are safetensors only;
+nothing is unpickled and no code from a hub is run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from octavo.errors import InputError, unknown
+from octavo.models.decoder import Decoder
+from octavo.models.families import FAMILIES, SHAPES, Family
+from octavo.nn.attention import merge_qkv, split_qkv
+from octavo.nn.mlp import deinterleave, interleave
+
+_SHARD_BYTES = 5 << 30
+_INDEX = "model.safetensors.index.json"
+
+
+def load_config(source: str, overrides: Mapping[str, Any] | None = None) -> Any:
+    """The Hugging Face config of a folder, an id, or a built-in shape, with single keys overridden.
+
+    Raises:
+        InputError: there is no such source or family, or an override names a key that the config does not have.
+    """
+    if source in SHAPES:
+        values = dict(SHAPES[source])
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+    else:
+        config = _read_config(source)
+    known = config.to_dict()
+    for key in overrides or {}:
+        if key not in known and not hasattr(config, key):
+            raise unknown("key of model.config", key, [k for k in known if not k.startswith("_")], key="model.config")
+    if overrides:
+        values = known | dict(overrides)
+        model_type = values.pop("model_type")
+        if "head_dim" not in overrides and {"hidden_size", "num_attention_heads"} & set(overrides):
+            values.pop("head_dim", None)  # derived from the two that changed
+        try:
+            config = AutoConfig.for_model(model_type, **values)
+        except Exception as error:  # transformers validates with several exception types of its own
+            raise InputError(f"model.config: {_first_line(error)}") from None
+    return config
+
+
+def _read_config(source: str) -> Any:
+    folder = Path(source)
+    if folder.is_dir():
+        path = folder / "config.json"
+        if not path.is_file():
+            raise InputError(f"model.source = {source!r} is a folder without config.json: give a Hugging Face model folder.")
+        try:
+            kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+            raise InputError(f"{path} is not a Hugging Face config: {error}.") from None
+        if kind not in AutoConfig.for_model.__globals__["CONFIG_MAPPING"]:
+            raise unknown("model family", str(kind), FAMILIES, key=f'"model_type" in {path}')
+    elif source.count("/") != 1 or source.startswith((".", "/", "~")):
+        # Not a folder that exists, and not an id of the form owner/name.
+        if "/" in source:
+            raise InputError(f"model.source = {source!r} does not exist. Built-in shapes: {', '.join(SHAPES)}.")
+        raise unknown("model", source, SHAPES, key="model.source (a folder or id of Hugging Face works too)")
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"model.source = {source!r} could not be read: {_first_line(error)} Give a folder on disk, or a built-in shape: "
+            f"{', '.join(SHAPES)}."
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__
+
+
+def family_of(config: Any) -> tuple[Family | None, str]:
+    """The family whose decoder computes this config, or None and the reason why the model keeps its own code."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return None, f"no decoder for the family {config.model_type!r}"
+    for key, values in family.requires.items():
+        if getattr(config, key, None) not in values:
+            return None, f"{key} = {getattr(config, key, None)!r} is not one of {', '.join(map(str, values))}"
+    kind = config.rope_parameters.get("rope_type", "default")
+    if kind not in family.rope_types:
+        return None, f"rope_type = {kind!r} is not one of {', '.join(family.rope_types)}"
+    return family, ""
+
+
+def hugging_face_names(name: str, family: Family) -> tuple[str, ...]:
+    """The Hugging Face names of one of the decoder's parameters."""
+    if name in family.names:
+        return (family.names[name],)
+    _, index, rest = name.split(".", 2)
+    theirs = family.block_names[rest]
+    return tuple(f"{family.block_prefix}.{index}.{part}" for part in ([theirs] if isinstance(theirs, str) else theirs))
+
+
+def _join_rule(name: str, family: Family) -> str | None:
+    return None if name in family.names else family.joined.get(name.split(".", 2)[2])
+
+
+def to_hugging_face(tensors: Mapping[str, Tensor], config: Any, family: Family) -> dict[str, Tensor]:
+    """The decoder's parameters under Hugging Face's names, joined matrices taken apart; tied ones appear once."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name == "head.weight" and config.tie_word_embeddings:
+            continue
+        rule = _join_rule(name, family)
+        if rule == "qkv":
+            parts: tuple[Tensor, ...] = split_qkv(tensor, config.num_attention_heads, config.num_key_value_heads)
+        elif rule == "gate_up":
+            parts = deinterleave(tensor)
+        else:
+            parts = (tensor,)
+        out.update(zip(hugging_face_names(name, family), parts, strict=True))
+    return out
+
+
+def from_hugging_face(name: str, parts: tuple[Tensor, ...], config: Any, family: Family) -> Tensor:
+    """One of the decoder's parameters, from its parts under Hugging Face's names (in the order of `hugging_face_names`)."""
+    rule = _join_rule(name, family)
+    if rule == "qkv":
+        q, k, v = parts
+        return merge_qkv(q, k, v, config.num_key_value_heads)
+    if rule == "gate_up":
+        return interleave(*parts)
+    return parts[0]
+
+
+class WeightFiles:
+    """The safetensors of a Hugging Face model folder, read tensor by tensor.
+
+    Raises:
+        InputError: the folder has none (a pickled checkpoint is not read).
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise InputError(f"no folder {str(folder)!r} with weights: give a local Hugging Face model folder.")
+        index = self.folder / _INDEX
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+        files = files or sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if not files:
+            pickled = next(self.folder.glob("*.bin"), None)
+            hint = f" {pickled.name} is a pickle, which Octavo never opens: convert it to safetensors." if pickled else ""
+            raise InputError(f"{self.folder} has no .safetensors files.{hint}")
+        self.where: dict[str, str] = {}
+        for file in files:
+            if not (self.folder / file).is_file():
+                raise InputError(f"{self.folder / file} is missing, though {_INDEX} names it: copy the whole model folder.")
+            with safe_open(self.folder / file, "pt") as opened:
+                self.where.update(dict.fromkeys(opened.keys(), file))
+
+    def read(self, name: str) -> Tensor:
+        """One tensor by its Hugging Face name, on the CPU."""
+        if name not in self.where:
+            raise InputError(f"{self.folder} has no weight {name!r}: it is not a checkpoint of this model.")
+        with safe_open(self.folder / self.where[name], "pt") as opened:
+            return opened.get_tensor(name)
+
+
+@torch.no_grad()
+def load_decoder_weights(model: Decoder, read: Any) -> None:
+    """Fill a decoder's parameters; `read(name)` gives a tensor by its Hugging Face name."""
+    tied = model.config.tie_word_embeddings
+    for name, parameter in model.named_parameters():
+        parts = tuple(read(theirs) for theirs in hugging_face_names(name, model.family))
+        value = from_hugging_face(name, parts, model.config, model.family)
+        if value.shape != parameter.shape:
+            raise InputError(
+                f"{name}: the weights have shape {tuple(value.shape)}, the config asks for {tuple(parameter.shape)}."
+            )
+        parameter.copy_(value)
+    if tied:
+        model.head.weight = model.embedding.weight
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, files: WeightFiles) -> None:
+    """Fill a model that keeps its own code; its names are Hugging Face's. A tied tensor may be there under either name."""
+    filled: set[int] = set()
+    missing = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in files.where:
+            tensor.copy_(files.read(name))
+            filled.add(id(tensor))
+        else:
+            missing.append((name, tensor))
+    for name, tensor in missing:
+        if id(tensor) not in filled:
+            files.read(name)  # explains which weight is not there
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters and persistent buffers under Hugging Face's names; tied tensors appear once."""
+    tensors = model.state_dict()
+    if isinstance(model, Decoder):
+        return to_hugging_face(tensors, model.config, model.family)
+    seen: set[int] = set()
+    return {n: t for n, t in tensors.items() if not (t.data_ptr() in seen or seen.add(t.data_ptr()))}  # type: ignore[func-returns-value]
+
+
+def write_pretrained(
+    tensors: Mapping[str, Tensor], config: Any, folder: str | Path, tokenizer_folder: Path | None = None
+) -> None:
+    """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, bit for bit.
+
+    Args:
+        tensors: under Octavo's names (of the decoder, or of a model that kept its own code).
+        config: the Hugging Face config.
+        folder: new, or empty.
+        tokenizer_folder: whose files are copied beside the weights.
+    """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise InputError(f"{folder} is not empty: export writes a new folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    family, _ = family_of(config)
+    if family is not None and "embedding.weight" in tensors:
+        tensors = to_hugging_face(tensors, config, family)
+    _save_shards(tensors, folder)
+    config = type(config).from_dict(config.to_dict())
+    config.dtype = next(iter(tensors.values())).dtype
+    if not config.architectures:
+        config.architectures = [_causal_lm_class(config)]
+    config.save_pretrained(folder)
+    for path in sorted(tokenizer_folder.iterdir()) if tokenizer_folder else ():
+        if path.is_file() and path.name not in ("config.json", "generation_config.json"):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _causal_lm_class(config: Any) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+
+
+def _save_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > _SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file({n: t.detach().cpu().contiguous() for n, t in shard.items()}, folder / file, metadata={"format": "pt"})
+        where.update(dict.fromkeys(shard, file))
+    if len(shards) > 1:
+        total = sum(t.nbytes for t in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))

@@ -1,0 +1,65 @@
+"""RMSNorm and LayerNorm with float32 statistics, as modules and as the front of fused layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import unknown
+from octavo.kernels import reference
+
+NORMS = ("LayerNorm", "RMSNorm")
+
+
+def check_norm(name: str) -> None:
+    """Raise an InputError unless `name` is a normalisation."""
+    if name not in NORMS:
+        raise unknown("normalization", name, NORMS)
+
+
+def normalize(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """The named norm of `x` over its last dimension, in float32."""
+    if name == "RMSNorm":
+        return reference.rms_norm(x, weight, eps)
+    return reference.layer_norm(x, weight, bias, eps)
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean(x²) + eps) · weight; weight: [hidden_size]. The result has x's dtype."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype, device=device))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., hidden_size] → the same shape and dtype."""
+        return reference.rms_norm(input, self.weight, self.eps).to(input.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x − mean) / √(variance + eps) · weight + bias; weight, bias: [hidden_size]. The result has x's dtype."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=params_dtype, device=device))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., hidden_size] → the same shape and dtype."""
+        return reference.layer_norm(input, self.weight, self.bias, self.eps).to(input.dtype)
