@@ -21,30 +21,33 @@ from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState, Slot
 from octavo.fp8.tensor import Quantized
 from octavo.kernels import gemm, reference
-from octavo.kernels.cast import cast_delayed
+from octavo.kernels.cast import cast, cast_scaled
 
 
 def quantize(
-    x: Tensor, cast: Cast, *, slot: Slot | None = None, record: bool = False, row: bool = True, column: bool = True
+    x: Tensor, how: Cast, *, slot: Slot | None = None, record: bool = False, row: bool = True, column: bool = True
 ) -> tuple[Quantized | None, Quantized | None]:
     """Cast a matrix for the products that read it.
 
     x: [R, C]. slot: the scale and amax of delayed scaling. row: wanted as [R, C], summed over C. column: as [C, R], over R.
     """
-    dtype, fp8_max = cast.format.dtype, cast.format.max
-    if cast.granularity is Granularity.TENSOR:
+    dtype, fp8_max = how.format.dtype, how.format.max
+    if how.granularity is Granularity.TENSOR:
         if slot is not None:
-            scale, amax = slot.scale, slot.amax if record else None
+            q, q_t, scale_inv = scaling.cast_delayed(x, slot, dtype, fp8_max, record=record, column=column)
         else:
-            scale, amax = reference.scale_from_amax(reference.amax(x), fp8_max), None
-        q, q_t, scale_inv = cast_delayed(x, scale, amax, dtype, fp8_max, column=column)
-        return Quantized(q, scale_inv), None if q_t is None else Quantized(q_t, scale_inv)
-    if cast.granularity is Granularity.BLOCK_128X128:
+            scale = reference.scale_from_amax(reference.amax(x), fp8_max)
+            if torch.compiler.is_compiling():
+                q, q_t, scale_inv = cast_scaled(x, scale, dtype, fp8_max, column)
+            else:
+                q, q_t, scale_inv = cast(x, scale, None, dtype, fp8_max, column)
+        return Quantized(q, scale_inv), Quantized(q_t, scale_inv) if column else None
+    if how.granularity is Granularity.BLOCK_128X128:
         q, scale_inv = reference.cast_blocks(x, dtype, fp8_max, reference.BLOCK)
         return Quantized(q, scale_inv), Quantized(reference.transposed(q), reference.transposed(scale_inv)) if column else None
 
     def pieces(m: Tensor) -> Quantized:
-        if cast.granularity is Granularity.ROW:
+        if how.granularity is Granularity.ROW:
             return Quantized(*reference.cast_rows(m, dtype, fp8_max))
         return Quantized(*reference.cast_blocks(m, dtype, fp8_max, 1))
 
@@ -94,9 +97,9 @@ class _Call(NamedTuple):
 
 
 def _input_operand(x: Tensor, call: _Call, column: bool) -> tuple[Quantized, Quantized | None]:
-    cast = call.recipe.casts[Operand.INPUT]
-    slot = call.state.slot(Operand.INPUT, call.recipe, x.device) if cast.delayed else None
-    row, out = quantize(x, cast, slot=slot, record=call.grads, column=column)
+    how = call.recipe.casts[Operand.INPUT]
+    slot = call.state.slot(Operand.INPUT, call.recipe, x.device) if how.delayed else None
+    row, out = quantize(x, how, slot=slot, record=call.grads, column=column)
     assert row is not None
     _observe(call.state, Operand.INPUT, row)
     return row, out
@@ -106,9 +109,9 @@ def _weight_operand(weight: Tensor, call: _Call) -> tuple[Quantized, Quantized |
     cached = call.state.weight_cache
     if call.first is False and cached is not None and (cached[1] is not None or not call.grads):
         return cached
-    cast = call.recipe.casts[Operand.WEIGHT]
-    slot = call.state.slot(Operand.WEIGHT, call.recipe, weight.device) if cast.delayed else None
-    row, column = quantize(weight, cast, slot=slot, record=call.grads, column=call.grads)
+    how = call.recipe.casts[Operand.WEIGHT]
+    slot = call.state.slot(Operand.WEIGHT, call.recipe, weight.device) if how.delayed else None
+    row, column = quantize(weight, how, slot=slot, record=call.grads, column=call.grads)
     assert row is not None
     _observe(call.state, Operand.WEIGHT, row)
     call.state.weight_cache = None if call.first is None else (row, column)
@@ -153,13 +156,13 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _grad_operand(dy: Tensor, call: _Call, *, row: bool, column: bool) -> tuple[Quantized | None, Quantized | None]:
-    cast = call.recipe.casts[Operand.GRAD_OUTPUT]
-    slot = call.state.slot(Operand.GRAD_OUTPUT, call.recipe, dy.device) if cast.delayed else None
+    how = call.recipe.casts[Operand.GRAD_OUTPUT]
+    slot = call.state.slot(Operand.GRAD_OUTPUT, call.recipe, dy.device) if how.delayed else None
     if not torch.compiler.is_compiling():
         if torch.is_grad_enabled():
             raise RuntimeError("FP8 layers have no second derivative: call backward without create_graph=True.")
         if slot is not None:
             scaling.backward_begins_in(scaling.graph_task())
-    dy_row, dy_column = quantize(dy, cast, slot=slot, record=True, row=row, column=column)
+    dy_row, dy_column = quantize(dy, how, slot=slot, record=True, row=row, column=column)
     _observe(call.state, Operand.GRAD_OUTPUT, dy_row or dy_column)
     return dy_row, dy_column

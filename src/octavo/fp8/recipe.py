@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
 from octavo.config import Fp8Config
 from octavo.errors import InputError, unknown
-from octavo.fp8.formats import E4M3, FloatFormat, Format
+from octavo.fp8.formats import FloatFormat, Format
 
 __all__ = [
     "BlockScaling", "CurrentScaling", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "Operand",
@@ -51,7 +51,6 @@ class Cast:
     granularity: Granularity
     delayed: bool = False
     """The scale comes from the amaxes of earlier steps, not from the tensor itself."""
-    power_of_two: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,21 @@ class Recipe:
 
     name: ClassVar[str]
 
-    @property
-    def casts(self) -> Mapping[Operand, Cast]:
-        """How each operand is cast, whichever product it enters."""
-        raise TypeError("Recipe is abstract: use DelayedScaling, CurrentScaling, RowwiseScaling or BlockScaling")
+    casts: Mapping[Operand, Cast] = field(init=False, repr=False, compare=False)
+    """How each operand is cast, whichever product it enters."""
 
     @property
     def history(self) -> History | None:
         """For delayed scaling, what is remembered."""
         return None
+
+
+def _casts(fp8_format: Format, activation: Granularity, weight: Granularity, **how: bool) -> dict[Operand, Cast]:
+    return {
+        Operand.INPUT: Cast(fp8_format.forward, activation, **how),
+        Operand.WEIGHT: Cast(fp8_format.forward, weight, **how),
+        Operand.GRAD_OUTPUT: Cast(fp8_format.backward, activation, **how),
+    }
 
 
 @dataclass(frozen=True)
@@ -105,12 +110,7 @@ class DelayedScaling(Recipe):
             raise InputError(f"fp8.amax_history_len = {self.amax_history_len}: a history has at least 1 step; use 1 or more.")
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise unknown("amax algorithm", str(self.amax_compute_algo), ("max", "most_recent"), key="fp8.amax_compute_algo")
-
-    @property
-    def casts(self) -> Mapping[Operand, Cast]:  # noqa: D102
-        forward = Cast(self.fp8_format.forward, Granularity.TENSOR, delayed=True)
-        backward = Cast(self.fp8_format.backward, Granularity.TENSOR, delayed=True)
-        return {Operand.INPUT: forward, Operand.WEIGHT: forward, Operand.GRAD_OUTPUT: backward}
+        object.__setattr__(self, "casts", _casts(self.fp8_format, Granularity.TENSOR, Granularity.TENSOR, delayed=True))
 
     @property
     def history(self) -> History:  # noqa: D102
@@ -124,11 +124,10 @@ class CurrentScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     name: ClassVar[str] = "current"
 
-    @property
-    def casts(self) -> Mapping[Operand, Cast]:  # noqa: D102
-        forward = Cast(self.fp8_format.forward, Granularity.TENSOR)
-        backward = Cast(self.fp8_format.backward, Granularity.TENSOR)
-        return {Operand.INPUT: forward, Operand.WEIGHT: forward, Operand.GRAD_OUTPUT: backward}
+    def __post_init__(self) -> None:
+        if not isinstance(self.fp8_format, Format):
+            raise unknown("FP8 format", str(self.fp8_format), Format.__members__, key="fp8.format")
+        object.__setattr__(self, "casts", _casts(self.fp8_format, Granularity.TENSOR, Granularity.TENSOR))
 
 
 @dataclass(frozen=True)
@@ -137,9 +136,8 @@ class RowwiseScaling(Recipe):
 
     name: ClassVar[str] = "rowwise"
 
-    @property
-    def casts(self) -> Mapping[Operand, Cast]:  # noqa: D102
-        return dict.fromkeys(Operand, Cast(E4M3, Granularity.ROW))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "casts", _casts(Format.E4M3, Granularity.ROW, Granularity.ROW))
 
 
 @dataclass(frozen=True)
@@ -148,11 +146,8 @@ class BlockScaling(Recipe):
 
     name: ClassVar[str] = "block"
 
-    @property
-    def casts(self) -> Mapping[Operand, Cast]:  # noqa: D102
-        piece = Cast(E4M3, Granularity.BLOCK_1X128, power_of_two=True)
-        block = Cast(E4M3, Granularity.BLOCK_128X128, power_of_two=True)
-        return {Operand.INPUT: piece, Operand.WEIGHT: block, Operand.GRAD_OUTPUT: piece}
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "casts", _casts(Format.E4M3, Granularity.BLOCK_1X128, Granularity.BLOCK_128X128))
 
 
 Float8CurrentScaling = CurrentScaling
@@ -188,7 +183,7 @@ def coerce(recipe: Any) -> Recipe:
     cls = _BY_CLASS_NAME.get(type(recipe).__name__)
     if cls is None:
         raise unknown("FP8 recipe", type(recipe).__name__, _BY_CLASS_NAME, key="fp8_recipe")
-    known = {f.name for f in dataclasses.fields(cls)}
+    known = {f.name for f in dataclasses.fields(cls) if f.init}
     values = {name: getattr(recipe, name) for name in known if hasattr(recipe, name)}
     if "fp8_format" in values:
         name = getattr(values["fp8_format"], "name", str(values["fp8_format"]))

@@ -24,26 +24,29 @@ from octavo.errors import InputError
 from octavo.fp8.recipe import History, Operand, Recipe
 from octavo.fp8.tensor import Quantized
 from octavo.kernels import reference
+from octavo.kernels.cast import apart, cast, like_cast
 
 _FIRST_CAPACITY = 64
+_arenas: list[Arena] = []
 
 
 class Slot:
-    """One tensor's place in an arena: `scale` and `amax` are 0-dim float32 views that kernels read and write in place."""
-
-    __slots__ = ("__weakref__", "amax", "arena", "index", "scale")
+    """One tensor's place in an arena."""
 
     def __init__(self, arena: Arena, index: int) -> None:
         self.arena = arena
+        self.arena_number = arena.number
         self.index = index
-        self.bind()
 
-    def bind(self) -> None:
-        """Take the views anew, after the arena has grown."""
-        # `.data` gives each view a version counter of its own: recording one amax must not make autograd believe that the
-        # others, which a compiled backward has saved, were overwritten.
-        self.scale = self.arena.scale[self.index].data
-        self.amax = self.arena.history[0, self.index].data
+    @property
+    def scale(self) -> Tensor:
+        """What the next cast multiplies by: a view, float32 []."""
+        return self.arena.scale[self.index]
+
+    @property
+    def amax(self) -> Tensor:
+        """Slot 0 of the history, where casts record: a view, float32 []."""
+        return self.arena.history[0, self.index]
 
     @property
     def history(self) -> Tensor:
@@ -56,11 +59,12 @@ class Arena:
 
     def __init__(self, device: torch.device, policy: History) -> None:
         self.policy = policy
+        self.number = len(_arenas)
+        _arenas.append(self)
         self.scale = torch.ones(_FIRST_CAPACITY, device=device)
         self.history = torch.zeros(policy.length, _FIRST_CAPACITY, device=device)
         self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
         self.saturated = torch.zeros(_FIRST_CAPACITY, dtype=torch.bool, device=device)
-        self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
         self._free: list[int] = []
         self._used = 0
 
@@ -78,7 +82,6 @@ class Arena:
             self.saturated[index] = False
             self.fp8_max[index] = fp8_max
         slot = Slot(self, index)
-        self._slots[index] = slot
         weakref.finalize(slot, self._free.append, index)
         return slot
 
@@ -87,8 +90,6 @@ class Arena:
         self.history = torch.cat([self.history, torch.zeros_like(self.history)], 1)
         self.fp8_max = torch.cat([self.fp8_max, torch.ones_like(self.fp8_max)])
         self.saturated = torch.cat([self.saturated, torch.zeros_like(self.saturated)])
-        for slot in self._slots.values():
-            slot.bind()
 
     @torch.no_grad()
     def update(self, group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
@@ -102,6 +103,32 @@ class Arena:
         )
         self.history.copy_(history)
         self.scale.copy_(scale)
+
+
+def cast_delayed(
+    x: Tensor, slot: Slot, dtype: torch.dtype, fp8_max: float, *, record: bool, column: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`kernels.cast.cast` with the scale of a slot, recording the amax in it."""
+    if torch.compiler.is_compiling():
+        return _cast_delayed(x, slot.arena_number, slot.index, dtype, fp8_max, record, column)
+    return cast(x, slot.scale, slot.amax if record else None, dtype, fp8_max, column)
+
+
+# A compiler is told the place of a slot, not its tensors: as inputs of a graph they would be views of one buffer, one of them
+# written, which functionalisation copies and autograd's version counters refuse. What is recorded is read outside of graphs.
+@torch.library.custom_op("octavo::cast_delayed", mutates_args=())
+def _cast_delayed(
+    x: Tensor, arena: int, index: int, dtype: torch.dtype, fp8_max: float, record: bool, column: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    amax = _arenas[arena].history[0, index] if record else None
+    return apart(cast(x, _arenas[arena].scale[index], amax, dtype, fp8_max, column))
+
+
+@_cast_delayed.register_fake
+def _(
+    x: Tensor, arena: int, index: int, dtype: torch.dtype, fp8_max: float, record: bool, column: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return like_cast(x, dtype, column)
 
 
 @dataclass
@@ -160,12 +187,12 @@ class ModuleState:
         policy = recipe.history
         if policy is None:
             return
-        for operand, cast in recipe.casts.items():
+        for operand, how in recipe.casts.items():
             old = self.slots.get(operand)
             arenas = (_backward if operand is Operand.GRAD_OUTPUT else _forward).arenas
             arena = arenas.get((device, policy)) or arenas.setdefault((device, policy), Arena(device, policy))
             if old is None or old.arena is not arena:
-                new = arena.allocate(cast.format.max)
+                new = arena.allocate(how.format.max)
                 if old is not None:
                     fill(new, old.scale, old.history)
                 self.slots[operand] = new

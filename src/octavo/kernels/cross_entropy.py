@@ -46,6 +46,18 @@ def _cross_entropy(
             tl.store(start + c, grad.to(logits_ptr.dtype.element_ty), mask=c < columns)
 
 
+def launch(logits: Tensor, target: Tensor, grad_scale: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+    """Run the kernel over a chunk; see `cross_entropy_`."""
+    loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    if logits.shape[0]:
+        scale = loss if grad_scale is None else grad_scale
+        _cross_entropy[(logits.shape[0],)](
+            logits, target, loss, scale, logits.shape[1], logits.stride(0), ignore_index,
+            GRAD=grad_scale is not None, BLOCK=_BLOCK, num_warps=_WARPS,
+        )  # fmt: skip
+    return loss.sum(), None if grad_scale is None else logits
+
+
 def cross_entropy_(
     logits: Tensor, target: Tensor, grad_scale: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor | None]:
@@ -53,14 +65,8 @@ def cross_entropy_(
 
     logits: [N, V], row-major; overwritten on a GPU. target: int64 [N]. The gradient has the dtype of the logits.
     """
-    if logits.device.type != "cuda":
-        scale = torch.zeros(()) if grad_scale is None else grad_scale
-        loss, grad = reference.cross_entropy(logits, target, ignore_index, scale)
-        return loss, None if grad_scale is None else grad
-    loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    if logits.shape[0]:
-        _cross_entropy[(logits.shape[0],)](
-            logits, target, loss, loss if grad_scale is None else grad_scale, logits.shape[1], logits.stride(0), ignore_index,
-            GRAD=grad_scale is not None, BLOCK=_BLOCK, num_warps=_WARPS,
-        )  # fmt: skip
-    return loss.sum(), None if grad_scale is None else logits
+    if logits.device.type == "cuda":
+        return launch(logits, target, grad_scale, ignore_index)
+    scale = logits.new_zeros((), dtype=torch.float32) if grad_scale is None else grad_scale
+    loss, grad = reference.cross_entropy(logits, target, ignore_index, scale)
+    return loss, None if grad_scale is None else grad

@@ -19,16 +19,12 @@ ALIGNMENT = 16
 """cuBLAS wants the summed dimension and the columns of the result in multiples of this many elements (16 bytes)."""
 
 
-@functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
+@torch.compiler.assume_constant_result
 def is_native(device: torch.device) -> bool:
     """Whether products of FP8 matrices run in FP8 units on this device (compute capability 8.9 or more)."""
     if device.type != "cuda" or torch.version.hip:
         return False
-    return _capability(device.index if device.index is not None else torch.cuda.current_device()) >= (8, 9)
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def scaled_mm(

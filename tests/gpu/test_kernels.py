@@ -1,0 +1,101 @@
+"""The Triton kernels and cuBLAS's FP8 products on a GPU, against the reference on the CPU."""
+
+import pytest
+import torch
+
+from octavo.fp8.formats import E4M3, E5M2
+from octavo.kernels import cross_entropy, gemm, reference
+from octavo.kernels.cast import launch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def assert_same_codes(got, want):
+    """Bit for bit, but that any NaN equals any other: which of the two codes a NaN takes is the converter's choice."""
+    got, want = got.cpu(), want.contiguous()
+    nan = want.float().isnan()
+    assert torch.equal(got.float().isnan(), nan)
+    assert torch.equal(got.view(torch.uint8)[~nan], want.view(torch.uint8)[~nan])
+
+
+def awkward(rows, columns, dtype):
+    x = torch.randn(rows, columns) * torch.exp2(torch.randint(-20, 12, (rows, columns)).float())
+    flat = x.view(-1)
+    flat[:: max(1, len(flat) // 7)] = 0
+    if len(flat) > 20:
+        flat[3], flat[7], flat[11] = torch.inf, -torch.inf, torch.nan
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (1, 1), (65, 129), (4096, 2048), (1000, 333)])
+def test_cast_is_exact(fmt, dtype, rows, columns):
+    x = awkward(rows, columns, dtype)
+    scale, amax = torch.rand(()) * 8, torch.tensor(0.25)
+    on_gpu = amax.cuda()
+    q, q_t, scale_inv = launch(x.cuda(), scale.cuda(), on_gpu, fmt.dtype, fmt.max, True)
+    want = reference.cast(x, scale, fmt.dtype, fmt.max)
+    assert_same_codes(q, want)
+    assert_same_codes(q_t, want.t())
+    assert torch.equal(scale_inv.cpu(), scale.reciprocal())
+    assert torch.equal(on_gpu.cpu(), torch.maximum(amax, reference.amax(x)))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+def test_every_float_near_a_rounding_boundary(fmt):
+    codes = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
+    codes = codes[codes.isfinite()].sort().values
+    middle = (codes[1:] + codes[:-1]) / 2
+    around = torch.cat([codes, middle, torch.nextafter(middle, torch.tensor(1e9)), torch.nextafter(middle, torch.tensor(-1e9))])
+    x = around[None]
+    one = torch.ones(())
+    q, _, _ = launch(x.cuda(), one.cuda(), None, fmt.dtype, fmt.max, False)
+    assert_same_codes(q, reference.cast(x, one, fmt.dtype, fmt.max))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_scales_are_exact(power_of_two):
+    amaxes = torch.cat([torch.rand(10_000) * torch.exp2(torch.randint(-120, 120, (10_000,)).float()), torch.tensor([0.0])])
+    cpu = reference.scale_from_amax(amaxes, 448.0, power_of_two=power_of_two)
+    gpu = reference.scale_from_amax(amaxes.cuda(), 448.0, power_of_two=power_of_two)
+    compiled = torch.compile(reference.scale_from_amax)(amaxes.cuda(), 448.0, power_of_two=power_of_two)
+    assert torch.equal(gpu.cpu(), cpu)
+    assert torch.equal(compiled.cpu(), cpu)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 128, 256), (7, 19, 33), (1, 16, 16), (130, 150, 200), (2048, 1024, 512)])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+@pytest.mark.parametrize("a_format", [E4M3, E5M2], ids=lambda f: f.name)
+def test_products(m, n, k, out_dtype, precise, bias, kind, a_format):
+    a, b, offset = torch.randn(m, k), torch.randn(n, k), torch.randn(n) if bias else None
+    if kind == "tensor":
+        one = torch.tensor(0.37)
+        qa, sa = reference.cast(a, one, a_format.dtype, a_format.max), one.reciprocal()
+        qb, sb = reference.cast(b, one, E4M3.dtype, E4M3.max), one.reciprocal()
+    elif kind == "row":
+        (qa, sa), (qb, sb) = (reference.cast_rows(x, f.dtype, f.max) for x, f in ((a, a_format), (b, E4M3)))
+    else:
+        qa, sa = reference.cast_blocks(a, a_format.dtype, a_format.max, 1)
+        qb, sb = reference.cast_blocks(b, E4M3.dtype, E4M3.max, 128)
+    want = reference.dequantize(qa, sa).double() @ reference.dequantize(qb, sb).double().t()
+    want = want if offset is None else want + offset.double()
+    moved = None if offset is None else offset.cuda()
+    got = gemm.scaled_mm(qa.cuda(), sa.cuda(), qb.cuda(), sb.cuda(), out_dtype=out_dtype, precise=precise, bias=moved)
+    assert got.dtype == out_dtype
+    error = (got.cpu().double() - want).norm() / want.norm()
+    assert error < (4e-3 if out_dtype == torch.bfloat16 or kind == "row" else 3e-4 if precise else 3e-3)
+
+
+@pytest.mark.parametrize("columns", [17, 8192, 128256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cross_entropy(columns, dtype):
+    logits, target = (torch.randn(33, columns) * 5).to(dtype), torch.randint(columns, (33,))
+    target[::4] = -100
+    want_loss, want_grad = reference.cross_entropy(logits, target, -100, torch.tensor(0.5))
+    loss, grad = cross_entropy.cross_entropy_(logits.cuda(), target.cuda(), torch.tensor(0.5).cuda(), -100)
+    torch.testing.assert_close(loss.cpu(), want_loss, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(grad.cpu().float(), want_grad.float(), rtol=1e-2, atol=1e-5)

@@ -1,0 +1,61 @@
+"""The fused cross entropy in Triton's interpreter, and the chunked head, against float64."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from octavo.kernels import cross_entropy, reference
+from octavo.nn import head
+
+
+def case(rows, columns):
+    logits = torch.randn(rows, columns) * 5
+    target = torch.randint(columns, (rows,))
+    target[::3] = -100
+    return logits, target
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
+@pytest.mark.parametrize(("rows", "columns"), [(5, 17), (3, 300), (1, 8192)])
+def test_kernel_equals_float64(monkeypatch, rows, columns):
+    monkeypatch.setattr(cross_entropy, "_BLOCK", 128)
+    logits, target = case(rows, columns)
+    exact = logits.double().requires_grad_()
+    want = functional.cross_entropy(exact, target, reduction="sum", ignore_index=-100)
+    (want * 0.25).backward()
+    loss, grad = cross_entropy.launch(logits.clone(), target, torch.tensor(0.25), -100)
+    torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_reference_equals_float64():
+    logits, target = case(7, 33)
+    exact = logits.double().requires_grad_()
+    want = functional.cross_entropy(exact, target, reduction="sum", ignore_index=-100)
+    want.backward()
+    loss, grad = reference.cross_entropy(logits, target, -100, torch.tensor(1.0))
+    torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, 1000])
+def test_head_in_chunks(monkeypatch, chunk_rows):
+    monkeypatch.setattr(head, "CHUNK_BYTES", chunk_rows * 19 * 4)
+    hidden, weight = torch.randn(10, 6, requires_grad=True), torch.randn(19, 6, requires_grad=True)
+    target = torch.randint(19, (10,))
+    target[2] = -100
+    loss = head.linear_cross_entropy(hidden, weight, target, torch.tensor(9.0))
+    (loss * 3).backward()
+    h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    want = functional.cross_entropy(h @ w.t(), target, reduction="sum", ignore_index=-100) / 9
+    (want * 3).backward()
+    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=1e-6, check_dtype=False)
+    torch.testing.assert_close(hidden.grad.double(), h.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weight.grad.double(), w.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_head_without_targets_or_gradients():
+    hidden, weight = torch.randn(4, 6), torch.randn(19, 6)
+    with torch.no_grad():
+        loss = head.linear_cross_entropy(hidden, weight, torch.full((4,), -100), torch.tensor(1.0))
+    assert loss.item() == 0.0
