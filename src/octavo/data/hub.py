@@ -1,0 +1,64 @@
+"""Data sets that `datasets` knows how to load: names of the Hugging Face Hub, and folders with splits.
+
+`datasets` 4 and later executes no code from a data set, and nothing here asks it to. Importing it takes a second, so it is
+imported when a source needs it. A data set of the Hub is identified by its name and split, not by sums of its files: `datasets`
+keeps and checks those in its own cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from octavo.config import DataConfig
+from octavo.data.readers import Document, read_data_set
+from octavo.errors import InputError
+
+
+def from_hub(name: str, config: DataConfig, hint: str) -> Iterator[Document]:
+    """The documents of a named data set.
+
+    Raises:
+        InputError: it does not exist, cannot be reached, has no such split, or needs code; `hint` may name a local file.
+    """
+    import datasets
+
+    try:
+        data = datasets.load_dataset(name, split=config.split)
+    except Exception as error:
+        raise InputError(
+            f"data.source = {name!r} is no local file, and the Hugging Face data set {name!r}, split {config.split!r}, cannot "
+            f"be loaded: {_reason(error)}.{hint} Check the name, data.split and the network, or give a local file or "
+            '"python:docstrings" as data.source.'
+        ) from None
+    yield from read_data_set(data, config.text_field, f"data set {name!r}")
+
+
+def from_folder(path: Path, config: DataConfig) -> Iterator[Document]:
+    """The documents of one split of a local folder, in any layout that `load_dataset` or `load_from_disk` understands."""
+    yield from read_data_set(_load_folder(path, config.split), config.text_field, str(path))
+
+
+def _load_folder(path: Path, split: str) -> Any:
+    import datasets
+
+    try:
+        if not (path / "dataset_dict.json").is_file() and not (path / "dataset_info.json").is_file():
+            return datasets.load_dataset(str(path), split=split)
+        data = datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise InputError(
+            f"data.source = {str(path)!r}: the folder cannot be loaded as a data set, split {split!r}: {_reason(error)}. "
+            "Check data.split, or name the files themselves (a pattern such as 'folder/*.jsonl')."
+        ) from None
+    if isinstance(data, datasets.DatasetDict):
+        if split not in data:
+            raise InputError(f"data.source = {str(path)!r} has no split {split!r}, only {', '.join(data)}. Change data.split.")
+        return data[split]
+    return data
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["no reason given"]
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}"

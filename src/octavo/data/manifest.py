@@ -1,0 +1,171 @@
+"""What a folder of prepared data says about itself, and whether that is still true.
+
+The manifest is written last, and the folder is renamed into place after it: a folder with a manifest is whole. Later it is
+held against the sizes of its own files (a cut copy, a full disk) and against the sources it was made from: size and
+modification time first, which costs a microsecond a file, and the sum only where these differ (a fresh checkout touches
+everything and changes nothing).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from octavo.config import DataConfig
+from octavo.data.corpus import identity
+from octavo.data.readers import unreadable
+from octavo.data.tokenizer import check, tokenizer_files
+from octavo.storage import sha256_file
+
+FORMAT = 1
+FILE = "manifest.json"
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, Split] = ("train", "validation")
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SourceFile(_Record):
+    """A file that the data was made from."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+class OwnFile(_Record):
+    """A file of the prepared folder."""
+
+    size: int
+    sha256: str
+
+
+class Counts(_Record):
+    """What a split holds."""
+
+    documents: int
+    tokens: int
+
+
+class Manifest(_Record):
+    """manifest.json; `key` holds the settings that decide what the tokens are."""
+
+    format: int
+    octavo: str
+    created: str
+    key: dict[str, Any]
+    sources: list[SourceFile]
+    files: dict[str, OwnFile]
+    splits: dict[Split, Counts]
+    tokenizer_sha256: str | None
+    vocab_size: int
+    max_token_id: int
+    end_token_id: int | None
+    dtype: Literal["uint16", "uint32"]
+    fingerprint: str
+
+
+def key(config: DataConfig) -> dict[str, Any]:
+    """The settings that decide what the tokens are.
+
+    `sequence_length` and `packing` are not among them: tokens are stored unpacked, so that one preparation serves every length.
+    """
+    names = [config.source] if isinstance(config.source, str) else config.source
+    folder = None if config.tokenizer == "train" else check(config.tokenizer)
+    return {
+        "format": FORMAT,
+        "source": [identity(name) for name in names],
+        "text_field": config.text_field,
+        "split": config.split,
+        "tokenizer": str(folder.absolute()) if folder else config.tokenizer,
+        "vocab_size": config.vocab_size if config.tokenizer == "train" else None,
+        "max_documents": config.max_documents,
+        "max_tokens": config.max_tokens,
+        "validation_fraction": config.validation_fraction,
+        "seed": config.seed,
+    }
+
+
+def source_files(config: DataConfig, corpus_files: Sequence[Path]) -> list[Path]:
+    """Every file on disk that the tokens depend on: those of the corpus and of a local tokenizer."""
+    return [*corpus_files, *tokenizer_files(config.tokenizer)]
+
+
+def record(path: Path) -> SourceFile:
+    """A source file as it is now; reads all of it."""
+    status = path.stat()
+    return SourceFile(path=str(path.absolute()), size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=_sum(path))
+
+
+def _sum(source: Path) -> str:
+    try:
+        return sha256_file(source)
+    except OSError as error:
+        raise unreadable(source, error) from None
+
+
+def own_files(folder: Path) -> dict[str, OwnFile]:
+    """The files below a prepared folder, without its manifest."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILE)
+    return {str(path.relative_to(folder)): OwnFile(size=path.stat().st_size, sha256=sha256_file(path)) for path in paths}
+
+
+def fingerprint(files: dict[str, OwnFile], tokenizer_sha256: str | None) -> str:
+    """What identifies the data: the token files and the tokenizer, not where, when or from which files they were made."""
+    parts = [f"{name} {file.sha256}" for name, file in sorted(files.items()) if "/" not in name]
+    return hashlib.sha256("\n".join([*parts, f"tokenizer {tokenizer_sha256}"]).encode()).hexdigest()
+
+
+def read(folder: Path) -> Manifest | None:
+    """The manifest of a folder, or None where there is none that this version understands."""
+    try:
+        return Manifest.model_validate_json((folder / FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def damage(folder: Path, manifest: Manifest) -> str | None:
+    """What is wrong with the folder's own files, by their sizes; None if nothing."""
+    for name, file in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            return f"{folder / name} is missing"
+        if size != file.size:
+            return f"{folder / name} has {size:,} bytes where its manifest says {file.size:,}"
+    return None
+
+
+def changes(manifest: Manifest, paths: Sequence[Path]) -> tuple[str | None, list[SourceFile]]:
+    """Compare the sources with what they were.
+
+    Returns:
+        The first change in words, None if there is none; and the sources with today's modification times.
+    """
+    known = {source.path: source for source in manifest.sources}
+    current = {str(path.absolute()): path for path in paths}
+    for name in known:
+        if name not in current:
+            return f"{name} is gone", manifest.sources
+    fresh: list[SourceFile] = []
+    for name, path in current.items():
+        if name not in known:
+            return f"{name} is new", manifest.sources
+        before = known[name]
+        status = path.stat()
+        if (status.st_size, status.st_mtime_ns) == (before.size, before.mtime_ns):
+            fresh.append(before)
+            continue
+        if status.st_size != before.size:
+            return f"{name} has {status.st_size:,} bytes and had {before.size:,}", manifest.sources
+        if _sum(path) != before.sha256:
+            return f"{name} has other content of the same size", manifest.sources
+        fresh.append(before.model_copy(update={"mtime_ns": status.st_mtime_ns}))
+    return None, fresh

@@ -1,0 +1,196 @@
+"""Documents to sequences of one length.
+
+"join" is a stream: all documents one after another, cut every T tokens. Nothing is padded, and attention sees across
+documents. "documents" keeps them apart: position ids restart at 0 at each document, which is what attention and the loss go
+by. Documents longer than T are cut; what remains and the shorter ones are packed whole, by best fit in decreasing length
+(Ding et al., "Fewer Truncations Improve Language Modeling", 2024): sequences are nearly as few as with cutting everywhere,
+and no document loses its context to a cut that is not needed. The price is padding where no document fits, which text of many
+lengths hardly has, and an index in memory of 16 bytes a document.
+
+Nothing here copies the corpus: a `Packing` says which tokens a sequence has, `Sequences` reads them from the memory map.
+
+    T: tokens in a sequence    P: pieces of documents    S: sequences    N: tokens of the split    D: documents
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IGNORED = -100
+"""The label of a position that is not a target (PyTorch's and Hugging Face's)."""
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Arrays(NamedTuple):
+    """One sequence, [T] each, or several, [B, T] each; int64. Labels are not shifted: label t is token t or IGNORED."""
+
+    input_ids: Int64
+    labels: Int64
+    position_ids: Int64
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which tokens go where: sequence s consists of pieces first_S[s] to first_S[s + 1], then padding.
+
+    Attributes:
+        start_P, length_P: the tokens of a piece in the split, as a range.
+        first_S: [S + 1] the first piece of each sequence.
+    """
+
+    start_P: Int64
+    length_P: Int64
+    first_S: Int64
+
+    def __len__(self) -> int:
+        return len(self.first_S) - 1
+
+
+def join(tokens: int, sequence_length: int) -> Packing:
+    """Cut a stream of N `tokens` every T tokens.
+
+    What is left at the end is dropped, unless it is all there is: then it makes one padded sequence. Fewer than 2 tokens make
+    none.
+    """
+    whole = tokens // sequence_length
+    if whole == 0 and tokens >= 2:
+        return _packing(np.zeros(1, np.int64), np.array([tokens]), np.arange(2))
+    start_P = np.arange(whole, dtype=np.int64) * sequence_length
+    return _packing(start_P, np.full(whole, sequence_length), np.arange(whole + 1))
+
+
+def pack_documents(offsets_D: npt.NDArray[Any], sequence_length: int) -> Packing:
+    """Pack documents without joining them.
+
+    Args:
+        offsets_D: [D + 1] where each document starts in the split, and the end of the last.
+        sequence_length: T.
+
+    Returns:
+        Sequences in the order of their first token, pieces in order within each. A piece of one token is left out: nothing
+        predicts it, and it predicts nothing.
+    """
+    start_D = np.asarray(offsets_D[:-1], np.int64)
+    length_D = np.diff(np.asarray(offsets_D, np.int64))
+    whole_D, rest_D = np.divmod(length_D, sequence_length)
+    within = np.arange(whole_D.sum()) - np.repeat(np.cumsum(whole_D) - whole_D, whole_D)  # 0, 1, … in each document
+    whole_start_P = np.repeat(start_D, whole_D) + within * sequence_length
+    kept = rest_D >= 2
+    rest_start_P = (start_D + whole_D * sequence_length)[kept]
+    rest_length_P = rest_D[kept]
+    bin_P = _best_fit(rest_length_P, sequence_length) + len(whole_start_P)
+
+    start_P = np.concatenate([whole_start_P, rest_start_P])
+    length_P = np.concatenate([np.full(len(whole_start_P), sequence_length), rest_length_P])
+    bin_P = np.concatenate([np.arange(len(whole_start_P)), bin_P])
+    bins = int(bin_P.max(initial=-1)) + 1
+    earliest = np.full(bins, np.iinfo(np.int64).max)
+    np.minimum.at(earliest, bin_P, start_P)
+    rank = np.empty(bins, np.int64)
+    rank[np.argsort(earliest)] = np.arange(bins)
+    order = np.lexsort((start_P, rank[bin_P]))
+    counts = np.bincount(rank[bin_P], minlength=bins)
+    return _packing(start_P[order], length_P[order], np.concatenate([[0], np.cumsum(counts)]))
+
+
+def _best_fit(length_P: Int64, capacity: int) -> Int64:
+    """The bin of each piece (lengths below `capacity`): longest first, each into the fullest bin that has room for it.
+
+    Bin capacities are a set of small integers, kept as the bits of one Python integer, so that the fullest bin with room is the
+    lowest bit at or above the length: about 1 s for a million documents at T = 2048, 1.7 s at 16,384.
+    """
+    bin_P = np.empty(len(length_P), np.int64)
+    bins_with: list[list[int]] = [[] for _ in range(capacity + 1)]  # by room that is left
+    rooms = 0  # bit r is set when bins_with[r] is not empty
+    bins = 0
+    for piece in np.argsort(-length_P, kind="stable").tolist():
+        length = int(length_P[piece])
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            chosen = bins_with[room].pop()
+            if not bins_with[room]:
+                rooms ^= 1 << room
+        else:
+            room, chosen = capacity, bins
+            bins += 1
+        room -= length
+        if room >= 2:
+            bins_with[room].append(chosen)
+            rooms |= 1 << room
+        bin_P[piece] = chosen
+    return bin_P
+
+
+def _packing(start_P: npt.NDArray[Any], length_P: npt.NDArray[Any], first_S: npt.NDArray[Any]) -> Packing:
+    return Packing(start_P.astype(np.int64), length_P.astype(np.int64), first_S.astype(np.int64))
+
+
+class Sequences:
+    """The sequences of one split, by number, read from the memory map when asked for.
+
+    Labels are IGNORED at position 0 of every document (of every sequence, when joined), which nothing predicts, and on
+    padding. Padding counts as a document of its own: its positions restart at 0, so that no attention reaches it.
+
+    Args:
+        tokens: [N] token ids, any integer type.
+        offsets: [D + 1] starts of the documents, and the end.
+        sequence_length: T.
+        packing: "join" or "documents".
+        pad_id: what padding holds; any id of the vocabulary.
+    """
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[Any],
+        offsets: npt.NDArray[Any],
+        *,
+        sequence_length: int,
+        packing: Literal["join", "documents"],
+        pad_id: int = 0,
+    ) -> None:
+        self.sequence_length = sequence_length
+        self.packing = join(len(tokens), sequence_length) if packing == "join" else pack_documents(offsets, sequence_length)
+        self._tokens = tokens
+        self._pad_id = pad_id
+
+    def __len__(self) -> int:
+        return len(self.packing)
+
+    @property
+    def padding(self) -> float:
+        """The share of positions that hold padding, 0 to 1."""
+        total = len(self) * self.sequence_length
+        return 1 - int(self.packing.length_P.sum()) / total if total else 0.0
+
+    def __getitem__(self, index: int) -> Arrays:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        return Arrays(*(array[0] for array in self.batch([index])))
+
+    def batch(self, indices: Iterable[int]) -> Arrays:
+        """The sequences with these numbers, [B, T] each."""
+        chosen = list(indices)
+        shape = (len(chosen), self.sequence_length)
+        input_ids = np.full(shape, self._pad_id, np.int64)
+        labels = np.full(shape, IGNORED, np.int64)
+        positions = np.empty(shape, np.int64)
+        counting = np.arange(self.sequence_length)
+        pieces = self.packing
+        for row, index in enumerate(chosen):
+            at = 0
+            for piece in range(pieces.first_S[index], pieces.first_S[index + 1]):
+                start, length = pieces.start_P[piece], pieces.length_P[piece]
+                here = slice(at, at + length)
+                input_ids[row, here] = self._tokens[start : start + length]
+                labels[row, at + 1 : at + length] = input_ids[row, at + 1 : at + length]
+                positions[row, here] = counting[:length]
+                at += length
+            positions[row, at:] = counting[: self.sequence_length - at]
+        return Arrays(input_ids, labels, positions)

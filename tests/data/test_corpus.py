@@ -1,0 +1,229 @@
+"""Every kind of source gives its documents, and every bad one a message that mends it."""
+
+import ast
+import json
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from octavo.data import prepare
+from octavo.data.corpus import Corpus
+from octavo.data.readers import Document
+from octavo.errors import InputError
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _texts(config):
+    return [document.text for document in Corpus(config)]
+
+
+def test_text_files_are_one_document_each_in_sorted_order(tmp_path, config):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    for name, text in (("b.txt", "zwei\r\nü\n"), ("a.txt", "\ufeffeins"), ("deep/er/c.txt", "drei")):
+        (tmp_path / name).write_bytes(text.encode())
+    assert _texts(config(tmp_path / "*.txt")) == ["eins", "zwei\r\nü\n"]
+    assert _texts(config(tmp_path / "**" / "*.txt")) == ["eins", "zwei\r\nü\n", "drei"]
+    assert _texts(config([str(tmp_path / "b.txt"), str(tmp_path / "deep/er/c.txt")])) == ["zwei\r\nü\n", "drei"]
+
+
+def test_json_lines_and_parquet_hold_the_named_column(tmp_path, config):
+    rows = [{"body": text, "other": 1} for text in map(str, range(2500))]
+    write_lines(tmp_path / "x.jsonl", rows)
+    pq.write_table(pa.table({"other": [1] * 2500, "body": [row["body"] for row in rows]}), tmp_path / "x.parquet")
+    for name in ("x.jsonl", "x.parquet"):
+        assert _texts(config(tmp_path / name, text_field="body")) == [row["body"] for row in rows]
+
+
+def test_tokenised_lines_as_written_by_a_data_set(tmp_path, config):
+    rows = [[1, 2, 3], [70000, 5]]
+    path = write_lines(
+        tmp_path / "training.json", [{"input_ids": r, "attention_mask": [1] * len(r), "labels": r} for r in rows]
+    )
+    pq.write_table(pa.table({"input_ids": rows}), tmp_path / "training.parquet")
+    for source in (path, tmp_path / "training.parquet"):
+        found = list(Corpus(config(source)))
+        assert [(d.text, d.input_ids.tolist(), d.input_ids.dtype) for d in found] == [(None, row, np.uint32) for row in rows]
+
+
+def test_docstrings_are_those_that_ast_finds(config):
+    corpus = Corpus(config("python:docstrings"))
+    assert corpus.files == sorted(corpus.files)
+    assert not any({"test", "site-packages"} & set(path.parts) for path in corpus.files)
+    path = next(path for path in corpus.files if path.name == "textwrap.py")
+    found = {document.text for document in corpus if document.origin.startswith(f"{path}, ")}
+    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    assert found == {text for node in nodes if (text := ast.get_docstring(node))}
+    assert len(found) > 10
+
+
+def test_docstrings_skip_files_that_do_not_parse(tmp_path):
+    from octavo.data.python_source import docstrings
+
+    (tmp_path / "bad.py").write_text("print 'old'\n")
+    (tmp_path / "null.py").write_bytes(b'"""doc"""\0')
+    (tmp_path / "good.py").write_text('"""Doc."""\ndef f():\n    "\\w"\n')
+    assert list(docstrings(sorted(tmp_path.iterdir()))) == [
+        Document("Doc.", None, f"{tmp_path / 'good.py'}, line 1"),
+        Document("\\w", None, f"{tmp_path / 'good.py'}, line 3"),
+    ]
+
+
+def test_packages_are_source_files_with_undecodable_ones_skipped(tmp_path, config):
+    from octavo.data.python_source import packages
+
+    corpus = Corpus(config("python:packages"))
+    assert {"textwrap.py", "pytest"} <= {path.name for path in corpus.files} | {path.parent.name for path in corpus.files}
+    assert len(set(corpus.files)) == len(corpus.files)
+    (tmp_path / "a.py").write_bytes(b"# \xff")
+    (tmp_path / "b.py").write_text("x = 1\n")
+    assert [d.text for d in packages(sorted(tmp_path.iterdir()))] == ["x = 1\n"]
+
+
+def test_a_plain_folder_is_read_directly_and_one_with_splits_by_split(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    plain, split = tmp_path / "plain", tmp_path / "split"
+    for folder in (plain, split):
+        folder.mkdir()
+    write_lines(plain / "one.jsonl", [{"text": "a"}])
+    (plain / "two.txt").write_text("b")
+    write_lines(split / "train.jsonl", [{"text": "to train on"}])
+    write_lines(split / "validation.jsonl", [{"text": "held out"}])
+    assert _texts(config(plain)) == ["a", "b"]
+    assert _texts(config(split)) == ["to train on"]
+    assert _texts(config(split, split="validation")) == ["held out"]
+    with pytest.raises(InputError, match=r'"nosplit".*data\.split|nosplit.*data\.split'):
+        _texts(config(split, split="nosplit"))
+
+
+def test_a_data_set_saved_to_disk(tmp_path, config):
+    data = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["x", "y"]})})
+    data.save_to_disk(str(tmp_path / "saved"))
+    assert _texts(config(tmp_path / "saved")) == ["x", "y"]
+    with pytest.raises(InputError, match=r"no split 'test', only train\. Change data\.split"):
+        _texts(config(tmp_path / "saved", split="test"))
+    with pytest.raises(InputError, match=r"no 'body', only 'text'"):
+        _texts(config(tmp_path / "saved", text_field="body"))
+
+
+def test_a_name_of_the_hub_goes_to_datasets_and_its_failure_is_explained(config, monkeypatch):
+    asked = []
+
+    def load(name, **options):
+        asked.append((name, options))
+        if name == "imdb":
+            return datasets.Dataset.from_dict({"text": ["good film"], "label": [1]})
+        raise ConnectionError(f"Couldn't reach '{name}' on the Hub (offline)\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert _texts(config("imdb")) == ["good film"]
+    assert asked == [("imdb", {"split": "train"})]
+    with pytest.raises(InputError) as caught:
+        _texts(config("no/such"))
+    for part in ("'no/such'", "Couldn't reach", "data.split", "python:docstrings"):
+        assert part in str(caught.value)
+
+
+def _bad_json(path):
+    path.write_text('{"text": "fine"}\n\n{"text": "torn\n')
+
+
+def _bad_utf8(path):
+    path.write_bytes(b'{"text": "fine"}\n{"text": "\xff"}\n')
+
+
+def _bad_text(path):
+    path.write_bytes(b"one\ntwo \xe9t\xe9\n")
+
+
+def _row(*rows):
+    return lambda path: write_lines(path, rows)
+
+
+BAD = {
+    "torn": ("c.jsonl", _bad_json, ["c.jsonl, line 3 is not JSON", "column 15"]),
+    "utf8": ("c.jsonl", _bad_utf8, ["c.jsonl, line 2: byte 11 of the line, 0xff, is not UTF-8"]),
+    "latin1": ("c.txt", _bad_text, ["c.txt, line 2: byte 5 of the line, 0xe9, is not UTF-8"]),
+    "array": ("c.json", _row([1]), ["line 1 is a list, not an object", "JSON lines"]),
+    "field": ("c.jsonl", _row({"text": ""}, {"txt": "", "id": 1}),
+        ["line 2: there is no 'text', only 'txt', 'id'. Did you mean 'txt'? Change data"]),
+    "type": ("c.jsonl", _row({"text": 5}), ["line 1: 'text' is a number, not a string"]),
+    "null": ("c.jsonl", _row({"text": None}), ["line 1: 'text' is null, not a string"]),
+    "surrogate": ("c.jsonl", _row({"text": "ab\ud800"}), ["line 1: character 2 is half of a surrogate pair, 0xd800"]),
+    "ids": ("c.jsonl", _row({"input_ids": [1, 2.5]}), ["line 1: 'input_ids' must be a list of whole numbers"]),
+    "ragged": ("c.jsonl", _row({"input_ids": [[1], [2, 3]]}), ["line 1: 'input_ids' must be a list of whole numbers"]),
+    "negative": ("c.jsonl", _row({"input_ids": [1, -2]}), ["line 1: token id -2", "outside 0"]),
+    "mixed": ("c.jsonl", _row({"text": "a"}, {"input_ids": [1]}), ["mixes text (", "line 1) with token ids (", "line 2)"]),
+    "empty": ("c.jsonl", _row(), ["holds no text", "data.source"]),
+    "blank": ("c.jsonl", _row({"text": ""}), ["holds no text"]),
+    "parquet": ("c.parquet", _bad_text, ["c.parquet' is not a readable Parquet file"]),
+    "kind": ("c.csv", _bad_text, ["c.csv', a .csv file", ".jsonl"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_file_is_named_with_its_line_and_nothing_is_written(tmp_path, config, case):
+    name, write, parts = BAD[case]
+    write(tmp_path / name)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError) as caught:
+        prepare(config(tmp_path / name))
+    for part in parts:
+        assert part in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path, config):
+    pq.write_table(pa.table({"body": ["a"], "id": [1]}), tmp_path / "c.parquet")
+    with pytest.raises(InputError, match=r"c\.parquet: there is no 'text', only 'body', 'id'\. Change data\.text_field"):
+        prepare(config(tmp_path / "c.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("corpsu.jsonl", ["there is no such file", "Did you mean '{0}/corpus.jsonl'?", "data.source"]),
+        ("dta/corpus.jsonl", ["There is no folder '{0}/dta'", "Did you mean '{0}/data'?"]),
+        ("*.txt", ["matches no file", "holds .jsonl files", "Did you mean '{0}/**/*.jsonl'?"]),
+        ("dta/*.txt", ["matches no file", "Did you mean '{0}/data'?"]),
+        ("data", ["is an empty folder"]),
+        ("python:docstring", ["unknown data source 'python:docstring'. Did you mean 'python:docstrings'?"]),
+        ([], ["name at least one source"]),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_answered_with_the_nearest(tmp_path, lines, config, source, parts):
+    (tmp_path / "data").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    if isinstance(source, str) and not source.startswith("python:"):
+        source = tmp_path / source
+    with pytest.raises(InputError) as caught:
+        prepare(config(source))
+    for part in parts:
+        assert part.format(tmp_path) in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_that_may_not_be_read(tmp_path, config, monkeypatch):
+    path = write_lines(tmp_path / "c.jsonl", [{"text": "a"}])
+
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    corpus = Corpus(config(path))
+    monkeypatch.setattr(type(path), "open", refuse)
+    for read in (lambda: list(corpus), lambda: prepare(config(path))):
+        with pytest.raises(InputError, match=r"data\.source: cannot read .*c\.jsonl.*Permission denied"):
+            read()
+
+
+def test_values_are_read_as_json_writes_them(tmp_path, config):
+    values = ["tab\t", "\u2028", "emoji 😀", '"quoted"\n']
+    write_lines(tmp_path / "c.jsonl", [{"text": value} for value in values])
+    assert _texts(config(tmp_path / "c.jsonl")) == values
+    assert json.loads((tmp_path / "c.jsonl").read_text().splitlines()[2])["text"] == values[2]

@@ -1,0 +1,168 @@
+"""A trained tokenizer loses nothing and is one of Hugging Face's; others encode as transformers does."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from octavo.data import tokenizer
+from octavo.errors import InputError
+
+TEXTS = ["the cat sat on the mat, the cat\n", "def f(x):\n    return x + 1\n", "naïve 漢字 😀 the end"] * 20
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return tokenizer.train(TEXTS, 300)
+
+
+def _ids(encoder, texts):
+    found, current = [], []
+    for ids, ends in encoder.stream(texts):
+        assert ids.dtype == np.uint32
+        current += ids.tolist()
+        if ends:
+            found.append(current)
+            current = []
+    assert not current
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(trained, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    trained.save(folder)
+    return folder
+
+
+@settings(deadline=None, max_examples=100)
+@given(texts=st.lists(st.text(), max_size=5))
+def test_decode_gives_back_every_text(trained, saved, texts):
+    decoder = Tokenizer.from_file(str(saved / "tokenizer.json"))
+    for text, ids in zip(texts, _ids(trained, texts), strict=True):
+        assert ids[-1] == trained.end
+        assert trained.end not in ids[:-1]
+        assert decoder.decode(ids[:-1], skip_special_tokens=False) == text
+
+
+def test_vocabulary_is_learned_up_to_the_size_asked_for(trained):
+    assert (trained.vocab_size, trained.end) == (300, 0)
+    assert _ids(trained, ["the"]) == [[*_ids(trained, ["the"])[0][:1], 0]]  # a frequent word is one token
+    assert tokenizer.train(["ab"], 10_000).vocab_size == 258  # 256 bytes, the end token and one merge
+
+
+def test_a_text_cannot_end_its_own_document(trained):
+    (ids,) = _ids(trained, ["a<|endoftext|>b"])
+    assert ids.count(trained.end) == 1
+    assert ids[-1] == trained.end
+
+
+def test_long_texts_come_in_pieces_that_join_to_the_same_document(trained, saved, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(tokenizer, "_BATCH_CHARACTERS", 120)
+    long = "".join(TEXTS) + "x" * 130
+    decoder = Tokenizer.from_file(str(saved / "tokenizer.json"))
+    found = _ids(trained, [long, "", "short", long])
+    assert [decoder.decode(ids[:-1]) for ids in found] == [long, "", "short", long]
+    assert all(ids.count(0) == 1 for ids in found)
+
+
+def test_training_is_the_same_in_another_process(trained, tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from octavo.data import tokenizer\n"
+        f"tokenizer.train({TEXTS!r}, 300).save(Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "other")], check=True)
+    trained.save(tmp_path / "this")
+    assert (tmp_path / "this/tokenizer.json").read_bytes() == (tmp_path / "other/tokenizer.json").read_bytes()
+
+
+def test_the_saved_folder_is_what_transformers_loads_and_what_the_light_way_reads(trained, saved):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(saved)
+    assert (len(theirs), theirs.eos_token_id, theirs.bos_token) == (300, 0, "<|endoftext|>")
+    light = tokenizer._load_light(saved)
+    assert (light.vocab_size, light.end, light.prefix, light.suffix) == (300, 0, (), (0,))
+    for text in TEXTS[:3]:
+        assert [*theirs(text)["input_ids"], 0] == _ids(trained, [text])[0] == _ids(light, [text])[0]
+        assert theirs.decode(theirs(text)["input_ids"]) == text
+
+
+def _word_tokenizer(folder, *, begin=True, **config):
+    """A tokenizer that puts a token in front, as Llama's does."""
+    words = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "<unk>": 4}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<s>", "</s>"])
+    if begin:
+        made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made.enable_truncation(3)
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_tokens_that_a_tokenizer_adds_are_kept_and_its_truncation_is_not(tmp_path):
+    light = tokenizer.load(str(_word_tokenizer(tmp_path / "t")))
+    assert _ids(light, ["a b a b a b", "b"]) == [[0, 2, 3, 2, 3, 2, 3, 1], [0, 3, 1]]
+
+
+def test_where_the_configuration_adds_tokens_transformers_is_asked(tmp_path):
+    folder = _word_tokenizer(tmp_path / "t", begin=False, add_bos_token=True, add_eos_token=True)
+    assert tokenizer._load_light(folder) is None
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    loaded = tokenizer.load(str(folder))
+    assert _ids(loaded, ["a b", "b"]) == [[*theirs(text)["input_ids"], 1] for text in ("a b", "b")]
+    loaded.save(tmp_path / "copy")
+    assert _ids(tokenizer.load(str(tmp_path / "copy")), ["a b"]) == _ids(loaded, ["a b"])
+
+
+@pytest.mark.parametrize(
+    ("whole", "inner", "end", "expected"),
+    [
+        ([2, 3], [2, 3], 1, ((), (1,))),
+        ([0, 2, 3], [2, 3], 1, ((0,), (1,))),
+        ([0, 2, 3, 1], [2, 3], 1, ((0,), (1,))),  # one end token, not two
+        ([0, 2, 3, 9], [2, 3], 1, ((0,), (9, 1))),
+        ([0, 2, 3, 9], [2, 3], None, ((0,), (9,))),
+        ([7, 8], [2, 3], 1, ((), (1,))),  # adds more than tokens around: left alone
+    ],
+)
+def test_what_stands_around_a_document(whole, inner, end, expected):
+    assert tokenizer._around(whole, inner, end) == expected
+
+
+def test_a_tokenizer_without_an_end_token_adds_none(tmp_path):
+    folder = _word_tokenizer(tmp_path / "t", begin=False, eos_token=None)
+    loaded = tokenizer.load(str(folder))
+    assert (loaded.end, _ids(loaded, ["a b"])) == (None, [[2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("{0}/tokeniser", ["is not a folder", "Did you mean '{0}/tokenizer'?", "data.tokenizer"]),
+        ("{0}/empty", ["holds no tokenizer.json"]),
+        ("{0}/tokenizer/tokenizer.json", ["is not a folder", "Did you mean '{0}/tokenizer'?"]),
+        ("{0}/broken", ["cannot be loaded"]),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_loaded_is_explained(tmp_path, name, parts):
+    _word_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError) as caught:
+        tokenizer.load(name.format(tmp_path))
+    for part in parts:
+        assert part.format(tmp_path) in str(caught.value)
