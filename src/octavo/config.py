@@ -41,7 +41,8 @@ class ModelConfig(Section):
         "float32", description="Dtype in which parameters, gradients and optimizer states are kept: float32 is master weights."
     )
     config: dict[str, Any] = Field(
-        default_factory=dict, description="Keys of the Hugging Face config to override, such as hidden_size (random weights only)."
+        default_factory=dict,
+        description="Keys of the Hugging Face config to override, such as hidden_size (random weights only).",
     )
 
     @model_validator(mode="after")
@@ -71,7 +72,9 @@ class DataConfig(Section):
     max_tokens: int | None = Field(None, ge=2, description="Stop tokenising after this many tokens; all when absent.")
     validation_fraction: float = Field(0.05, ge=0.0, lt=1.0, description="Share of the documents held out for validation.")
     seed: int = Field(0, ge=0, description="Of the choice of documents, of the split and of the order of samples.")
-    folder: str = Field("runs/data", description="Where tokenised corpora are kept, one folder for each distinct [data] section.")
+    folder: str = Field(
+        "runs/data", description="Where tokenised corpora are kept, one folder for each distinct [data] section."
+    )
 
     @field_validator("sequence_length")
     @classmethod
@@ -188,7 +191,9 @@ class RunConfig(Section):
             siblings = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
             guess = nearest(path.name, siblings)
             hint = f" Did you mean {path.parent / guess}?" if guess else ""
-            raise InputError(f"run file {str(path)!r} does not exist.{hint} Give the path of a TOML file, such as presets/demo.toml.")
+            raise InputError(
+                f"run file {str(path)!r} does not exist.{hint} Give the path of a TOML file, such as presets/demo.toml."
+            )
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -1,0 +1,162 @@
+"""A run's figures with where they come from: rows, machine, commit; as JSON on disk and as a table on the screen.
+
+A figure without provenance is not a figure: each file holds the command, the commit, the date, the machine and the versions of
+everything that was compared. Ratios are drawn within a run and not stored, since they follow from the rows.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from octavo.bench.cases import Case
+from octavo.bench.measure import Measurement
+from octavo.bench.peers import Entry
+from octavo.hardware import Device, driver_version
+from octavo.plan.flops import from_hf_config, mfu
+from octavo.storage import write_atomic
+
+COLUMNS = (
+    ("tok/s", "tokens_per_second", "{:,.0f}"),
+    ("step ms", "step_ms", "{:.1f}"),
+    ("TFLOP/s", "tflops", "{:.1f}"),
+    ("MFU", "mfu", "{:.1%}"),
+    ("peak GiB", "peak_gib", "{:.1f}"),
+    ("loss", "loss", "{:.4f}"),
+)
+
+
+def row(case: Case, measured: Measurement, device: Device) -> dict[str, Any]:
+    """The row of one entry: its figures per GPU, or its error."""
+    entry = measured.entry
+    named = {"workload": case.name, "entry": entry.name, "head": entry.head}
+    if measured.error is not None:
+        return {**named, "error": measured.error}
+    rate = case.tokens / measured.step_seconds
+    flops = from_hf_config(case.hf_config(), case.sequence_length)
+    split = flops.by_precision(layers=entry.layers, head=entry.head)
+    return {
+        **named,
+        "tokens_per_second": rate,
+        "step_ms": measured.step_seconds * 1e3,
+        "tflops": flops.total * rate / 1e12,
+        "mfu": mfu({precision: work * rate for precision, work in split.items()}, device.gpu),
+        "peak_gib": measured.peak_gib,
+        "loss": measured.loss,
+        "layers": entry.layers,
+        "batch": case.batch,
+        "sequence_length": case.sequence_length,
+        "steps": len(measured.seconds),
+        "interleaved": measured.interleaved,
+    }
+
+
+def document(suite: str, command: str, device: Device, entries: Iterable[Entry], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A whole run as `benchmarks/` keeps it."""
+    return {
+        "suite": suite,
+        "command": command,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(device, entries),
+        "rows": rows,
+    }
+
+
+def machine(device: Device, entries: Iterable[Entry]) -> dict[str, Any]:
+    """What the figures were measured on, and the versions of what was compared."""
+    on_gpu = device.kind == "cuda"
+    return {
+        "gpu": device.name if on_gpu else None,
+        "cpu": None if on_gpu else device.name,
+        "count": 1 if on_gpu else 0,
+        "driver": driver_version() if on_gpu else None,
+        "torch": version("torch"),
+        "triton": version("triton"),
+        "peers": {entry.package: version(entry.package) for entry in entries if entry.package},
+    }
+
+
+def version(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The commit of this code: from its git checkout, else from OCTAVO_COMMIT, else unknown."""
+    here = Path(__file__)
+    try:
+        # An installed package may lie in a folder of somebody else's repository: only one that tracks this file is ours.
+        subprocess.run(["git", "ls-files", "--error-unmatch", here.name], cwd=here.parent, capture_output=True, check=True)
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here.parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("OCTAVO_COMMIT") or None
+    return found.stdout.strip()
+
+
+def write(results: dict[str, Any], output: Path) -> list[Path]:
+    """Write a run: into `output` if that is a .json file, else into that folder as SUITE-WORKLOAD.json, one a workload."""
+    if output.suffix == ".json":
+        files = {output: results}
+    else:
+        files = {
+            output / f"{results['suite']}-{workload}.json": {**results, "rows": rows_of(results, workload)}
+            for workload in workloads(results)
+        }
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    return list(files)
+
+
+def workloads(results: dict[str, Any]) -> list[str]:
+    """The workloads of a run, in order."""
+    return list(dict.fromkeys(row["workload"] for row in results["rows"]))
+
+
+def rows_of(results: dict[str, Any], workload: str) -> list[dict[str, Any]]:
+    """The rows of one workload."""
+    return [row for row in results["rows"] if row["workload"] == workload]
+
+
+def best_peer(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The fastest row that is not Octavo's, or None."""
+    peers = [row for row in rows if "error" not in row and not row["entry"].startswith("octavo-")]
+    return max(peers, key=lambda row: row["tokens_per_second"], default=None)
+
+
+def render(results: dict[str, Any], console: Console) -> None:
+    """Print a table for each workload, with each entry's speed over that of the best peer."""
+    place = results["machine"]
+    for workload in workloads(results):
+        rows = rows_of(results, workload)
+        best = best_peer(rows)
+        table = Table(title=f"{results['suite']} · {workload} · {place['gpu'] or place['cpu']} · torch {place['torch']}")
+        table.add_column("entry")
+        table.add_column("head")
+        for title, _, _ in COLUMNS:
+            table.add_column(title, justify="right")
+        table.add_column("vs best peer", justify="right")
+        for entry in rows:
+            if "error" in entry:
+                table.add_row(entry["entry"], entry["head"], *["-"] * len(COLUMNS), "failed")
+                continue
+            figures = ["-" if entry[key] is None else text.format(entry[key]) for _, key, text in COLUMNS]
+            ratio = f"{entry['tokens_per_second'] / best['tokens_per_second']:.3f}" if best else "-"
+            table.add_row(entry["entry"], entry["head"], *figures, ratio)
+        console.print(table)
+        for entry in rows:
+            if "error" in entry:
+                console.print(f"{entry['entry']}: {entry['error']}", markup=False, highlight=False)

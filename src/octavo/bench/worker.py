@@ -1,0 +1,126 @@
+"""One entry in a process of its own: builds a model, then trains and times steps whenever its parent says so.
+
+    python -m octavo.bench.worker ENTRY CASE DEVICE
+
+A process to itself costs seconds, and buys that no entry inherits another's compiled code, allocator or FP8 state, and that one
+that crashes is a row with an error. It reads a JSON object a line, {"warmup": n} or {"steps": n}, and answers each with one:
+the figures, or {"error": text}. Standard output belongs to the answers; what libraries print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.bench.cases import CASES, Case
+from octavo.bench.peers import ENTRIES, SEED, Entry
+from octavo.hardware import GIB
+
+BATCHES = 4
+
+
+class Stand:
+    """A built entry on its device, with the tokens that every entry sees in the same order."""
+
+    def __init__(self, entry: Entry, case: Case, device: torch.device) -> None:
+        self.device = device
+        self.trainer = entry.build(case, device, device.type == "cuda")
+        self.batches = itertools.cycle(random_batches(case, device))
+
+    def warm_up(self, steps: int) -> dict[str, Any]:
+        """Compile, allocate and fill caches in steps that count for nothing."""
+        for _ in range(steps):
+            self._step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            # From here on: what a step needs, without what compiling and trying kernels needed.
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return {}
+
+    def measure(self, steps: int) -> dict[str, Any]:
+        """Time steps; returns their seconds, the last loss and, on a GPU, memory in GiB.
+
+        `peak_gib` is the allocator's peak since the warm-up; `held_gib` is what this process keeps until its next turn, and
+        `needed_gib` the most that it took from the device.
+        """
+        if self.device.type != "cuda":
+            seconds, loss = self._time_cpu(steps)
+            return {"seconds": seconds, "loss": float(loss)}
+        seconds, loss = self._time_cuda(steps)
+        memory = {
+            "peak_gib": torch.cuda.max_memory_allocated(self.device) / GIB,
+            "needed_gib": torch.cuda.max_memory_reserved(self.device) / GIB,
+        }
+        torch.cuda.empty_cache()
+        return {"seconds": seconds, "loss": float(loss), **memory, "held_gib": torch.cuda.memory_reserved(self.device) / GIB}
+
+    def _step(self) -> Tensor:
+        tokens = next(self.batches)
+        return self.trainer.step(tokens, tokens)
+
+    def _time_cuda(self, steps: int) -> tuple[list[float], Tensor]:
+        loss = self._step()  # the memory that went back after the last turn is taken again outside of the timed steps
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        # One event between steps and nothing waited for: from one to the next is all of a step, launch gaps included.
+        marks[0].record()
+        for mark in marks[1:]:
+            loss = self._step()
+            mark.record()
+        torch.cuda.synchronize(self.device)
+        return [first.elapsed_time(second) / 1e3 for first, second in itertools.pairwise(marks)], loss
+
+    def _time_cpu(self, steps: int) -> tuple[list[float], Tensor]:
+        loss = self._step()
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            loss = self._step()
+            marks.append(time.perf_counter())
+        return [second - first for first, second in itertools.pairwise(marks)], loss
+
+
+def random_batches(case: Case, device: torch.device) -> list[Tensor]:
+    """A few batches of uniform random tokens, B × T int64: the same for every entry and on every device."""
+    generator = torch.Generator().manual_seed(SEED)
+    shape = (BATCHES, case.batch, case.sequence_length)
+    return list(torch.randint(case.vocab_size, shape, generator=generator).to(device))
+
+
+def answers(requests: Iterator[str], build: Callable[[], Stand]) -> Iterator[str]:
+    """Answer request lines until there are no more, or until one fails: a stand that failed is in no known state."""
+    stand = None
+    for line in requests:
+        request = json.loads(line)
+        try:
+            stand = stand or build()
+            answer = stand.warm_up(request["warmup"]) if "warmup" in request else stand.measure(request["steps"])
+        except Exception as error:  # whatever a peer raises is its row of the results
+            yield json.dumps({"error": f"{type(error).__name__}: {_first_line(str(error))}"})
+            return
+        yield json.dumps(answer)
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+
+
+def main(arguments: list[str]) -> None:
+    """Serve one entry over standard input and output."""
+    entry, case, device = ENTRIES[arguments[0]], CASES[arguments[1]], torch.device(arguments[2])
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    for answer in answers(iter(sys.stdin), lambda: Stand(entry, case, device)):
+        print(answer, file=channel, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

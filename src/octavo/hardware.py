@@ -1,0 +1,146 @@
+"""What is known about GPUs, as a table, and which of them a device is.
+
+Speed and memory estimates, MFU and the choice of FP8 all ask here, so that no other file knows a GPU by name. The peaks are the
+vendor's dense figures (no sparsity, float32 accumulation); they are ceilings to compare with, not predictions. A GPU that is
+not in the table is unknown: it gets no peak, no MFU and no estimate, rather than a neighbour's.
+
+This file needs no torch to be imported: tables are read on machines that have none.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+GIB = 2**30
+FP8_CAPABILITY = (8, 9)
+"""The first CUDA compute capability (Ada) whose tensor cores multiply FP8."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One row of the table.
+
+    Attributes:
+        name: short name, as written in run files and reports.
+        pattern: regular expression that the driver's whole name matches, without its leading "NVIDIA ".
+        capability: CUDA compute capability.
+        bf16_tflops, fp8_tflops: peak dense TFLOP/s of the tensor cores, accumulating in float32; None: it has no such units.
+        memory_gib: GiB that a program sees (the driver keeps some of what is printed on the box), rounded down.
+        bandwidth_gbs: memory bandwidth in GB/s (10^9 bytes a second).
+    """
+
+    name: str
+    pattern: str
+    capability: tuple[int, int]
+    bf16_tflops: float
+    fp8_tflops: float | None
+    memory_gib: float
+    bandwidth_gbs: float
+
+    def peak(self, precision: str) -> float | None:
+        """Peak FLOP/s of products in "bf16" or "fp8"; None where the GPU has none."""
+        tflops = {"bf16": self.bf16_tflops, "fp8": self.fp8_tflops}[precision]
+        return None if tflops is None else tflops * 1e12
+
+
+# Vendor's datasheets. Full matches only: a MIG slice, a laptop part or an export variant is another GPU.
+GPUS: tuple[Gpu, ...] = (
+    Gpu("H100 SXM", r"H100( SXM5)? 80GB HBM3|H100 SXM5", (9, 0), 989, 1979, 79, 3350),
+    Gpu("H100 PCIe", r"H100 PCIe", (9, 0), 756, 1513, 79, 2000),
+    Gpu("H100 NVL", r"H100 NVL", (9, 0), 835, 1671, 93, 3900),
+    Gpu("H200", r"H200|H200 SXM( 141GB)?", (9, 0), 989, 1979, 139, 4800),
+    Gpu("H200 NVL", r"H200 NVL", (9, 0), 835, 1671, 139, 4800),
+    Gpu("A100 40GB", r"A100-(SXM4|PCIE)-40GB", (8, 0), 312, None, 39, 1555),
+    Gpu("A100 80GB SXM", r"A100-SXM4-80GB", (8, 0), 312, None, 79, 2039),
+    Gpu("A100 80GB PCIe", r"A100 80GB PCIe|A100-PCIE-80GB", (8, 0), 312, None, 79, 1935),
+    Gpu("L40S", r"L40S", (8, 9), 362, 733, 44, 864),
+    Gpu("RTX 4090", r"GeForce RTX 4090", (8, 9), 165.2, 330.3, 23, 1008),
+    Gpu("B200", r"B200", (10, 0), 2250, 4500, 178, 8000),
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a run runs on.
+
+    Attributes:
+        name: as the driver or the operating system names it.
+        gpu: its row of the table; None for a CPU and for an unknown GPU.
+        capability: CUDA compute capability; None on a CPU.
+        memory_gib: total memory in GiB.
+        kind: "cuda" or "cpu".
+    """
+
+    name: str
+    gpu: Gpu | None
+    capability: tuple[int, int] | None
+    memory_gib: float
+    kind: Literal["cuda", "cpu"]
+
+
+def lookup(name: str) -> Gpu | None:
+    """The GPU of this name, as the driver reports it or as the table shortens it; None: unknown, never a near match."""
+    bare = name.strip().removeprefix("NVIDIA ")
+    for gpu in GPUS:
+        if bare.casefold() == gpu.name.casefold() or re.fullmatch(gpu.pattern, bare, re.IGNORECASE):
+            return gpu
+    return None
+
+
+def describe_device(device: torch.device | str | int | None = None) -> Device:
+    """Name, memory and table row of `device`; by default the current GPU, or the CPU where there is none."""
+    import torch
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if chosen.type != "cuda":
+        return Device(cpu_name(), None, None, system_memory_gib(), "cpu")
+    properties = torch.cuda.get_device_properties(chosen)
+    capability = (properties.major, properties.minor)
+    return Device(properties.name, lookup(properties.name), capability, properties.total_memory / GIB, "cuda")
+
+
+def supports_fp8(device: torch.device | str | int | None = None) -> bool:
+    """Whether the device itself multiplies FP8: an NVIDIA GPU of capability 8.9 or more. A CPU emulates it, so: False."""
+    import torch
+
+    capability = describe_device(device).capability
+    # ROCm numbers its architectures in the same field, with another meaning.
+    return capability is not None and capability >= FP8_CAPABILITY and torch.version.hip is None
+
+
+def cpu_name() -> str:
+    """The processor's model name, or its architecture where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        if found:
+            return found.group(1).strip()
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version as nvidia-smi tells it; None where there is no nvidia-smi or it fails."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=30, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.partition("\n")[0].strip() or None
+
+
+def system_memory_gib() -> float:
+    """Memory of the machine, in GiB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB

@@ -1,0 +1,220 @@
+"""Which parallel degrees fit a number of ranks, and how a batch is divided: arithmetic, before any process group exists.
+
+    world = replicate × hybrid_shard × tensor        hybrid_shard (H) is the size of the FSDP group
+    H     = shard × context                          and contains the context group
+    data  = replicate × shard                        ranks that see different samples
+    expert divides H
+
+A mistake here is found on a laptop before a cluster is paid for, so nothing imports torch. A refusal names every factor, the
+nearest degrees that do fit, and the keys to change; "nearest" changes as few keys as possible, then by the smallest ratios.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from octavo.errors import InputError
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Degrees that fit `world` ranks. Made by `fit_degrees`; every attribute is a number of ranks.
+
+    Attributes:
+        world: all ranks.
+        hybrid_shard: H, the ranks over which parameters are sharded.
+        tensor: the ranks over which each matrix is split.
+        context: the ranks over which a sequence is split (inside the H).
+        expert: the ranks over which experts are spread (inside the H).
+    """
+
+    world: int
+    hybrid_shard: int
+    tensor: int
+    context: int
+    expert: int
+
+    @property
+    def replicate(self) -> int:
+        """Copies of the sharded model."""
+        return self.world // (self.hybrid_shard * self.tensor)
+
+    @property
+    def shard(self) -> int:
+        """Ranks of an FSDP group that see different samples."""
+        return self.hybrid_shard // self.context
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different samples: replicate × shard."""
+        return self.replicate * self.shard
+
+
+class DegreesError(InputError):
+    """Parallel degrees that do not fit the world.
+
+    Attributes:
+        nearest: keyword arguments of `fit_degrees`, `world_size` included, that do fit.
+    """
+
+    def __init__(self, message: str, nearest: dict[str, int]) -> None:
+        super().__init__(message)
+        self.nearest = nearest
+
+
+class BatchError(InputError):
+    """A batch that cannot be divided over the ranks.
+
+    Attributes:
+        nearest: `(global_batch, micro_batch)` pairs that do divide, the nearest first.
+    """
+
+    def __init__(self, message: str, nearest: list[tuple[int, int | None]]) -> None:
+        super().__init__(message)
+        self.nearest = nearest
+
+
+def fit_degrees(
+    *,
+    hybrid_shard_degree: int = 0,
+    tensor_parallel_degree: int = 1,
+    context_parallel_degree: int = 1,
+    expert_parallel_degree: int = 1,
+    world_size: int,
+) -> Degrees:
+    """The degrees of a run on `world_size` ranks; hybrid_shard_degree 0 takes all that tensor parallelism leaves.
+
+    Raises:
+        DegreesError: the degrees do not fit; `nearest` has some that do.
+    """
+    asked = {
+        "hybrid_shard_degree": hybrid_shard_degree,
+        "tensor_parallel_degree": tensor_parallel_degree,
+        "context_parallel_degree": context_parallel_degree,
+        "expert_parallel_degree": expert_parallel_degree,
+    }
+    if world_size < 1:
+        raise DegreesError(
+            f"a world of {world_size} ranks cannot train: start at least 1.", {**dict.fromkeys(asked, 1), "world_size": 1}
+        )
+    faults = _faults(asked, world_size)
+    if faults:
+        raise _refusal(asked, world_size, faults)
+    return Degrees(
+        world=world_size,
+        hybrid_shard=hybrid_shard_degree or world_size // tensor_parallel_degree,
+        tensor=tensor_parallel_degree,
+        context=context_parallel_degree,
+        expert=expert_parallel_degree,
+    )
+
+
+def fit_batch(global_batch: int, micro_batch: int | None, dp_size: int) -> tuple[int, int]:
+    """Sequences in one forward of a rank, and forwards in a step: global_batch = micro × accumulation × dp_size.
+
+    Args:
+        global_batch: sequences in an optimizer step, over all ranks.
+        micro_batch: sequences in a forward of one rank; None: the rank's whole share in one.
+        dp_size: ranks that see different samples.
+
+    Raises:
+        BatchError: a number does not divide; `nearest` has numbers that do.
+    """
+    share, rest = divmod(global_batch, dp_size)
+    if rest or share < 1:
+        works = sorted({max(share, 1) * dp_size, (share + 1) * dp_size}, key=lambda batch: abs(batch - global_batch))
+        raise BatchError(
+            f"train.global_batch = {global_batch} sequences cannot be shared equally by {dp_size} data-parallel ranks: "
+            f"it must be a multiple of {dp_size}. Nearest that works: {_or(works)}. Change train.global_batch.",
+            [(batch, None) for batch in works],
+        )
+    micro = share if micro_batch is None else micro_batch
+    if micro < 1 or share % micro:
+        works = _nearest_divisors(share, micro)
+        # Keeping the micro batch is the other way out: the nearest share that is a multiple of it.
+        kept = max(micro, 1)
+        batch = dp_size * kept * max(round(share / kept), 1)
+        raise BatchError(
+            f"train.micro_batch = {micro} does not divide a rank's share of {share} sequences "
+            f"(train.global_batch = {global_batch} over {dp_size} data-parallel ranks). Nearest that works: {_or(works)}. "
+            f"Change train.micro_batch, or set train.global_batch = {batch} and train.micro_batch = {kept}.",
+            [*((global_batch, size) for size in works), (batch, kept)],
+        )
+    return micro, share // micro
+
+
+def _faults(asked: dict[str, int], world: int) -> list[str]:
+    """What is wrong with the degrees, in words; empty when they fit."""
+    low = [
+        f"parallel.{key} = {value} must be at least {int(key != 'hybrid_shard_degree')}"
+        for key, value in asked.items()
+        if value < (key != "hybrid_shard_degree")
+    ]
+    if low:
+        return low
+    hybrid, tensor, context, expert = asked.values()
+    if world % tensor:
+        return [f"tensor {tensor} does not divide the world of {world}"]
+    faults = []
+    if hybrid and world % (hybrid * tensor):
+        faults.append(f"hybrid_shard {hybrid} x tensor {tensor} = {hybrid * tensor} does not divide the world of {world}")
+    resolved = hybrid or world // tensor
+    whole = f"hybrid_shard {resolved}" if hybrid else f"hybrid_shard {resolved} (world {world} / tensor {tensor})"
+    if resolved % context:
+        faults.append(f"context {context} does not divide {whole}")
+    if resolved % expert:
+        faults.append(f"expert {expert} does not divide {whole}")
+    return faults
+
+
+def _refusal(asked: dict[str, int], world: int, faults: list[str]) -> DegreesError:
+    nearest = min(_fitting(asked, world), key=lambda candidate: _distance(asked, candidate, world))
+    changed = [key for key in asked if asked[key] != nearest[key]]
+    factors = ", ".join(f"{key} {value}" for key, value in asked.items())
+    return DegreesError(
+        f"parallel degrees do not fit {world} ranks: {'; '.join(faults)}. "
+        f"World {world} must be replicate x hybrid_shard x tensor, and context and expert must divide hybrid_shard; "
+        f"given {factors}. Nearest that fit: {', '.join(f'{key} {value}' for key, value in nearest.items())}. "
+        f"Change {', '.join(f'parallel.{key} to {nearest[key]}' for key in changed)}.",
+        {**nearest, "world_size": world},
+    )
+
+
+def _fitting(asked: dict[str, int], world: int) -> Iterator[dict[str, int]]:
+    """Every set of degrees that fits; hybrid_shard stays 0 where it was left at 0 and means the same."""
+    for tensor in divisors(world):
+        for hybrid in divisors(world // tensor):
+            written = 0 if asked["hybrid_shard_degree"] == 0 and hybrid == world // tensor else hybrid
+            for context in divisors(hybrid):
+                for expert in divisors(hybrid):
+                    yield dict(zip(asked, (written, tensor, context, expert), strict=True))
+
+
+def _distance(asked: dict[str, int], candidate: dict[str, int], world: int) -> tuple[int, float, tuple[int, ...]]:
+    """Keys that change, then by how large a ratio; the degrees themselves make the choice unique."""
+    ratios = 0.0
+    for key, value in asked.items():
+        # 0 stands for the largest hybrid_shard there is; a negative number is as far from 1 as it gets.
+        before = value if value > 0 else world if key == "hybrid_shard_degree" else 1
+        ratios += 0.0 if candidate[key] == value else abs(math.log2(max(candidate[key], 1) / before))
+    return sum(candidate[key] != asked[key] for key in asked), round(ratios, 9), tuple(candidate.values())
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The divisors just below and above `wanted`, the nearer first."""
+    found = divisors(number)
+    below = [n for n in found if n < wanted][-1:]
+    above = [n for n in found if n > wanted][:1]
+    return sorted(below + above, key=lambda n: abs(n - wanted))
+
+
+def _or(numbers: list[int]) -> str:
+    return " or ".join(str(number) for number in numbers)

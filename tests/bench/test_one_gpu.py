@@ -1,0 +1,267 @@
+"""The one-GPU suite on a CPU: that the peer is a Llama, that figures follow from steps, that nothing is left out in silence."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import LlamaForCausalLM
+
+from octavo.bench.cases import CASES, Case
+from octavo.bench.measure import Measurement, all_fit
+from octavo.bench.peers import ENTRIES, build_plain
+from octavo.bench.plain import PlainLlama
+from octavo.bench.results import best_peer, commit, document, render, row, write
+from octavo.bench.run import run_suite
+from octavo.bench.worker import answers, random_batches
+from octavo.errors import InputError
+from octavo.hardware import Device, describe_device, lookup
+from octavo.plan.flops import matmul_parameters
+
+CPU = torch.device("cpu")
+H200 = Device("NVIDIA H200", lookup("NVIDIA H200"), (9, 0), 139.8, "cuda")
+UNTIED = Case("untied", 48, 2, 6, 3, 16, 80, 96, False, 2, 16, rope_theta=10_000.0)
+
+
+@pytest.mark.parametrize("case", [CASES["tiny"], UNTIED], ids=lambda case: case.name)
+def test_the_plain_model_is_hugging_faces_llama(case):
+    torch.manual_seed(0)
+    plain = PlainLlama(case)
+    theirs = LlamaForCausalLM(case.hf_config())
+    missing = theirs.load_state_dict(plain.state_dict(), strict=True)
+    assert not missing.missing_keys
+    assert not missing.unexpected_keys
+    ids = random_batches(case, CPU)[0]
+    expected = theirs(input_ids=ids, labels=ids)
+    torch.testing.assert_close(plain.logits(ids), expected.logits, rtol=1e-5, atol=1e-5)
+    loss = plain(ids, ids)
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    expected.loss.backward()
+    gradients = dict(theirs.named_parameters())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-4, atol=1e-5)
+
+
+def test_cases_have_the_shapes_of_the_released_models():
+    counted = matmul_parameters(CASES["llama-1b"].hf_config())
+    assert (counted.layers, counted.head) == (973_078_528, 262_668_288)
+    assert matmul_parameters(CASES["llama-8b-8layers"].hf_config()).layers * 4 == 6_979_321_856
+    assert matmul_parameters(CASES["llama2-7b-8layers"].hf_config()).layers * 4 == 32 * (4 * 4096**2 + 3 * 4096 * 11_008)
+    for name, case in CASES.items():
+        assert case.name == name
+        assert case.tokens == case.batch * case.sequence_length
+        with torch.device("meta"):
+            assert sum(p.numel() for p in PlainLlama(case).parameters() if p.ndim > 1) == (
+                matmul_parameters(case.hf_config()).stored + (0 if case.tied else case.vocab_size * case.hidden_size)
+            )
+
+
+def test_a_step_trains():
+    case = CASES["tiny"]
+    trainer = build_plain(case, CPU, False)
+    ids = random_batches(case, CPU)[0]
+    losses = [float(trainer.step(ids, ids)) for _ in range(20)]
+    assert abs(losses[0] - math.log(case.vocab_size)) < 0.1
+    assert losses[-1] < losses[0]
+    assert all(p.dtype == torch.bfloat16 and p.grad is None for p in trainer.model.parameters())
+    moments = [value for state in trainer.optimizer.state.values() for value in state.values() if value.ndim]
+    assert moments
+    assert all(value.dtype == torch.bfloat16 for value in moments)
+
+
+def test_every_entry_sees_the_same_tokens():
+    case = CASES["tiny"]
+    first, second = random_batches(case, CPU), random_batches(case, CPU)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert first[0].shape == (case.batch, case.sequence_length)
+    assert not torch.equal(first[0], first[1])
+    assert 0 <= min(int(b.min()) for b in first) <= max(int(b.max()) for b in first) < case.vocab_size
+
+
+def test_a_run_on_a_cpu_is_measured_written_and_rendered(tmp_path):
+    said = []
+    results = run_suite(
+        "one-gpu", cases=["tiny"], entries=["torch-bf16"], steps=4, warmup=1,
+        output=tmp_path, device="cpu", command="octavo bench one-gpu", say=said.append,
+    )  # fmt: skip
+    path = tmp_path / "one-gpu-tiny.json"
+    assert json.loads(path.read_text()) == results
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert f"wrote {path}" in said
+    assert (results["suite"], results["command"]) == ("one-gpu", "octavo bench one-gpu")
+    assert results["machine"]["gpu"] is None
+    assert results["machine"]["torch"] == torch.__version__
+    (figures,) = results["rows"]
+    assert (figures["workload"], figures["entry"], figures["head"], figures["steps"]) == ("tiny", "torch-bf16", "bf16", 4)
+    assert figures["tokens_per_second"] == pytest.approx(64 / (figures["step_ms"] / 1e3))
+    assert (figures["mfu"], figures["peak_gib"]) == (None, None)
+    # One step to warm up, one at the start of each turn, four timed: the losses of the same model in this process.
+    trainer, batches = build_plain(CASES["tiny"], CPU, False), random_batches(CASES["tiny"], CPU)
+    losses = [float(trainer.step(batches[i % 4], batches[i % 4])) for i in range(7)]
+    assert figures["loss"] == pytest.approx(losses[-1], rel=1e-3)
+    assert "torch-bf16" in rendered(results)
+
+
+def test_octavos_entries_take_turns_with_the_peer(tmp_path):
+    entries = ["octavo-bf16", "octavo-delayed", "torch-bf16"]
+    results = run_suite(
+        "one-gpu", cases=["tiny"], entries=entries, steps=2, warmup=1, output=tmp_path, device="cpu", command="octavo bench"
+    )
+    assert [figures["entry"] for figures in results["rows"]] == entries
+    for figures in results["rows"]:
+        assert "error" not in figures, figures
+        assert figures["interleaved"]
+        assert abs(figures["loss"] - math.log(512)) < 0.2
+
+
+@pytest.mark.parametrize("name", ["octavo-current", "octavo-rowwise", "octavo-block"])
+def test_the_other_recipes_train_too(name):
+    case = CASES["tiny"]
+    trainer = ENTRIES[name].build(case, CPU, False)
+    ids = random_batches(case, CPU)[0]
+    losses = [float(trainer.step(ids, ids)) for _ in range(8)]
+    assert abs(losses[0] - math.log(case.vocab_size)) < 0.2
+    assert losses[-1] < losses[0]
+
+
+BROKEN_PEERS = {
+    "raise ImportError('torchao is broken here\\nin a second line')": "ImportError: torchao is broken here",
+    "import os; os._exit(7)": "its process ended with exit code 7",
+}
+
+
+@pytest.mark.parametrize("source", BROKEN_PEERS)
+def test_a_broken_peer_is_a_row_with_its_error(tmp_path, monkeypatch, source):
+    (tmp_path / "torchao.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    output = tmp_path / "results" / "all.json"
+    results = run_suite(
+        "one-gpu",
+        cases=["tiny"],
+        entries=["ao-tensorwise"],
+        steps=2,
+        warmup=1,
+        output=output,
+        device="cpu",
+        command="octavo bench",
+    )
+    error = BROKEN_PEERS[source]
+    assert results["rows"] == [{"workload": "tiny", "entry": "ao-tensorwise", "head": "bf16", "error": error}]
+    assert json.loads(output.read_text()) == results
+    assert error in rendered(results)
+    assert "failed" in rendered(results)
+
+
+def test_a_worker_answers_until_something_fails():
+    class Broken:
+        def warm_up(self, steps):
+            return {"warmed": steps}
+
+        def measure(self, steps):
+            raise RuntimeError("\n  CUDA out of memory\ndetails")
+
+    requests = iter(['{"warmup": 3}', '{"steps": 2}', '{"steps": 2}'])
+    assert [json.loads(answer) for answer in answers(requests, Broken)] == [
+        {"warmed": 3},
+        {"error": "RuntimeError: CUDA out of memory"},
+    ]
+
+
+def test_entries_stay_resident_only_where_the_memory_holds_them_all():
+    answer = {"held_gib": 9.0, "needed_gib": 34.0}
+    assert all_fit(answer, CASES["llama-1b"], 8, H200)  # 35 + 7 × 10 of 139.8
+    assert not all_fit(answer, CASES["llama-1b"], 11, H200)
+    cpu = Device("CPU", None, None, 20.0, "cpu")
+    assert all_fit({}, CASES["llama-1b"], 1, cpu)  # 1.24 × 10⁹ × 8 bytes are 9.2 GiB
+    assert not all_fit({}, CASES["llama-1b"], 2, cpu)
+
+
+def test_rows_follow_from_steps():
+    case = CASES["llama-1b"]
+    measured = Measurement(ENTRIES["octavo-delayed"])
+    measured.take({"seconds": [0.3, 0.2], "loss": 11.5, "peak_gib": 30.0})
+    measured.take({"seconds": [0.2, 0.2], "loss": 11.25, "peak_gib": 31.0})
+    figures = row(case, measured, H200)
+    assert figures["step_ms"] == pytest.approx(200)
+    assert figures["tokens_per_second"] == pytest.approx(16_384 / 0.2)
+    flops_a_token = 6 * 1_235_746_816 + 6 * 16 * 2048 * 4096
+    assert figures["tflops"] == pytest.approx(flops_a_token * 16_384 / 0.2 / 1e12)
+    ideal = 16_384 * (6 * 973_078_528 / 1979e12 + (6 * 262_668_288 + 6 * 16 * 2048 * 4096) / 989e12)
+    assert figures["mfu"] == pytest.approx(ideal / 0.2)
+    assert (figures["loss"], figures["peak_gib"], figures["steps"]) == (11.25, 31.0, 4)
+
+
+def test_a_loss_that_is_no_number_is_an_error():
+    measured = Measurement(ENTRIES["torch-bf16"])
+    measured.take({"seconds": [0.1], "loss": math.nan})
+    assert row(CASES["tiny"], measured, describe_device("cpu"))["error"] == "the loss is nan after 1 timed steps"
+
+
+def test_the_ratio_is_to_the_fastest_peer_that_is_not_octavo(tmp_path):
+    rows = []
+    for name, seconds in (("octavo-delayed", 0.1), ("torch-bf16", 0.2), ("ao-tensorwise", 0.125)):
+        measured = Measurement(ENTRIES[name])
+        measured.take({"seconds": [seconds], "loss": 11.0, "peak_gib": 20.0})
+        rows.append(row(CASES["llama-1b"], measured, H200))
+    best = best_peer(rows)
+    assert best is not None
+    assert best["entry"] == "ao-tensorwise"
+    assert best_peer(rows[:1]) is None
+    results = document("one-gpu", "octavo bench", H200, [ENTRIES["ao-tensorwise"]], rows)
+    assert list(results["machine"]["peers"]) == ["torchao"]
+    text = rendered(results)
+    assert "1.250" in text
+    assert "0.625" in text
+    other = {**results, "rows": [*rows, {"workload": "tiny", "entry": "torch-bf16", "head": "bf16", "error": "none"}]}
+    assert [path.name for path in write(other, tmp_path)] == ["one-gpu-llama-1b.json", "one-gpu-tiny.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"suite": "one-gpus"}, "unknown benchmark suite 'one-gpus'. Did you mean 'one-gpu'?"),
+        ({"cases": ["llama-1"]}, "unknown case 'llama-1'. Did you mean 'llama-1b'?"),
+        ({"entries": ["torch-bf17"]}, "unknown entry 'torch-bf17'. Did you mean 'torch-bf16'?"),
+        ({"steps": 0}, "steps = 0"),
+        ({"device": "gpu"}, "device 'gpu'"),
+        ({"device": "meta"}, "device 'meta' has no benchmarks"),
+        ({"device": "cuda:64"}, "device 'cuda:64' is not there"),
+    ],
+)
+def test_wrong_names_are_refused_before_anything_runs(change, message):
+    asked = {
+        "suite": "one-gpu",
+        "cases": ["tiny"],
+        "entries": ["torch-bf16"],
+        "steps": 1,
+        "warmup": 0,
+        "device": "cpu",
+        **change,
+    }
+    with pytest.raises(InputError) as caught:
+        run_suite(**asked, output=Path("unused"), command="octavo bench")
+    assert message in str(caught.value)
+    assert not Path("unused").exists()
+
+
+def test_the_commit_is_this_checkouts_or_the_environments(monkeypatch):
+    monkeypatch.setenv("OCTAVO_COMMIT", "abc")
+    known = commit()
+    assert known == "abc" or (known is not None and len(known) == 40)
+    monkeypatch.setenv("PATH", "")
+    assert commit() == "abc"
+    monkeypatch.delenv("OCTAVO_COMMIT")
+    assert commit() is None
+
+
+def rendered(results: dict) -> str:
+    text = io.StringIO()
+    render(results, Console(file=text, width=160))
+    return text.getvalue()

@@ -1,0 +1,246 @@
+"""Holds the code to the house: who may import whom, and how long a file or a function may be.
+
+Imports are read from the syntax tree, so that one inside a function counts as much as one at the top.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "octavo"
+
+LAYERS = (
+    ("errors",),
+    ("config",),
+    ("hardware", "storage"),
+    ("kernels",),
+    ("fp8",),
+    ("collectives",),
+    ("nn",),
+    ("models",),
+    ("parallel",),
+    ("plan",),
+    ("transform",),
+    ("data",),
+    ("train",),
+    ("doctor", "bench", "report", "compat"),
+    ("launch",),
+    ("cli", "__main__"),
+)
+"""A line imports only from lines above it; within a line, nobody imports a neighbour."""
+
+FORBIDDEN = {
+    "kernels": {"config"},
+    "fp8": {"config"},
+    "collectives": {"config"},
+    "nn": {"config"},
+    "parallel": {"models"},
+}
+"""What a component may not import although it stands above: these take plain arguments, blocks and plans."""
+
+ONLY = {"launch": {"errors", "config", "hardware", "storage"}}
+"""Components that are held to less than everything above them."""
+
+WITHOUT_TORCH = {"errors", "config", "launch"}
+"""Components that never import torch, not even inside a function."""
+
+LIGHT = ("octavo", "octavo.errors", "octavo.config", "octavo.hardware", "octavo.parallel.mesh", "octavo.plan.flops")
+"""Modules that load no torch when they are imported."""
+
+FILE_LINES = 450
+FUNCTION_LINES = 80
+
+FILES = sorted(SOURCE.rglob("*.py"))
+LINE_OF = {component: number for number, line in enumerate(LAYERS) for component in line}
+
+
+def component_of(path: Path) -> str:
+    """The part of the house that a file belongs to: its first name under octavo/."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of each import anywhere in the tree; relative ones begin with a dot.
+
+    A plain `import octavo` counts as what is taken from it, since the package hands names on lazily.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name != "octavo" or alias.asname)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "octavo":
+            yield node.lineno, f"octavo.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            yield node.lineno, "." * node.level + (node.module or "")
+        elif isinstance(node, ast.ImportFrom) and node.module == "octavo":
+            yield from ((node.lineno, f"octavo.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, str(node.module)
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func) and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield node.lineno, name.value
+
+
+def violations(component: str, source: str) -> list[str]:
+    """What the imports of a file of this component break, one sentence each."""
+    return [
+        f"line {line}: {component} imports {name}: {fault}"
+        for line, name in imports(ast.parse(source))
+        if (fault := fault_of(component, name))
+    ]
+
+
+def fault_of(component: str, name: str) -> str | None:
+    """Why `component` may not import `name`; None when it may."""
+    package, _, rest = name.partition(".")
+    if name.startswith("."):
+        return "relative imports are refused, write octavo.… in full"
+    if package == "torch" and component in WITHOUT_TORCH:
+        return f"{component} never needs torch"
+    if package != "octavo" or (rest.startswith("__") and rest not in LINE_OF):
+        return None
+    target = rest.partition(".")[0]
+    if not target:
+        return "import the module that is meant, not the whole package"
+    if target not in LINE_OF:
+        return f"{target} is no component of the house; it stands in LAYERS or it does not exist"
+    if target == component:
+        return None
+    if component in ONLY and target not in ONLY[component]:
+        return f"{component} imports only {', '.join(sorted(ONLY[component]))}"
+    if target in FORBIDDEN.get(component, set()):
+        return f"{component} takes what it needs from {target} as plain arguments"
+    if LINE_OF[target] >= LINE_OF[component]:
+        return f"{target} does not stand above {component}"
+    return None
+
+
+def names_at_run_time(source: str) -> list[str]:
+    """Packages that a module loads when it is imported: outside functions and `if TYPE_CHECKING:`."""
+    body = [
+        node for node in ast.parse(source).body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    ]
+    outside = [node for node in body if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [name.partition(".")[0] for node in outside for _, name in imports(node)]
+
+
+def long_functions(source: str, limit: int = FUNCTION_LINES) -> list[str]:
+    """Functions of more lines than the limit, each as a sentence."""
+    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    lengths = ((node.name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1) for node in functions)
+    return [f"{name} (line {line}) has {length} lines, at most {limit}" for name, line, length in lengths if length > limit]
+
+
+def by_file(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+@pytest.mark.parametrize("path", FILES, ids=by_file)
+def test_imports_go_up_only(path):
+    component = component_of(path)
+    if component == "__init__":
+        return
+    assert component in LINE_OF, f"octavo/{component} is not in LAYERS: give it a line, or put it in a component that has one"
+    broken = violations(component, path.read_text(encoding="utf-8"))
+    assert not broken, "\n".join([by_file(path), *broken])
+
+
+@pytest.mark.parametrize("path", FILES, ids=by_file)
+def test_files_explain_themselves_and_stay_short(path):
+    source = path.read_text(encoding="utf-8")
+    if path.name == "__init__.py" and not source.strip():
+        return
+    assert ast.get_docstring(ast.parse(source)), f"{by_file(path)} has no docstring: say why the file exists"
+    lines = len(source.splitlines())
+    assert lines <= FILE_LINES, f"{by_file(path)} has {lines} lines, at most {FILE_LINES}: part it by what it does"
+    long = long_functions(source)
+    assert not long, "\n".join([by_file(path), *long])
+
+
+def test_the_front_door_imports_only_the_standard_library():
+    names = names_at_run_time((SOURCE / "__init__.py").read_text(encoding="utf-8"))
+    assert set(names) <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_load_no_torch(module):
+    code = f"import sys, {module}; sys.exit('torch was loaded' if 'torch' in sys.modules else 0)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_everything_of_launch_loads_without_torch():
+    files = [path.relative_to(SOURCE).with_suffix("") for path in FILES if component_of(path) == "launch"]
+    modules = [".".join(("octavo", *file.parts)) for file in files]
+    code = f"import sys, importlib; [importlib.import_module(m) for m in {modules}]; sys.exit('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+# The checker itself, on small sources.
+
+
+@pytest.mark.parametrize(
+    ("component", "source", "fault"),
+    [
+        ("fp8", "from octavo.nn.linear import Linear", "nn does not stand above fp8"),
+        ("fp8", "def f():\n    from octavo.nn import linear", "line 2: fp8 imports octavo.nn: nn does not stand above fp8"),
+        ("fp8", "if TYPE_CHECKING:\n    import octavo.train.loop", "train does not stand above fp8"),
+        ("kernels", "class A:\n    def f(self):\n        import octavo.fp8.cast as cast", "fp8 does not stand above kernels"),
+        ("errors", "from octavo import config", "config does not stand above errors"),
+        ("storage", "from octavo.hardware import lookup", "hardware does not stand above storage"),
+        ("bench", "import octavo.doctor", "doctor does not stand above bench"),
+        ("data", "importlib.import_module('octavo.cli')", "cli does not stand above data"),
+        ("data", "from importlib import import_module\nimport_module('octavo.train.loop')", "train does not stand above data"),
+        ("parallel", "from octavo.models import decoder", "parallel takes what it needs from models as plain arguments"),
+        ("nn", "def f():\n    from octavo.config import Fp8Config", "nn takes what it needs from config as plain arguments"),
+        ("launch", "from octavo.train import loop", "launch imports only config, errors, hardware, storage"),
+        ("launch", "def f():\n    import torch.distributed", "launch never needs torch"),
+        ("config", "from torch import Tensor", "config never needs torch"),
+        ("nn", "from .linear import Linear", "relative imports are refused"),
+        ("nn", "from .. import kernels", "relative imports are refused"),
+        ("nn", "import octavo as o", "not the whole package"),
+        ("nn", "import octavo\ndef f():\n    return octavo.train.loop", "line 3: nn imports octavo.train"),
+        ("nn", "from octavo.helpers import f", "helpers is no component of the house"),
+    ],
+)
+def test_a_violation_is_found(component, source, fault):
+    found = violations(component, source)
+    assert len(found) == 1
+    assert fault in found[0]
+
+
+@pytest.mark.parametrize(
+    ("component", "source"),
+    [
+        ("fp8", "from octavo.kernels import reference\nfrom octavo.fp8.recipe import Format\nimport torch"),
+        ("config", "from octavo.errors import InputError"),
+        ("cli", "def train():\n    from octavo.train import loop\n    from octavo.bench import run"),
+        ("errors", "from octavo import __version__"),
+        ("errors", "import octavo\nprint(octavo.__version__, octavo.__file__)"),
+        ("launch", "from octavo.config import RunConfig\nfrom octavo.storage import write"),
+        ("plan", "from octavo.parallel.mesh import fit_degrees\nfrom octavo.hardware import lookup"),
+        ("train", "importlib.import_module(name)"),
+        ("data", "'import octavo.cli'  # text is no import"),
+    ],
+)
+def test_what_is_allowed_is_not_a_violation(component, source):
+    assert violations(component, source) == []
+
+
+def test_imports_at_run_time_are_told_from_lazy_ones():
+    source = "import os\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import numpy\n"
+    source += "try:\n    import yaml\nexcept ImportError: ...\n"
+    assert names_at_run_time(source) == ["os", "yaml"]
+
+
+def test_a_long_function_is_found():
+    body = "class A:\n    def long(self):\n" + "        pass\n" * 80
+    assert long_functions(body) == ["long (line 2) has 81 lines, at most 80"]
+    assert long_functions(body.replace("        pass\n", "", 1)) == []
