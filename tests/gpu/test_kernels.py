@@ -78,9 +78,11 @@ def test_products(m, n, k, out_dtype, precise, bias, kind, a_format):
         qb, sb = reference.cast(b, one, E4M3.dtype, E4M3.max), one.reciprocal()
     elif kind == "row":
         (qa, sa), (qb, sb) = (reference.cast_rows(x, f.dtype, f.max) for x, f in ((a, a_format), (b, E4M3)))
+        sa, sb = reference.divide(1.0, sa), reference.divide(1.0, sb)
     else:
         qa, sa = reference.cast_blocks(a, a_format.dtype, a_format.max, 1)
         qb, sb = reference.cast_blocks(b, E4M3.dtype, E4M3.max, 128)
+        sa, sb = reference.divide(1.0, sa), reference.divide(1.0, sb)
     want = reference.dequantize(qa, sa).double() @ reference.dequantize(qb, sb).double().t()
     want = want if offset is None else want + offset.double()
     moved = None if offset is None else offset.cuda()

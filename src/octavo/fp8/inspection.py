@@ -15,10 +15,10 @@ from octavo.fp8.scaling import ModuleState
 def inspect(module: nn.Module) -> dict[str, Any]:
     """The state of each FP8 tensor of a module: `"input" | "weight" | "grad_output"` → format, scale, history, saturation.
 
-    Each entry has `format` ("E4M3" | "E5M2"), `scale` (what the next cast multiplies by under delayed scaling, what the last
-    one multiplied by otherwise; float32, one a tensor, row or block), `amax_history` (float32 [L], or None without a history)
-    and `saturated` (whether the last recorded amax lay beyond the format's range at the scale it met). Operands that were
-    never cast are absent. A module with several matrices gives a dict for each by name.
+    Each entry has `format` ("E4M3" | "E5M2"), `scale` (float32; under delayed scaling what the next cast multiplies by, else
+    what the last one did, one a tensor, row or block, and None before a cast or in compiled code), `amax_history` (float32 [L],
+    or None without a history) and `saturated` (whether the last recorded amax lay beyond the format's range at the scale it
+    met). A module with several matrices gives such a dict for each by name; one that was never called gives an empty one.
 
     Raises:
         InputError: nothing in the module runs in FP8.
@@ -35,13 +35,13 @@ def _entries(state: ModuleState) -> dict[str, dict[str, Any]]:
     if recipe is None:
         return {}
     entries = {}
-    for operand, cast in recipe.casts.items():
-        slot = state.slots.get(operand) if cast.delayed else None
-        if slot is None and operand not in state.observed:
+    for operand, how in recipe.casts.items():
+        slot = state.slots.get(operand) if how.delayed else None
+        if slot is None and how.delayed:
             continue
         entries[operand.value] = {
-            "format": cast.format.name,
-            "scale": slot.scale.clone() if slot is not None else state.observed[operand].reciprocal(),
+            "format": how.format.name,
+            "scale": slot.scale.clone() if slot is not None else state.observed.get(operand),
             "amax_history": slot.history.clone() if slot is not None else None,
             "saturated": bool(slot.arena.saturated[slot.index]) if slot is not None else False,
         }

@@ -18,40 +18,10 @@ from torch import Tensor
 
 from octavo.fp8 import autocast, scaling
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
-from octavo.fp8.scaling import ModuleState, Slot
+from octavo.fp8.scaling import ModuleState
 from octavo.fp8.tensor import Quantized
 from octavo.kernels import gemm, reference
 from octavo.kernels.cast import cast, cast_scaled
-
-
-def quantize(
-    x: Tensor, how: Cast, *, slot: Slot | None = None, record: bool = False, row: bool = True, column: bool = True
-) -> tuple[Quantized | None, Quantized | None]:
-    """Cast a matrix for the products that read it.
-
-    x: [R, C]. slot: the scale and amax of delayed scaling. row: wanted as [R, C], summed over C. column: as [C, R], over R.
-    """
-    dtype, fp8_max = how.format.dtype, how.format.max
-    if how.granularity is Granularity.TENSOR:
-        if slot is not None:
-            q, q_t, scale_inv = scaling.cast_delayed(x, slot, dtype, fp8_max, record=record, column=column)
-        else:
-            scale = reference.scale_from_amax(reference.amax(x), fp8_max)
-            if torch.compiler.is_compiling():
-                q, q_t, scale_inv = cast_scaled(x, scale, dtype, fp8_max, column)
-            else:
-                q, q_t, scale_inv = cast(x, scale, None, dtype, fp8_max, column)
-        return Quantized(q, scale_inv), Quantized(q_t, scale_inv) if column else None
-    if how.granularity is Granularity.BLOCK_128X128:
-        q, scale_inv = reference.cast_blocks(x, dtype, fp8_max, reference.BLOCK)
-        return Quantized(q, scale_inv), Quantized(reference.transposed(q), reference.transposed(scale_inv)) if column else None
-
-    def pieces(m: Tensor) -> Quantized:
-        if how.granularity is Granularity.ROW:
-            return Quantized(*reference.cast_rows(m, dtype, fp8_max))
-        return Quantized(*reference.cast_blocks(m, dtype, fp8_max, 1))
-
-    return pieces(x) if row else None, pieces(x.t()) if column else None
 
 
 def fp8_linear(
@@ -77,92 +47,158 @@ def fp8_linear(
     Returns:
         [..., N] in `out_dtype`.
     """
-    shape = x.shape
+    x_MK = x.reshape(-1, x.shape[-1])
+    grads = torch.is_grad_enabled()
     if is_first_microbatch is None:
         is_first_microbatch = autocast.first_microbatch()
-    call = _Call(state, recipe, out_dtype, torch.is_grad_enabled(), is_first_microbatch)
-    with autocast.unannounced():
-        y = _Fp8Linear.apply(x.reshape(-1, shape[-1]), weight, bias, call)
-    return y.view(*shape[:-1], weight.shape[0])
+    state.recipe = recipe
+    # The casts stand outside of the autograd function: what they keep between calls would be a side effect inside of it.
+    with torch.no_grad(), autocast.unannounced():
+        x_row, x_column = _operand(x_MK, Operand.INPUT, state, recipe, record=grads, column=grads and weight.requires_grad)
+        w_row, w_column = _weight_operand(weight, state, recipe, grads, is_first_microbatch)
+    how = recipe.casts[Operand.GRAD_OUTPUT]
+    call = _Call(how, state, recipe, out_dtype, weight.dtype, x.dtype, None if bias is None else bias.dtype)
+    place = state.slot(Operand.GRAD_OUTPUT, recipe, x.device).place if how.delayed else None
+    y = _Fp8Linear.apply(x_MK, weight, bias, *_apart(x_row, x_column), *_apart(w_row, w_column), place, call)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 class _Call(NamedTuple):
-    """What one call of a linear layer knows beside its tensors."""
+    """What backward needs to know beside its tensors."""
 
+    how: Cast
     state: ModuleState
     recipe: Recipe
     out_dtype: torch.dtype
-    grads: bool  # with them, amaxes are recorded
-    first: bool | None
+    weight_dtype: torch.dtype
+    x_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
 
 
-def _input_operand(x: Tensor, call: _Call, column: bool) -> tuple[Quantized, Quantized | None]:
-    how = call.recipe.casts[Operand.INPUT]
-    slot = call.state.slot(Operand.INPUT, call.recipe, x.device) if how.delayed else None
-    row, out = quantize(x, how, slot=slot, record=call.grads, column=column)
+def _apart(row: Quantized, column: Quantized | None) -> tuple[Tensor | None, ...]:
+    """Data and scales of both layouts; a scale that they share is given once, since a compiler takes no tensor twice."""
+    if column is None:
+        return *row, None, None
+    return *row, column.data, None if column.scale_inv is row.scale_inv else column.scale_inv
+
+
+def _operand(
+    x: Tensor, operand: Operand, state: ModuleState, recipe: Recipe, *, record: bool, column: bool
+) -> tuple[Quantized, Quantized | None]:
+    how = recipe.casts[operand]
+    place = state.slot(operand, recipe, x.device).place if how.delayed else None
+    row, out, scale = quantize(x, how, place=place, record=record, column=column)
+    _observe(state, operand, scale)
     assert row is not None
-    _observe(call.state, Operand.INPUT, row)
     return row, out
 
 
-def _weight_operand(weight: Tensor, call: _Call) -> tuple[Quantized, Quantized | None]:
-    cached = call.state.weight_cache
-    if call.first is False and cached is not None and (cached[1] is not None or not call.grads):
+def _weight_operand(
+    weight: Tensor, state: ModuleState, recipe: Recipe, grads: bool, first: bool | None
+) -> tuple[Quantized, Quantized | None]:
+    cached = state.weight_cache
+    if first is False and cached is not None and (cached[1] is not None or not grads):
         return cached
-    how = call.recipe.casts[Operand.WEIGHT]
-    slot = call.state.slot(Operand.WEIGHT, call.recipe, weight.device) if how.delayed else None
-    row, column = quantize(weight, how, slot=slot, record=call.grads, column=call.grads)
-    assert row is not None
-    _observe(call.state, Operand.WEIGHT, row)
-    call.state.weight_cache = None if call.first is None else (row, column)
+    row, column = _operand(weight, Operand.WEIGHT, state, recipe, record=grads, column=grads)
+    if first is not None:
+        state.weight_cache = (row, column)
+    elif cached is not None:
+        state.weight_cache = None
     return row, column
 
 
-def _observe(state: ModuleState, operand: Operand, q: Quantized | None) -> None:
-    """Remember the last scales for `inspect`; compiled code does not look."""
-    if q is not None and not torch.compiler.is_compiling():
-        state.observed[operand] = q.scale_inv
+def _observe(state: ModuleState, operand: Operand, scale: Tensor | None) -> None:
+    """Remember the last scales for `inspect` where no slot has them; compiled code does not look."""
+    if scale is not None and not torch.compiler.is_compiling():
+        state.observed[operand] = scale
+
+
+def quantize(
+    x: Tensor, how: Cast, *, place: Tensor | None = None, record: bool = False, row: bool = True, column: bool = True
+) -> tuple[Quantized | None, Quantized | None, Tensor | None]:
+    """Cast a matrix for the products that read it.
+
+    x: [R, C]. place: of the slot of delayed scaling. row: wanted as [R, C], summed over C. column: as [C, R], summed over R.
+    Returns the two and the scale that was chosen here, if it was.
+    """
+    dtype, fp8_max = how.format.dtype, how.format.max
+    if how.granularity is Granularity.TENSOR:
+        scale = None
+        if place is not None:
+            q, q_t, scale_inv = scaling.cast_delayed(x, place, dtype, fp8_max, record=record, column=column)
+        else:
+            scale = reference.scale_from_amax(reference.amax(x), fp8_max)
+            chosen = cast_scaled if torch.compiler.is_compiling() else _cast
+            q, q_t, scale_inv = chosen(x, scale, dtype, fp8_max, column)
+        return Quantized(q, scale_inv), Quantized(q_t, scale_inv) if column else None, scale
+    if how.granularity is Granularity.BLOCK_128X128:
+        q, scale = reference.cast_blocks(x, dtype, fp8_max, reference.BLOCK)
+        scale_inv = reference.divide(1.0, scale)
+        across = Quantized(reference.transposed(q), reference.transposed(scale_inv)) if column else None
+        return Quantized(q, scale_inv), across, scale
+
+    def pieces(m: Tensor) -> tuple[Quantized, Tensor]:
+        if how.granularity is Granularity.ROW:
+            q, scale = reference.cast_rows(m, dtype, fp8_max)
+        else:
+            q, scale = reference.cast_blocks(m, dtype, fp8_max, 1)
+        return Quantized(q, reference.divide(1.0, scale)), scale
+
+    along, scale = pieces(x) if row else (None, None)
+    across, scale_across = pieces(x.t()) if column else (None, None)
+    return along, across, scale if scale is not None else scale_across
+
+
+def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, column: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return cast(x, scale, None, dtype, fp8_max, column)
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
-        need_x, need_w = (call.grads and need for need in ctx.needs_input_grad[:2])
-        x_row, x_column = _input_operand(x, call, column=need_w)
-        w_row, w_column = _weight_operand(weight, call)
-        call.state.recipe = call.recipe
-        empty = (None, None)
-        ctx.save_for_backward(*(x_column or empty), *((w_column if need_x else None) or empty))
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x_row: Tensor,
+        x_row_scale: Tensor,
+        x_column: Tensor | None,
+        x_column_scale: Tensor | None,
+        w_row: Tensor,
+        w_row_scale: Tensor,
+        w_column: Tensor | None,
+        w_column_scale: Tensor | None,
+        place: Tensor | None,
+        call: _Call,
+    ) -> Tensor:
+        # The gradient with respect to an operand takes the other one, so what a frozen one would need is not kept.
+        keep_w = w_column if ctx.needs_input_grad[0] else None
+        x_scale = x_row_scale if x_column_scale is None else x_column_scale
+        w_scale = w_row_scale if w_column_scale is None else w_column_scale
+        ctx.save_for_backward(x_column, x_scale, keep_w, w_scale, place)
         ctx.call = call
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return gemm.scaled_mm(*x_row, *w_row, out_dtype=call.out_dtype, bias=bias)
+        return gemm.scaled_mm(x_row, x_row_scale, w_row, w_row_scale, out_dtype=call.out_dtype, bias=bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        x_data, x_scale_inv, w_data, w_scale_inv = ctx.saved_tensors
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        x_column, x_scale_inv, w_column, w_scale_inv, place = ctx.saved_tensors
         want_x, want_w, want_bias = ctx.needs_input_grad[:3]
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                raise RuntimeError("FP8 layers have no second derivative: call backward without create_graph=True.")
+            if place is not None:
+                scaling.backward_begins_in(scaling.graph_task())
         dx = dw = db = None
         if want_x or want_w:
-            dy_row, dy_column = _grad_operand(dy, call, row=want_x, column=want_w)
-            if dy_row is not None and want_x:
-                dx = gemm.scaled_mm(*dy_row, w_data, w_scale_inv, out_dtype=call.out_dtype, precise=True).to(x_dtype)
-            if dy_column is not None:
-                dw = gemm.scaled_mm(*dy_column, x_data, x_scale_inv, out_dtype=weight_dtype, precise=True)
+            dy_row, dy_column, scale = quantize(dy, call.how, place=place, record=True, row=want_x, column=want_w)
+            _observe(call.state, Operand.GRAD_OUTPUT, scale)
+            if want_x:
+                assert dy_row is not None
+                dx = gemm.scaled_mm(*dy_row, w_column, w_scale_inv, out_dtype=call.out_dtype, precise=True).to(call.x_dtype)
+            if want_w:
+                assert dy_column is not None
+                dw = gemm.scaled_mm(*dy_column, x_column, x_scale_inv, out_dtype=call.weight_dtype, precise=True)
         if want_bias:
-            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None
-
-
-def _grad_operand(dy: Tensor, call: _Call, *, row: bool, column: bool) -> tuple[Quantized | None, Quantized | None]:
-    how = call.recipe.casts[Operand.GRAD_OUTPUT]
-    slot = call.state.slot(Operand.GRAD_OUTPUT, call.recipe, dy.device) if how.delayed else None
-    if not torch.compiler.is_compiling():
-        if torch.is_grad_enabled():
-            raise RuntimeError("FP8 layers have no second derivative: call backward without create_graph=True.")
-        if slot is not None:
-            scaling.backward_begins_in(scaling.graph_task())
-    dy_row, dy_column = quantize(dy, how, slot=slot, record=True, row=row, column=column)
-    _observe(call.state, Operand.GRAD_OUTPUT, dy_row or dy_column)
-    return dy_row, dy_column
+            db = dy.sum(0, dtype=torch.float32).to(call.bias_dtype)
+        return dx, dw, db, *(None,) * 10

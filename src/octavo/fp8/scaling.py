@@ -27,6 +27,8 @@ from octavo.kernels import reference
 from octavo.kernels.cast import apart, cast, like_cast
 
 _FIRST_CAPACITY = 64
+_ROUNDING = 1 + 2.0**-20
+"""An amax times the scale that was made from it may round to just above the maximum: that loses nothing."""
 _arenas: list[Arena] = []
 
 
@@ -35,8 +37,9 @@ class Slot:
 
     def __init__(self, arena: Arena, index: int) -> None:
         self.arena = arena
-        self.arena_number = arena.number
         self.index = index
+        self.place = torch.tensor([arena.number, index])
+        """Where the slot is, for `cast_delayed`: int64 [2] on the CPU."""
 
     @property
     def scale(self) -> Tensor:
@@ -59,6 +62,7 @@ class Arena:
 
     def __init__(self, device: torch.device, policy: History) -> None:
         self.policy = policy
+        self.device = device
         self.number = len(_arenas)
         _arenas.append(self)
         self.scale = torch.ones(_FIRST_CAPACITY, device=device)
@@ -97,7 +101,7 @@ class Arena:
         if reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             dist.all_reduce(self.history[0], op=dist.ReduceOp.MAX, group=group)
         last = self.history[0]
-        self.saturated.copy_(torch.where(last != 0, last * self.scale > self.fp8_max, self.saturated))
+        self.saturated.copy_(torch.where(last != 0, last * self.scale > self.fp8_max * _ROUNDING, self.saturated))
         history, scale = reference.update_scales(
             self.history, self.scale, self.fp8_max, algo=self.policy.algo, margin=self.policy.margin
         )
@@ -106,27 +110,35 @@ class Arena:
 
 
 def cast_delayed(
-    x: Tensor, slot: Slot, dtype: torch.dtype, fp8_max: float, *, record: bool, column: bool
+    x: Tensor, place: Tensor, dtype: torch.dtype, fp8_max: float, *, record: bool, column: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.cast.cast` with the scale of a slot, recording the amax in it."""
+    """`kernels.cast.cast` with the scale of the slot at `place`, recording the amax in it."""
     if torch.compiler.is_compiling():
-        return _cast_delayed(x, slot.arena_number, slot.index, dtype, fp8_max, record, column)
-    return cast(x, slot.scale, slot.amax if record else None, dtype, fp8_max, column)
+        return _cast_delayed_op(x, place, dtype, fp8_max, record, column)
+    return _cast_delayed(x, place, dtype, fp8_max, record, column)
 
 
-# A compiler is told the place of a slot, not its tensors: as inputs of a graph they would be views of one buffer, one of them
-# written, which functionalisation copies and autograd's version counters refuse. What is recorded is read outside of graphs.
-@torch.library.custom_op("octavo::cast_delayed", mutates_args=())
 def _cast_delayed(
-    x: Tensor, arena: int, index: int, dtype: torch.dtype, fp8_max: float, record: bool, column: bool
+    x: Tensor, place: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, column: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    amax = _arenas[arena].history[0, index] if record else None
-    return apart(cast(x, _arenas[arena].scale[index], amax, dtype, fp8_max, column))
+    number, index = place.tolist()
+    arena = _arenas[number]
+    return cast(x, arena.scale[index], arena.history[0, index] if record else None, dtype, fp8_max, column)
 
 
-@_cast_delayed.register_fake
+# A compiler is told where a slot is, not its tensors: as inputs of a graph they would be views of one buffer, one of them
+# written, which functionalisation copies and autograd's version counters refuse. What is recorded is read outside of graphs.
+# And it is told by a tensor, because a number would be compiled in, and every layer would have code of its own.
+@torch.library.custom_op("octavo::cast_delayed", mutates_args=())
+def _cast_delayed_op(
+    x: Tensor, place: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, column: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return apart(_cast_delayed(x, place, dtype, fp8_max, record, column))
+
+
+@_cast_delayed_op.register_fake
 def _(
-    x: Tensor, arena: int, index: int, dtype: torch.dtype, fp8_max: float, record: bool, column: bool
+    x: Tensor, place: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, column: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return like_cast(x, dtype, column)
 
@@ -200,7 +212,7 @@ class ModuleState:
     def slot(self, operand: Operand, recipe: Recipe, device: torch.device) -> Slot:
         """The slot of an operand, made on first use."""
         slot = self.slots.get(operand)
-        if slot is None or slot.arena.policy != recipe.history or slot.scale.device != device:
+        if slot is None or slot.arena.policy != recipe.history or slot.arena.device != device:
             torch.compiler.disable(self.prepare)(recipe, device)
             slot = self.slots[operand]
         return slot

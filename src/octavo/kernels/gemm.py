@@ -66,10 +66,14 @@ def scaled_mm(
         bias=None if fused_bias is None else fused_bias.to(product_dtype),
         out_dtype=product_dtype,
         use_fast_accum=not precise,
-    )[:, :columns]
+    )
+    if out.shape[1] != columns:
+        out = out[:, :columns].contiguous()
     if bias is not None and fused_bias is None:
         out = out + bias.to(out.dtype)
-    return out.to(out_dtype).contiguous()
+    # Not `.to` where there is nothing to convert: an alias of an intermediate as the result of an autograd function loses its
+    # gradient when torch 2.11 compiles it.
+    return out if out.dtype == out_dtype else out.to(out_dtype)
 
 
 def _by_row(x: Tensor, scale_inv: Tensor) -> bool:
@@ -81,7 +85,7 @@ def _pad(x: Tensor, *, rows: bool) -> Tensor:
     more_rows, more_columns = -x.shape[0] % ALIGNMENT if rows else 0, -x.shape[1] % ALIGNMENT
     if more_rows or more_columns:
         return functional.pad(x.view(torch.uint8), (0, more_columns, 0, more_rows)).view(x.dtype)
-    return x.contiguous()
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def _emulated(
@@ -102,7 +106,7 @@ def _emulated(
         out = reference.dequantize(a, a_scale_inv) @ reference.dequantize(b, b_scale_inv).t()
     if bias is not None:
         out = out + bias.float()
-    return out.to(out_dtype)
+    return out if out.dtype == out_dtype else out.to(out_dtype)
 
 
 @functools.cache

@@ -32,7 +32,9 @@ def divide(dividend: Tensor | float, divisor: Tensor) -> Tensor:
 
     By way of float64, whose 53 bits are enough that rounding twice changes nothing: a compiled float32 division is 2 ulp off.
     """
-    return (dividend / divisor.double()).clamp(max=FLOAT32_MAX).float()
+    if not isinstance(dividend, Tensor):
+        dividend = divisor.new_full((), dividend)  # a compiler turns number / tensor into a reciprocal and a product
+    return (dividend.double() / divisor.double()).clamp(max=FLOAT32_MAX).float()
 
 
 def scale_from_amax(largest: Tensor, fp8_max: float, *, margin: int = 0, power_of_two: bool = False) -> Tensor:
@@ -58,22 +60,22 @@ def transposed(x: Tensor) -> Tensor:
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
-    """One scale a row. x [R, C] → FP8 [R, C] and the scales to multiply by afterwards, float32 [R, 1]."""
+    """One scale a row. x [R, C] → FP8 [R, C] and the scales, float32 [R, 1]."""
     scale = scale_from_amax(amax(x, 1, keepdim=True), fp8_max)
-    return cast(x, scale, dtype, fp8_max), divide(1.0, scale)
+    return cast(x, scale, dtype, fp8_max), scale
 
 
 def cast_blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int) -> tuple[Tensor, Tensor]:
     """One power-of-two scale for each `rows` × 128 block; the last blocks may be smaller.
 
-    x [R, C] → FP8 [R, C] and the scales to multiply by afterwards, float32 [⌈R/rows⌉, ⌈C/128⌉].
+    x [R, C] → FP8 [R, C] and the scales, float32 [⌈R/rows⌉, ⌈C/128⌉].
     """
     height, width = x.shape
     padded = torch.nn.functional.pad(x, (0, -width % BLOCK, 0, -height % rows))
     blocks_RrCc = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // BLOCK, BLOCK)
     scale = scale_from_amax(amax(blocks_RrCc, (1, 3), keepdim=True), fp8_max, power_of_two=True)
     q = cast(blocks_RrCc, scale, dtype, fp8_max).reshape(padded.shape)[:height, :width]
-    return q.contiguous(), divide(1.0, scale[:, 0, :, 0])
+    return q.contiguous(), scale[:, 0, :, 0].clone()
 
 
 def spread(scale_inv: Tensor, rows: int, shape: tuple[int, int]) -> Tensor:

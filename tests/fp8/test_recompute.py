@@ -1,0 +1,264 @@
+"""Activation checkpointing, copies and recipes of Transformer Engine's classes leave the numbers as they are."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from driving import RECIPES, array, check_states, delayed, gradients, same_bits, snapshot, step, warmed
+from restatement import delayed_states
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+import octavo.fp8.autocast
+
+WIDTH = 16
+
+
+def layers():
+    """A small network of every layer, the same each time."""
+    torch.manual_seed(2)
+    return torch.nn.Sequential(
+        octavo.nn.Linear(WIDTH, WIDTH),
+        octavo.nn.LayerNormLinear(WIDTH, WIDTH, normalization="RMSNorm"),
+        octavo.nn.LayerNormMLP(WIDTH, 24, normalization="RMSNorm", activation="swiglu"),
+    )
+
+
+def batches(count=3, seed=4):
+    draw = torch.Generator().manual_seed(seed)
+    return [(torch.randn(6, WIDTH, generator=draw) * 3**i, torch.randn(6, WIDTH, generator=draw) / 3**i) for i in range(count)]
+
+
+def whole(model, x):
+    for layer in model:
+        x = layer(x)
+    return x
+
+
+def recomputed(each, **arguments):
+    """Forward with each layer, or the network as a whole, checkpointed."""
+
+    def forward(model, x):
+        for layer in model if each else [model]:
+            x = checkpoint(layer, x, use_reentrant=False, **arguments)
+        return x
+
+    return forward
+
+
+def train(forward, recipe, inside, evaluate=False):
+    """Some steps; everything that came out of them."""
+    model, results, states = layers(), [], []
+    for x, g in batches(3 if isinstance(recipe, octavo.recipe.DelayedScaling) else 2):
+        x.requires_grad_()
+        with octavo.fp8_autocast(fp8_recipe=recipe):
+            y = forward(model, x)
+            if inside:
+                y.backward(g)
+        if evaluate:
+            with torch.no_grad(), octavo.fp8_autocast(fp8_recipe=recipe):
+                model(x * 100)
+        if not inside:
+            y.backward(g)
+        results += [y, x.grad, *gradients(model).values()]
+        states += [snapshot(layer) for layer in model]
+    return results, states
+
+
+@functools.cache
+def plain(recipe, inside):
+    """The steps without recomputation."""
+    return train(whole, RECIPES[recipe](), inside)
+
+
+WAYS = {
+    "each layer": recomputed(True),
+    "the whole": recomputed(False),
+    "each layer, told": recomputed(True, context_fn=octavo.fp8.autocast.recomputing),
+    "the whole, told": recomputed(False, context_fn=octavo.fp8.autocast.recomputing),
+}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_recomputation_changes_no_bit(way, recipe, inside):
+    results, states = plain(recipe, inside)
+    again, states_again = train(WAYS[way], RECIPES[recipe](), inside)
+    assert states_again == states
+    assert all(itertools.starmap(same_bits, zip(again, results, strict=True)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_evaluation_before_the_recomputation_changes_no_bit(way):
+    results, states = plain("delayed", False)
+    again, states_again = train(WAYS[way], delayed(), False, evaluate=True)
+    assert states_again == states
+    assert all(itertools.starmap(same_bits, zip(again, results, strict=True)))
+
+
+@pytest.mark.parametrize("where", ["within the second context", "after both"])
+@pytest.mark.parametrize("way", WAYS)
+def test_recomputation_after_a_later_forward_uses_its_own_forwards_scales(way, where):
+    """A schedule that runs the next forward before the backward of the first."""
+    found = []
+    for forward in (whole, WAYS[way]):
+        model, results = layers(), []
+        for (x0, g0), (x1, g1) in [batches(2, 4), batches(2, 5)]:
+            with octavo.fp8_autocast(fp8_recipe=delayed()):
+                y0 = forward(model, x0.requires_grad_())
+            with octavo.fp8_autocast(fp8_recipe=delayed()):
+                y1 = forward(model, x1.requires_grad_())
+                if where == "within the second context":
+                    y0.backward(g0)
+            if where == "after both":
+                y0.backward(g0)
+            y1.backward(g1)
+            results += [y0, y1, x0.grad, x1.grad, *gradients(model).values()]
+        found.append((results, [snapshot(layer) for layer in model]))
+    assert found[1][1] == found[0][1]
+    assert all(itertools.starmap(same_bits, zip(found[1][0], found[0][0], strict=True)))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_recomputation_of_micro_batches_uses_the_kept_weight(told):
+    found = []
+    context = {"context_fn": octavo.fp8.autocast.recomputing} if told else {}
+    for recompute in (False, True):
+        torch.manual_seed(6)
+        layer, results = octavo.nn.Linear(WIDTH, WIDTH), []
+        for _ in range(2):
+            for number, (x, g) in enumerate(batches()):
+                x.requires_grad_()
+                with octavo.fp8_autocast(fp8_recipe=delayed()):
+                    if recompute:
+                        y = checkpoint(layer, x, is_first_microbatch=number == 0, use_reentrant=False, **context)
+                    else:
+                        y = layer(x, is_first_microbatch=number == 0)
+                y.backward(g)
+                results += [y, x.grad, *gradients(layer).values()]
+            with torch.no_grad():
+                layer.weight.mul_(1.7)
+        found.append((results, snapshot(layer)))
+    assert found[1][1] == found[0][1]
+    assert all(itertools.starmap(same_bits, zip(found[1][0], found[0][0], strict=True)))
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_a_copy_has_the_same_scales_and_moves_on_by_itself(kind):
+    layer = warmed(layers()[kind], delayed())
+    twin = copy.deepcopy(layer)
+    before = snapshot(layer)
+    assert snapshot(twin) == before
+    (x, g), (other_x, other_g), _ = batches()
+    mine = step(layer, x, g, delayed())
+    after = snapshot(layer)
+    assert after != before
+    assert snapshot(twin) == before
+    assert all(map(same_bits, step(twin, x, g, delayed()), mine))
+    assert snapshot(twin) == after
+    step(twin, other_x, other_g, delayed())
+    assert snapshot(twin) != after
+    assert snapshot(layer) == after
+
+
+def test_a_copy_of_a_layer_that_never_ran_in_fp8_starts_anew():
+    layer = layers()[0]
+    twin = copy.deepcopy(layer)
+    (x, g), *_ = batches()
+    mine, its = step(layer, x, g, delayed()), step(twin, x, g, delayed())
+    assert all(map(same_bits, mine, its))
+    assert snapshot(layer) == snapshot(twin)
+
+
+class Format(enum.Enum):
+    """Transformer Engine's: a name and the largest values of forward and backward."""
+
+    E4M3 = (448, 448)
+    HYBRID = (448, 57344)
+
+
+@dataclass
+class DelayedScaling:
+    """Transformer Engine's fields."""
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    scaling_factor_compute_algo: object = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+
+@dataclass
+class Float8CurrentScaling:
+    """Transformer Engine's fields, as far as they say what is computed."""
+
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+
+@dataclass
+class Float8BlockScaling:
+    """Transformer Engine's fields, as far as they say what is computed."""
+
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+
+
+@pytest.mark.parametrize("name", ["HYBRID", "E4M3"])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_transformer_engines_delayed_recipe_is_accepted(name, algorithm):
+    layer, states = layers()[0], delayed_states(name == "HYBRID", 3, algorithm, 1)
+    recipe = DelayedScaling(margin=1, fp8_format=Format[name], amax_history_len=3, amax_compute_algo=algorithm)
+    for x, g in batches(6):
+        step(layer, x, g, recipe)
+        for operand, tensor in {"input": x, "weight": layer.weight, "grad_output": g}.items():
+            states[operand].step(array(tensor))
+        check_states(layer, states)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (DelayedScaling(), octavo.recipe.DelayedScaling()),
+        (Float8CurrentScaling(), octavo.recipe.CurrentScaling()),
+        (Float8CurrentScaling(fp8_format=Format.E4M3), octavo.recipe.Float8CurrentScaling(octavo.recipe.Format.E4M3)),
+        (Float8BlockScaling(), octavo.recipe.Float8BlockScaling()),
+    ],
+    ids=["delayed", "current", "current E4M3", "block"],
+)
+def test_transformer_engines_recipes_mean_what_ours_do(theirs, ours):
+    results = []
+    for recipe in (theirs, ours):
+        layer, result = layers()[0], []
+        for x, g in batches():
+            result += [*step(layer, x, g, recipe), *gradients(layer).values()]
+        results.append((result, snapshot(layer)))
+    assert all(map(same_bits, results[0][0], results[1][0]))
+    assert results[0][1] == results[1][1]
+
+
+def test_other_objects_are_refused():
+    with pytest.raises(octavo.errors.InputError), octavo.fp8_autocast(fp8_recipe="delayed"):
+        pass
+
+
+def test_no_recipe_is_delayed_scaling_with_its_defaults():
+    layer, (x, g) = layers()[0], batches()[0]
+    step(layer, x, g, None)
+    states = delayed_states(True, 1024, "max", 0)
+    for name, tensor in {"input": x, "weight": layer.weight, "grad_output": g}.items():
+        states[name].step(array(tensor))
+    check_states(layer, states)

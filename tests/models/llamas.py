@@ -1,0 +1,89 @@
+"""Small Llamas of Hugging Face with weights that matter, and how their gradients are compared with Octavo's."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from octavo.models.weights import family_of, to_hugging_face
+
+VOCABULARY = 97
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SHAPES = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "multi-head": {"num_key_value_heads": 4},
+    "one-group": {"num_key_value_heads": 1},
+    "attention-bias": {"attention_bias": True},
+    "mlp-bias": {"mlp_bias": True},
+    "all-biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "llama3-rope": {"rope_parameters": LLAMA3_ROPE},
+    "linear-rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}},
+    "wide-heads": {"head_dim": 20},
+    "narrow-heads": {"head_dim": 6, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "intermediate-176": {"intermediate_size": 176},
+    "intermediate-odd": {"intermediate_size": 45},
+}
+
+
+def llama_config(**changes):
+    """A Llama of two layers, 97 words, 4 query heads on 2 key-value heads, and a feed-forward size of 44."""
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 44,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
+    return LlamaConfig(**values | changes)
+
+
+def llama(seed=0, dtype=torch.float32, **changes):
+    """A `LlamaForCausalLM` with SDPA attention whose every parameter, biases and norms included, is random."""
+    config = llama_config(**changes)
+    config._attn_implementation = "sdpa"
+    model = LlamaForCausalLM(config)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draw) * 0.2
+            value = noise + 1 if name.endswith("norm.weight") else noise
+            parameter.data = value.to(dtype)  # not `model.to`, which would round the rotary buffers as well
+    model.tie_weights()
+    return model.train()
+
+
+def tokens(batch, length, seed=1):
+    """Random token ids [batch, length]."""
+    return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(decoder):
+    """Gradients of Octavo's decoder by the names of Hugging Face."""
+    found = {name: p.grad for name, p in decoder.named_parameters()}
+    missing = [name for name, grad in found.items() if grad is None]
+    assert not missing, f"no gradient for {missing}"
+    return to_hugging_face(found, decoder.config, family_of(decoder.config)[0])
+
+
+def assert_same_gradients(decoder, reference, *, relative=1e-4):
+    """Every gradient of the decoder is that of the Hugging Face model, relative to the largest entry of each tensor.
+
+    Gradients that are zero but for rounding (of queries and keys where there is one key) are held against the largest of all.
+    """
+    ours = gradients(decoder)
+    theirs = {name: p.grad for name, p in reference.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    floor = 1e-6 * max(grad.abs().max() for grad in theirs.values())
+    for name, wanted in theirs.items():
+        error = (ours[name] - wanted).abs().max()
+        assert error <= relative * wanted.abs().max() + floor, f"{name}: off by {error}, largest {wanted.abs().max()}"

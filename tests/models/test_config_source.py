@@ -1,0 +1,115 @@
+"""`load_config`: folders, built-in shapes and overrides, and what is said of those that are wrong."""
+
+import json
+
+import pytest
+import torch
+from llamas import llama_config
+from transformers import GPTNeoConfig, LlamaForCausalLM
+
+from octavo.errors import EXIT_INPUT, InputError
+from octavo.models.families import SHAPES
+from octavo.models.weights import family_of, load_config
+from octavo.transform import build_model
+
+
+def refused(words, *arguments):
+    with pytest.raises(InputError) as raised:
+        load_config(*arguments)
+    assert raised.value.exit_code == EXIT_INPUT
+    for word in words:
+        assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama-1b", 1.2358), ("llama-8b", 8.0303), ("llama2-7b", 6.7384)])
+def test_built_in_shapes_have_the_published_number_of_parameters(name, billions):
+    model = build_model(load_config(name), dtype=torch.bfloat16, params_dtype=torch.float32, device="meta", seed=0)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_built_in_shapes_have_octavos_decoder(name):
+    assert family_of(load_config(name))[0] is not None
+
+
+def test_a_folder_gives_its_config(tmp_path):
+    config = llama_config(head_dim=20, rope_parameters={"rope_type": "linear", "rope_theta": 50.0, "factor": 2.0})
+    config.save_pretrained(tmp_path)
+    found = load_config(str(tmp_path)).to_dict()
+    for key, value in config.to_dict().items():
+        if key not in ("_name_or_path", "transformers_version"):
+            assert found[key] == value, key
+
+
+def test_overrides_change_single_keys():
+    config = load_config(
+        "llama-tiny", {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 101}
+    )
+    assert (config.hidden_size, config.num_attention_heads, config.vocab_size, config.head_dim) == (96, 6, 101, 16)
+    assert config.num_hidden_layers == SHAPES["llama-tiny"]["num_hidden_layers"]
+    LlamaForCausalLM(config)
+    assert load_config("llama-tiny", {"head_dim": 32}).head_dim == 32
+    assert load_config("llama-tiny", {"attention_dropout": 0.25}).attention_dropout == 0.25
+    rope = {"rope_type": "linear", "rope_theta": 50.0, "factor": 2.0}
+    assert load_config("llama-tiny", {"rope_parameters": rope}).rope_parameters == rope
+    assert load_config("llama-tiny").vocab_size == SHAPES["llama-tiny"]["vocab_size"]
+
+
+@pytest.mark.parametrize(("said", "meant"), [("lama-1b", "llama-1b"), ("llama-tinny", "llama-tiny"), ("llama_8b", "llama-8b")])
+def test_an_unknown_shape_is_answered_with_the_nearest(said, meant):
+    refused((repr(said), f"Did you mean {meant!r}", "model.source", *SHAPES), said)
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/no/such/folder", "runs/a/b", "~/model"])
+def test_a_path_that_does_not_exist_is_no_shape(path):
+    refused((path, "does not exist", "llama-tiny"), path)
+
+
+def test_an_unknown_override_is_answered_with_the_nearest():
+    refused(("'hiden_size'", "Did you mean 'hidden_size'", "model.config"), "llama-tiny", {"hiden_size": 32})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [({"num_attention_heads": 5}, ("attention heads", "256", "5")), ({"hidden_size": "large"}, ("hidden_size", "'large'"))],
+)
+def test_an_override_that_makes_no_model_is_refused(overrides, words):
+    refused(("model.config", *words), "llama-tiny", overrides)
+
+
+def test_a_folder_without_config_is_named(tmp_path):
+    refused((str(tmp_path), "config.json"), str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["{", "[1, 2]", "null", "\x00\x01", ""])
+def test_a_config_that_is_no_json_object_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    refused((str(tmp_path / "config.json"),), str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["lama", "not-a-model", None, 3])
+def test_an_unknown_model_type_is_named(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    words = ["model family", repr(str(kind)), str(tmp_path / "config.json")]
+    refused([*words, "Did you mean 'llama'"] if kind == "lama" else words, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "gpt_neo"),
+        (llama_config(hidden_act="gelu"), "hidden_act = 'gelu'"),
+        (
+            llama_config(
+                rope_parameters={
+                    "rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 128,
+                }
+            ),
+            "rope_type = 'dynamic'",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_decoder_does_not_compute_keeps_its_code_and_the_reason_is_given(config, reason):
+    family, why = family_of(config)
+    assert family is None
+    assert reason in why

@@ -1,0 +1,194 @@
+"""Octavo's decoder computes what Hugging Face's Llama computes: logits, loss and every gradient, with masks and documents."""
+
+import pytest
+import torch
+from llamas import SHAPES, VOCABULARY, assert_same_gradients, gradients, llama, tokens
+
+from octavo.transform import transform
+
+
+def pair(seed=0, **changes):
+    """A Hugging Face model and its transformation in float32."""
+    reference = llama(seed, **changes)
+    return reference, transform(reference, dtype=torch.float32)
+
+
+def assert_close(found, wanted, tolerance=1e-5):
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("length", [1, 2, 33])
+def test_logits_and_every_gradient_are_hugging_faces(shape, length):
+    reference, model = pair(length, **SHAPES[shape])
+    ids = tokens(3, length)
+    theirs, ours = reference(input_ids=ids).logits, model(input_ids=ids).logits
+    assert_close(ours, theirs)
+    cotangent = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(length))
+    theirs.backward(cotangent)
+    ours.backward(cotangent)
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loss_and_every_gradient_are_hugging_faces(shape):
+    reference, model = pair(5, **SHAPES[shape])
+    ids = tokens(3, 33)
+    theirs, ours = reference(input_ids=ids, labels=ids), model(input_ids=ids, labels=ids)
+    assert_close(ours.loss, theirs.loss)
+    theirs.loss.backward()
+    ours.loss.backward()
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("items", [None, 7, 100, torch.tensor(31)])
+def test_labels_of_minus_100_do_not_count(items):
+    reference, model = pair()
+    ids = tokens(4, 17)
+    labels = ids.where(torch.rand(ids.shape, generator=torch.Generator().manual_seed(9)) < 0.6, -100)
+    labels[2] = -100
+    labels[0, -1] = -100
+    options = {} if items is None else {"num_items_in_batch": items}
+    theirs, ours = (m(input_ids=ids, labels=labels, **options).loss for m in (reference, model))
+    assert_close(ours, theirs)
+    (theirs * 3).backward()
+    (ours * 3).backward()
+    assert_same_gradients(model, reference)
+
+
+def test_labels_give_the_loss_alone_and_no_labels_the_logits_alone():
+    model = transform(llama(), dtype=torch.float32)
+    ids = tokens(2, 9)
+    with_labels, without = model(input_ids=ids, labels=ids), model(input_ids=ids)
+    assert with_labels.logits is None
+    assert with_labels.loss.shape == ()
+    assert with_labels.loss.dtype == torch.float32
+    assert without.loss is None
+    assert without.logits.shape == (2, 9, VOCABULARY)
+    wanted = torch.nn.functional.cross_entropy(without.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert_close(with_labels.loss, wanted)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids, labels=ids).loss, with_labels.loss)
+
+
+@pytest.mark.parametrize("side", ["right", "left", "both"])
+def test_padding_is_ignored_as_hugging_face_ignores_it(side):
+    reference, model = pair(3)
+    ids = tokens(3, 12)
+    mask = torch.ones_like(ids)
+    if side != "left":
+        mask[1, 7:] = 0
+    if side != "right":
+        mask[2, :4] = 0
+    theirs = reference(input_ids=ids, attention_mask=mask).logits
+    ours = model(input_ids=ids, attention_mask=mask).logits
+    assert ours.isfinite().all()
+    assert_close(ours[mask.bool()], theirs[mask.bool()])
+    # What stands in the padding changes nothing.
+    other = ids.where(mask.bool(), (ids + 5) % VOCABULARY)
+    assert_close(model(input_ids=other, attention_mask=mask).logits[mask.bool()], ours[mask.bool()])
+    first = mask.cumsum(1) == 1  # predicted from the padding in front of it, which each model fills as it likes
+    labels = ids.where(mask.bool() & ~first, -100)
+    for m in (reference, model):
+        m(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+    assert_same_gradients(model, reference)
+
+
+def test_a_mask_of_ones_is_no_mask():
+    _, model = pair()
+    ids = tokens(2, 10)
+    for mask in (torch.ones_like(ids), torch.ones_like(ids).bool(), torch.ones(2, 10)):
+        assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, model(input_ids=ids).logits)
+
+
+LENGTHS = [(5, 1, 11), (1, 1, 15), (17,), (16, 1), (8, 9)]
+
+
+def positions(lengths):
+    return torch.cat([torch.arange(n) for n in lengths])
+
+
+def test_documents_of_restarting_positions_are_computed_alone():
+    model = transform(llama(4), dtype=torch.float32)
+    ids = tokens(len(LENGTHS), 17)
+    together = model(input_ids=ids, position_ids=torch.stack([positions(row) for row in LENGTHS])).logits
+    for row, lengths in enumerate(LENGTHS):
+        for part, logits in zip(ids[row].split(lengths), together[row].split(lengths), strict=True):
+            assert_close(logits[None], model(input_ids=part[None]).logits)
+
+
+def test_documents_have_the_loss_and_the_gradients_of_each_alone():
+    packed, alone = (transform(llama(4), dtype=torch.float32) for _ in range(2))
+    ids = tokens(2, 17)
+    lengths = (5, 1, 11)
+    labels = ids.clone()
+    labels[:, [0, 5, 6]] = -100  # a document's first token is not predicted from the document before
+    loss = packed(input_ids=ids, position_ids=positions(lengths)[None], labels=labels).loss
+    loss.backward()
+    parts = [part for part in ids.split(lengths, 1) if part.shape[1] > 1]
+    total = sum(alone(input_ids=part, labels=part, num_items_in_batch=2 * 14).loss for part in parts)
+    total.backward()
+    assert_close(loss, total)
+    wanted = gradients(alone)
+    for name, found in gradients(packed).items():
+        assert (found - wanted[name]).abs().max() <= 1e-4 * wanted[name].abs().max(), name
+
+
+def test_documents_and_padding_together():
+    model = transform(llama(6), dtype=torch.float32)
+    ids = tokens(1, 14)
+    mask = torch.ones_like(ids)
+    mask[:, 11:] = 0
+    together = model(input_ids=ids, attention_mask=mask, position_ids=positions((6, 8))[None]).logits[0]
+    assert_close(together[:6], model(input_ids=ids[:, :6]).logits[0])
+    assert_close(together[6:11], model(input_ids=ids[:, 6:11]).logits[0])
+
+
+def test_positions_that_go_on_from_elsewhere_are_hugging_faces():
+    reference, model = pair(8, **SHAPES["llama3-rope"])
+    ids = tokens(2, 9)
+    later = torch.arange(40, 49)[None]
+    assert_close(model(input_ids=ids, position_ids=later).logits, reference(input_ids=ids, position_ids=later).logits)
+
+
+def test_an_empty_batch_is_refused_with_its_shape():
+    model = transform(llama(), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"\(2, 0\)"):
+        model(input_ids=torch.zeros(2, 0, dtype=torch.int64))
+
+
+def relative_error(found, wanted):
+    return ((found.float() - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("shape", ["plain", "all-biases", "llama3-rope"])
+def test_bf16_is_as_close_to_float32_as_hugging_faces_bf16(shape):
+    half = llama(2, torch.bfloat16, **SHAPES[shape])
+    exact = llama(2, **SHAPES[shape])
+    exact.load_state_dict(half.state_dict())
+    model = transform(half, dtype=torch.bfloat16)
+    ids = tokens(4, 33)
+    logits = model(input_ids=ids).logits
+    assert logits.dtype == torch.bfloat16
+    wanted = exact(input_ids=ids).logits
+    assert relative_error(logits, wanted) <= 1.2 * relative_error(half(input_ids=ids).logits, wanted)
+    losses = [m(input_ids=ids, labels=ids).loss for m in (model, half, exact)]
+    assert losses[0].item() == pytest.approx(losses[2].item(), rel=2e-3)
+    for loss in losses:
+        loss.backward()
+    theirs, best = ({n: p.grad for n, p in m.named_parameters()} for m in (half, exact))
+    for name, found in gradients(model).items():
+        assert found.dtype == torch.bfloat16
+        assert relative_error(found, best[name]) <= 1.5 * relative_error(theirs[name], best[name]) + 2e-3, name
+
+
+@pytest.mark.parametrize("rope", ["plain", "llama3-rope", "linear-rope"])
+def test_angles_stay_float32_in_a_bf16_model(rope):
+    reference = llama(**SHAPES[rope])
+    model = transform(reference, dtype=torch.bfloat16).to(torch.bfloat16)
+    at = torch.arange(0, 100, 7)[None]
+    cos, sin = model.rotary(at)
+    wanted_cos, wanted_sin = reference.model.rotary_emb(torch.zeros(1, 1), at)
+    assert cos.dtype == sin.dtype == torch.float32
+    torch.testing.assert_close(cos, wanted_cos, rtol=0, atol=1e-6)
+    torch.testing.assert_close(sin, wanted_sin, rtol=0, atol=1e-6)

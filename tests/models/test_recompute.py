@@ -1,0 +1,91 @@
+"""Recomputed blocks give the same bits as blocks that keep their activations, with dropout and in FP8 too."""
+
+import pytest
+import torch
+from llamas import llama_config, tokens
+
+import octavo
+from octavo.fp8.scaling import state_records
+from octavo.transform import build_model
+
+RECIPES = {
+    "none": None,
+    "delayed": octavo.recipe.DelayedScaling(amax_history_len=3),
+    "most-recent": octavo.recipe.DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent"),
+    "current": octavo.recipe.CurrentScaling(),
+    "rowwise": octavo.recipe.RowwiseScaling(),
+    "block": octavo.recipe.BlockScaling(),
+}
+
+
+def train(recipe, recompute, *, dropout=0.0, dtype=torch.float32, inside=False, micro_batches=1):
+    """Losses, every gradient of every step, and the FP8 state of a short run."""
+    config = llama_config(attention_dropout=dropout)
+    model = build_model(config, dtype=dtype, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch.manual_seed(12)
+    seen = []
+    for step in range(3):
+        for micro in range(micro_batches):
+            ids = tokens(2, 19, seed=10 * step + micro)
+            first = None if micro_batches == 1 else micro == 0
+            with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+                loss = model(input_ids=ids, labels=ids, is_first_microbatch=first).loss
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            seen.append(loss.detach())
+        seen += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *state_records(model).values(), torch.rand(3)]
+
+
+def assert_same_bits(one, other):
+    assert len(one) == len(other)
+    for number, (a, b) in enumerate(zip(one, other, strict=True)):
+        assert torch.equal(a, b), f"tensor {number} differs by {(a - b).abs().max()}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_recomputation_changes_no_bit(recipe, dropout):
+    runs = [train(RECIPES[recipe], recompute, dropout=dropout) for recompute in (False, True)]
+    assert_same_bits(*runs)
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "block"])
+def test_recomputation_changes_no_bit_in_bf16(recipe):
+    assert_same_bits(*(train(RECIPES[recipe], r, dropout=0.1, dtype=torch.bfloat16) for r in (False, True)))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_recomputation_inside_the_autocast_changes_no_bit(recipe):
+    assert_same_bits(*(train(RECIPES[recipe], r, dropout=0.1, inside=True) for r in (False, True)))
+
+
+def test_recomputation_with_kept_weights_changes_no_bit():
+    assert_same_bits(*(train(RECIPES["delayed"], r, micro_batches=3) for r in (False, True)))
+
+
+def test_dropout_drops_in_training_only():
+    assert not torch.equal(train(None, False, dropout=0.1)[0], train(None, False)[0])
+    model = build_model(
+        llama_config(attention_dropout=0.5), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=4
+    ).eval()
+    ids = tokens(2, 19)
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_a_recomputed_model_keeps_less_for_backward():
+    kept = []
+    for recompute in (False, True):
+        model = build_model(
+            llama_config(), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute
+        )
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
+            model(input_ids=tokens(8, 64), labels=tokens(8, 64))
+        kept.append(sum(sizes))
+    assert kept[1] < kept[0] / 2

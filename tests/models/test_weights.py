@@ -1,0 +1,244 @@
+"""Weights go to Hugging Face and come back bit for bit; folders that are not what they should be are refused by name."""
+
+import json
+
+import pytest
+import torch
+from llamas import SHAPES, llama, llama_config, tokens
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from octavo.errors import EXIT_INPUT, InputError
+from octavo.models import weights
+from octavo.models.weights import (
+    WeightFiles,
+    family_of,
+    from_hugging_face,
+    hugging_face_names,
+    to_hugging_face,
+    weights_of,
+    write_pretrained,
+)
+from octavo.transform import build_model, transform
+
+
+def same_bits(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+def parameters(model):
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def refused(message, call, *arguments, **options):
+    """`call` raises an InputError whose message has every one of the words, and whose exit code is 2."""
+    with pytest.raises(InputError) as raised:
+        call(*arguments, **options)
+    assert raised.value.exit_code == EXIT_INPUT
+    for word in message if isinstance(message, tuple) else (message,):
+        assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
+
+
+def build(config, folder=None, **changes):
+    make = {"dtype": torch.float32, "params_dtype": torch.float32, "device": "cpu", "seed": 0}
+    return build_model(config, load_from=folder, **make | changes)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """(a Hugging Face model, the folder that it was saved to)."""
+
+    def make(**changes):
+        model = llama(**changes)
+        model.save_pretrained(tmp_path / "source")
+        return model, tmp_path / "source"
+
+    return make
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_to_and_from_hugging_face_are_inverse(shape, dtype):
+    theirs = llama(3, dtype, **SHAPES[shape])
+    config, family = theirs.config, family_of(theirs.config)[0]
+    ours = parameters(transform(theirs, dtype=dtype))
+    there = to_hugging_face(ours, config, family)
+    same_bits(there, parameters(theirs))
+    back = {
+        name: from_hugging_face(name, tuple(there[n] for n in hugging_face_names(name, family)), config, family)
+        for name in ours
+    }
+    same_bits(back, ours)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shard_bytes", [None, 20_000])
+def test_hugging_face_loads_what_is_written(tmp_path, monkeypatch, tied, dtype, shard_bytes):
+    if shard_bytes:
+        monkeypatch.setattr(weights, "_SHARD_BYTES", shard_bytes)
+    theirs = llama(1, dtype, tie_word_embeddings=tied, attention_bias=True)
+    model = transform(theirs, dtype=dtype)
+    folder = tmp_path / "out"
+    write_pretrained(dict(model.state_dict()), theirs.config, folder)
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert (len(files) > 2) == bool(shard_bytes)
+    loaded, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(loaded).__name__ == "LlamaForCausalLM"
+    same_bits(parameters(loaded), parameters(theirs))
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    ids = tokens(2, 9)
+    torch.testing.assert_close(loaded(ids).logits, theirs(ids).logits, rtol=0, atol=0)
+    if shard_bytes:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        stored = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+        assert set(index["weight_map"].values()) == set(files)
+        assert index["weight_map"].keys() == stored.keys()
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())
+        assert all(sum(t.nbytes for t in load_file(folder / f).values()) <= shard_bytes for f in files)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_names_of_hugging_face_are_written_too(tmp_path, tied):
+    model = transform(llama(tie_word_embeddings=tied), dtype=torch.float32)
+    write_pretrained(weights_of(model), model.config, tmp_path / "one")
+    write_pretrained(dict(model.state_dict()), model.config, tmp_path / "two")
+    same_bits(*(load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")))
+
+
+def test_writing_keeps_the_config_and_copies_the_tokenizer(tmp_path):
+    theirs = llama(**SHAPES["llama3-rope"])
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "config.json").write_text("not a config")
+    before = theirs.config.to_dict()
+    write_pretrained(weights_of(transform(theirs)), theirs.config, tmp_path / "out", tokenizer)
+    assert theirs.config.to_dict() == before
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert written["dtype"] == "bfloat16"
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    for key in ("vocab_size", "hidden_size", "num_key_value_heads", "rms_norm_eps", "rope_parameters"):
+        assert written[key] == before[key]
+
+
+def test_a_folder_with_files_is_not_written_over(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    model = transform(llama())
+    refused(("not empty", str(tmp_path)), write_pretrained, weights_of(model), model.config, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("shape", ["plain", "tied", "all-biases"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_models_loaded_from_a_folder_have_the_logits_of_the_source(tmp_path, shape, sharded):
+    theirs = llama(6, **SHAPES[shape])
+    theirs.save_pretrained(tmp_path, max_shard_size=20_000 if sharded else "5GB")
+    assert (tmp_path / "model.safetensors.index.json").is_file() == sharded
+    ids = tokens(2, 9)
+    wanted = theirs(ids).logits
+    with torch.device("meta"):
+        empty = type(theirs)(theirs.config)
+    models = [
+        build(theirs.config, tmp_path),
+        build(theirs.config, str(tmp_path), seed=5),
+        transform(empty, dtype=torch.float32, load_from=tmp_path),
+        transform(llama(9, **SHAPES[shape]), dtype=torch.float32, load_from=tmp_path),
+    ]
+    for model in models:
+        torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-5, atol=1e-5)
+        assert (model.head.weight is model.embedding.weight) == theirs.config.tie_word_embeddings
+
+
+def test_master_weights_of_a_bf16_folder_are_its_values(source):
+    theirs, folder = source(dtype=torch.bfloat16)
+    model = build(theirs.config, folder, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    same_bits(weights_of(model), {name: p.float() for name, p in parameters(theirs).items()})
+
+
+def test_pickles_are_never_opened(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    for call in (lambda: WeightFiles(tmp_path), lambda: build(llama_config(), tmp_path)):
+        refused(("pytorch_model.bin", str(tmp_path), "safetensors"), call)
+
+
+def test_folders_without_weights_are_refused(tmp_path):
+    refused((str(tmp_path), "safetensors"), WeightFiles, tmp_path)
+    refused(str(tmp_path / "gone"), WeightFiles, tmp_path / "gone")
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    theirs = llama()
+    theirs.save_pretrained(tmp_path, max_shard_size=20_000)
+    lost = sorted(tmp_path.glob("*.safetensors"))[1]
+    lost.unlink()
+    refused((lost.name, "model.safetensors.index.json"), build, theirs.config, tmp_path)
+
+
+def test_a_torn_shard_is_named(source):
+    theirs, folder = source()
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    refused("model.safetensors", build, theirs.config, folder)
+
+
+def test_a_torn_index_is_named(tmp_path):
+    theirs = llama()
+    theirs.save_pretrained(tmp_path, max_shard_size=20_000)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text()[:50])
+    refused(index.name, build, theirs.config, tmp_path)
+
+
+def test_a_missing_weight_is_named(source):
+    theirs, folder = source()
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    refused("model.layers.1.self_attn.k_proj.weight", build, theirs.config, folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab_size": 98},
+        {"intermediate_size": 48},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1},
+        {"hidden_size": 64},
+        {"head_dim": 8},
+    ],
+)
+def test_weights_of_another_shape_are_refused_with_both(source, changes):
+    _, folder = source()
+    refused(("shape", "config"), build, llama_config(**changes), folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.self_attn.k_proj.weight", (24, 40)),
+        ("model.layers.0.self_attn.v_proj.weight", (23, 48)),
+        ("model.layers.1.mlp.up_proj.weight", (40, 48)),
+        ("model.layers.1.mlp.down_proj.weight", (1, 44)),
+        ("model.norm.weight", (1,)),
+    ],
+)
+def test_one_tensor_of_another_shape_is_refused(source, name, shape):
+    theirs, folder = source()
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name: torch.zeros(shape)}, file, metadata={"format": "pt"})
+    refused("shape", build, theirs.config, folder)
+
+
+def test_layers_are_not_confused_when_there_are_more_than_ten(source):
+    theirs, folder = source(num_hidden_layers=12)
+    ids = tokens(1, 7)
+    torch.testing.assert_close(build(theirs.config, folder)(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,159 @@
+"""Attention and whole transformer layers outside FP8 beside float64 by hand, and the layout of the joint qkv matrix."""
+
+import plain
+import pytest
+import torch
+
+import octavo
+from octavo.errors import InputError
+from octavo.nn.attention import merge_qkv, split_qkv
+from octavo.nn.mlp import deinterleave
+
+HEADS = [(4, 4), (4, 2), (4, 1), (6, 3)]
+
+
+@pytest.mark.parametrize(("heads", "groups"), HEADS)
+@pytest.mark.parametrize("tail", [(), (5,)])
+def test_merge_and_split_are_inverse(heads, groups, tail):
+    q, k, v = (plain.fresh(n * 6, *tail, seed=n) for n in (heads, groups, groups))
+    joint = merge_qkv(q, k, v, groups)
+    assert joint.shape == ((heads + 2 * groups) * 6, *tail)
+    for part, wanted in zip(split_qkv(joint, heads, groups), (q, k, v), strict=True):
+        assert torch.equal(part, wanted)
+    assert torch.equal(merge_qkv(*split_qkv(joint, heads, groups), groups), joint)
+
+
+def test_rows_are_grouped_by_key_value_head():
+    q, k, v = torch.arange(8), 100 + torch.arange(4), 200 + torch.arange(4)  # 4 heads, 2 groups, head dimension 2
+    assert merge_qkv(q, k, v, 2).tolist() == [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
+
+
+@pytest.mark.parametrize(("heads", "groups"), HEADS)
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_dot_product_attention(heads, groups, scale, masked):
+    allowed = plain.causal(7)
+    if masked:
+        random = torch.rand(2, 7, 7, generator=torch.Generator().manual_seed(4)) < 0.5
+        allowed = random | torch.eye(7, dtype=torch.bool)
+    module = octavo.nn.DotProductAttention(heads, 6, groups, softmax_scale=scale)
+
+    class WithMask(torch.nn.Module):
+        def forward(self, q, k, v):
+            return module(q, k, v, allowed[:, None] if masked else None)
+
+    by_hand = lambda p, q, k, v: plain.attention(q, k, v, allowed, scale)  # noqa: E731
+    inputs = [plain.fresh(2, 7, n, 6, seed=i) for i, n in enumerate((heads, groups, groups))]
+    plain.assert_equals_float64(WithMask(), by_hand, *inputs)
+
+
+def test_attention_dropout_applies_in_training_only():
+    module = octavo.nn.DotProductAttention(2, 8, attention_dropout=0.5)
+    q, k, v = (plain.fresh(1, 64, 2, 8, seed=i) for i in range(3))
+    wanted = octavo.nn.DotProductAttention(2, 8)(q, k, v)
+    torch.manual_seed(0)
+    dropped = torch.stack([module(q, k, v) for _ in range(400)])
+    assert not torch.equal(dropped[0], wanted)
+    torch.testing.assert_close(dropped.mean(0), wanted, rtol=0, atol=0.4)
+    assert torch.equal(module.eval()(q, k, v), wanted)
+
+
+def test_heads_that_cannot_share_are_refused():
+    with pytest.raises(InputError, match="4 attention heads cannot share 3"):
+        octavo.nn.DotProductAttention(4, 8, 3)
+
+
+def attention_by_hand(p, x, layer, kind, cos, sin, allowed, prefix=""):
+    normed = plain.norm(
+        kind, x, p[f"{prefix}layernorm_qkv.layer_norm_weight"], p.get(f"{prefix}layernorm_qkv.layer_norm_bias"), 1e-5
+    )
+    heads, groups, dim = layer.heads, layer.groups, layer.head_dim
+    weights = split_qkv(p[f"{prefix}layernorm_qkv.weight"], heads, groups)
+    bias = p.get(f"{prefix}layernorm_qkv.bias")
+    biases = (None, None, None) if bias is None else split_qkv(bias, heads, groups)
+    q, k, v = (plain.linear(normed, w, b).unflatten(-1, (-1, dim)) for w, b in zip(weights, biases, strict=True))
+    if cos is not None:
+        q, k = plain.rotate(q, cos, sin), plain.rotate(k, cos, sin)
+    return plain.linear(plain.attention(q, k, v, allowed), p[f"{prefix}proj.weight"], p.get(f"{prefix}proj.bias"))
+
+
+@pytest.mark.parametrize(("heads", "groups"), HEADS)
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("rotary", [True, False])
+def test_multihead_attention(heads, groups, kind, rotary):
+    layer = plain.randomise(octavo.nn.MultiheadAttention(16, heads, 6, groups, normalization=kind))
+    cos, sin = plain.angles(2, 9, 6) if rotary else (None, None)
+
+    class Rotated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = layer
+
+        def forward(self, x):
+            return layer(x, None, (cos.float(), sin.float()) if rotary else None)
+
+    def by_hand(p, x):
+        return attention_by_hand(p, x, layer, kind, cos, sin, plain.causal(9), "inner.")
+
+    plain.assert_equals_float64(Rotated(), by_hand, plain.fresh(2, 9, 16))
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (8, 2)])
+def test_slices_of_whole_groups_are_working_attention_layers(heads, groups, degree):
+    whole = plain.randomise(octavo.nn.MultiheadAttention(16, heads, 6, groups, normalization="RMSNorm", proj_bias=False))
+    rotary = tuple(a.float() for a in plain.angles(2, 9, 6))
+    x = plain.fresh(2, 9, 16)
+    total = torch.zeros_like(x)
+    for rank in range(degree):
+        shard = octavo.nn.MultiheadAttention(16, heads // degree, 6, groups // degree, normalization="RMSNorm", proj_bias=False)
+        with torch.no_grad():
+            shard.layernorm_qkv.layer_norm_weight.copy_(whole.layernorm_qkv.layer_norm_weight)
+            shard.layernorm_qkv.weight.copy_(whole.layernorm_qkv.weight.chunk(degree)[rank])
+            shard.layernorm_qkv.bias.copy_(whole.layernorm_qkv.bias.chunk(degree)[rank])
+            shard.proj.weight.copy_(whole.proj.weight.chunk(degree, 1)[rank])
+        total += shard(x, None, rotary)
+    torch.testing.assert_close(total, whole(x, None, rotary), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("documents", [False, True])
+def test_transformer_layer(kind, activation, bias, documents):
+    layer = octavo.nn.TransformerLayer(16, 20, 4, 2, normalization=kind, activation=activation, bias=bias)
+    plain.randomise(layer)
+    cos, sin = plain.angles(2, 9, 4)
+    allowed = plain.causal(9)
+    if documents:
+        number = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
+        allowed = allowed & (number[:, None] == number)[None]
+
+    class Called(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = layer
+
+        def forward(self, x):
+            mask = allowed[:, None].expand(2, 1, 9, 9) if documents else None
+            return layer(x, mask, (cos.float(), sin.float()))
+
+    def by_hand(p, x):
+        x = x + attention_by_hand(p, x, layer.self_attention, kind, cos, sin, allowed, "inner.self_attention.")
+        p = {name.removeprefix("inner.layernorm_mlp."): value for name, value in p.items()}
+        normed = plain.norm(kind, x, p["layer_norm_weight"], p.get("layer_norm_bias"), 1e-5)
+        hidden = plain.linear(normed, p["fc1_weight"], p.get("fc1_bias"))
+        if activation == "gelu":
+            hidden = plain.gelu(hidden)
+        else:
+            gate, up = deinterleave(hidden.movedim(-1, 0))
+            hidden = (plain.silu(gate) * up).movedim(0, -1)
+        return x + plain.linear(hidden, p["fc2_weight"], p.get("fc2_bias"))
+
+    plain.assert_equals_float64(Called(), by_hand, plain.fresh(2, 9, 16), tolerance=5e-5)
+
+
+def test_the_residual_keeps_the_dtype_of_the_input():
+    layer = octavo.nn.TransformerLayer(16, 20, 4, params_dtype=torch.float32)
+    assert layer(plain.fresh(2, 9, 16).bfloat16()).dtype == torch.bfloat16
+    assert layer(plain.fresh(2, 9, 16)).dtype == torch.float32

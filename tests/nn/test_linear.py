@@ -1,0 +1,126 @@
+"""Linear layers and norms outside FP8 are PyTorch's: values, gradients, dtypes."""
+
+import copy
+
+import plain
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.errors import InputError
+
+SHAPES = [(12,), (5, 12), (2, 3, 12), (2, 1, 4, 12)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(shape, bias):
+    layer = plain.randomise(octavo.nn.Linear(12, 7, bias=bias))
+    by_hand = lambda p, x: x @ p["weight"].T + (p["bias"] if bias else 0)  # noqa: E731
+    plain.assert_equals_float64(layer, by_hand, plain.fresh(*shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_norm_linear(shape, kind, bias):
+    layer = plain.randomise(octavo.nn.LayerNormLinear(12, 7, eps=1e-3, bias=bias, normalization=kind))
+
+    def by_hand(p, x):
+        normed = plain.norm(kind, x, p["layer_norm_weight"], p.get("layer_norm_bias"), 1e-3)
+        return plain.linear(normed, p["weight"], p.get("bias"))
+
+    plain.assert_equals_float64(layer, by_hand, plain.fresh(*shape) + 0.5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms(shape, kind):
+    layer = plain.randomise(getattr(octavo.nn, kind)(12, 1e-3))
+    by_hand = lambda p, x: plain.norm(kind, x, p["weight"], p.get("bias"), 1e-3)  # noqa: E731
+    plain.assert_equals_float64(layer, by_hand, plain.fresh(*shape) + 0.5)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms_take_their_statistics_in_float32(kind):
+    layer = getattr(octavo.nn, kind)(512, params_dtype=torch.bfloat16)
+    x = (plain.fresh(4, 512) * 0.1 + 20).bfloat16()
+    wanted = plain.norm(kind, x.double(), torch.ones(512), torch.zeros(512), 1e-5)
+    found = layer(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), wanted, rtol=2**-8, atol=1e-3)
+
+
+def test_an_unknown_norm_is_refused_with_the_nearest():
+    with pytest.raises(InputError, match="Did you mean 'RMSNorm'"):
+        octavo.nn.LayerNormLinear(4, 4, normalization="RmsNorm")
+
+
+@pytest.mark.parametrize("make", [octavo.nn.Linear, octavo.nn.LayerNormLinear])
+def test_master_weights_give_the_input_dtype_and_keep_their_own(make):
+    layer = plain.randomise(make(16, 8, params_dtype=torch.float32))
+    x = plain.fresh(6, 16).bfloat16().requires_grad_()
+    y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.backward(torch.ones_like(y))
+    assert x.grad.dtype == torch.bfloat16
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in layer.parameters())
+    exact = copy.deepcopy(layer).double()(x.detach().double())
+    torch.testing.assert_close(y.double(), exact, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("make", [octavo.nn.Linear, octavo.nn.LayerNormLinear])
+def test_autocast_is_obeyed(make):
+    layer = plain.randomise(make(16, 8))
+    x = plain.fresh(6, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), layer(x), rtol=2**-6, atol=2**-5)
+
+
+def test_linear_under_autocast_is_pytorchs_bit_for_bit():
+    layer = plain.randomise(octavo.nn.Linear(16, 8))
+    theirs = nn.Linear(16, 8)
+    theirs.load_state_dict(layer.state_dict())
+    x = plain.fresh(6, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), theirs(x))
+    assert torch.equal(layer(x), theirs(x))
+
+
+def test_from_linear_keeps_the_very_parameters_and_the_mode():
+    linear = nn.Linear(6, 4).eval()
+    linear.weight.requires_grad_(False)
+    layer = octavo.nn.Linear.from_linear(linear)
+    assert layer.weight is linear.weight
+    assert layer.bias is linear.bias
+    assert not layer.training
+    assert not layer.weight.requires_grad
+    assert layer.state_dict().keys() == linear.state_dict().keys()
+    x = plain.fresh(3, 6)
+    assert torch.equal(layer(x), linear(x))
+
+
+def test_initial_weights_are_distributed_as_pytorchs():
+    for layer in (octavo.nn.Linear(400, 300), octavo.nn.LayerNormLinear(400, 300)):
+        for parameter in (layer.weight, layer.bias):
+            bound = 400**-0.5
+            assert parameter.abs().max() <= bound
+            assert parameter.abs().max() > 0.97 * bound
+            assert abs(parameter.mean()) < 5 * bound / parameter.numel() ** 0.5
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_params_dtype_and_device(device):
+    layers = [
+        octavo.nn.Linear(16, 8, params_dtype=torch.bfloat16, device=device),
+        octavo.nn.LayerNormLinear(16, 8, params_dtype=torch.bfloat16, device=device),
+        octavo.nn.LayerNormMLP(16, 32, params_dtype=torch.bfloat16, device=device),
+        octavo.nn.TransformerLayer(16, 32, 2, params_dtype=torch.bfloat16, device=device),
+        octavo.nn.LayerNorm(16, params_dtype=torch.bfloat16, device=device),
+        octavo.nn.RMSNorm(16, params_dtype=torch.bfloat16, device=device),
+    ]
+    for layer in layers:
+        assert {(p.dtype, p.device.type) for p in layer.parameters()} == {(torch.bfloat16, device)}

@@ -1,0 +1,295 @@
+"""Run files: what is read, what overrides change, what every mistake is answered with, and that `to_toml` reads back equal."""
+
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.config import RunConfig, known_keys
+from octavo.errors import EXIT_INPUT, InputError
+
+MINIMAL = """\
+[model]
+source = "llama-tiny"
+[data]
+source = "text.txt"
+sequence_length = 64
+[train]
+steps = 10
+global_batch = 4
+"""
+PRESETS = sorted((Path(__file__).parents[1] / "presets").glob("*.toml"))
+
+
+def values(**changes):
+    """The minimal run as a dict, with `section__key=value` changed."""
+    tables = tomllib.loads(MINIMAL)
+    for name, value in changes.items():
+        section, key = name.split("__")
+        tables.setdefault(section, {})[key] = value
+    return tables
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    file = tmp_path / "my-run.toml"
+    file.write_text(MINIMAL)
+    return file
+
+
+def message(call, *arguments):
+    """What an InputError with exit code 2 says."""
+    with pytest.raises(InputError) as raised:
+        call(*arguments)
+    assert raised.value.exit_code == EXIT_INPUT
+    return str(raised.value)
+
+
+def test_defaults(run_file):
+    config = RunConfig.from_file(run_file)
+    assert config.train.output == "runs/my-run"
+    assert config.output == Path("runs/my-run")
+    assert (config.model.dtype, config.model.params_dtype, config.model.load) == ("bfloat16", "float32", False)
+    assert (config.data.packing, config.data.tokenizer, config.data.text_field) == ("join", "train", "text")
+    parallel = config.parallel
+    assert (parallel.hybrid_shard_degree, parallel.tensor_parallel_degree) == (0, 1)
+    assert (parallel.context_parallel_degree, parallel.expert_parallel_degree) == (1, 1)
+    assert (config.fp8.enabled, config.fp8.recipe, config.fp8.format, config.fp8.margin) == ("auto", "delayed", "HYBRID", 0)
+    assert (config.fp8.amax_history_len, config.fp8.amax_compute_algo) == (1024, "max")
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.train.micro_batch is None
+    assert RunConfig.from_dict(values()).output == Path("runs/run")
+
+
+def test_what_is_said_is_kept(run_file):
+    run_file.write_text(MINIMAL + 'output = "elsewhere/x"\nmicro_batch = 2\n[fp8]\nenabled = false\nskip = ["layers.0.*"]\n')
+    config = RunConfig.from_file(str(run_file))
+    assert config.train.output == "elsewhere/x"
+    assert config.train.micro_batch == 2
+    assert config.fp8.enabled is False
+    assert config.fp8.skip == ["layers.0.*"]
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_presets_parse_and_round_trip(path):
+    config = RunConfig.from_file(path)
+    assert config.output == Path("runs") / path.stem
+    assert RunConfig.from_dict(tomllib.loads(config.to_toml())) == config
+
+
+def test_every_field_has_a_description():
+    for section, field in RunConfig.model_fields.items():
+        for key, inner in field.annotation.model_fields.items():
+            assert inner.description, f"{section}.{key}"
+            assert inner.description.strip() == inner.description
+            assert inner.description.endswith((".", ")"))
+
+
+def test_known_keys_are_the_keys_of_the_resolved_file():
+    written = tomllib.loads(RunConfig.from_dict(values(model__config={"a": 1}, train__output="x")).to_toml())
+    found = {f"{section}.{key}" for section, table in written.items() for key in table}
+    unset = {"data.max_documents", "data.max_tokens", "train.micro_batch"}
+    assert found | unset == set(known_keys())
+    assert len(known_keys()) == len(set(known_keys()))
+
+
+def test_values_are_immutable():
+    config = RunConfig.from_dict(values())
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.steps = 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model__sorce": "a"}, ["unknown key model.sorce", "Did you mean model.source?"]),
+        ({"fp8__amax_history_length": 3}, ["fp8.amax_history_length", "Did you mean fp8.amax_history_len?"]),
+        ({"parallel__contxt_parallel_degree": 3}, ["Did you mean parallel.context_parallel_degree?"]),
+        ({"train__lr": 1.0}, ["unknown key train.lr", "Did you mean optimizer.lr?"]),
+        ({"train__sequence_length": 8}, ["unknown key train.sequence_length", "Did you mean data.sequence_length?"]),
+        ({"optimizer__steps": 8}, ["unknown key optimizer.steps", "Did you mean train.steps?"]),
+        ({"optimiser__lr": 1.0}, ["unknown section optimiser", "Did you mean optimizer?", "checkpoint"]),
+        ({"xyzzy__lr": 1.0}, ["unknown section xyzzy", "model, data, parallel, fp8, optimizer, train, checkpoint, log"]),
+        ({"train__steps": "ten"}, ["train.steps", "'ten'", "integer"]),
+        ({"train__steps": 0}, ["train.steps = 0", "greater than or equal to 1"]),
+        ({"train__steps": 1.5}, ["train.steps = 1.5", "integer"]),
+        ({"data__source": 3}, ["data.source = 3", "string"]),
+        ({"data__validation_fraction": 1.0}, ["data.validation_fraction = 1.0", "less than 1"]),
+        ({"fp8__recipe": "mxfp8"}, ["fp8.recipe = 'mxfp8'", "delayed", "current", "rowwise", "block"]),
+        ({"fp8__enabled": "maybe"}, ["fp8.enabled = 'maybe'", "auto"]),
+        ({"log__trackers": ["wandb", "mlflow"]}, ["log.trackers", "'mlflow'", "tensorboard"]),
+        ({"optimizer__lr": -1e-3}, ["optimizer.lr = -0.001", "greater than 0"]),
+        ({"optimizer__lr": math.nan}, ["optimizer.lr = nan"]),
+        ({"optimizer__lr": math.inf}, ["optimizer.lr = inf"]),
+        ({"optimizer__betas": [0.9, 1.0]}, ["optimizer.betas = [0.9, 1.0]", "[0, 1)"]),
+        ({"optimizer__betas": [0.9]}, ["optimizer.betas = [0.9]"]),
+        ({"data__sequence_length": 1}, ["data.sequence_length = 1", "use 2 or more"]),
+        ({"data__sequence_length": -4}, ["data.sequence_length = -4", "use 2 or more"]),
+        ({"optimizer__warmup_steps": 11}, ["optimizer.warmup_steps = 11", "train.steps = 10", "at most 10"]),
+        ({"model__load": True, "model__config": {"hidden_size": 8}}, ["model.config", "model.load"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_mistake_is_answered_with_key_value_and_remedy(changes, words):
+    said = message(RunConfig.from_dict, values(**changes))
+    for word in words:
+        assert word in said, f"{word!r} is not in: {said}"
+
+
+@pytest.mark.parametrize("key", ["model.source", "data.source", "data.sequence_length", "train.steps", "train.global_batch"])
+def test_a_missing_key_is_named_and_described(key):
+    section, name = key.split(".")
+    tables = values()
+    del tables[section][name]
+    said = message(RunConfig.from_dict, tables)
+    assert f"{key} is missing: {RunConfig.model_fields[section].annotation.model_fields[name].description}" in said
+
+
+@pytest.mark.parametrize("section", ["model", "data", "train"])
+def test_a_missing_section_is_named(section):
+    tables = values()
+    del tables[section]
+    assert f"add a [{section}] section" in message(RunConfig.from_dict, tables)
+    tables[section] = 5
+    assert f"{section} = 5" in message(RunConfig.from_dict, tables)
+
+
+def test_all_mistakes_are_told_at_once(run_file):
+    run_file.write_text(MINIMAL.replace("steps = 10", 'steps = "x"') + "[log]\nevry = 3\n[fp8]\nmargin = 0.5\n")
+    said = message(RunConfig.from_file, run_file)
+    assert said.startswith(str(run_file))
+    for word in ("train.steps", "log.evry", "Did you mean log.every?", "fp8.margin = 0.5"):
+        assert word in said
+
+
+def test_limits_themselves_are_allowed():
+    RunConfig.from_dict(values(data__sequence_length=2))
+    RunConfig.from_dict(values(optimizer__warmup_steps=10))
+    RunConfig.from_dict(values(optimizer__betas=[0, 0.999], optimizer__clip=0, data__validation_fraction=0))
+
+
+@pytest.mark.parametrize("text", ["[model", "a = ", "[model]\nsource = 1\nsource = 2\n", "\ufeff[model]"])
+def test_a_file_that_is_not_toml_is_named(run_file, text):
+    run_file.write_text(text)
+    said = message(RunConfig.from_file, run_file)
+    assert str(run_file) in said
+    assert "not valid TOML" in said
+
+
+def test_a_file_that_is_not_text_is_named(run_file):
+    run_file.write_bytes(b"\xff\xfe\x00\x81")
+    assert str(run_file) in message(RunConfig.from_file, run_file)
+
+
+def test_a_missing_file_is_answered_with_the_nearest(run_file, tmp_path):
+    said = message(RunConfig.from_file, tmp_path / "my-rum.toml")
+    assert str(tmp_path / "my-rum.toml") in said
+    assert f"Did you mean {run_file}?" in said
+    said = message(RunConfig.from_file, tmp_path / "none" / "x.toml")
+    assert "does not exist" in said
+    assert "Did you mean" not in said
+    assert "does not exist" in message(RunConfig.from_file, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("optimizer.lr=1e-4", lambda c: c.optimizer.lr == 1e-4),
+        ("optimizer.lr=3", lambda c: c.optimizer.lr == 3.0),
+        (" optimizer.lr = 0.5 ", lambda c: c.optimizer.lr == 0.5),
+        ("train.steps=1_000", lambda c: c.train.steps == 1000),
+        ("train.output=runs/two", lambda c: c.train.output == "runs/two"),
+        ('train.output="runs/a b"', lambda c: c.train.output == "runs/a b"),
+        ("train.output='runs/c'", lambda c: c.train.output == "runs/c"),
+        ("train.output=a=b", lambda c: c.train.output == "a=b"),
+        ("fp8.enabled=true", lambda c: c.fp8.enabled is True),
+        ("fp8.enabled=auto", lambda c: c.fp8.enabled == "auto"),
+        ("data.source=texts/*.jsonl", lambda c: c.data.source == "texts/*.jsonl"),
+        ('data.source=["a.txt", "b.txt"]', lambda c: c.data.source == ["a.txt", "b.txt"]),
+        ("optimizer.betas=[0.8, 0.9]", lambda c: c.optimizer.betas == (0.8, 0.9)),
+        ("fp8.skip=[]", lambda c: c.fp8.skip == []),
+        ("model.config.hidden_size=96", lambda c: c.model.config == {"hidden_size": 96}),
+        ("model.config.hidden_act=gelu", lambda c: c.model.config == {"hidden_act": "gelu"}),
+        ("model.config.rope_parameters.factor=2.0", lambda c: c.model.config == {"rope_parameters": {"factor": 2.0}}),
+    ],
+)
+def test_overrides(run_file, override, read):
+    assert read(RunConfig.from_file(run_file, [override]))
+
+
+def test_overrides_join_what_the_file_says_and_the_last_wins(run_file):
+    run_file.write_text(MINIMAL + "[model.config]\nhidden_size = 32\nvocab_size = 99\n")
+    config = RunConfig.from_file(run_file, ["model.config.hidden_size=64", "train.steps=3", "train.steps=4"])
+    assert config.model.config == {"hidden_size": 64, "vocab_size": 99}
+    assert config.train.steps == 4
+    assert config.train.global_batch == 4
+
+
+@pytest.mark.parametrize("override", ["optimizer.lr", "lr=1", "=1", ".lr=1", "optimizer.=1", "", "a..b=1"])
+def test_an_override_of_bad_form_is_shown_with_an_example(run_file, override):
+    said = message(RunConfig.from_file, run_file, [override])
+    assert repr(override) in said
+    assert "section.key=value" in said
+
+
+def test_mistakes_in_overrides(run_file):
+    assert "source is a value" in message(RunConfig.from_file, run_file, ["model.source.name=x"])
+    assert "Did you mean optimizer.lr?" in message(RunConfig.from_file, run_file, ["optimizer.rl=1"])
+    assert "optimizer.lr = 'fast'" in message(RunConfig.from_file, run_file, ["optimizer.lr=fast"])
+    assert "model.load must be false" in message(
+        RunConfig.from_file, run_file, ["model.load=true", "model.config.vocab_size=9"]
+    )
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+SCALARS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6)
+POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+
+
+@settings(deadline=None, max_examples=60, report_multiple_bugs=False)
+@given(
+    st.fixed_dictionaries(
+        {
+            "model__source": TEXT,
+            "model__config": st.dictionaries(TEXT, JSON, max_size=4),
+            "data__source": TEXT | st.lists(TEXT, max_size=3),
+            "data__max_tokens": st.none() | st.integers(2),
+            "fp8__skip": st.lists(TEXT, max_size=3),
+            "fp8__enabled": st.booleans() | st.just("auto"),
+            "fp8__margin": st.integers(-8, 8),
+            "optimizer__lr": POSITIVE,
+            "optimizer__eps": POSITIVE,
+            "optimizer__betas": st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=2),
+            "train__output": st.none() | TEXT,
+            "train__steps": st.integers(1, 2**63 - 1),
+            "log__trackers": st.lists(st.sampled_from(["wandb", "trackio"]), max_size=2),
+        }
+    )
+)
+def test_to_toml_reads_back_equal(changes):
+    config = RunConfig.from_dict(values(**changes))
+    text = config.to_toml()
+    again = RunConfig.from_dict(tomllib.loads(text))
+    assert again == config
+    assert again.to_toml() == text
+
+
+@pytest.mark.parametrize("text", ["a\x7fb", "é", 'a\u2028b\n"c"\\\t\x00', "\U0001f600 x", ""])
+@pytest.mark.parametrize("where", ["value", "key", "inner key"])
+def test_any_text_survives_to_toml(text, where):
+    table = {"value": {"k": text}, "key": {text: 1}, "inner key": {"k": {text: [text]}}}[where]
+    config = RunConfig.from_dict(values(model__config=table))
+    assert tomllib.loads(config.to_toml())["model"]["config"] == table
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, 1e300, 5e-324, -0.0, 0.1, 1e22])
+def test_any_float_survives_to_toml(number):
+    config = RunConfig.from_dict(values(model__config={"k": number, "list": [0.0, number], "table": {"k": number}}))
+    found = tomllib.loads(config.to_toml())["model"]["config"]
+    assert [repr(n) for n in (found["k"], *found["list"], found["table"]["k"])] == [
+        repr(n) for n in (number, 0.0, number, number)
+    ]
