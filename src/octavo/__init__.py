@@ -6,6 +6,8 @@ Names are handed on when they are first asked for, so that `import octavo` is qu
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -43,6 +45,17 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+class _Package(types.ModuleType):
+    """`octavo.transform` is the function, also after somebody has imported from the module of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

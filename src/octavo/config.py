@@ -10,14 +10,14 @@ answered in milliseconds, before data or a GPU is touched. `octavo.launch` reads
 
 from __future__ import annotations
 
-import json
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from octavo.errors import InputError, nearest
@@ -26,7 +26,7 @@ from octavo.errors import InputError, nearest
 class Section(BaseModel):
     """A table of the run file: unknown keys are refused, values are immutable once read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -56,7 +56,8 @@ class DataConfig(Section):
     """Which text it learns, and how the text becomes sequences."""
 
     source: str | list[str] = Field(
-        description='"python:docstrings", "python:packages", local .txt / .jsonl / .parquet files (globs), or a Hugging Face data set.'
+        description='"python:docstrings", "python:packages", local .txt, .jsonl or .parquet files (globs), or a Hugging Face '
+        "data set."
     )
     text_field: str = Field("text", description="Column or JSON key that holds the text.")
     split: str = Field("train", description="Split of a Hugging Face data set.")
@@ -113,7 +114,7 @@ class OptimizerConfig(Section):
 
     lr: float = Field(3e-4, gt=0, description="Peak learning rate.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled; not applied to norms, biases and other vectors.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="Decay of the two moments.")
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="Decay of the two moments.")
     eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
     warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises linearly from zero.")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="What the rate does after the warm-up.")
@@ -215,17 +216,7 @@ class RunConfig(Section):
 
     def to_toml(self) -> str:
         """The run file with every key written out; reading it back gives an equal RunConfig."""
-        lines: list[str] = []
-        for section, values in self.model_dump(mode="json").items():
-            lines.append(f"[{section}]")
-            tables = {key: value for key, value in values.items() if isinstance(value, dict)}
-            lines += [f"{key} = {_toml_value(v)}" for key, v in values.items() if key not in tables and v is not None]
-            for key, table in tables.items():
-                if table:
-                    lines += ["", f"[{section}.{key}]"]
-                    lines += [f"{_toml_key(k)} = {_toml_value(v)}" for k, v in table.items() if v is not None]
-            lines.append("")
-        return "\n".join(lines)
+        return tomli_w.dumps(_without_none(self.model_dump()))
 
     @property
     def output(self) -> Path:
@@ -265,10 +256,12 @@ def _explain(cls: type[BaseModel], error: ValidationError) -> str:
 
 
 def _distinct(error: ValidationError) -> list[Any]:
-    """One fault for each key: a union reports one for each of its members."""
+    """One fault for each key: a union reports one for each of its members, any of which would do."""
     found: dict[tuple[str, ...], Any] = {}
     for fault in error.errors(include_url=False):
-        found.setdefault(tuple(str(part) for part in fault["loc"][:2]), fault)
+        first = found.setdefault(tuple(str(part) for part in fault["loc"][:2]), fault)
+        if fault["msg"] not in first["msg"]:
+            first["msg"] += f", or {fault['msg'][0].lower()}{fault['msg'][1:]}"
     return list(found.values())
 
 
@@ -277,14 +270,13 @@ def _explain_one(cls: type[BaseModel], loc: tuple[int | str, ...], kind: str, me
     if kind == "extra_forbidden":
         section = cls.model_fields.get(str(loc[0]))
         keys = list(cls.model_fields) if len(loc) == 1 or section is None else list(_fields(section.annotation))
-        guess = nearest(str(loc[-1]), keys)
-        if guess is None and len(loc) > 1:
-            guess = next((key for key in known_keys() if key.endswith(f".{loc[-1]}")), None)
+        elsewhere = next((key for key in known_keys() if len(loc) > 1 and key.endswith(f".{loc[-1]}")), None)
+        guess = elsewhere or nearest(str(loc[-1]), keys)
         prefix = f"{loc[0]}." if len(loc) > 1 and guess and "." not in guess else ""
         hint = f" Did you mean {prefix}{guess}?" if guess else ""
         what = "section" if len(loc) == 1 else "key"
         return f"unknown {what} {name}.{hint} Known: {', '.join(keys)}"
-    if kind == "missing":
+    if kind == "missing" and len(loc) <= 2:
         return f"{name} is missing: {_describe(cls, loc)}"
     message = message.removeprefix("Value error, ")
     return f"{name} = {value!r}: {message}" if loc and not isinstance(value, dict) else message
@@ -305,14 +297,8 @@ def _fields(annotation: Any) -> dict[str, Any]:
     return {}
 
 
-def _toml_key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() else json.dumps(key)
-
-
-def _toml_value(value: object) -> str:
-    """TOML for a JSON-like value; JSON's own notation is TOML's for strings, numbers and booleans."""
+def _without_none(value: Any) -> Any:
+    """TOML has no null: a key without a value is left out."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return json.dumps(value, ensure_ascii=False)
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value

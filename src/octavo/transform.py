@@ -10,13 +10,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from octavo.errors import InputError, unknown
 from octavo.fp8.recipe import coerce
@@ -26,6 +27,8 @@ from octavo.models.replace import replace_linears, skip_modules
 from octavo.models.weights import WeightFiles, family_of, load_decoder_weights, load_weights
 from octavo.parallel.meta import counter_normal_
 from octavo.parallel.recompute import recomputed
+
+_OLD_SWITCH = "gradient_checkpointing_enable"
 
 __all__ = ["build_model", "describe", "transform"]
 
@@ -73,7 +76,8 @@ def transform(
     config = config if config is not None else getattr(model, "config", None)
     device = torch.device(device) if device is not None else _device_of(model)
     params_dtype = params_dtype or dtype
-    family = family_of(config)[0] if type(model).__name__.endswith("ForCausalLM") else None
+    known = hasattr(config, "model_type") and type(model).__name__.endswith("ForCausalLM")
+    family = family_of(config)[0] if known else None
     files = None if load_from is None else WeightFiles(load_from)
     if family is not None:
         decoder = Decoder(config, family, dtype=dtype, params_dtype=params_dtype, device=device)
@@ -82,7 +86,11 @@ def transform(
         return decoder.train(model.training)
     model = replace_linears(model)
     skip_modules(model, skip)
-    model = _materialise(model, device).to(device, params_dtype)
+    model = _materialise(model, device).to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():  # not the buffers: a rotary table or a running mean keeps its precision
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(params_dtype)
     if files is not None:
         load_weights(model, files)
     return _compute_in(model, dtype, device)
@@ -116,8 +124,10 @@ def build_model(
         skip_modules(model, skip)
         if files is not None:
             load_weights(model, files)
-        if recompute and isinstance(model, PreTrainedModel):
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if recompute:
+            # transformers 5.2x gave the same switch a new name and warns of the old one
+            name = "activation_checkpointing_enable" if hasattr(model, "activation_checkpointing_enable") else _OLD_SWITCH
+            getattr(model, name)({"use_reentrant": False})
         return _compute_in(model if on_meta else model.to(device), dtype, device).train()
     decoder = Decoder(config, family, dtype=dtype, params_dtype=params_dtype, device=device)
     skip_modules(decoder, skip)
@@ -154,13 +164,35 @@ def _materialise(model: nn.Module, device: torch.device) -> nn.Module:
             f"buffers {', '.join(lost[:3])} are computed when {type(model).__name__} is built and have no value on the meta"
             " device: build the model on a real device."
         )
-    return model.to_empty(device=device)
+    places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None]
+    model.to_empty(device=device)
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    for module, name, before in places:  # parameters that were one must be one again
+        setattr(module, name, filled.setdefault(before, getattr(module, name)))
+    return model
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Let a model that keeps its own code compute in `dtype` with parameters of another, by PyTorch's autocast."""
-    if next(model.parameters()).dtype != dtype:
-        model.forward = torch.autocast(device.type, dtype)(model.forward)
+    """Let a model that keeps its own code compute in `dtype` with parameters of another, by PyTorch's autocast.
+
+    The class changes and not the instance, so that a deep copy computes with its own weights.
+    """
+    params_dtype = next((p.dtype for p in model.parameters()), dtype)
+    if params_dtype == dtype or device.type == "meta":
+        return model
+    if dtype == torch.float32:
+        raise InputError(
+            f"{type(model).__name__} keeps its own code, which computes in the dtype of its parameters or below: with"
+            f" params_dtype {params_dtype}, dtype float32 is not possible. Use params_dtype float32."
+        )
+    base = type(model)
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, dtype):
+            return base.forward(self, *args, **kwargs)
+
+    model.__class__ = type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
     return model
 
 

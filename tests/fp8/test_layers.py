@@ -79,7 +79,7 @@ def test_the_second_cast_reads_the_activations_float32_result(kind, activation, 
         normed = normed_of(layer, x, kind).astype(np.float32)
         hidden = bf16(round_trip(normed, np.float32(1), E4M3) @ round_trip(array(layer.fc1_weight), np.float32(1), E4M3).T)
         if activation == "swiglu":
-            block = math.gcd(ffn, 128)
+            block = math.gcd(ffn, 16)
             halves = hidden.reshape(5, ffn // block, 2, block)
             activated = swiglu(halves[:, :, 0], halves[:, :, 1])
         else:
@@ -109,7 +109,8 @@ def test_an_mlp_is_its_parts(recipe, kind, activation):
         hidden = first(norm(x))
         if activation == "gelu":
             return second(torch.nn.functional.gelu(hidden))
-        return second(torch.nn.functional.silu(hidden[:, :32]) * hidden[:, 32:])
+        blocks = hidden.unflatten(-1, (-1, 2, 16))  # 16 gates, then their 16 ups
+        return second((torch.nn.functional.silu(blocks[:, :, 0]) * blocks[:, :, 1]).flatten(1))
 
     for number in range(2):
         x, g = torch.randn(20, HIDDEN) * 2**number, torch.randn(20, HIDDEN)
@@ -240,7 +241,11 @@ def test_inspect_tells_of_a_compiled_layer_what_it_tells_of_an_eager_one(recipe)
         x, g = torch.randn(5, 20) * 2**number, torch.randn(5, 12)
         step(layer, x, g, RECIPES[recipe]())
         step(compiled, x, g, RECIPES[recipe]())
-        assert snapshot(twin) == snapshot(layer)
+        if recipe == "delayed":
+            assert snapshot(twin) == snapshot(layer)
+        else:  # compiled code keeps no scales of recipes that have no state
+            told = octavo.fp8.inspect(layer)
+            assert octavo.fp8.inspect(twin) == {name: entry | {"scale": None} for name, entry in told.items()}
 
 
 @torch_warns_of_itself

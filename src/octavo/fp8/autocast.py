@@ -8,6 +8,7 @@ casts of its forward, which `recomputing` arranges for `torch.utils.checkpoint`.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +28,21 @@ class _Active:
     group: dist.ProcessGroup | None
 
 
+@dataclass
+class _Forward:
+    """What a recomputation needs of its forward: the context it was in, and the scales that held."""
+
+    active: _Active | None
+    scales: list[tuple[scaling.Arena, torch.Tensor]]
+
+
 class _State:
     """What the whole process is inside of. One model trains in a process, and backward threads must see it too."""
 
     def __init__(self) -> None:
         self.active: _Active | None = None
-        self.last_forward: _Active | None = None
-        self.last_scales: list[tuple[scaling.Arena, torch.Tensor]] = []
+        self.last = _Forward(None, [])
+        self.checkpoints: weakref.WeakKeyDictionary[Any, _Forward] = weakref.WeakKeyDictionary()
         self.first_microbatch: bool | None = None
         self.recomputing = False
 
@@ -63,8 +72,7 @@ def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None, fp8_group: dist.P
     try:
         yield
         if outer is None and torch.is_grad_enabled():
-            _state.last_forward = active
-            _state.last_scales = scaling.snapshot()
+            _state.last = _Forward(active, scaling.snapshot())
             scaling.end_forward()
     finally:
         _state.active = outer
@@ -73,8 +81,11 @@ def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None, fp8_group: dist.P
 def current_recipe() -> Recipe | None:
     """The recipe that applies here, or None where products stay in high precision."""
     active = _state.active
-    if active is None and not torch.compiler.is_compiling() and scaling.graph_task() != -1:
-        active = _state.last_forward  # a recomputation after the context has ended
+    if not torch.compiler.is_compiling() and not _state.recomputing:
+        if scaling.graph_task() == -1:
+            _remember_checkpoint()
+        else:
+            active = _repeated().active
     return None if active is None else active.recipe
 
 
@@ -121,4 +132,31 @@ def unannounced() -> contextlib.AbstractContextManager[None]:
     """Around a forward: where it turns out to be a recomputation that `recomputing` did not announce, its forward's scales."""
     if torch.compiler.is_compiling() or _state.recomputing or scaling.graph_task() == -1:
         return contextlib.nullcontext()
-    return scaling.replay(_state.last_scales if _state.active is None else [])
+    return scaling.replay(_repeated().scales)
+
+
+def _checkpoint_frame() -> Any:
+    """What `torch.utils.checkpoint` knows this forward by, in the forward and in its repetition; None outside of one.
+
+    It is found in the closure of the saved-tensor hook that checkpoint sets around both, for want of a public place.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0]) if hooks else None
+    names = pack.__code__.co_freevars if hasattr(pack, "__code__") else ()
+    cells = dict(zip(names, getattr(pack, "__closure__", None) or (), strict=False))
+    if "target_frame_ref" in cells:
+        return cells["target_frame_ref"].cell_contents()
+    return cells["frame"].cell_contents if "frame" in cells else None
+
+
+def _remember_checkpoint() -> None:
+    frame = _checkpoint_frame()
+    if frame is not None and frame not in _state.checkpoints:
+        _state.checkpoints[frame] = _Forward(_state.active, scaling.snapshot())
+
+
+def _repeated() -> _Forward:
+    """The forward that a recomputation repeats; if checkpoint does not say which, the one of this context or of the last."""
+    frame = _checkpoint_frame()
+    remembered = _state.checkpoints.get(frame) if frame is not None else None
+    return remembered or (_state.last if _state.active is None else _Forward(_state.active, []))

@@ -15,14 +15,11 @@ from octavo.nn import Linear
 
 
 def replace_linears(model: nn.Module) -> nn.Module:
-    """Octavo's Linear in place of each plain `nn.Linear`, with the same parameters; an output head stays as it is."""
-    if type(model) is nn.Linear:
-        return Linear.from_linear(model)
+    """Turn each plain `nn.Linear` into Octavo's, where it stands; an output head stays as it is."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.Linear and child is not head:
-                setattr(module, name, Linear.from_linear(child))
+    for module in model.modules():
+        if type(module) is nn.Linear and module is not head:
+            Linear.from_linear(module)
     return model
 
 
@@ -49,9 +46,8 @@ def _aliases(model: nn.Module, name: str) -> Iterator[str]:
     yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
     if isinstance(model, Decoder):
         prefix = f"{model.family.block_prefix}.{parts[1]}"
-        yield prefix
         for ours, theirs in model.family.block_names.items():
             if f"layers.{parts[1]}.{ours}".replace("_weight", ".weight") == f"{name}.weight":
-                yield from (
-                    f"{prefix}.{part.removesuffix('.weight')}" for part in ([theirs] if isinstance(theirs, str) else theirs)
-                )
+                for matrix in [theirs] if isinstance(theirs, str) else theirs:
+                    module = f"{prefix}.{matrix.removesuffix('.weight')}".split(".")
+                    yield from (".".join(module[:n]) for n in range(1, len(module) + 1))

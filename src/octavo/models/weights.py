@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
@@ -142,6 +142,13 @@ def from_hugging_face(name: str, parts: tuple[Tensor, ...], config: Any, family:
     return parts[0]
 
 
+def _files_of(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{index} is damaged ({type(error).__name__}: {error}): copy it again.") from None
+
+
 class WeightFiles:
     """The safetensors of a Hugging Face model folder, read tensor by tensor.
 
@@ -154,7 +161,7 @@ class WeightFiles:
         if not self.folder.is_dir():
             raise InputError(f"no folder {str(folder)!r} with weights: give a local Hugging Face model folder.")
         index = self.folder / _INDEX
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+        files = _files_of(index) if index.is_file() else []
         files = files or sorted(path.name for path in self.folder.glob("*.safetensors"))
         if not files:
             pickled = next(self.folder.glob("*.bin"), None)
@@ -164,8 +171,11 @@ class WeightFiles:
         for file in files:
             if not (self.folder / file).is_file():
                 raise InputError(f"{self.folder / file} is missing, though {_INDEX} names it: copy the whole model folder.")
-            with safe_open(self.folder / file, "pt") as opened:
-                self.where.update(dict.fromkeys(opened.keys(), file))
+            try:
+                with safe_open(self.folder / file, "pt") as opened:
+                    self.where.update(dict.fromkeys(opened.keys(), file))
+            except SafetensorError as error:
+                raise InputError(f"{self.folder / file} is damaged ({error}): copy it again.") from None
 
     def read(self, name: str) -> Tensor:
         """One tensor by its Hugging Face name, on the CPU."""
@@ -180,15 +190,17 @@ def load_decoder_weights(model: Decoder, read: Any) -> None:
     """Fill a decoder's parameters; `read(name)` gives a tensor by its Hugging Face name."""
     tied = model.config.tie_word_embeddings
     for name, parameter in model.named_parameters():
-        parts = tuple(read(theirs) for theirs in hugging_face_names(name, model.family))
-        value = from_hugging_face(name, parts, model.config, model.family)
-        if value.shape != parameter.shape:
-            raise InputError(
-                f"{name}: the weights have shape {tuple(value.shape)}, the config asks for {tuple(parameter.shape)}."
-            )
-        parameter.copy_(value)
+        wanted = to_hugging_face({name: parameter}, model.config, model.family)
+        parts = tuple(_checked(theirs, read(theirs), part.shape) for theirs, part in wanted.items())
+        parameter.copy_(from_hugging_face(name, parts, model.config, model.family))
     if tied:
         model.head.weight = model.embedding.weight
+
+
+def _checked(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
+    if tensor.shape != shape:
+        raise InputError(f"{name}: the weights have shape {tuple(tensor.shape)}, the config asks for {tuple(shape)}.")
+    return tensor
 
 
 @torch.no_grad()
@@ -198,7 +210,7 @@ def load_weights(model: nn.Module, files: WeightFiles) -> None:
     missing = []
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in files.where:
-            tensor.copy_(files.read(name))
+            tensor.copy_(_checked(name, files.read(name), tensor.shape))
             filled.add(id(tensor))
         else:
             missing.append((name, tensor))

@@ -8,7 +8,7 @@ reads the master weight itself.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +70,9 @@ class Linear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Linear:
-        """Take over the very parameters of an `nn.Linear` (not copies): names, ties and optimizers stay valid."""
-        new = cls.__new__(cls)
-        nn.Module.__init__(new)
-        new.in_features, new.out_features = linear.in_features, linear.out_features
-        new.weight, new.bias = linear.weight, linear.bias
-        new.training = linear.training
+        """Turn an `nn.Linear` into this class where it stands: parameters, ties, hooks and references to it stay valid."""
+        linear.__class__ = cls
+        new = cast(Linear, linear)
         new.fp8_state = ModuleState(new)
         return new
 

@@ -20,12 +20,13 @@ from octavo.kernels import reference
 from octavo.nn.linear import compute_dtype, init_linear_, product
 from octavo.nn.norm import check_norm, normalize
 
-LARGEST_GATE_UP_BLOCK = 128
+GATE_UP_BLOCK = 16
+"""Rows: what FP8 products want of a shard anyway, so every shard that they take holds whole blocks."""
 
 
 def gate_up_block(ffn_hidden_size: int) -> int:
-    """Rows of gate that stand before as many rows of up: the largest power of two, up to 128, that divides the size."""
-    return math.gcd(ffn_hidden_size, LARGEST_GATE_UP_BLOCK)
+    """Rows of gate that stand before as many rows of up: 16, or the largest power of two below that divides the size."""
+    return math.gcd(ffn_hidden_size, GATE_UP_BLOCK)
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Arithmetic before the money is spent: FLOPs of a model."""
