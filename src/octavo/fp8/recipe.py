@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
-from octavo.config import Fp8Config
 from octavo.errors import InputError, unknown
 from octavo.fp8.formats import FloatFormat, Format
 
 __all__ = [
     "BlockScaling", "CurrentScaling", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "Operand",
-    "Recipe", "RowwiseScaling", "coerce", "from_config",
+    "Recipe", "RowwiseScaling", "coerce",
 ]  # fmt: skip
 
 
@@ -158,18 +157,6 @@ _BY_CLASS_NAME: dict[str, type[Recipe]] = {r.__name__: r for r in RECIPES.values
     "Float8CurrentScaling": CurrentScaling,
     "Float8BlockScaling": BlockScaling,
 }
-
-
-def from_config(config: Fp8Config) -> Recipe:
-    """The recipe that a run file's [fp8] section asks for."""
-    if config.recipe not in RECIPES:
-        raise unknown("recipe", config.recipe, RECIPES, key="fp8.recipe")
-    fp8_format = Format[config.format]
-    if config.recipe == "delayed":
-        return DelayedScaling(config.margin, fp8_format, config.amax_history_len, config.amax_compute_algo)
-    if config.recipe == "current":
-        return CurrentScaling(fp8_format)
-    return RECIPES[config.recipe]()
 
 
 def coerce(recipe: Any) -> Recipe:

@@ -1,0 +1,1 @@
+"""The training run: one step, the loop around it, and everything that a run leaves on disk."""

@@ -1,0 +1,199 @@
+"""The `octavo` command: one function a subcommand, each a few lines over the library.
+
+A subcommand imports what it runs when it runs it, so that `octavo --help` and a mistyped key are answered without loading
+torch. Results go to stdout, as text or with `--json` as one JSON document; progress of a `--json` command and every error
+go to stderr. Exit codes are those of `octavo.errors`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.errors import EXIT_FAILED, OctavoError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from octavo.config import RunConfig
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train transformers in 8-bit floating point, from a laptop's CPU to Hopper GPUs.",
+    epilog="Example: octavo train presets/demo.toml",
+)
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="A run file, such as presets/demo.toml.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Keys to set over the run file.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (by default the process's own); returns the exit code."""
+    try:
+        app(args=list(arguments) if arguments is not None else None, prog_name="octavo")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else EXIT_FAILED if end.code else 0
+    except OctavoError as error:
+        sys.stderr.write(f"octavo: {error}\n")
+        return error.exit_code
+    return 0
+
+
+@app.callback(invoke_without_command=True)
+def _octavo(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False
+) -> None:
+    if version:
+        import octavo
+
+        print(octavo.__version__)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        raise typer.Exit
+
+
+@app.command(epilog="Example: octavo train presets/demo.toml optimizer.lr=1e-3 train.output=runs/second")
+def train(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the resolved run and its arithmetic; write nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a run, or continue it from its newest checkpoint."""
+    config = _config(run_file, overrides)
+    if dry_run:
+        from octavo.train.dryrun import dry_run as count
+        from octavo.train.setup import check
+
+        plan = count(check(config))
+        _print(plan.as_dict() if as_json else plan.lines())
+        return
+    from octavo.train.stopping import StopRequest
+
+    with StopRequest() as stop:  # before torch is loaded: a scheduler may change its mind at once
+        from octavo.train.closing import closing_lines
+        from octavo.train.loop import train as run
+
+        result = run(config, console=_console(stderr=as_json), stop=stop)
+    _print(result.as_dict() if as_json else closing_lines(result))
+
+
+@app.command(epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
+def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Tokenise the data of a run beforehand, where there is no GPU to keep waiting."""
+    config = _config(run_file, overrides)
+    from octavo.data.prepared import prepare as run
+
+    prepared = run(config.data, console=_console(stderr=as_json))
+    counts = prepared.token_counts
+    if as_json:
+        _print(
+            {
+                "folder": str(prepared.folder),
+                "fingerprint": prepared.fingerprint,
+                "vocab_size": prepared.vocab_size,
+                "tokens": counts,
+            }
+        )
+    else:
+        _print([f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"])
+
+
+@app.command(epilog="Example: octavo export runs/demo --to demo-hf")
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/demo.", show_default=False)],
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="A new folder for the weights.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's newest weights, config and tokenizer as Hugging Face loads them."""
+    from octavo.train.export import export_run
+
+    checkpoint = export_run(run, to)
+    if as_json:
+        _print({"checkpoint": str(checkpoint), "folder": str(to)})
+    else:
+        _print([f"{checkpoint} is in {to}: AutoModelForCausalLM.from_pretrained({str(to)!r}) loads it."])
+
+
+@app.command(epilog="Example: octavo doctor --json")
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine has for training in FP8, and what is missing."""
+    from octavo.doctor import examine, render
+
+    found = examine()
+    if as_json:
+        _print(found)
+    else:
+        render(found, _console(stderr=False))
+
+
+@app.command(epilog="Example: octavo bench one-gpu --cases llama-1b --entries octavo-delayed,bf16 --output result.json")
+def bench(
+    suite: Annotated[str, typer.Argument(metavar="SUITE", help="Which set of cases, such as one-gpu.", show_default=False)],
+    cases: Annotated[str | None, typer.Option(metavar="A,B", help="Only these cases.")] = None,
+    entries: Annotated[str | None, typer.Option("--entries", "--peers", metavar="A,B", help="Only these entries.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each entry.")] = 20,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before measuring.")] = 10,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result with its provenance as JSON.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to run; a GPU if there is one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure Octavo beside its peers in the same run."""
+    from octavo.bench.run import render, run_suite
+
+    console = _console(stderr=as_json)
+    result = run_suite(
+        suite,
+        cases=_names(cases),
+        entries=_names(entries),
+        steps=steps,
+        warmup=warmup,
+        output=output,
+        device=device,
+        command=shlex.join(["octavo", *sys.argv[1:]]),
+        say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+    )
+    if as_json:
+        _print(result)
+    else:
+        render(result, console)
+
+
+def _config(run_file: Path, overrides: list[str] | None) -> RunConfig:
+    from octavo.config import RunConfig
+
+    return RunConfig.from_file(run_file, overrides or ())
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def _console(*, stderr: bool) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def _print(result: dict[str, Any] | list[str]) -> None:
+    """One JSON document, or lines."""
+    print(json.dumps(result, indent=2) if isinstance(result, dict) else "\n".join(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

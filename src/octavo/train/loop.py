@@ -1,0 +1,285 @@
+"""A training run from its configuration to its last checkpoint.
+
+`train` is the order of a run: everything that can be wrong is checked before anything is built, the folder is locked, the
+newest whole checkpoint is continued, and the same steps are trained without FP8 where that was asked for. What one step
+does is in `octavo.train.step`. A step's line of metrics is written before the checkpoint that says the step is done, and
+cut again if the checkpoint never came, so that the file and the weights always tell the same story.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+
+from octavo.config import RunConfig
+from octavo.data.loader import Batch, Loader
+from octavo.data.prepared import PreparedData, check_vocabulary, prepare
+from octavo.errors import InputError, RunStopped
+from octavo.train import closing
+from octavo.train.checkpoint import Checkpointer, check_weights, read_state, restore
+from octavo.train.evaluate import perplexity, validation_loss
+from octavo.train.folder import RunFolder, locked, report
+from octavo.train.metrics import MetricsFile
+from octavo.train.optimizer import build_optimizer
+from octavo.train.progress import StepProgress
+from octavo.train.randomness import seed_everything
+from octavo.train.resume import check_resumable
+from octavo.train.setup import RunPlan, check
+from octavo.train.step import Stepper, train_step
+from octavo.train.stopping import StopRequest
+from octavo.train.trackers import Tracker, numbers, open_trackers
+from octavo.transform import build_model, describe
+
+
+def train(config: RunConfig, *, console: Console, stop: StopRequest | None = None) -> closing.Result:
+    """Train a run, or continue it from its newest whole checkpoint.
+
+    Args:
+        config: the whole run.
+        console: where progress goes; what is wrong with a checkpoint goes to stderr.
+        stop: signal handlers that the caller has already installed.
+
+    Raises:
+        InputError: the configuration, the data or the folder's earlier run do not fit; nothing was changed.
+        RunStopped: a signal came; the run is saved and the same call continues it.
+        OctavoError: no whole checkpoint, no space, a loss that is not finite.
+    """
+    plan = check(config)
+    with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop, locked(config.output) as folder:
+        before = folder.config() if folder.has_checkpoints else None  # what never saved binds nobody
+        if before is not None:
+            check_resumable(before, config, folder.path)
+        prepared = prepare(config.data, console=console, on_change="error" if before is not None else "rebuild")
+        check_vocabulary(prepared, plan.hf_config.vocab_size)
+        summary = train_one(plan, prepared, folder, console=console, stop=stop)
+        beside = None
+        if config.train.compare_bf16 and plan.recipe is not None:
+            other = without_fp8(plan)
+            with locked(other.config.output) as beside_folder:
+                beside = train_one(other, prepared, beside_folder, console=console, stop=stop)
+    return closing.Result(folder.path, config, summary, beside)
+
+
+def train_one(
+    plan: RunPlan, prepared: PreparedData, folder: RunFolder, *, console: Console, stop: StopRequest
+) -> closing.Summary:
+    """Train one model in a locked folder, to the end or to a signal."""
+    config = plan.config
+    checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep, report)
+    checkpoints.clean()
+    latest = checkpoints.latest()
+    done = _steps_done(latest, plan, prepared)
+    label = "fp8" if plan.recipe is not None else closing.dtype_name(config)
+    if done == config.train.steps:
+        _say(console, f"{label}: already trained, {done} of {done} steps, in {folder.path}")
+        return closing.summarise(folder.metrics, config.train.steps)
+    folder.record(config, prepared.tokenizer_folder, plan.hardware.name)
+    _say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
+    run, validation = build(plan, prepared)
+    if plan.recipe is not None:
+        found = describe(run.model)
+        _say(console, f"{label}: {found.fp8_layers} of {len(found.layers)} matrices run in FP8 (octavo.describe names them)")
+    seed_everything(config.train.seed)
+    if latest is not None:
+        restore(latest, run.model, run.optimizer)  # random states last: nothing may draw after it
+    metrics = MetricsFile(folder.metrics, done)
+    trackers = open_trackers(config.log.trackers, folder.path, config.model_dump(mode="json"), done + 1)
+    progress = StepProgress(console, label=label, steps=config.train.steps, done=done, every=config.log.every)
+    try:
+        with progress:
+            _train_steps(
+                Session(plan, prepared.fingerprint, run, validation, metrics, checkpoints, trackers, progress), done, stop
+            )
+    finally:
+        metrics.close()
+        for tracker in trackers:
+            tracker.close()
+    return closing.summarise(folder.metrics, config.train.steps)
+
+
+@dataclass(frozen=True)
+class Session:
+    """The open parts of a training that runs."""
+
+    plan: RunPlan
+    fingerprint: str
+    run: Stepper
+    validation: list[Batch]
+    metrics: MetricsFile
+    checkpoints: Checkpointer
+    trackers: list[Tracker]
+    progress: StepProgress
+
+
+def _train_steps(session: Session, done: int, stop: StopRequest) -> None:
+    """Steps `done + 1` to the last: train, validate, record, save."""
+    config, steps = session.plan.config, session.plan.config.train.steps
+    every, validate_every = config.checkpoint.every, config.train.validate_every
+    checkpoint_seconds = 0.0
+    stop.training()
+    for step in range(done + 1, steps + 1):
+        record = _measured(session, step, checkpoint_seconds)
+        if session.validation and (step == steps or (validate_every and step % validate_every == 0)):
+            loss = validation_loss(session.run, session.validation)
+            record |= {"validation_loss": loss, "perplexity": perplexity(loss)}
+        session.metrics.append(record)
+        for tracker in session.trackers:
+            tracker.log(step, numbers(record))
+        session.progress.step(record)
+        checkpoint_seconds = 0.0
+        if step == steps or stop.received or (every and step % every == 0):
+            started = time.perf_counter()
+            session.metrics.sync()
+            session.checkpoints.save(step, session.run.model, session.run.optimizer, _state(session, step))
+            checkpoint_seconds = time.perf_counter() - started
+        if stop.received and step < steps:
+            raise RunStopped(
+                f"stopped by {stop.received} after step {step} of {steps}, saved. Run the same command again to continue."
+            )
+
+
+def build(plan: RunPlan, prepared: PreparedData) -> tuple[Stepper, list[Batch]]:
+    """The model on its device, its optimizer and its data; and the batches of a validation, empty without a split."""
+    config = plan.config
+    if plan.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(plan.device)  # the bf16 run beside an FP8 run has a peak of its own
+        if config.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats only with a fixed workspace
+            torch.use_deterministic_algorithms(True)
+    model = build_model(
+        plan.hf_config,
+        dtype=plan.dtype,
+        params_dtype=plan.params_dtype,
+        device=plan.device,
+        seed=config.train.seed,
+        skip=config.fp8.skip,
+        load_from=config.model.source if config.model.load else None,
+        recompute=config.train.recompute,
+        compile=plan.compile,
+    )
+    model.train()
+    validation: list[Batch] = []
+    if prepared.token_counts["validation"] >= 2:
+        validation = list(_loader(plan, prepared, "validation").validation(config.train.validate_batches))
+    run = Stepper(
+        model=model,
+        optimizer=build_optimizer(model, config.optimizer),
+        loader=_loader(plan, prepared, "train"),
+        recipe=plan.recipe,
+        device=plan.device,
+        documents=config.data.packing == "documents",
+        global_batch=config.train.global_batch,
+        steps=config.train.steps,
+        config=config.optimizer,
+    )
+    return run, validation
+
+
+def without_fp8(plan: RunPlan) -> RunPlan:
+    """The same run in the model's own dtype, in the folder `bf16` inside the run's."""
+    config = plan.config
+    output = str(config.output / "bf16")
+    config = config.model_copy(
+        update={
+            "fp8": config.fp8.model_copy(update={"enabled": False}),
+            "train": config.train.model_copy(update={"output": output, "compare_bf16": False}),
+        }
+    )
+    return dataclasses.replace(plan, config=config, recipe=None, fp8_note="The same steps without FP8, to compare the loss")
+
+
+def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "validation"]) -> Loader:
+    config = plan.config
+    return Loader(
+        prepared,
+        split,
+        sequence_length=config.data.sequence_length,
+        packing=config.data.packing,
+        seed=config.data.seed,
+        global_batch=config.train.global_batch,
+        micro_batch=plan.micro_batch,
+    )
+
+
+def _steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> int:
+    """Steps that the checkpoint has, after it was found to belong to this run."""
+    if latest is None:
+        return 0
+    state = read_state(latest)
+    check_weights(latest, plan.weights)
+    if state["data"] != prepared.fingerprint:
+        raise InputError(
+            f"the data has changed since {latest}: its fingerprint was {state['data'][:12]} and is now "
+            f"{prepared.fingerprint[:12]}. Put the old data back, or set another train.output."
+        )
+    step, steps = int(state["step"]), plan.config.train.steps
+    if step > steps:
+        raise InputError(f"train.steps = {steps}, but {latest} has trained {step} steps: set train.steps to {step} or more.")
+    return step
+
+
+def _measured(session: Session, step: int, checkpoint_seconds: float) -> dict[str, Any]:
+    """Train a step; its line of metrics."""
+    result = train_step(session.run, step)
+    rate = result.tokens / result.step_seconds
+    tflops, mfu = session.plan.rates(rate)
+    return {
+        "step": step,
+        "loss": result.loss,
+        "lr": result.lr,
+        "grad_norm": result.grad_norm,
+        "tokens": result.tokens,
+        "tokens_per_second": rate,
+        "step_seconds": result.step_seconds,
+        "data_seconds": result.data_seconds,
+        "checkpoint_seconds": checkpoint_seconds,
+        "memory_gib": peak_memory_gib(session.plan.device),
+        "tflops": tflops,
+        "mfu": mfu,
+    }
+
+
+def _state(session: Session, step: int) -> dict[str, Any]:
+    """The scalars of a checkpoint, beside the random states."""
+    plan, config = session.plan, session.plan.config
+    return {
+        "samples": step * config.train.global_batch,
+        "schedule": {
+            "steps": config.train.steps,
+            "kind": config.optimizer.schedule,
+            "warmup_steps": config.optimizer.warmup_steps,
+        },
+        "data": session.fingerprint,
+        "config": hashlib.sha256(config.to_toml().encode()).hexdigest(),
+        "layout": {
+            "world_size": plan.degrees.world,
+            "micro_batch": plan.micro_batch,
+            "accumulation": plan.accumulation,
+            "device": plan.hardware.name,
+            "threads": torch.get_num_threads(),
+            "fp8": plan.recipe is not None,
+        },
+    }
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak of the allocator on a GPU; of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 2**30
+
+
+def _say(console: Console, message: str) -> None:
+    console.print(message, markup=False, highlight=False, soft_wrap=True)

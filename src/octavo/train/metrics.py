@@ -1,0 +1,86 @@
+"""metrics.jsonl: one JSON object a step, the record of a run that outlives its screen.
+
+A line is appended with one write, so that a reader never sees two halves mixed; a kill can tear only the last one. On
+resume the lines after the checkpoint's step are cut, and the continued run writes them again: the same to the last bit.
+Floats are written with Python's shortest repr and read back exactly; what JSON has no number for stands as "NaN",
+"Infinity" or "-Infinity". A line reaches the disk when a checkpoint is written (`sync`), not at each step: an fsync costs
+milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsFile:
+    """Appends steps to `path`; on opening, cuts a torn last line and everything after step `last_step`."""
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        self.path = path
+        cut(path, last_step)
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one step."""
+        self._file.write(encode(record).encode() + b"\n")
+
+    def sync(self) -> None:
+        """Make every line durable, before a checkpoint says that these steps are done."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file, synced."""
+        self.sync()
+        self._file.close()
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """One line of valid JSON without its line end."""
+    return json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Every whole line of a metrics file, floats as they were; an absent file has none."""
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_bytes().split(b"\n")[:-1]:  # what follows the last line end is torn
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        records.append(
+            {key: _NOT_NUMBERS.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+        )
+    return records
+
+
+def cut(path: Path, last_step: int) -> None:
+    """Keep the lines up to `last_step` and drop the rest, a torn line included."""
+    if not path.is_file():
+        return
+    end = 0
+    with path.open("rb+") as file:
+        for line in file:
+            try:
+                step = json.loads(line)["step"] if line.endswith(b"\n") else None
+            except (ValueError, KeyError, TypeError):
+                step = None
+            if step is None or step > last_step:
+                break
+            end += len(line)
+        file.truncate(end)
+        os.fsync(file.fileno())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

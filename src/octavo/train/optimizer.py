@@ -1,0 +1,99 @@
+"""AdamW, its schedule, and the norm of the gradient.
+
+The schedule is a pure function of the step, so a continued run needs no scheduler state and a reader can compute any rate
+by hand. PyTorch's fused kernel is used on CPUs as well (1.6 ms against 34 ms with foreach for 5M parameters on 2 cores); it
+is elementwise, hence the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from octavo.config import OptimizerConfig
+from octavo.errors import OctavoError
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW with decoupled weight decay on matrices only: norms, biases and other vectors are not pulled to zero."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    norms = _norm_parameters(model)
+    decayed = [p for name, p in named if p.ndim >= 2 and name not in norms]
+    others = [p for name, p in named if p.ndim < 2 or name in norms]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
+
+
+def learning_rate(step: int, config: OptimizerConfig, steps: int) -> float:
+    """The rate of optimizer step `step` (the first is 1, the last is `steps`).
+
+    Linear from 0 to lr over `warmup_steps`, reaching lr at step `warmup_steps`; then constant, or linear or half a cosine
+    down to lr × min_lr_fraction, reached at the last step.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    falling = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.lr * (config.min_lr_fraction + (1 - config.min_lr_fraction) * falling)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every parameter group the same rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """Norm of all gradients together: a float32 scalar, summed in float32 whatever their dtype."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale the gradients of `model` so that their norm is at most `max_norm` (0: leave them); returns the norm before.
+
+    No device waits for the host here: a non-finite norm leaves the gradients non-finite, and the caller sees it in the result.
+    """
+    norm = gradient_norm(model.parameters())
+    if max_norm > 0:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], factor)
+    return norm
+
+
+def check_finite(model: nn.Module, step: int, loss: float, norm: float) -> None:
+    """Stop a run whose loss or gradient is no longer a number, before the weights are touched.
+
+    Raises:
+        OctavoError: naming the parameters whose gradients are not finite.
+    """
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    bad = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+    names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+    where = f"; gradients that are not finite: {names}" if bad else ""
+    raise OctavoError(
+        f"step {step}: loss {loss}, gradient norm {norm}{where}. The weights of the step before are kept. "
+        "Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.clip, and start again."
+    )
+
+
+def _norm_parameters(model: nn.Module) -> set[str]:
+    """Names of parameters that belong to normalisations, by the class of their module or their own name."""
+    return {
+        f"{name}.{own}" if name else own
+        for name, module in model.named_modules()
+        for own, _ in module.named_parameters(recurse=False)
+        if own.startswith("layer_norm") or type(module).__name__.endswith("Norm")
+    }

@@ -1,0 +1,88 @@
+"""What a person sees while a run trains: one live line on a terminal, one plain line a step anywhere else.
+
+Both show the same fields in the same words. The live line redraws itself; in a log file that would be thousands of control
+characters, hence the plain form wherever the output is not a terminal.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+_ETA_STEPS = 20
+
+
+class StepProgress:
+    """Shows the steps of one training; a context manager.
+
+    Args:
+        console: where to; a live line is drawn if it is a terminal.
+        label: what is trained, such as "fp8" or "bf16".
+        steps: the last step.
+        done: steps that were already done.
+        every: steps between plain lines (the last step is always shown).
+    """
+
+    def __init__(self, console: Console, *, label: str, steps: int, done: int, every: int) -> None:
+        self.console, self.label, self.steps, self.every = console, label, steps, every
+        self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
+        self._live: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[line]}"))
+            self._live = Progress(*columns, console=console, transient=False)
+            self._task = self._live.add_task(label, total=steps, completed=done, line=f"step {done}/{steps}")
+
+    def __enter__(self) -> StepProgress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Show one step's metrics."""
+        step = int(record["step"])
+        self._recent.append(record["step_seconds"])
+        line = format_step(record, self.steps, sum(self._recent) / len(self._recent))
+        if self._live:
+            self._live.update(self._task, completed=step, line=line)
+        elif step % self.every == 0 or step in (1, self.steps):
+            self.say(f"{self.label}  {line}")
+
+    def say(self, message: str) -> None:
+        """A line of its own, above the live one."""
+        self.console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def format_step(record: Mapping[str, Any], steps: int, mean_step_seconds: float) -> str:
+    """The fields of one step in one line; what is unknown is left out."""
+    step = int(record["step"])
+    parts = [f"step {step}/{steps}", f"loss {record['loss']:.4f}"]
+    if record.get("validation_loss") is not None:
+        parts.append(f"validation {record['validation_loss']:.4f} (perplexity {record['perplexity']:,.1f})")
+    parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+    if record.get("tflops") is not None:
+        parts.append(f"{_significant(record['tflops'])} TFLOP/s")
+    if record.get("mfu") is not None:
+        parts.append(f"MFU {100 * record['mfu']:.1f}%")
+    parts.append(f"{record['memory_gib']:.1f} GiB")
+    parts.append(f"ETA {duration((steps - step) * mean_step_seconds)}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as m:ss, or h:mm:ss from an hour on."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def _significant(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

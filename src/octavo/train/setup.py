@@ -1,0 +1,173 @@
+"""Everything about a run that can be wrong and can be known before data, model or GPU work.
+
+`check` reads the configuration against the machine and returns what the loop needs to build a run; it writes nothing, so a
+mistake costs a second and leaves no trace. `--dry-run` shows what it returns.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from octavo.config import Fp8Config, RunConfig
+from octavo.errors import InputError
+from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Recipe
+from octavo.hardware import Device, describe_device, supports_fp8
+from octavo.models.weights import load_config
+from octavo.parallel.mesh import Degrees, fit_batch, fit_degrees
+from octavo.plan import flops
+from octavo.train.checkpoint import weights_layout
+from octavo.train.tensors import Layout
+from octavo.train.trackers import check_trackers
+from octavo.transform import build_model
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A checked run.
+
+    Attributes:
+        hf_config: the Hugging Face config of the model.
+        recipe: of FP8, or None.
+        fp8_note: what runs in FP8, or why nothing does, in one line.
+        micro_batch, accumulation: sequences in a forward, and forwards in a step.
+        flops: of one token, or None for a family that is not counted.
+        weights: names, shapes and dtypes of parameters and persistent buffers.
+    """
+
+    config: RunConfig
+    hf_config: Any
+    device: torch.device
+    hardware: Device
+    degrees: Degrees
+    recipe: Recipe | None
+    fp8_note: str
+    micro_batch: int
+    accumulation: int
+    flops: flops.TokenFlops | None
+    weights: Layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return _DTYPES[self.config.model.dtype]
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        """Of parameters, gradients and optimizer states."""
+        return _DTYPES[self.config.model.params_dtype]
+
+    @property
+    def compile(self) -> bool:
+        """Whether blocks are compiled."""
+        return self.device.type == "cuda" if self.config.train.compile == "auto" else self.config.train.compile
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all ranks."""
+        return self.config.train.global_batch * self.config.data.sequence_length
+
+    def rates(self, tokens_per_second: float) -> tuple[float | None, float | None]:
+        """(TFLOP/s, MFU) at this many tokens a second; None where the family or the GPU is not known."""
+        if self.flops is None:
+            return None, None
+        split = self.flops.by_precision(layers="fp8" if self.recipe is not None else "bf16")
+        achieved = {precision: count * tokens_per_second for precision, count in split.items()}
+        known = self.config.model.dtype == "bfloat16"  # float32 products have a peak that the table does not hold
+        return sum(achieved.values()) / 1e12, flops.mfu(achieved, self.hardware.gpu) if known else None
+
+
+def check(config: RunConfig) -> RunPlan:
+    """Check a run against this machine.
+
+    Raises:
+        InputError: what is wrong, the nearest value that works and the key to change.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    degrees = fit_degrees(**config.parallel.model_dump(), world_size=world)
+    if world > 1:
+        raise InputError(f"WORLD_SIZE = {world}: this version of octavo train runs on 1 rank. Start it without torchrun.")
+    micro_batch, accumulation = fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
+    check_trackers(config.log.trackers)
+    recipe = recipe_of(config.fp8)
+    hf_config = load_config(config.model.source, config.model.config)
+    _check_length(config, hf_config)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    hardware = describe_device(device)
+    use, note = choose_fp8(config.fp8, recipe, hardware, native=supports_fp8(device))
+    return RunPlan(
+        config=config,
+        hf_config=hf_config,
+        device=device,
+        hardware=hardware,
+        degrees=degrees,
+        recipe=recipe if use else None,
+        fp8_note=note,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        flops=_token_flops(hf_config, config.data.sequence_length),
+        weights=_layout(config, hf_config),
+    )
+
+
+def recipe_of(config: Fp8Config) -> Recipe:
+    """The recipe that a run file's [fp8] section asks for."""
+    if config.recipe == "delayed":
+        return DelayedScaling(config.margin, Format[config.format], config.amax_history_len, config.amax_compute_algo)
+    if config.recipe == "current":
+        return CurrentScaling(Format[config.format])
+    return RECIPES[config.recipe]()
+
+
+def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: bool) -> tuple[bool, str]:
+    """Whether this device trains in FP8, and the line that says so."""
+    what = f"{recipe.name} scaling" + (f", {config.format}" if config.recipe in ("delayed", "current") else "")
+    if config.enabled is False:
+        return False, "FP8 is off (fp8.enabled = false)"
+    if native:
+        return True, f"FP8 on {hardware.name}: {what}"
+    if hardware.kind == "cpu":
+        return True, f"FP8 emulated on the CPU, with the same numbers as on a GPU: {what}"
+    if config.emulate:
+        return True, f"FP8 emulated on {hardware.name} (fp8.emulate = true): {what}"
+    capability = ".".join(map(str, hardware.capability or ()))
+    return False, (
+        f"{hardware.name} (compute capability {capability}) does not multiply FP8, which needs 8.9 or more: training without. "
+        "Set fp8.emulate = true to compute FP8's numbers slowly."
+    )
+
+
+def _check_length(config: RunConfig, hf_config: Any) -> None:
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    length = config.data.sequence_length
+    if isinstance(limit, int) and length > limit:
+        key = "data.sequence_length" + ("" if config.model.load else ", or raise model.config.max_position_embeddings")
+        raise InputError(
+            f"data.sequence_length = {length} is longer than the model's {limit} positions: use at most {limit}. Change {key}."
+        )
+
+
+def _token_flops(hf_config: Any, sequence_length: int) -> flops.TokenFlops | None:
+    try:
+        return flops.from_hf_config(hf_config, sequence_length)
+    except (InputError, AttributeError):  # a family that is not counted has no rate, and no guess
+        return None
+
+
+def _layout(config: RunConfig, hf_config: Any) -> Layout:
+    """What the model's weights will be, from a model without memory; this also tries the skip patterns."""
+    params_dtype = _DTYPES[config.model.params_dtype]
+    model = build_model(
+        hf_config,
+        dtype=params_dtype,
+        params_dtype=params_dtype,
+        device=torch.device("meta"),
+        seed=config.train.seed,
+        skip=config.fp8.skip,
+    )
+    return weights_layout(model)

@@ -1,0 +1,105 @@
+"""What tests of several folders share: a corpus and a run file so small that a whole training takes a second or two."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before anything imports octavo.kernels
+
+TEXT = (
+    "a scale for each tensor keeps small values in reach of the format while large ones saturate and the history of "
+    "maxima decides what the next step may hold before anything overflows"
+)
+
+RUN_FILE = """\
+[model]
+source = "llama-tiny"
+[model.config]
+vocab_size = 320
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 1
+attention_dropout = 0.1
+
+[data]
+source = "{corpus}"
+vocab_size = 300
+sequence_length = 32
+validation_fraction = 0.1
+folder = "{data}"
+
+[fp8]
+amax_history_len = 4
+
+[optimizer]
+lr = 3e-3
+warmup_steps = 2
+
+[train]
+output = "{output}"
+steps = {steps}
+global_batch = 4
+micro_batch = 2
+validate_batches = 2
+
+[checkpoint]
+every = {every}
+"""
+
+
+def write_corpus(path: Path, documents: int = 120, seed: int = 0) -> Path:
+    """Documents of uneven length, one JSON object a line."""
+    draw = random.Random(seed)
+    lines = [" ".join(draw.choices(TEXT.split(), k=draw.randint(3, 60))) for _ in range(documents)]
+    path.write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+    return path
+
+
+class TinyRun:
+    """A run file in a folder of its own, sharing tokenised data with the others of its test session."""
+
+    def __init__(self, folder: Path, corpus: Path, data: Path, steps: int, every: int) -> None:
+        self.folder = folder
+        self.corpus = corpus
+        self.output = folder / "run"
+        self.file = folder / "tiny.toml"
+        self.file.write_text(RUN_FILE.format(corpus=corpus, data=data, output=self.output, steps=steps, every=every))
+
+
+@pytest.fixture(scope="session")
+def shared_data(tmp_path_factory):
+    """(corpus, folder of tokenised data) of the session."""
+    folder = tmp_path_factory.mktemp("shared")
+    return write_corpus(folder / "corpus.jsonl"), folder / "data"
+
+
+@pytest.fixture(scope="session")
+def tiny_run_in(shared_data):
+    """A factory of tiny runs in given folders: `tiny_run_in(folder, steps=8, every=4)`; the data is made once."""
+
+    def make(folder, *, steps=8, every=0, corpus=None):
+        folder.mkdir(parents=True)
+        return TinyRun(folder, corpus or shared_data[0], folder / "data" if corpus else shared_data[1], steps, every)
+
+    return make
+
+
+@pytest.fixture
+def tiny_run(tmp_path, tiny_run_in):
+    """The same in the test's own folder: `tiny_run("name", steps=8, every=4)`."""
+    return lambda name="tiny", **settings: tiny_run_in(tmp_path / name, **settings)
+
+
+@pytest.fixture
+def one_thread():
+    """Tiny tensors are faster in one thread, and many times so on a machine whose cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,247 @@
+"""Whole runs, in this process: what they leave on disk, what they continue, what they refuse, what they say."""
+
+import json
+import math
+import signal
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import octavo
+from octavo.cli import main
+from octavo.config import RunConfig
+from octavo.errors import InputError, RunStopped
+from octavo.models.weights import family_of, load_config, to_hugging_face
+from octavo.train.checkpoint import read_weights
+from octavo.train.loop import train
+from octavo.train.metrics import read_metrics
+from octavo.train.stopping import StopRequest
+from octavo.transform import transform
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def losses(output):
+    return [(r["step"], r["loss"].hex()) for r in read_metrics(output / "metrics.jsonl")]
+
+
+def steps_kept(output):
+    return sorted(int(p.name.removeprefix("step-")) for p in (output / "checkpoints").iterdir())
+
+
+def test_a_run_leaves_what_it_promises(tiny_run, capsys):
+    run = tiny_run(steps=7, every=2)
+    assert main(["train", str(run.file), "train.validate_every=3", "checkpoint.keep=2"]) == 0
+    assert {p.name for p in run.output.iterdir()} == {
+        ".lock", "run.toml", "metrics.jsonl", "checkpoints", "tokenizer", "environment.json",
+    }  # fmt: skip
+    assert steps_kept(run.output) == [6, 7]
+    records = read_metrics(run.output / "metrics.jsonl")
+    assert [r["step"] for r in records] == list(range(1, 8))
+    assert {"loss", "tokens_per_second", "step_seconds", "data_seconds", "memory_gib", "lr", "grad_norm"} <= records[0].keys()
+    assert [r["step"] for r in records if "validation_loss" in r] == [3, 6, 7]
+    assert records[0]["mfu"] is None
+    assert records[-1]["loss"] < records[0]["loss"]
+    (start,) = json.loads((run.output / "environment.json").read_text())["starts"]
+    assert start["packages"]["torch"] == torch.__version__.split("+")[0] or start["packages"]["torch"] == torch.__version__
+    state = json.loads((run.output / "checkpoints" / "step-6" / "state.json").read_text())
+    assert (state["step"], state["samples"]) == (6, 24)
+    out = capsys.readouterr().out
+    assert "fp8  step 7/7  loss" in out
+    assert "matrices run in FP8" in out
+    assert f"octavo export {run.output} --to" in out
+
+
+def test_the_resolved_run_file_reproduces_the_run_and_a_finished_run_says_so(tiny_run, tmp_path, capsys):
+    run = tiny_run(steps=5)
+    assert main(["train", str(run.file), "optimizer.lr=1e-2"]) == 0
+    assert main(["train", str(run.output / "run.toml"), f"train.output={tmp_path / 'again'}"]) == 0
+    assert losses(tmp_path / "again") == losses(run.output)
+    before = sorted((p, p.stat().st_mtime_ns) for p in run.output.rglob("*") if p.name != ".lock" and p.is_file())
+    capsys.readouterr()
+    assert main(["train", str(run.file), "optimizer.lr=1e-2"]) == 0
+    assert "already trained, 5 of 5 steps" in capsys.readouterr().out
+    after = sorted((p, p.stat().st_mtime_ns) for p in run.output.rglob("*") if p.name != ".lock" and p.is_file())
+    assert after == before
+
+
+def test_the_json_of_a_run_with_its_bf16_twin(tiny_run, capsys):
+    run = tiny_run(steps=4)
+    assert main(["train", str(run.file), "train.compare_bf16=true", "--json"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert "step 4/4" in captured.err
+    fp8, bf16 = losses(run.output), losses(run.output / "bf16")
+    assert result["run"]["loss"] == float.fromhex(fp8[-1][1])
+    assert result["bf16"]["loss"] == float.fromhex(bf16[-1][1])
+    assert result["gap_percent"] == pytest.approx(100 * (result["run"]["loss"] / result["bf16"]["loss"] - 1))
+    assert fp8 != bf16
+    assert RunConfig.from_file(run.output / "bf16" / "run.toml").fp8.enabled is False
+
+
+def test_a_constant_schedule_can_be_prolonged_and_another_cannot(tiny_run, tmp_path, capsys):
+    run = tiny_run(steps=4)
+    constant = "optimizer.schedule=constant"
+    assert main(["train", str(run.file), constant]) == 0
+    assert main(["train", str(run.file), constant, "train.steps=8"]) == 0
+    assert main(["train", str(run.file), constant, "train.steps=8", f"train.output={tmp_path / 'whole'}"]) == 0
+    assert losses(run.output) == losses(tmp_path / "whole")
+    assert main(["train", str(run.file), constant, "train.steps=6"]) == 2
+    assert "has trained 8 steps: set train.steps to 8 or more" in capsys.readouterr().err
+    other = tiny_run("cosine", steps=4)
+    assert main(["train", str(other.file)]) == 0
+    assert main(["train", str(other.file), "train.steps=8"]) == 2
+    err = capsys.readouterr().err
+    assert "train.steps was 4 and is now 8" in err
+    assert "only a constant one can be prolonged" in err
+
+
+def test_keys_that_the_losses_depend_on_may_not_change_and_the_others_may(tiny_run, capsys):
+    run = tiny_run(steps=4, every=2)
+    assert main(["train", str(run.file)]) == 0
+    before = losses(run.output)
+    assert main(["train", str(run.file), "optimizer.lr=1e-2", "fp8.recipe=current"]) == 2
+    err = capsys.readouterr().err
+    assert "optimizer.lr was 0.003 and is now 0.01" in err
+    assert "fp8.recipe was 'delayed' and is now 'current'" in err
+    assert losses(run.output) == before
+    assert main(["train", str(run.file), "log.every=2", "checkpoint.keep=1", "train.validate_every=1"]) == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_shapes_that_differ(tiny_run, capsys):
+    run = tiny_run(steps=2)
+    assert main(["train", str(run.file)]) == 0
+    kept = run.output / "run.toml"
+    kept.write_text(kept.read_text().replace("hidden_size = 32", "hidden_size = 64"))
+    assert main(["train", str(kept)]) == 2
+    err = capsys.readouterr().err
+    assert "embedding.weight is [320, 32] float32 in the checkpoint and [320, 64] float32 in the model" in err
+    assert err.count("\n") == 1
+    assert main(["train", str(run.file)]) == 2  # and the other way round: the key is named
+    assert "model.config.hidden_size was 64 and is now 32" in capsys.readouterr().err
+
+
+def test_changed_data_is_refused(tiny_run, tmp_path, capsys):
+    corpus = tmp_path / "own.jsonl"
+    corpus.write_text("".join(f'{{"text": "a line of text with the number {i} in it"}}\n' for i in range(200)))
+    run = tiny_run(steps=4, corpus=corpus)
+    constant = "optimizer.schedule=constant"
+    assert main(["train", str(run.file), constant, "train.steps=2"]) == 0
+    corpus.write_text(corpus.read_text().replace("number 7 ", "number 8 "))
+    before = losses(run.output)
+    assert main(["train", str(run.file), constant]) == 2
+    assert "changed since" in capsys.readouterr().err
+    assert losses(run.output) == before
+    # Tokenised again elsewhere, it is still not what the checkpoint has seen.
+    assert main(["train", str(run.file), constant, f"data.folder={tmp_path / 'other-data'}"]) == 2
+    assert "the data has changed since" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_gradients(tiny_run, capsys):
+    run = tiny_run(steps=6)
+    assert main(["train", str(run.file), "optimizer.lr=1e30", "optimizer.clip=0", "optimizer.warmup_steps=0"]) == 1
+    err = capsys.readouterr().err
+    assert "Lower optimizer.lr" in err
+    assert "gradient norm" in err
+    assert "Traceback" not in err
+    assert all(math.isfinite(record["loss"]) for record in read_metrics(run.output / "metrics.jsonl"))
+    # Nothing was saved, so better settings may start anew in the same folder.
+    assert main(["train", str(run.file)]) == 0
+    assert [step for step, _ in losses(run.output)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_checkpoints_without_their_run_file_are_not_guessed_at(tiny_run, capsys):
+    run = tiny_run(steps=2)
+    assert main(["train", str(run.file)]) == 0
+    (run.output / "run.toml").unlink()
+    assert main(["train", str(run.file)]) == 2
+    assert "run.toml is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("own_code", [False, True], ids=["decoder", "gpt-neo"])
+def test_export_writes_what_hugging_face_loads_to_the_bit(tiny_run, tmp_path, capsys, own_code):
+    run = tiny_run(steps=3, every=2)
+    if own_code:
+        use_gpt_neo(run, tmp_path / "neo")
+    assert main(["train", str(run.file)]) == 0
+    assert main(["export", str(run.output), "--to", str(tmp_path / "out")]) == 0
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    weights = read_weights(run.output / "checkpoints" / "step-3")
+    if not own_code:
+        weights = to_hugging_face(weights, theirs.config, family_of(theirs.config)[0])
+    loaded = dict(theirs.named_parameters())
+    assert loaded.keys() <= weights.keys()
+    for name, parameter in loaded.items():
+        assert torch.equal(parameter, weights[name]), name
+    text = "a scale for each tensor"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+    capsys.readouterr()
+    assert main(["export", str(run.output), "--to", str(tmp_path / "out")]) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_export_of_a_model_in_memory(tmp_path):
+    config = load_config("llama-tiny", {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1})
+    hf_model = AutoModelForCausalLM.from_config(config)
+    model = transform(hf_model, dtype=torch.float32)
+    octavo.export(model, tmp_path / "out")
+    theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    for name, parameter in hf_model.named_parameters():
+        assert torch.equal(parameter, theirs[name]), name
+    with pytest.raises(InputError, match="not empty"):
+        octavo.export(model, tmp_path / "out")
+    with pytest.raises(InputError, match="no Hugging Face config"):
+        octavo.export(torch.nn.Linear(2, 2), tmp_path / "linear")
+
+
+def test_gpt_neo_continues_with_the_same_bits(tiny_run, tmp_path):
+    whole, cut = tiny_run("whole", steps=6), tiny_run("cut", steps=6)
+    for run in (whole, cut):
+        use_gpt_neo(run, tmp_path / "neo")
+    assert main(["train", str(whole.file)]) == 0
+    stop = StopRequest()
+    config = RunConfig.from_file(cut.file)
+    stop.received = "SIGTERM"  # asked for before the first step has ended
+    with pytest.raises(RunStopped, match="after step 1 of 6, saved"):
+        train(config, console=Console(quiet=True), stop=stop)
+    assert main(["train", str(cut.file)]) == 0
+    assert losses(cut.output) == losses(whole.output)
+
+
+def use_gpt_neo(run, folder):
+    from transformers import GPTNeoConfig
+
+    config = GPTNeoConfig(
+        vocab_size=320, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=64, window_size=8, attention_dropout=0.1, resid_dropout=0.1, embed_dropout=0.1,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    text = run.file.read_text()
+    run.file.write_text(f'[model]\nsource = "{folder}"\n' + text[text.index("[data]") :])
+
+
+def test_a_signal_before_the_first_step_ends_the_run_with_75():
+    with StopRequest(), pytest.raises(RunStopped, match="before the first step") as stopped:
+        signal.raise_signal(signal.SIGTERM)
+    assert stopped.value.exit_code == 75
+
+
+def test_while_training_a_signal_waits_a_second_sigterm_changes_nothing_and_a_second_sigint_is_at_once():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        stop.training()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.received == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_several_ranks_are_refused_in_one_message(tiny_run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="WORLD_SIZE = 2: this version of octavo train runs on 1 rank"):
+        train(RunConfig.from_file(tiny_run().file), console=Console(quiet=True))
