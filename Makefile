@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults lint format clean
+.PHONY: help demo test lint format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -16,7 +16,7 @@ demo: .venv/ready  ## install, then train a small Llama in FP8 on real text, on 
 	$(BIN)/octavo train presets/demo.toml
 
 test: .venv/ready  ## every test that needs no GPU
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 lint: .venv/ready  ## formatting, lint and types
 	$(BIN)/ruff format --check .

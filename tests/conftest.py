@@ -9,6 +9,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before anything imports octavo.kernels
+    # Tensors this small only wait for each other's threads: ten times slower where the cores are shared.
+    torch.set_num_threads(1)
 
 TEXT = (
     "a scale for each tensor keeps small values in reach of the format while large ones saturate and the history of "
@@ -94,12 +96,3 @@ def tiny_run_in(shared_data):
 def tiny_run(tmp_path, tiny_run_in):
     """The same in the test's own folder: `tiny_run("name", steps=8, every=4)`."""
     return lambda name="tiny", **settings: tiny_run_in(tmp_path / name, **settings)
-
-
-@pytest.fixture
-def one_thread():
-    """Tiny tensors are faster in one thread, and many times so on a machine whose cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

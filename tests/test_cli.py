@@ -10,8 +10,6 @@ import octavo
 from octavo.cli import main
 from octavo.train.metrics import read_metrics
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 COMMANDS = ("train", "prepare", "export", "doctor", "bench")
 
 

@@ -27,14 +27,6 @@ from octavo.transform import describe, transform
 DELAYED = octavo.recipe.DelayedScaling(amax_history_len=4)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def neo_config(**changes):
     values = {
         "vocab_size": 61,

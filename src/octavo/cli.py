@@ -130,6 +130,23 @@ def export(
         _print([f"{checkpoint} is in {to}: AutoModelForCausalLM.from_pretrained({str(to)!r}) loads it."])
 
 
+@app.command(epilog="Example: octavo compare runs/demo/bf16 runs/demo --plot curves.png")
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; the first is the reference.")],
+    last: Annotated[int, typer.Option(help="Steps at the end whose mean loss is compared.")] = 50,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the loss curves.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the losses of runs of the same steps, such as FP8 beside bf16."""
+    from octavo.report.compare import compare as side_by_side
+    from octavo.report.compare import draw, lines
+
+    found = side_by_side(runs, last=last)
+    if plot is not None:
+        draw(found, plot)
+    _print(found if as_json else lines(found))
+
+
 @app.command(epilog="Example: octavo doctor --json")
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine has for training in FP8, and what is missing."""
@@ -142,14 +159,17 @@ def doctor(as_json: AsJson = False) -> None:
         render(found, _console(stderr=False))
 
 
-@app.command(epilog="Example: octavo bench one-gpu --cases llama-1b --entries octavo-delayed,bf16 --output result.json")
+@app.command(epilog="Example: octavo bench one-gpu --cases llama-1b --entries octavo-delayed,torch-bf16")
 def bench(
     suite: Annotated[str, typer.Argument(metavar="SUITE", help="Which set of cases, such as one-gpu.", show_default=False)],
     cases: Annotated[str | None, typer.Option(metavar="A,B", help="Only these cases.")] = None,
     entries: Annotated[str | None, typer.Option("--entries", "--peers", metavar="A,B", help="Only these entries.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each entry.")] = 20,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before measuring.")] = 10,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result with its provenance as JSON.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before measuring.")] = 5,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="A .json file, or a folder for one file a workload; benchmarks/ when absent."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Where to run; a GPU if there is one.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from octavo.cli import main
 from octavo.errors import InputError
 from octavo.report.compare import compare, draw, lines
 
@@ -27,6 +28,16 @@ def test_gap_of_the_last_steps(tmp_path):
     assert found["rows"][1]["losses"] == [9.0, 5.0, 2.1, 1.98]
     assert "+2.000%" in lines(found)[2]
     assert "steps 3 to 4" in lines(found)[0]
+
+
+def test_command(tmp_path, capsys):
+    runs = [str(run(tmp_path / name, losses)) for name, losses in (("bf16", [2.0, 2.0]), ("fp8", [2.0, 2.2]))]
+    assert main(["compare", *runs, "--last", "1", "--plot", str(tmp_path / "curves.png"), "--json"]) == 0
+    assert math.isclose(json.loads(capsys.readouterr().out)["rows"][1]["gap_percent"], 10.0)
+    assert main(["compare", *runs, "--last", "1"]) == 0
+    assert "+10.000%" in capsys.readouterr().out
+    assert main(["compare", *runs]) == 2
+    assert "use 1 to 2" in capsys.readouterr().err
 
 
 def test_picture_is_drawn(tmp_path):

@@ -22,8 +22,6 @@ from octavo.train import manifest, tensors
 from octavo.train.checkpoint import Checkpointer, load, read_weights, save
 from octavo.transform import transform
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def bits(tensor):
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

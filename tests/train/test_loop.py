@@ -20,8 +20,6 @@ from octavo.train.metrics import read_metrics
 from octavo.train.stopping import StopRequest
 from octavo.transform import transform
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def losses(output):
     return [(r["step"], r["loss"].hex()) for r in read_metrics(output / "metrics.jsonl")]

@@ -15,8 +15,6 @@ from octavo.train.randomness import seed_everything
 from octavo.train.setup import check
 from octavo.train.step import count_targets, train_step
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def built(run, *overrides):
     config = RunConfig.from_file(run.file, overrides)

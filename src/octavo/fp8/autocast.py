@@ -8,6 +8,7 @@ casts of its forward, which `recomputing` arranges for `torch.utils.checkpoint`.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from octavo.fp8 import scaling
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
+from octavo.kernels import gemm
 
 
 @dataclass
@@ -26,6 +28,7 @@ class _Active:
 
     recipe: Recipe | None
     group: dist.ProcessGroup | None
+    emulate: bool = False
 
 
 @dataclass
@@ -44,6 +47,7 @@ class _State:
         self.last = _Forward(None, [])
         self.checkpoints: weakref.WeakKeyDictionary[Any, _Forward] = weakref.WeakKeyDictionary()
         self.first_microbatch: bool | None = None
+        self.told: set[torch.device] = set()
         self.recomputing = False
 
 
@@ -51,19 +55,28 @@ _state = _State()
 
 
 @contextlib.contextmanager
-def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None, fp8_group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def fp8_autocast(
+    enabled: bool = True,
+    fp8_recipe: Any = None,
+    fp8_group: dist.ProcessGroup | None = None,
+    *,
+    emulate: bool = False,
+) -> Iterator[None]:
     """Run the products of FP8 layers inside in FP8 (or, with `enabled=False`, in the dtype of their inputs).
+
+    On a GPU without FP8 units the layers run in the dtype of their inputs and a warning says so once; a CPU emulates FP8.
 
     Args:
         enabled: False takes the layers inside out of FP8, also within another autocast.
         fp8_recipe: one of `octavo.recipe`, or a Transformer Engine recipe; None is `DelayedScaling()`.
         fp8_group: ranks whose amaxes are joined; None is the default group.
+        emulate: on a GPU without FP8 units, compute FP8's numbers slowly instead.
 
     Raises:
         InputError: `fp8_recipe` is not a recipe.
     """
     recipe = (DelayedScaling() if fp8_recipe is None else coerce(fp8_recipe)) if enabled else None
-    outer, active = _state.active, _Active(recipe, fp8_group)
+    outer, active = _state.active, _Active(recipe, fp8_group, emulate)
     if outer is None:
         scaling.begin(fp8_group, getattr(recipe, "reduce_amax", True))
     if recipe is not None:
@@ -78,15 +91,31 @@ def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None, fp8_group: dist.P
         _state.active = outer
 
 
-def current_recipe() -> Recipe | None:
-    """The recipe that applies here, or None where products stay in high precision."""
+def current_recipe(device: torch.device) -> Recipe | None:
+    """The recipe that applies here on this device, or None where products stay in high precision."""
     active = _state.active
     if not torch.compiler.is_compiling() and not _state.recomputing:
         if scaling.graph_task() == -1:
             _remember_checkpoint()
         else:
             active = _repeated().active
-    return None if active is None else active.recipe
+    if active is None or active.recipe is None:
+        return None
+    if device.type == "cpu" or active.emulate or gemm.is_native(device):
+        return active.recipe
+    _say_without_fp8(device)
+    return None
+
+
+@torch.compiler.disable
+def _say_without_fp8(device: torch.device) -> None:
+    if device not in _state.told:
+        _state.told.add(device)
+        warnings.warn(
+            f"{device} has no FP8 units (compute capability 8.9 or more): FP8 layers run in the dtype of their inputs."
+            " fp8_autocast(emulate=True) computes FP8's numbers slowly.",
+            stacklevel=3,
+        )
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def product(
     is_first_microbatch: bool | None = None,
 ) -> Tensor:
     """x · weightᵀ + bias, in FP8 where an autocast says so, else in `out_dtype`. x [..., K], weight [N, K] → [..., N]."""
-    recipe = current_recipe()
+    recipe = current_recipe(x.device)
     if recipe is not None and not state.skipped:
         return fp8_linear(x, weight, bias, state, recipe, out_dtype=out_dtype, is_first_microbatch=is_first_microbatch)
     bias = None if bias is None else bias.to(out_dtype)

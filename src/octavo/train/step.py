@@ -92,7 +92,8 @@ def loss_of(
     model: nn.Module, batch: Batch, targets: int, *, recipe: Recipe | None, device: torch.device, documents: bool
 ) -> torch.Tensor:
     """Sum of the batch's losses over `targets`: a float32 scalar on the device."""
-    with fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+    # Whether this device runs FP8, or emulates it, was decided and said when the run was checked.
+    with fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe, emulate=True):
         output = model(
             input_ids=batch.input_ids.to(device, non_blocking=True),
             position_ids=batch.position_ids.to(device, non_blocking=True) if documents else None,

@@ -1,0 +1,41 @@
+"""Where FP8 units are missing: said once, in high precision, or emulated on request."""
+
+import warnings
+
+import pytest
+import torch
+
+import octavo
+from octavo.fp8 import autocast
+from octavo.kernels import gemm
+
+AMPERE = torch.device("cuda", 7)
+
+
+@pytest.fixture
+def ampere(monkeypatch):
+    """A GPU of compute capability 8.0, as far as the choice of products can see."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(autocast._state, "told", set())
+
+
+def test_a_gpu_without_fp8_units_runs_without_and_says_so_once(ampere):
+    assert not gemm.is_native(AMPERE)
+    with octavo.fp8_autocast():
+        with pytest.warns(UserWarning, match=r"cuda:7 has no FP8 units .*emulate=True"):
+            assert autocast.current_recipe(AMPERE) is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert autocast.current_recipe(AMPERE) is None
+
+
+def test_it_emulates_on_request(ampere):
+    recipe = octavo.recipe.CurrentScaling()
+    with octavo.fp8_autocast(fp8_recipe=recipe, emulate=True):
+        assert autocast.current_recipe(AMPERE) is recipe
+
+
+def test_a_cpu_always_emulates(ampere):
+    recipe = octavo.recipe.CurrentScaling()
+    with octavo.fp8_autocast(fp8_recipe=recipe):
+        assert autocast.current_recipe(torch.device("cpu")) is recipe
