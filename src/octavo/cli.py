@@ -168,7 +168,7 @@ def bench(
     warmup: Annotated[int, typer.Option(min=0, help="Steps before measuring.")] = 5,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="A .json file, or a folder for one file a workload; benchmarks/ when absent."),
+        typer.Option(metavar="PATH", help="A .json file, or a folder for a file a workload."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where to run; a GPU if there is one.")] = None,
     as_json: AsJson = False,

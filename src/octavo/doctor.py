@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from octavo import __version__
 from octavo.hardware import cpu_name, describe_device, driver_version, supports_fp8, system_memory_gib
@@ -250,7 +250,7 @@ def render(found: dict[str, Any], console: Console) -> None:
     for title, text in _facts(found):
         facts.add_row(title, escape(text))
     console.print(facts)
-    packages = Table("package", "version", "for", "status, or what installs it")
+    packages = Table("package", "version", "for", Column("status, or what installs it", overflow="fold"))
     for package in found["packages"]:
         status = package.get("error") or (package["install"] if package["status"] == "missing" else package["status"])
         wanted = "" if package["required"] else " (optional)"

@@ -1,0 +1,50 @@
+"""What the documents say is what the code has."""
+
+import json
+import re
+from pathlib import Path
+
+from octavo.config import RunConfig, known_keys
+from octavo.train.resume import CHANGEABLE
+
+ROOT = Path(__file__).parent.parent
+RUN_FILES = (ROOT / "docs" / "run-files.md").read_text(encoding="utf-8")
+
+
+def test_every_key_is_documented_in_its_section_with_its_meaning():
+    sections = dict(re.findall(r"^## \[(\w+)\]\n(.*?)(?=^## )", RUN_FILES, re.M | re.S))
+    assert set(sections) == set(RunConfig.model_fields)
+    for name in known_keys():
+        section, key = name.split(".")
+        field = RunConfig.model_fields[section].annotation.model_fields[key]
+        row = next(line for line in sections[section].splitlines() if line.startswith(f"| `{key}` "))
+        assert row.endswith(f"| {field.description} |"), name
+        if not field.is_required():
+            default = field.get_default(call_default_factory=True)
+            shown = "none" if default is None else f"`{json.dumps(list(default) if isinstance(default, tuple) else default)}`"
+            assert f"| {shown} |" in row, name
+    assert RUN_FILES.count("\n| `") - len(known_keys()) == 5  # the rows of the run's folder
+
+
+def test_the_keys_that_may_change_are_the_table_of_resume():
+    part = RUN_FILES.split("## Continuing a run")[1].split("## The folder")[0]
+    assert set(re.findall(r"`([a-z_]+\.[a-z0-9_*]+)`", part)) - {"train.steps"} == set(CHANGEABLE)
+
+
+def test_figures_of_the_readme_are_in_benchmarks():
+    rows = json.loads((ROOT / "benchmarks" / "one-gpu-llama-1b.json").read_text())["rows"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for row in rows:
+        figures = (
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['step_ms']:,.0f}",
+            f"{row['tflops']:.0f}",
+            f"{100 * row['mfu']:.1f}%",
+            f"{row['peak_gib']:.1f}",
+        )
+        assert f"{' | '.join(figures)} |" in readme.replace("**", ""), row["entry"]
+    gaps = {
+        row["run"]: row["gap_percent"] for row in json.loads((ROOT / "benchmarks" / "loss-llama-1b.json").read_text())["rows"]
+    }
+    assert f"{gaps['fp8-delayed']:.2f}% above bf16" in readme
+    assert f"summation {gaps['bf16-again']:.2f}%" in readme
