@@ -51,7 +51,7 @@ def test_this_machine_is_plain_json_with_its_versions(found):
     packages = {package["name"]: package for package in found["packages"]}
     for name in ("torch", "transformers", "tokenizers", "datasets", "safetensors", "pydantic"):
         assert packages[name]["status"] == "ok", packages[name]
-    assert packages["torch"]["version"] == torch.__version__
+    assert packages["torch"]["version"] in (torch.__version__, torch.__version__.split("+")[0])
     for name in ("torchao", "transformer-engine", "timm", "trackio"):
         assert packages[name]["install"].startswith("pip install")
 

@@ -19,6 +19,7 @@ _HOME = {
     "save": "octavo.train.checkpoint",
     "load": "octavo.train.checkpoint",
     "export": "octavo.train.export",
+    "clip_grad_norm_": "octavo.train.optimizer",
 }
 _MODULES = {"fp8", "nn", "errors", "config"}
 _ALIASES = {"recipe": "octavo.fp8.recipe"}
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
     from octavo.fp8.autocast import fp8_autocast
     from octavo.train.checkpoint import load, save
     from octavo.train.export import export
+    from octavo.train.optimizer import clip_grad_norm_
     from octavo.transform import describe, transform
 
 __all__ = [
-    "config", "describe", "errors", "export", "fp8", "fp8_autocast", "load", "nn", "recipe", "save", "transform",
+    "clip_grad_norm_", "config", "describe", "errors", "export", "fp8", "fp8_autocast", "load", "nn", "recipe", "save", "transform",
 ]  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Where FP8 units are missing: said once, in high precision, or emulated on request."""
 
+import copy
+import gc
 import warnings
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 import octavo
 from octavo.fp8 import autocast
+from octavo.fp8.scaling import load_state_records, state_records
 from octavo.kernels import gemm
 
 AMPERE = torch.device("cuda", 7)
@@ -39,3 +42,16 @@ def test_a_cpu_always_emulates(ampere):
     recipe = octavo.recipe.CurrentScaling()
     with octavo.fp8_autocast(fp8_recipe=recipe):
         assert autocast.current_recipe(torch.device("cpu")) is recipe
+
+
+def test_a_copy_outlives_its_original():
+    layer = octavo.nn.Linear(16, 16)
+    with octavo.fp8_autocast():
+        layer(torch.randn(4, 16)).sum().backward()
+    twin = copy.deepcopy(layer)
+    records = state_records(layer)
+    del layer
+    gc.collect()
+    assert twin.fp8_state.device == torch.device("cpu")
+    load_state_records(twin, records, octavo.recipe.DelayedScaling())
+    assert all(torch.equal(value, records[name]) for name, value in state_records(twin).items())

@@ -182,11 +182,6 @@ class ModuleState:
         self._weight_name = weight_name
         _register(self)
 
-    def adopt(self, module: nn.Module) -> ModuleState:
-        """Belong to `module` from now on (after a deep copy)."""
-        self._module = weakref.ref(module)
-        return self
-
     @property
     def device(self) -> torch.device | None:
         """Where the module's weight is; None when the module is gone or on the meta device."""
@@ -221,7 +216,9 @@ class ModuleState:
         copy = ModuleState.__new__(ModuleState)
         copy.slots, copy.weight_cache, copy.observed, copy.recipe = {}, None, {}, self.recipe
         copy.skipped = self.skipped
-        copy._module, copy._weight_name = self._module, self._weight_name
+        module = self._module()
+        copy._module = weakref.ref(memo.get(id(module), module)) if module is not None else self._module
+        copy._weight_name = self._weight_name
         for operand, slot in self.slots.items():
             copy.slots[operand] = slot.arena.allocate(float(slot.arena.fp8_max[slot.index]))
             fill(copy.slots[operand], slot.scale, slot.history)
