@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,6 +119,9 @@ def build_model(
     files = None if load_from is None or on_meta else WeightFiles(load_from)
     family, _ = family_of(config)
     if family is None:
+        # A cache serves generation. In training it costs memory, and with one Hugging Face does not see where documents begin.
+        config = copy.deepcopy(config)
+        config.use_cache = False
         with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
             torch.manual_seed(seed)
             model = replace_linears(AutoModelForCausalLM.from_config(config, dtype=params_dtype))

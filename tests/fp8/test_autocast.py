@@ -331,3 +331,25 @@ def test_double_backward_is_refused(recipe, draw):
         y = layer(x)
     with pytest.raises(RuntimeError, match=r"(?i)twice|double|create_graph|second"):
         penalise(y, x)
+
+
+def test_another_format_on_a_live_model_keeps_the_amaxes_and_scales_for_its_own_range():
+    """HYBRID → E4M3 → HYBRID: gradients stay near float32, and the scale fits the format at once."""
+    torch.manual_seed(2)
+    layer, exact = octavo.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+    exact.load_state_dict(layer.state_dict())
+    for name in ("HYBRID", "HYBRID", "E4M3", "E4M3", "HYBRID", "HYBRID"):
+        recipe = octavo.recipe.DelayedScaling(amax_history_len=4, fp8_format=octavo.recipe.Format[name])
+        before = octavo.fp8.inspect(layer) if layer.fp8_state.slots else None
+        x, g = torch.randn(64, 32), torch.randn(64, 32) * 1e-3
+        for module in (layer, exact):
+            module.zero_grad()
+            with octavo.fp8_autocast(fp8_recipe=recipe):
+                module(x).backward(g)
+        if before is not None:
+            error = (layer.weight.grad - exact.weight.grad).norm() / exact.weight.grad.norm()
+            assert error < 0.1, (name, error)
+        state = octavo.fp8.inspect(layer)["grad_output"]
+        assert state["format"] == {"HYBRID": "E5M2", "E4M3": "E4M3"}[name]
+        largest = state["amax_history"].max()
+        assert state["scale"] == torch.tensor({"HYBRID": 57344.0, "E4M3": 448.0}[name]) / largest

@@ -202,3 +202,14 @@ def test_a_model_with_its_own_code_recomputes_without_changing_a_bit(recipe):
     (kept, one), (again, other) = (train(RECIPES.get(recipe), config=NEO, recompute=r) for r in (False, True))
     assert torch.equal(kept, again)
     assert same(weights(one), weights(other))
+
+
+def test_documents_do_not_see_each_other_in_a_model_that_keeps_its_own_code():
+    model = build(NEO).eval()
+    ids = torch.randint(NEO.vocab_size, (1, 12))
+    other = ids.clone()
+    other[:, :5] = torch.randint(NEO.vocab_size, (1, 5))
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with torch.no_grad():
+        one, two = (model(input_ids=i, position_ids=positions).logits[:, 5:] for i in (ids, other))
+    assert torch.equal(one, two)

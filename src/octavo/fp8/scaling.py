@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,10 @@ _arenas: list[Arena] = []
 class Slot:
     """One tensor's place in an arena."""
 
-    def __init__(self, arena: Arena, index: int) -> None:
+    def __init__(self, arena: Arena, index: int, fp8_max: float) -> None:
         self.arena = arena
         self.index = index
+        self.fp8_max = fp8_max
         self.place = torch.tensor([arena.number, index])
         """Where the slot is, for `cast_delayed`: int64 [2] on the CPU."""
 
@@ -85,7 +86,7 @@ class Arena:
             self.history[:, index] = 0
             self.saturated[index] = False
             self.fp8_max[index] = fp8_max
-        slot = Slot(self, index)
+        slot = Slot(self, index, fp8_max)
         weakref.finalize(slot, self._free.append, index)
         return slot
 
@@ -198,16 +199,19 @@ class ModuleState:
             old = self.slots.get(operand)
             arenas = (_backward if operand is Operand.GRAD_OUTPUT else _forward).arenas
             arena = arenas.get((device, policy)) or arenas.setdefault((device, policy), Arena(device, policy))
-            if old is None or old.arena is not arena:
+            if old is None or old.arena is not arena or old.fp8_max != how.format.max:
                 new = arena.allocate(how.format.max)
                 if old is not None:
-                    fill(new, old.scale, old.history)
+                    # The same amaxes in another format: its scale differs by a power of two. An unused one stays 1.
+                    used = (old.history != 0).any()
+                    fill(new, torch.where(used, old.scale * (how.format.max / old.fp8_max), old.scale), old.history)
                 self.slots[operand] = new
 
     def slot(self, operand: Operand, recipe: Recipe, device: torch.device) -> Slot:
         """The slot of an operand, made on first use."""
         slot = self.slots.get(operand)
-        if slot is None or slot.arena.policy != recipe.history or slot.arena.device != device:
+        fp8_max = recipe.casts[operand].format.max
+        if slot is None or slot.fp8_max != fp8_max or slot.arena.policy != recipe.history or slot.arena.device != device:
             torch.compiler.disable(self.prepare)(recipe, device)
             slot = self.slots[operand]
         return slot
@@ -220,7 +224,7 @@ class ModuleState:
         copy._module = weakref.ref(memo.get(id(module), module)) if module is not None else self._module
         copy._weight_name = self._weight_name
         for operand, slot in self.slots.items():
-            copy.slots[operand] = slot.arena.allocate(float(slot.arena.fp8_max[slot.index]))
+            copy.slots[operand] = slot.arena.allocate(slot.fp8_max)
             fill(copy.slots[operand], slot.scale, slot.history)
         _register(copy)
         return copy
@@ -334,25 +338,36 @@ def state_records(model: nn.Module) -> dict[str, Tensor]:
     return records
 
 
+def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
+    """Say whether `load_state_records` can take records of these names; nothing is changed.
+
+    Raises:
+        InputError: a record names a module that this model does not run in FP8, or a module has no weights yet.
+    """
+    states = dict(states_of(model))
+    strangers = sorted({name.rsplit(".", 2)[0] for name in names} - states.keys())
+    if strangers:
+        named = ", ".join(strangers[:3]) + (" …" if len(strangers) > 3 else "")
+        raise InputError(
+            f"the checkpoint has FP8 state for {named}, which this model does not run in FP8."
+            " Use the fp8 settings of the run that saved it (fp8.skip, fp8.enabled)."
+        )
+    for name, state in states.items():
+        if state.device is None:
+            raise InputError(f"{name} has no weights yet: materialise the model before its FP8 state is loaded.")
+
+
 def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: Recipe) -> None:
     """Put records from `state_records` back, for the modules that run in FP8 under `recipe`.
 
     Raises:
-        InputError: a record names a module that this model does not run in FP8.
+        InputError: as `check_state_records`, before anything is changed.
     """
+    check_state_records(model, records)
     flush()
-    states = dict(states_of(model))
-    strangers = sorted({key.rsplit(".", 2)[0] for key in records} - states.keys())
-    if strangers:
-        names = ", ".join(strangers[:3]) + (" …" if len(strangers) > 3 else "")
-        raise InputError(
-            f"the checkpoint has FP8 state for {names}, which this model does not run in FP8."
-            " Use the fp8 settings of the run that saved it (fp8.skip, fp8.enabled)."
-        )
-    for name, state in states.items():
+    for name, state in states_of(model):
         device = state.device
-        if device is None:
-            raise InputError(f"{name} has no weights yet: materialise the model before its FP8 state is loaded.")
+        assert device is not None
         state.prepare(recipe, device)
         for operand, slot in state.slots.items():
             key = f"{name}.{operand.value}"
