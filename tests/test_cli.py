@@ -1,6 +1,7 @@
 """The command line: what a mistake is answered with, what each command prints, what `--help` costs."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -65,7 +66,10 @@ KEYS = {
     "a sequence beyond the positions": (["data.sequence_length=4096"], ["4096", "at most 2048"]),
     "a tracker that is not installed": (["log.trackers=['wandb']"], ["'wandb'", "pip install 'octavo[wandb]'"]),
     "a corpus that is not there": (["data.source=nowhere.jsonl"], ["nowhere.jsonl"]),
-    "a vocabulary that is too small": (["model.config.vocab_size=256"], ["vocab", "model.config.vocab_size"]),
+    "a pattern that matches no file": (["data.source=./*.jsonl"], ["./*.jsonl", "matches no file"]),
+    "a vocabulary that is too small": (["model.config.vocab_size=256"], ["data.vocab_size = 300", "model.config.vocab_size"]),
+    "pretrained weights of a built-in shape": (["model.load=true", "model.config={}"], ["model.load", "built-in shape"]),
+    "a margin beyond float32": (["fp8.margin=200"], ["fp8.margin = 200", "64"]),
 }
 
 
@@ -75,6 +79,109 @@ def test_a_wrong_key_is_one_message_and_exit_2(refused, kind):
     message = refused(*overrides)
     for word in words:
         assert word in message
+
+
+FOUND_EARLY = (
+    "a corpus that is not there",
+    "a pattern that matches no file",
+    "a vocabulary that is too small",
+    "pretrained weights of a built-in shape",
+)
+
+
+@pytest.mark.parametrize("kind", FOUND_EARLY)
+def test_a_dry_run_finds_it_too_and_a_run_before_it_prepares_data(refused, monkeypatch, kind):
+    def prepare(*_, **__):
+        raise AssertionError("data is prepared")
+
+    monkeypatch.setattr("octavo.train.loop.prepare", prepare)
+    overrides, words = KEYS[kind]
+    for more in ([], ["--dry-run"]):
+        message = refused(*overrides, f"data.folder={refused.run.folder / 'fresh'}", *more)
+        assert all(word in message for word in words)
+
+
+def test_a_tokenizer_folder_with_more_ids_than_the_model_is_found_before_tokenising(refused, tmp_path):
+    from octavo.data.tokenizer import train
+
+    made = train(["some words to learn from, and some more words"] * 9, 280)
+    made.save(tmp_path / "tokenizer")
+    message = refused(f"data.tokenizer={tmp_path / 'tokenizer'}", "model.config.vocab_size=270", "--dry-run")
+    assert f"token ids up to {made.vocab_size - 1}" in message
+    assert f"model.config.vocab_size to at least {made.vocab_size}" in message
+
+
+def test_a_vocabulary_to_learn_is_no_matter_where_none_is_learned(tiny_run, tmp_path, capsys):
+    """A corpus of token ids trains no tokenizer, and data that is there may have fewer ids than were asked for."""
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text((json.dumps({"input_ids": [1, 2, 3] * 30}) + "\n") * 20)
+    run = tiny_run()
+    dry = ["train", str(run.file), "--dry-run", f"data.folder={tmp_path / 'data'}", "data.vocab_size=9999"]
+    assert main([*dry, f"data.source={ids}"]) == 0
+    (tmp_path / "few.txt").write_text("abc " * 3000)
+    few = f"data.source={tmp_path / 'few.txt'}"
+    assert main([*dry, few]) == 2
+    assert main(["prepare", *dry[1:2], *dry[3:], few]) == 0
+    assert main([*dry, few]) == 0
+    capsys.readouterr()
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A Hugging Face model folder whose vocabulary fits the tiny run."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def loads_from(source):
+    return lambda text: f'[model]\nsource = "{source}"\nload = true\n' + text[text.index("[data]") :]
+
+
+def test_weights_of_another_shape_are_found_from_the_headers(refused, model_folder, capsys):
+    path = model_folder / "config.json"
+    path.write_text(path.read_text().replace('"intermediate_size": 64', '"intermediate_size": 96'))
+    capsys.readouterr()
+    message = refused("--dry-run", edit=loads_from(model_folder))
+    assert "model.layers.0.mlp." in message
+    assert "(64, 32)" in message
+    assert "(96, 32)" in message
+
+
+def test_weights_by_an_id_come_from_the_cache_without_a_network(tiny_run, model_folder, tmp_path):
+    cached = tmp_path / "cache" / "models--owner--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    snapshot = cached / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir()
+    model_folder.rename(snapshot)
+    run = tiny_run(steps=2)
+    run.file.write_text(loads_from("owner/tiny")(run.file.read_text()))
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "octavo.cli", "train", str(run.file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_weights_that_cannot_be_fetched_are_explained(monkeypatch, tmp_path):
+    from octavo.errors import InputError
+    from octavo.models.weights import weights_folder
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(InputError, match=r"'owner/none'.*could not be fetched.*hf download owner/none"):
+        weights_folder("owner/none")
+    cached = tmp_path / "models--owner--bare"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    (cached / "snapshots" / ("0" * 40) / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"'owner/bare'.*no \.safetensors file.*hf download owner/bare"):
+        weights_folder("owner/bare")
 
 
 def test_all_faults_of_a_file_are_told_at_once(refused):
@@ -143,6 +250,8 @@ def test_an_output_that_is_no_folder(refused, tmp_path):
 def test_several_ranks(refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "WORLD_SIZE = 2" in refused()
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    assert "WORLD_SIZE = 'x'" in refused()
 
 
 @pytest.mark.parametrize(
@@ -152,6 +261,7 @@ def test_several_ranks(refused, monkeypatch):
         (["train"], ["Missing argument"]),
         (["train", "x.toml", "--dry-rum"], ["No such option"]),
         (["bench", "two-gpus"], ["unknown benchmark suite 'two-gpus'"]),
+        (["train", "."], ["'.' is a folder", "Give the path of a TOML file"]),
         (["export", "nowhere", "--to", "x"], ["'nowhere' is not the folder of a run"]),
         (["export", ".", "--to", "x"], ["is not the folder of a run"]),
     ],
@@ -166,10 +276,36 @@ def test_a_wrong_command_line_is_exit_2(arguments, words, tmp_path, monkeypatch,
     assert tree(tmp_path) == []
 
 
+def fail_with(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
 def test_an_unforeseen_fault_keeps_its_traceback(tiny_run, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "many")
-    with pytest.raises(ValueError, match="many"):
-        main(["train", str(tiny_run().file)])
+    monkeypatch.setattr("octavo.train.setup.check", fail_with(ValueError("unforeseen")))
+    with pytest.raises(ValueError, match="unforeseen"):
+        main(["train", str(tiny_run().file), "--dry-run"])
+
+
+def test_an_export_to_a_place_that_cannot_be_made_is_one_message(tiny_run, tmp_path, capsys):
+    run = tiny_run(steps=2)
+    assert main(["train", str(run.file)]) == 0
+    capsys.readouterr()
+    (tmp_path / "file").write_text("mine")
+    for to in ("/proc/nope", str(tmp_path / "file" / "inner")):
+        assert main(["export", str(run.output), "--to", to]) == 2
+        err = capsys.readouterr().err
+        assert to in err
+        assert err.count("\n") == 1
+
+
+def test_a_fault_of_the_machine_is_one_line_and_exit_1(tiny_run, monkeypatch, capsys):
+    fault = OSError(28, "No space left on device", "/full/disk")
+    monkeypatch.setattr("octavo.train.setup.check", fail_with(fault))
+    assert main(["train", str(tiny_run().file), "--dry-run"]) == 1
+    assert capsys.readouterr().err == "octavo: [Errno 28] No space left on device: '/full/disk'\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -184,6 +184,22 @@ def test_a_file_that_is_not_text_is_named(run_file):
     assert str(run_file) in message(RunConfig.from_file, run_file)
 
 
+def test_a_margin_is_bounded():
+    for margin in (-64, 64):
+        assert RunConfig.from_dict(values(fp8__margin=margin)).fp8.margin == margin
+    for margin in (-65, 65):
+        assert f"fp8.margin = {margin}" in message(RunConfig.from_dict, values(fp8__margin=margin))
+
+
+def test_keys_without_effect_under_a_recipe_say_so_and_are_no_mistake():
+    """A preset's history stays in the file when the command line asks for another recipe."""
+    assert RunConfig.from_dict(values(fp8__recipe="rowwise", fp8__amax_history_len=32)).fp8.recipe == "rowwise"
+    fields = RunConfig.model_fields["fp8"].annotation.model_fields
+    for key in ("amax_history_len", "amax_compute_algo", "margin"):
+        assert fields[key].description.endswith("(delayed scaling only).")
+    assert fields["format"].description.endswith("(delayed and current scaling only).")
+
+
 def test_a_missing_file_is_answered_with_the_nearest(run_file, tmp_path):
     said = message(RunConfig.from_file, tmp_path / "my-rum.toml")
     assert str(tmp_path / "my-rum.toml") in said
@@ -191,7 +207,10 @@ def test_a_missing_file_is_answered_with_the_nearest(run_file, tmp_path):
     said = message(RunConfig.from_file, tmp_path / "none" / "x.toml")
     assert "does not exist" in said
     assert "Did you mean" not in said
-    assert "does not exist" in message(RunConfig.from_file, tmp_path)
+    said = message(RunConfig.from_file, tmp_path)
+    assert f"is a folder. Did you mean {run_file}?" in said
+    run_file.rename(tmp_path / "pyproject.toml")
+    assert "Did you mean" not in message(RunConfig.from_file, tmp_path)
 
 
 @pytest.mark.parametrize(

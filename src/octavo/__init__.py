@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from octavo.transform import describe, transform
 
 __all__ = [
-    "clip_grad_norm_", "config", "describe", "errors", "export", "fp8", "fp8_autocast", "load", "nn", "recipe", "save", "transform",
+    "clip_grad_norm_", "config", "describe", "errors", "export", "fp8", "fp8_autocast", "load", "nn", "recipe", "save",
+    "transform",
 ]  # fmt: skip
 
 

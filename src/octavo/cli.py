@@ -8,6 +8,7 @@ go to stderr. Exit codes are those of `octavo.errors`.
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -49,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OctavoError as error:
         sys.stderr.write(f"octavo: {error}\n")
         return error.exit_code
+    except OSError as error:  # a full disk, a folder without permission: the machine's fault, and no traceback explains it
+        sys.stderr.write(f"octavo: {' '.join(str(error).split())}\n")
+        return EXIT_FAILED
     return 0
 
 
@@ -138,9 +142,11 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare the losses of runs of the same steps, such as FP8 beside bf16."""
+    from octavo.report.compare import check_picture, draw, lines
     from octavo.report.compare import compare as side_by_side
-    from octavo.report.compare import draw, lines
 
+    if plot is not None:
+        check_picture(plot)
     found = side_by_side(runs, last=last)
     if plot is not None:
         draw(found, plot)
@@ -212,7 +218,18 @@ def _console(*, stderr: bool) -> Console:
 
 def _print(result: dict[str, Any] | list[str]) -> None:
     """One JSON document, or lines."""
-    print(json.dumps(result, indent=2) if isinstance(result, dict) else "\n".join(result))
+    print(json.dumps(_plain(result), indent=2, allow_nan=False) if isinstance(result, dict) else "\n".join(result))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no number for, as metrics.jsonl writes it: "NaN", "Infinity", "-Infinity"."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 if __name__ == "__main__":

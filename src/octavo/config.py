@@ -11,7 +11,6 @@ answered in milliseconds, before data or a GPU is touched. `octavo.launch` reads
 from __future__ import annotations
 
 import tomllib
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,13 +97,21 @@ class Fp8Config(Section):
     """Which products run in 8-bit floating point, and with which scales."""
 
     enabled: bool | Literal["auto"] = Field(
-        "auto", description='true, false, or "auto": where the device multiplies FP8 (a CPU emulates it, exactly).'
+        "auto",
+        description='true and "auto": FP8 where the device multiplies it (a CPU emulates it, exactly), and none on a GPU that '
+        "does not, unless `emulate`; false: none.",
     )
     recipe: Literal["delayed", "current", "rowwise", "block"] = Field("delayed", description="How scales are chosen.")
-    format: Literal["HYBRID", "E4M3"] = Field("HYBRID", description="HYBRID: E4M3 forward, E5M2 for gradients.")
-    amax_history_len: int = Field(1024, ge=1, description="Steps that a delayed scale looks back on.")
-    amax_compute_algo: Literal["max", "most_recent"] = Field("max", description="What a delayed scale takes from its history.")
-    margin: int = Field(0, description="Powers of two that a delayed scale stays below the format's maximum.")
+    format: Literal["HYBRID", "E4M3"] = Field(
+        "HYBRID", description="HYBRID: E4M3 forward, E5M2 for gradients (delayed and current scaling only)."
+    )
+    amax_history_len: int = Field(1024, ge=1, description="Steps that a scale looks back on (delayed scaling only).")
+    amax_compute_algo: Literal["max", "most_recent"] = Field(
+        "max", description="What a scale takes from its history (delayed scaling only)."
+    )
+    margin: int = Field(
+        0, ge=-64, le=64, description="Powers of two that a scale stays below the format's maximum (delayed scaling only)."
+    )
     skip: list[str] = Field(default_factory=list, description="Patterns of module names that stay out of FP8 (`fnmatch`).")
     emulate: bool = Field(False, description="On a GPU without FP8 products, compute FP8's numbers slowly instead of bf16.")
 
@@ -188,6 +195,12 @@ class RunConfig(Section):
             InputError: the file is missing, is not TOML, or says something that is not in the schema.
         """
         path = Path(path)
+        if path.is_dir():
+            inside = sorted(file for file in path.glob("*.toml") if file.name != "pyproject.toml")
+            hint = f" Did you mean {inside[0]}?" if inside else ""
+            raise InputError(
+                f"run file {str(path)!r} is a folder.{hint} Give the path of a TOML file, such as presets/demo.toml."
+            )
         if not path.is_file():
             siblings = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
             guess = nearest(path.name, siblings)
@@ -292,8 +305,6 @@ def _describe(cls: type[BaseModel], loc: tuple[int | str, ...]) -> str:
 def _fields(annotation: Any) -> dict[str, Any]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return dict(annotation.model_fields)
-    if isinstance(annotation, types.UnionType):
-        return {k: v for inner in typing.get_args(annotation) for k, v in _fields(inner).items()}
     return {}
 
 

@@ -124,7 +124,7 @@ def build_model(
         config.use_cache = False
         with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
             torch.manual_seed(seed)
-            model = replace_linears(AutoModelForCausalLM.from_config(config, dtype=params_dtype))
+            model = replace_linears(AutoModelForCausalLM.from_config(config, dtype=params_dtype, trust_remote_code=False))
         skip_modules(model, skip)
         if files is not None:
             load_weights(model, files)

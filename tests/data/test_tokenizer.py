@@ -1,6 +1,7 @@
 """A trained tokenizer loses nothing and is one of Hugging Face's; others encode as transformers does."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -166,3 +167,27 @@ def test_a_tokenizer_that_cannot_be_loaded_is_explained(tmp_path, name, parts):
         tokenizer.load(name.format(tmp_path))
     for part in parts:
         assert part.format(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("light", [True, False])
+def test_a_folder_with_python_code_is_refused_and_its_code_never_runs(tmp_path, light):
+    """In a process whose stdin says yes: transformers would ask there whether to run the code."""
+    folder, mark = _word_tokenizer(tmp_path / "t") if light else tmp_path / "t", tmp_path / "mark"
+    folder.mkdir(exist_ok=True)
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if not light:
+        (folder / "tokenizer.json").write_text("{}")
+    (folder / "own.py").write_text(
+        f"open({str(mark)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizer\nclass Own(PreTrainedTokenizer): ...\n"
+    )
+    program = (
+        "import sys; from octavo.data import tokenizer; from octavo.errors import InputError\n"
+        "try:\n    tokenizer.load(sys.argv[1])\nexcept InputError as error:\n    print('refused:', error)\n"
+    )
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(command, input="y\n" * 3, capture_output=True, text=True, check=True, env=environment)
+    assert not mark.exists()
+    assert done.stdout.startswith("refused: data.tokenizer = ")
+    assert "Python code of its own" in done.stdout

@@ -77,6 +77,12 @@ def test_an_override_that_makes_no_model_is_refused(overrides, words):
     refused(("model.config", *words), "llama-tiny", overrides)
 
 
+def test_python_files_that_a_config_names_are_forgotten(tmp_path):
+    llama_config(auto_map={"AutoModelForCausalLM": "own.Own"}).save_pretrained(tmp_path)
+    assert "auto_map" in (tmp_path / "config.json").read_text()
+    assert not hasattr(load_config(str(tmp_path)), "auto_map")
+
+
 def test_a_folder_without_config_is_named(tmp_path):
     refused((str(tmp_path), "config.json"), str(tmp_path))
 

@@ -12,6 +12,7 @@ from octavo.errors import EXIT_INPUT, InputError
 from octavo.models import weights
 from octavo.models.weights import (
     WeightFiles,
+    check_weights,
     family_of,
     from_hugging_face,
     hugging_face_names,
@@ -242,3 +243,23 @@ def test_layers_are_not_confused_when_there_are_more_than_ten(source):
     theirs, folder = source(num_hidden_layers=12)
     ids = tokens(1, 7)
     torch.testing.assert_close(build(theirs.config, folder)(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"hidden_act": "gelu"}])
+def test_headers_are_held_against_a_model_without_memory(source, changes):
+    model, folder = source(**changes)
+    on_meta = build(model.config, device="meta")
+    check_weights(on_meta, WeightFiles(folder))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name][:-1].clone()}, folder / "model.safetensors", {"format": "pt"})
+    refused((name, "have shape", "the config asks for"), check_weights, on_meta, WeightFiles(folder))
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    refused(f"no weight {name!r}", check_weights, on_meta, WeightFiles(folder))
+
+
+def test_a_folder_for_weights_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    to = tmp_path / "file" / "inner"
+    refused((str(to), "cannot be made", "another folder"), write_pretrained, {}, llama_config(), to)

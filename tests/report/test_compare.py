@@ -10,9 +10,9 @@ from octavo.errors import InputError
 from octavo.report.compare import compare, draw, lines
 
 
-def run(folder, losses, speed=10.0):
+def run(folder, losses, speed=10.0, first=1):
     folder.mkdir()
-    records = [{"step": i + 1, "loss": loss, "tokens_per_second": speed} for i, loss in enumerate(losses)]
+    records = [{"step": i + first, "loss": loss, "tokens_per_second": speed} for i, loss in enumerate(losses)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
@@ -54,3 +54,44 @@ def test_too_few_steps_names_the_shortest(tmp_path):
 def test_no_run(tmp_path):
     with pytest.raises(InputError, match=r"no metrics\.jsonl"):
         compare([tmp_path], last=1)
+
+
+def test_a_run_beside_itself_is_two_rows(tmp_path):
+    folder = run(tmp_path / "a", [3.0, 2.0])
+    found = compare([folder, folder], last=1)
+    assert [(row["run"], row["gap_percent"]) for row in found["rows"]] == [("a", 0.0), ("a", 0.0)]
+
+
+def test_losses_are_compared_at_the_same_steps(tmp_path):
+    whole = run(tmp_path / "whole", [9.0, 4.0, 2.0, 1.0])
+    late = run(tmp_path / "late", [4.4, 2.2, 1.1, 0.5], first=2)
+    found = compare([whole, late], last=2)
+    assert (found["steps"], found["numbers"]) == (3, [2, 3, 4])
+    assert [row["losses"] for row in found["rows"]] == [[4.0, 2.0, 1.0], [4.4, 2.2, 1.1]]
+    assert math.isclose(found["rows"][1]["gap_percent"], 10.0)
+    assert "steps 3 to 4" in lines(found)[0]
+    draw(found, tmp_path / "curves.svg")
+    with pytest.raises(InputError, match=r"no step in common: .*whole has steps 1 to 4, .*later has steps 7 to 7"):
+        compare([whole, run(tmp_path / "later", [1.0], first=7)], last=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("x.foo", ".foo is no known picture"), ("no/x.png", "no folder"), ("x", "no suffix")]
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_any_work(tmp_path, capsys, name, word):
+    assert main(["compare", str(tmp_path / "not looked at"), "--plot", str(tmp_path / name)]) == 2
+    err = capsys.readouterr().err
+    assert word in err
+    assert err.count("\n") == 1
+
+
+def test_json_of_a_run_that_diverged_is_valid(tmp_path, capsys):
+    folder = run(tmp_path / "a", [3.0, math.nan])
+    assert main(["compare", str(folder), "--last", "1", "--json"]) == 0
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    row = json.loads(capsys.readouterr().out, parse_constant=refuse)["rows"][0]
+    assert row["losses"] == [3.0, "NaN"]
+    assert row["gap_percent"] == "NaN"

@@ -1,15 +1,19 @@
 """Checkpoints: every bit comes back, damage of each kind is found, and a full disk costs nothing."""
 
+import copy
 import json
+import os
 import random
 import re
 import resource
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import octavo
@@ -326,8 +330,144 @@ def test_saving_over_a_checkpoint_replaces_it_and_over_anything_else_is_refused(
 def test_a_replacement_killed_between_its_renames_is_found_again(tmp_path):
     model, _ = trained()
     save(tmp_path / "c", model, turn=1)
-    (tmp_path / "c").rename(tmp_path / ".tmp-old-c")
+    interrupt_replacement(tmp_path, model)
+    assert load(tmp_path / "c", model) == {"turn": 2}
+    save(tmp_path / "c", model, turn=3)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def interrupt_replacement(folder, model):
+    """The state after a kill between the two renames of a replacement: turn 1 is aside, turn 2 has no name yet."""
+    save(folder / "c", model, turn=2)
+    (folder / "c").rename(folder / ".tmp-c-999999999")
+    save(folder / "elsewhere" / "c", model, turn=1)
+    (folder / "elsewhere" / "c").rename(folder / ".tmp-old-c")
+    (folder / "elsewhere").rmdir()
+
+
+def test_what_an_interrupted_save_left_goes_with_the_next_one_and_never_loses_the_last_whole(tmp_path, monkeypatch):
+    model, _ = trained()
+    interrupt_replacement(tmp_path, model)
+    monkeypatch.setattr(manifest, "write_manifest", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "c", model, turn=3)
+    monkeypatch.undo()
+    assert load(tmp_path / "c", model) == {"turn": 2}
+    (tmp_path / ".tmp-c-999999998").mkdir()
+    (tmp_path / f".tmp-c-{os.getpid()}").mkdir()
+    (tmp_path / ".tmp-c-1").mkdir()  # of a process that runs
+    (tmp_path / ".tmp-c-b-999999998").mkdir()  # of another checkpoint
+    save(tmp_path / "c", model, turn=4)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".tmp-c-1", ".tmp-c-b-999999998", "c"]
+
+
+def interrupted(*args):
+    raise KeyboardInterrupt
+
+
+def test_a_replacement_that_fails_between_its_renames_puts_the_old_one_back(tmp_path, monkeypatch):
+    model, _ = trained()
+    save(tmp_path / "c", model, turn=1)
+    rename = Path.rename
+
+    def fails(self, target):
+        if self.name.startswith(".tmp-c-"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "c", model, turn=2)
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
     assert load(tmp_path / "c", model) == {"turn": 1}
+
+
+def test_a_deleted_checkpoint_stays_deleted(tmp_path):
+    model, _ = trained()
+    save(tmp_path / "c", model, turn=1)
+    (tmp_path / "c").rename(tmp_path / ".tmp-old-c")
+    save(tmp_path / "elsewhere", model, turn=2)
+    (tmp_path / "elsewhere").rename(tmp_path / "c")  # killed after both renames, before the old one was removed
+    shutil.rmtree(tmp_path / "c")
+    with pytest.raises(InputError, match="there is no checkpoint"):
+        load(tmp_path / "c", model)
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps its count as a number, as optimizers outside of torch do."""
+
+    def __init__(self, params, **first):
+        super().__init__(params, {"lr": 0.1})
+        self.first = first
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(copy.deepcopy(self.first))
+                state["step"] = state.get("step", 0) + 1
+
+
+def test_numbers_that_an_optimizer_keeps_come_back(tmp_path):
+    model = nn.Linear(2, 3)
+    optimizer = Counting(model.parameters(), mean=0.1, best=float("-inf"), warm=True, last=None, sum=torch.ones(2))
+    optimizer.step()
+    optimizer.step()
+    save(tmp_path / "c", model, optimizer)
+    other = nn.Linear(2, 3)
+    fresh = Counting(other.parameters())
+    load(tmp_path / "c", other, fresh)
+    for parameter in other.parameters():
+        state = fresh.state[parameter]
+        assert torch.equal(state.pop("sum"), torch.ones(2))
+        assert state == {"step": 2, "mean": 0.1, "best": float("-inf"), "warm": True, "last": None}
+        assert type(state["step"]) is int
+        assert state["warm"] is True
+    half = Counting([other.weight])
+    with pytest.raises(InputError, match="a parameter that the optimizer does not hold"):
+        ck.restore(rewritten(tmp_path / "c", {"sum"}), other, half)
+
+
+def rewritten(path, without):
+    """A checkpoint without some of the optimizer's tensors; not whole any more."""
+    file = shard(path)
+    with safe_open(file, "pt") as opened:
+        header = opened.metadata()
+    kept = {n: t for n, t in load_file(file).items() if n.split(".")[1] not in without}
+    save_file(kept, file, metadata=header)
+    return path
+
+
+@pytest.mark.parametrize("value", [[torch.ones(1)], "text", {"a": 1}], ids=lambda value: type(value).__name__)
+def test_what_cannot_be_kept_of_an_optimizer_is_refused_rather_than_lost(tmp_path, value):
+    model = nn.Linear(2, 3)
+    optimizer = Counting(model.parameters(), odd=value)
+    optimizer.step()
+    with pytest.raises(InputError, match=f"the optimizer's state 'odd' of weight is of type {type(value).__name__}"):
+        save(tmp_path / "c", model, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+def test_fp8_state_of_modules_that_do_not_run_in_fp8_is_refused_before_anything_is_changed(tmp_path):
+    def fresh(seed, fp8):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+        model = transform(model, dtype=torch.float32) if fp8 else model
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    model, optimizer = fresh(0, fp8=True)
+    with fp8_autocast(enabled=True, fp8_recipe=RECIPES["delayed"]):
+        loss = model(torch.randn(16, 32)).square().mean()
+    loss.backward()
+    optimizer.step()
+    save(tmp_path / "c", model, optimizer)
+    other, other_optimizer = fresh(1, fp8=False)
+    before = {name: tensor.clone() for name, tensor in ck.collect(other, other_optimizer).items()}
+    with pytest.raises(InputError, match="FP8 state for 0, 2, which this model does not run in FP8"):
+        load(tmp_path / "c", other, other_optimizer)
+    same(ck.collect(other, other_optimizer), before)
 
 
 def test_a_newer_format_is_refused_rather_than_taken_for_damage(tmp_path):

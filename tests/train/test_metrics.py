@@ -2,11 +2,14 @@
 
 import json
 import math
+import resource
 import struct
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.errors import OctavoError
 from octavo.train.metrics import MetricsFile, cut, encode, read_metrics
 
 
@@ -71,3 +74,19 @@ def test_a_cut_to_zero_empties_the_file_and_an_absent_one_stays_absent(tmp_path)
     write(path, [1, 2])
     cut(path, 0)
     assert path.read_bytes() == b""
+
+
+def test_a_full_disk_is_one_message_and_the_lines_before_it_are_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    file.append({"step": 1, "loss": 1.0})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, hard))  # the next line fits in part
+    try:
+        with pytest.raises(OctavoError, match=r"metrics.jsonl could not be written: .* The last checkpoint is intact") as error:
+            file.append({"step": 2, "loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    file.close()
+    assert error.value.exit_code == 1
+    assert [r["step"] for r in read_metrics(path)] == [1]

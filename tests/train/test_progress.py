@@ -1,6 +1,7 @@
 """What a person sees: a live line on a terminal, plain lines elsewhere, and nothing that is not known."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -12,12 +13,12 @@ def record(step, **more):
     return {"step": step, "loss": 2.5, "tokens_per_second": 12345.6, "memory_gib": 1.25, "step_seconds": 0.5, **more}
 
 
-def shown(terminal, every=1, steps=10):
+def shown(terminal, every=1, steps=10, width=160, **more):
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=160)
+    console = Console(file=out, force_terminal=terminal, width=width)
     with StepProgress(console, label="delayed", steps=steps, done=0, every=every) as progress:
         for step in range(1, steps + 1):
-            progress.step(record(step))
+            progress.step(record(step, **more))
     return out.getvalue()
 
 
@@ -49,3 +50,14 @@ def test_on_a_terminal_one_line_is_redrawn():
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05")])
 def test_a_duration(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("width", [40, 80, 109, 110])
+def test_a_narrow_terminal_shows_every_field_and_leaves_out_the_bar(width):
+    known = {"tflops": 0.01234, "mfu": 0.4321, "validation_loss": 3.0, "perplexity": 20.0855}
+    text = shown(terminal=True, width=width, **known)
+    last = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", text[text.rindex("10/10") - 20 :])
+    assert "…" not in last
+    words = " ".join(last.split())
+    assert " ".join(format_step(record(10, **known), 10, 0.5).split()) in words
+    assert ("━" in last) == (width >= 110)

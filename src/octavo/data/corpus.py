@@ -32,11 +32,13 @@ class Source:
     Attributes:
         files: the files that it reads, in order; empty for a data set of the Hub, whose files Octavo does not manage.
         documents: reads it from the start.
+        plain: whether Octavo reads the files itself, one after another.
     """
 
     name: str
     files: tuple[Path, ...]
     documents: Callable[[], Iterator[Document]]
+    plain: bool = False
 
 
 class Corpus:
@@ -47,10 +49,7 @@ class Corpus:
     """
 
     def __init__(self, config: DataConfig) -> None:
-        names = [config.source] if isinstance(config.source, str) else config.source
-        if not names:
-            raise InputError('data.source = []: name at least one source, such as "python:docstrings".')
-        self.sources = [_find(name, config) for name in names]
+        self.sources = [_find(name, config) for name in _names(config)]
 
     @property
     def files(self) -> list[Path]:
@@ -62,12 +61,48 @@ class Corpus:
             yield from source.documents()
 
 
+def check_sources(config: DataConfig) -> None:
+    """Refuse a `data.source` that cannot be found; milliseconds, since nothing is read and no Python file is listed.
+
+    Raises:
+        InputError: as `Corpus`.
+    """
+    for name in _names(config):
+        if name not in _PYTHON:
+            _find(name, config)
+
+
+def holds_text(config: DataConfig) -> bool | None:
+    """Whether the first document is text and not token ids; None where that would need a data set to be loaded.
+
+    Raises:
+        InputError: the first document cannot be used.
+    """
+    name = _names(config)[0]
+    if name in _PYTHON:
+        return True
+    source = _find(name, config)
+    if not source.plain:
+        return None
+    if source.files[0].suffix == ".txt":
+        return True
+    first = next(source.documents(), None)
+    return None if first is None else first.text is not None
+
+
 def identity(name: str) -> str:
     """What a source is called independently of the current folder: part of the name under which prepared data is kept."""
     if name in _PYTHON:
         return f"{name}@{python_source.interpreter()}"  # two interpreters that share a data folder have different sources
     path = Path(name).expanduser()
     return str(path.absolute()) if path.exists() or _is_glob(name) or _looks_local(name) else name
+
+
+def _names(config: DataConfig) -> list[str]:
+    names = [config.source] if isinstance(config.source, str) else config.source
+    if not names:
+        raise InputError('data.source = []: name at least one source, such as "python:docstrings".')
+    return names
 
 
 def _find(name: str, config: DataConfig) -> Source:
@@ -105,7 +140,7 @@ def _files(name: str, files: list[Path], config: DataConfig) -> Source:
         for path in files:
             yield from readers.BY_SUFFIX[path.suffix](path, config.text_field)
 
-    return Source(name, tuple(files), documents)
+    return Source(name, tuple(files), documents, plain=True)
 
 
 def _folder(path: Path, config: DataConfig) -> Source:

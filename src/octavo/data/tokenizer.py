@@ -125,8 +125,14 @@ def load(name: str) -> Encoder:
     try:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(str(folder or name))
+        # False, not absent: transformers would otherwise ask on stdin whether to run the folder's code, and a pipe may say yes
+        tokenizer = AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=False)
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"data.tokenizer = {name!r} brings Python code of its own, which Octavo never runs. Give a tokenizer that "
+                'needs none (a folder with a tokenizer.json), or "train".'
+            ) from None
         reason = (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(".")
         raise InputError(
             f"data.tokenizer = {name!r} cannot be loaded: {type(error).__name__}: {reason}. Give a folder with a "
@@ -162,6 +168,13 @@ def check(name: str) -> Path | None:
             f'data.tokenizer = {name!r} is not a folder.{hint} Give a tokenizer\'s folder, an id of the Hub, or "train".'
         )
     return None
+
+
+def local_vocab_size(name: str) -> int | None:
+    """One more than the largest id of a local tokenizer, where its tokenizer.json says so; None for every other name."""
+    folder = None if name == "train" else check(name)
+    light = _load_light(folder) if folder is not None else None
+    return light.vocab_size if light is not None else None
 
 
 def tokenizer_files(name: str) -> list[Path]:

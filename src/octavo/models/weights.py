@@ -74,12 +74,41 @@ def _read_config(source: str) -> Any:
             raise InputError(f"model.source = {source!r} does not exist. Built-in shapes: {', '.join(SHAPES)}.")
         raise unknown("model", source, SHAPES, key="model.source (a folder or id of Hugging Face works too)")
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InputError(
             f"model.source = {source!r} could not be read: {_first_line(error)} Give a folder on disk, or a built-in shape: "
             f"{', '.join(SHAPES)}."
         ) from None
+    config.__dict__.pop("auto_map", None)  # names Python files of the source, which transformers would offer to run
+    return config
+
+
+def weights_folder(source: str) -> Path:
+    """The local folder that holds the weights of a model folder or of an id of the Hub, which is downloaded if need be.
+
+    Raises:
+        InputError: `source` is a built-in shape, or the weights can neither be reached nor are in the local cache.
+    """
+    if source in SHAPES:
+        raise InputError(
+            f"model.load = true, but model.source = {source!r} is a built-in shape, which has no weights: set model.load = "
+            "false for random ones, or give a Hugging Face folder or id as model.source."
+        )
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    remedy = f"Run `hf download {source}` where there is a network, or give a folder on disk as model.source."
+    try:
+        folder = Path(snapshot_download(source, allow_patterns=["*.safetensors", _INDEX, "*.json"]))
+    except Exception as error:  # huggingface_hub raises its own types, and those of the HTTP library below it
+        raise InputError(
+            f"model.source = {source!r}: the weights could not be fetched: {_first_line(error)} {remedy}"
+        ) from None
+    if not any(folder.glob("*.safetensors")):
+        raise InputError(f"model.source = {source!r}: no .safetensors file is there or in the local cache. {remedy}")
+    return folder
 
 
 def _first_line(error: Exception) -> str:
@@ -168,19 +197,26 @@ class WeightFiles:
             hint = f" {pickled.name} is a pickle, which Octavo never opens: convert it to safetensors." if pickled else ""
             raise InputError(f"{self.folder} has no .safetensors files.{hint}")
         self.where: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             if not (self.folder / file).is_file():
                 raise InputError(f"{self.folder / file} is missing, though {_INDEX} names it: copy the whole model folder.")
             try:
                 with safe_open(self.folder / file, "pt") as opened:
                     self.where.update(dict.fromkeys(opened.keys(), file))
+                    self.shapes.update((name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys())  # noqa: SIM118
             except SafetensorError as error:
                 raise InputError(f"{self.folder / file} is damaged ({error}): copy it again.") from None
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, from the header of its file."""
+        if name not in self.shapes:
+            raise InputError(f"{self.folder} has no weight {name!r}: it is not a checkpoint of this model.")
+        return self.shapes[name]
+
     def read(self, name: str) -> Tensor:
         """One tensor by its Hugging Face name, on the CPU."""
-        if name not in self.where:
-            raise InputError(f"{self.folder} has no weight {name!r}: it is not a checkpoint of this model.")
+        self.shape(name)  # explains a weight that is not there
         with safe_open(self.folder / self.where[name], "pt") as opened:
             return opened.get_tensor(name)
 
@@ -198,9 +234,29 @@ def load_decoder_weights(model: Decoder, read: Any) -> None:
 
 
 def _checked(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
-    if tensor.shape != shape:
-        raise InputError(f"{name}: the weights have shape {tuple(tensor.shape)}, the config asks for {tuple(shape)}.")
+    _check_shape(name, tuple(tensor.shape), shape)
     return tensor
+
+
+def _check_shape(name: str, found: tuple[int, ...], wanted: torch.Size) -> None:
+    if found != tuple(wanted):
+        raise InputError(f"{name}: the weights have shape {found}, the config asks for {tuple(wanted)}.")
+
+
+def check_weights(model: nn.Module, files: WeightFiles) -> None:
+    """Hold names and shapes in the files' headers against a model, which may be on the meta device; reads no weight.
+
+    Raises:
+        InputError: the first weight that is missing or has another shape.
+    """
+    if isinstance(model, Decoder):
+        wanted = to_hugging_face(dict(model.named_parameters()), model.config, model.family)
+    else:
+        state = model.state_dict(keep_vars=True)
+        present = {id(tensor) for name, tensor in state.items() if name in files.shapes}
+        wanted = {name: tensor for name, tensor in state.items() if name in files.shapes or id(tensor) not in present}
+    for name, tensor in wanted.items():
+        _check_shape(name, files.shape(name), tensor.shape)
 
 
 @torch.no_grad()
@@ -242,7 +298,10 @@ def write_pretrained(
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} is not empty: export writes a new folder.")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{str(folder)!r} cannot be made: {error.strerror or error}. Give another folder.") from None
     family, _ = family_of(config)
     if family is not None and "embedding.weight" in tensors:
         tensors = to_hugging_face(tensors, config, family)

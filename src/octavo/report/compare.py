@@ -16,6 +16,7 @@ from octavo.errors import InputError
 from octavo.train.metrics import read_metrics
 
 LAST_STEPS = 50
+_PICTURES = (".png", ".pdf", ".svg")
 
 
 def compare(runs: Sequence[Path], *, last: int = LAST_STEPS) -> dict[str, Any]:
@@ -26,24 +27,29 @@ def compare(runs: Sequence[Path], *, last: int = LAST_STEPS) -> dict[str, Any]:
         last: steps at the end whose mean loss is compared.
 
     Returns:
-        `{"last", "steps", "rows": [{"run", "loss", "gap_percent", "tokens_per_second", "losses", "environment"}]}`: `steps` is
-        how many all runs have, `loss` the mean over the last `last` of them, `gap_percent` how far that is above the
-        reference's, `tokens_per_second` a median.
+        `{"last", "steps", "numbers", "rows": [{"run", "loss", "gap_percent", "tokens_per_second", "losses", "environment"}]}`:
+        `steps` is how many all runs have and `numbers` which, `losses` are at these, `loss` is the mean over the last `last`
+        of them, `gap_percent` how far that is above the reference's, `tokens_per_second` a median.
 
     Raises:
-        InputError: a folder is no run, or has too few steps.
+        InputError: a folder is no run, or the runs have too few steps in common.
     """
-    curves = {run: _records(run) for run in runs}
-    steps = min(len(records) for records in curves.values())
+    curves = [(run, {record["step"]: record for record in _records(run)}) for run in runs]
+    numbers = sorted(set.intersection(*(set(curve) for _, curve in curves)))
+    steps = len(numbers)
+    if not steps:
+        ranges = ", ".join(f"{run} has steps {min(curve)} to {max(curve)}" for run, curve in curves)
+        raise InputError(f"the runs have no step in common: {ranges}.")
     if not 1 <= last <= steps:
-        shortest = min(curves, key=lambda run: len(curves[run]))
-        raise InputError(f"--last {last}: {shortest} has {steps} steps; use 1 to {steps}.")
+        shortest, curve = min(curves, key=lambda pair: len(pair[1]))
+        has = f"{shortest} has {steps} steps" if len(curve) == steps else f"the runs have {steps} steps in common"
+        raise InputError(f"--last {last}: {has}; use 1 to {steps}.")
     rows: list[dict[str, Any]] = []
-    for run, records in curves.items():
-        losses = [record["loss"] for record in records[:steps]]
+    for run, curve in curves:
+        losses = [curve[number]["loss"] for number in numbers]
         loss = math.fsum(losses[-last:]) / last
         reference = rows[0]["loss"] if rows else loss
-        speeds = sorted(record["tokens_per_second"] for record in records)
+        speeds = sorted(record["tokens_per_second"] for record in curve.values())
         rows.append(
             {
                 "run": run.name,
@@ -54,7 +60,7 @@ def compare(runs: Sequence[Path], *, last: int = LAST_STEPS) -> dict[str, Any]:
                 "environment": _environment(run),
             }
         )
-    return {"last": last, "steps": steps, "rows": rows}
+    return {"last": last, "steps": steps, "numbers": numbers, "rows": rows}
 
 
 def lines(found: dict[str, Any]) -> list[str]:
@@ -68,6 +74,18 @@ def lines(found: dict[str, Any]) -> list[str]:
     return table
 
 
+def check_picture(path: Path) -> None:
+    """Refuse a path that no picture can be written to, before any work.
+
+    Raises:
+        InputError: the kind of file is not known, or the folder is not there.
+    """
+    if path.suffix.lower() not in _PICTURES:
+        raise InputError(f"--plot {path}: {path.suffix or 'no suffix'} is no known picture. Use {', '.join(_PICTURES)}.")
+    if not path.parent.is_dir():
+        raise InputError(f"--plot {path}: there is no folder {str(path.parent)!r}. Make it first, or give another path.")
+
+
 def draw(found: dict[str, Any], path: Path) -> None:
     """The loss curves, and each run's distance to the reference smoothed over a twentieth of the steps, as a picture."""
     import matplotlib as mpl
@@ -76,14 +94,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained")
-    steps = range(1, found["steps"] + 1)
+    steps = found["numbers"]
     window = max(1, found["steps"] // 20)
     reference = found["rows"][0]["losses"]
     for row in found["rows"]:
         above.plot(steps, row["losses"], linewidth=0.9, label=f"{row['run']} ({row['gap_percent']:+.3f}%)")
         gaps = [100 * (loss / other - 1) for loss, other in zip(row["losses"], reference, strict=True)]
         smooth = [math.fsum(gaps[i + 1 - window : i + 1]) / window for i in range(window - 1, len(gaps))]
-        below.plot(range(window, found["steps"] + 1), smooth, linewidth=0.9)
+        below.plot(steps[window - 1 :], smooth, linewidth=0.9)
     above.set_ylabel("loss (nats per token)")
     above.legend()
     below.set_ylabel(f"% above {found['rows'][0]['run']}")
@@ -93,7 +111,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def _span(found: dict[str, Any]) -> str:
-    return f"{found['steps'] - found['last'] + 1} to {found['steps']}"
+    return f"{found['numbers'][-found['last']]} to {found['numbers'][-1]}"
 
 
 def _records(run: Path) -> list[dict[str, Any]]:

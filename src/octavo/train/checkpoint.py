@@ -2,7 +2,7 @@
 
     checkpoints/step-120/
         shard-00001-….safetensors   model.<name> · optimizer.<state>.<name> · fp8.<module>.<operand>.… · random.<rank>.<device>
-        state.json                  step, samples seen, schedule, Python's and numpy's generators, hashes of data and config
+        state.json                  step, hash of the data, device and threads, numbers of the optimizer, generators, recipe
         manifest.json               written last: every file's size and sha256 (`octavo.train.manifest`)
 
 A checkpoint is written under a temporary name beside its place, synced and renamed, so that a kill at any moment leaves the
@@ -14,9 +14,12 @@ is written. Names are those of Octavo's parameters, never positions, so any layo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +31,7 @@ from torch import nn
 
 from octavo.errors import InputError
 from octavo.fp8 import recipe as recipes
-from octavo.fp8.scaling import load_state_records, state_records, states_of
+from octavo.fp8.scaling import check_state_records, load_state_records, state_records, states_of
 from octavo.storage import fsync_folder, fsync_tree, write_atomic
 from octavo.train import manifest, tensors
 from octavo.train.failpoints import failpoint
@@ -93,11 +96,18 @@ def write_checkpoint(
     Raises:
         OctavoError: the disk is full.
     """
+    record = {
+        **state,
+        "random": random_scalars(),
+        "groups": _group_scalars(optimizer),
+        "optimizer": _state_scalars(model, optimizer),
+        "recipe": _recipe_record(model),
+    }
     content = collect(model, optimizer)
-    record = {**state, "random": random_scalars(), "groups": _group_scalars(optimizer), "recipe": _recipe_record(model)}
     text = json.dumps(record, allow_nan=False, indent=1)
     temporary = path.parent / f".tmp-{path.name}-{os.getpid()}"
     path.parent.mkdir(parents=True, exist_ok=True)
+    replaced: Path | None = None
     with tensors.space_checked(path.parent, tensors.bytes_needed(content) + 2 * len(text)):
         try:
             temporary.mkdir()
@@ -115,6 +125,8 @@ def write_checkpoint(
             if replaced:
                 shutil.rmtree(replaced)
         except BaseException:
+            if replaced is not None and not path.exists():
+                replaced.rename(path)
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
@@ -127,12 +139,48 @@ def remove_checkpoint(path: Path, step: int | None = None) -> None:
     shutil.rmtree(doomed)
 
 
+def _aside(path: Path) -> Path:
+    return path.parent / f".tmp-old-{path.name}"
+
+
 def _set_aside(path: Path) -> Path:
-    aside = path.parent / f".tmp-old-{path.name}"
+    aside = _aside(path)
     if aside.exists():
         shutil.rmtree(aside)
     path.rename(aside)
     return aside
+
+
+def _temporaries(path: Path) -> list[tuple[Path, int]]:
+    """Temporary folders of writes to `path`, with the process that began each."""
+    name = re.compile(rf"\.tmp-{re.escape(path.name)}-(\d+)")
+    if not path.parent.is_dir():
+        return []
+    return [(entry, int(match[1])) for entry in path.parent.iterdir() if (match := name.fullmatch(entry.name))]
+
+
+def _runs_elsewhere(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()
+
+
+def _finish_replacement(path: Path) -> None:
+    """Put the new checkpoint in its place if a replacement was killed between its two renames.
+
+    Then the old one is aside and the new one is whole under its temporary name. An old one alone is what a kill after both
+    renames left: if `path` is gone then, its owner deleted it.
+    """
+    if path.exists() or not (_aside(path) / manifest.MANIFEST).is_file():
+        return
+    whole = [entry for entry, _ in _temporaries(path) if (entry / manifest.MANIFEST).is_file()]
+    if whole:
+        whole[0].rename(path)
+        fsync_folder(path.parent)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -152,21 +200,26 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     tensors.check_layout(path, _part(found, "model."), tensors.layout_of(weights))
     state = read_state(path)
     groups = state.pop("groups")
+    scalars: dict[str, dict[str, Any]] = state.pop("optimizer", {})
+    recipe = _recipe_from(state.pop("recipe"))
     moments: dict[str, torch.Tensor] = {}
     if optimizer is not None:
         moments = _allocate_moments(path, model, optimizer, _part(found, "optimizer."), groups)
+        _check_scalars(path, model, optimizer, scalars)
     records = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in _part(found, "fp8.").items()}
     draws = {n: torch.empty(s, dtype=d) for n, (s, d) in _part(found, f"random.{_RANK}.").items()}
     content = {f"model.{name}": tensor for name, tensor in weights.items()}
     content |= {f"optimizer.{name}": tensor for name, tensor in moments.items()}
     content |= {f"fp8.{name}": tensor for name, tensor in records.items()}
     content |= {f"random.{_RANK}.{name}": tensor for name, tensor in draws.items()}
+    if recipe is not None:
+        check_state_records(model, records)
     tensors.read_tensors(path, content)
-    recipe = _recipe_from(state.pop("recipe"))
     if recipe is not None:
         load_state_records(model, records, recipe)
     if optimizer is not None:
         _install_moments(model, optimizer, moments, groups)
+        _install_scalars(model, optimizer, scalars)
     restore_random(draws, state.pop("random"))
     return state
 
@@ -175,9 +228,8 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
     """Every tensor of a run's state, by the name it has on disk."""
     content = {f"model.{name}": tensor for name, tensor in _weights(model).items()}
     if optimizer is not None:
-        names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
-        for parameter, states in optimizer.state.items():
-            content |= {f"optimizer.{key}.{names[parameter]}": v for key, v in states.items() if isinstance(v, torch.Tensor)}
+        for name, states in _states_by_name(model, optimizer).items():
+            content |= {f"optimizer.{key}.{name}": v for key, v in states.items() if isinstance(v, torch.Tensor)}
     content |= {f"fp8.{name}": tensor for name, tensor in state_records(model).items()}
     return content | {f"random.{_RANK}.{device}": tensor for device, tensor in random_tensors().items()}
 
@@ -188,8 +240,12 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     Raises:
         OctavoError: the checkpoint is damaged.
     """
-    path = Path(path)
-    manifest.verify(path)
+    manifest.verify(Path(path))
+    return read_verified_weights(Path(path))
+
+
+def read_verified_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The same, of a checkpoint whose files were compared with its manifest just now."""
     weights = {name: torch.empty(shape, dtype=d) for name, (shape, d) in _part(tensors.read_layout(path), "model.").items()}
     tensors.read_tensors(path, {f"model.{name}": tensor for name, tensor in weights.items()})
     return weights
@@ -198,10 +254,12 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
 def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **extra: Any) -> None:
     """Write weights, optimizer state, FP8 scales and histories, random states and JSON-able extras to the folder `path`.
 
-    A checkpoint that is already there is replaced once the new one is whole.
+    A checkpoint that is already there is replaced once the new one is whole. What an interrupted `save` to the same path left
+    beside it is removed.
 
     Raises:
-        InputError: an extra is not JSON, or `path` is something other than a checkpoint.
+        InputError: an extra is not JSON, the optimizer keeps what is neither tensor nor number, or `path` is something other
+            than a checkpoint.
         OctavoError: the disk is full.
     """
     path = Path(path).absolute()
@@ -214,6 +272,10 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
             ) from None
     if path.exists() and not (path / manifest.MANIFEST).is_file():
         raise InputError(f"octavo.save: {path} exists and is not a checkpoint; give a folder that does not exist yet.")
+    _finish_replacement(path)
+    for leftover in [*(entry for entry, pid in _temporaries(path) if not _runs_elsewhere(pid)), _aside(path)]:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(leftover)
     write_checkpoint(path, model, optimizer, {"extra": extra})
 
 
@@ -228,9 +290,7 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
         OctavoError: the checkpoint is damaged.
     """
     path = Path(path).absolute()
-    aside = path.parent / f".tmp-old-{path.name}"
-    if not path.exists() and (aside / manifest.MANIFEST).is_file():
-        aside.rename(path)  # a replacement was killed between its two renames
+    _finish_replacement(path)
     if not path.is_dir():
         raise InputError(f"octavo.load: there is no checkpoint at {path}.")
     manifest.verify(path)
@@ -298,6 +358,50 @@ def _install_moments(
         optimizer.state[parameter][key] = value
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in saved.items()})
+
+
+def _states_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+    strangers = sum(owner not in names for owner in optimizer.state)
+    if strangers:
+        raise InputError(
+            f"the optimizer keeps state for {strangers} tensors that are no parameters of the model: save it with the model "
+            "that it trains."
+        )
+    return {names[parameter]: states for parameter, states in optimizer.state.items()}
+
+
+def _state_scalars(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
+    """What an optimizer keeps for a parameter besides tensors: numbers and None; JSON has no infinities, so these are text."""
+    scalars: dict[str, dict[str, Any]] = {}
+    for name, states in _states_by_name(model, optimizer).items() if optimizer is not None else ():
+        for key, value in states.items():
+            if isinstance(value, torch.Tensor):
+                continue
+            if value is not None and not isinstance(value, bool | int | float):
+                raise InputError(
+                    f"the optimizer's state {key!r} of {name} is of type {type(value).__name__}: a checkpoint keeps tensors, "
+                    "numbers and None. Keep it as one of these, or save without the optimizer."
+                )
+            odd = isinstance(value, float) and not math.isfinite(value)
+            scalars.setdefault(name, {})[key] = str(value) if odd else value
+    return scalars
+
+
+def _check_scalars(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scalars: Mapping[str, Mapping[str, Any]]
+) -> None:
+    parameters = dict(model.named_parameters())
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    for name in scalars:
+        if parameters.get(name) not in held:
+            raise InputError(f"checkpoint {path} has optimizer states of {name}, a parameter that the optimizer does not hold.")
+
+
+def _install_scalars(model: nn.Module, optimizer: torch.optim.Optimizer, scalars: Mapping[str, Mapping[str, Any]]) -> None:
+    parameters = dict(model.named_parameters())
+    for name, values in scalars.items():
+        optimizer.state[parameters[name]] |= {k: float(v) if isinstance(v, str) else v for k, v in values.items()}
 
 
 def _group_scalars(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:

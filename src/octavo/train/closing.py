@@ -78,7 +78,7 @@ def summarise(metrics: Path, steps: int) -> Summary:
 def closing_lines(result: Result) -> list[str]:
     """The last words of a run: where it is, what it reached, what FP8 cost, and what to try next."""
     own, other = result.summary, result.bf16
-    lines = ["", f"The run is in {result.folder}: run.toml, metrics.jsonl, checkpoints/, tokenizer/."]
+    lines = ["", f"The run is in {result.folder}: run.toml, metrics.jsonl, checkpoints/, model/config.json, tokenizer/."]
     mean = f"mean of the last {own.averaged} steps" if own.averaged > 1 else "of the last step"
     validation = f"; validation {own.validation_loss:.4f}" if own.validation_loss is not None else ""
     lines.append(f"Loss {own.first_loss:.4f} → {own.loss:.4f} ({mean}){validation}; {own.tokens_per_second:,.0f} tokens/s.")

@@ -1,7 +1,8 @@
 """From a run's folder, or a model in memory, to a folder that Hugging Face loads.
 
 The newest whole checkpoint is read under Octavo's names and handed to `octavo.models.weights`, which knows what Hugging
-Face calls them. The parameters are written in the dtype in which they were trained, bit for bit.
+Face calls them. The parameters are written in the dtype in which they were trained, bit for bit. Everything comes from the
+run's own folder: the model and the data that it began with may be gone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import nn
 
 from octavo.errors import InputError, nearest
 from octavo.models.weights import load_config, weights_of, write_pretrained
-from octavo.train.checkpoint import read_weights
+from octavo.train.checkpoint import read_verified_weights
 from octavo.train.folder import RunFolder, report
 from octavo.train.manifest import newest_whole
 
@@ -58,9 +59,12 @@ def export_run(run: Path, to: Path) -> Path:
     checkpoint, _ = newest_whole(folder.checkpoints, report)
     if checkpoint is None:
         raise InputError(f"{run} has no checkpoint yet: run octavo train {folder.run_file} first.")
-    hf_config = load_config(config.model.source, config.model.config)
+    if (folder.model / "config.json").is_file():
+        hf_config = load_config(str(folder.model))
+    else:  # a run of a version that did not keep it
+        hf_config = load_config(config.model.source, config.model.config)
     tokenizer = folder.tokenizer if folder.tokenizer.is_dir() else None
-    write_pretrained(read_weights(checkpoint), hf_config, to, tokenizer)
+    write_pretrained(read_verified_weights(checkpoint), hf_config, to, tokenizer)
     return checkpoint
 
 

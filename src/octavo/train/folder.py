@@ -4,6 +4,7 @@
     environment.json    versions, device, code and command of every start
     metrics.jsonl       one object a step
     checkpoints/step-N/
+    model/config.json   the Hugging Face config, so that the folder exports without model.source
     tokenizer/          a copy, so that the folder exports without the prepared data
     bf16/               the same, of the run without FP8 that train.compare_bf16 asks for
 
@@ -62,6 +63,11 @@ class RunFolder:
         return self.path / "tokenizer"
 
     @property
+    def model(self) -> Path:
+        """Of the Hugging Face config, as `config.json`."""
+        return self.path / "model"
+
+    @property
     def environment(self) -> Path:
         """What ran, and on what."""
         return self.path / "environment.json"
@@ -85,9 +91,11 @@ class RunFolder:
             )
         return None
 
-    def record(self, config: RunConfig, tokenizer: Path | None, device: str) -> None:
+    def record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str) -> None:
         """Write down what is about to run."""
         write_atomic(self.run_file, config.to_toml())
+        self.model.mkdir(exist_ok=True)
+        write_atomic(self.model / "config.json", hf_config.to_json_string())
         starts = json.loads(self.environment.read_text())["starts"] if self.environment.is_file() else []
         write_atomic(self.environment, json.dumps({"starts": [*starts, _environment(device)]}, indent=1) + "\n")
         if tokenizer is not None and not self.tokenizer.exists():
@@ -156,9 +164,13 @@ def _version(package: str) -> str | None:
 
 
 def _code_version() -> str | None:
-    """The git commit of Octavo's own source, "+changes" where files differ from it; None for an installed package."""
+    """The git commit of Octavo's own source, "+changes" where files differ from it; None for an installed package.
+
+    An installed package may lie in the virtual environment of some other repository, whose commit says nothing about it.
+    """
     source = Path(octavo.__file__).parent
     try:
+        _git(source, "ls-files", "--error-unmatch", "__init__.py")
         commit = _git(source, "rev-parse", "HEAD")
         return commit + ("+changes" if _git(source, "status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import resource
 import sys
@@ -38,7 +37,7 @@ from octavo.train.resume import check_resumable
 from octavo.train.setup import RunPlan, check
 from octavo.train.step import Stepper, train_step
 from octavo.train.stopping import StopRequest
-from octavo.train.trackers import Tracker, numbers, open_trackers
+from octavo.train.trackers import Trackers, numbers, open_trackers
 from octavo.transform import build_model, describe
 
 
@@ -60,13 +59,16 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
         before = folder.config() if folder.has_checkpoints else None  # what never saved binds nobody
         if before is not None:
             check_resumable(before, config, folder.path)
+        other = without_fp8(plan) if config.train.compare_bf16 and plan.recipe is not None else None
+        if other is not None:
+            _check_beside(RunFolder(other.config.output), other.config)  # before an FP8 run that it would be compared with
         prepared = prepare(config.data, console=console, on_change="error" if before is not None else "rebuild")
         check_vocabulary(prepared, plan.hf_config.vocab_size)
         summary = train_one(plan, prepared, folder, console=console, stop=stop)
         beside = None
-        if config.train.compare_bf16 and plan.recipe is not None:
-            other = without_fp8(plan)
+        if other is not None:
             with locked(other.config.output) as beside_folder:
+                _check_beside(beside_folder, other.config)
                 beside = train_one(other, prepared, beside_folder, console=console, stop=stop)
     return closing.Result(folder.path, config, summary, beside)
 
@@ -84,27 +86,28 @@ def train_one(
     if done == config.train.steps:
         _say(console, f"{label}: already trained, {done} of {done} steps, in {folder.path}")
         return closing.summarise(folder.metrics, config.train.steps)
-    folder.record(config, prepared.tokenizer_folder, plan.hardware.name)
-    _say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
-    run, validation = build(plan, prepared)
-    if plan.recipe is not None:
-        found = describe(run.model)
-        _say(console, f"{label}: {found.fp8_layers} of {len(found.layers)} matrices run in FP8 (octavo.describe names them)")
-    seed_everything(config.train.seed)
-    if latest is not None:
-        restore(latest, run.model, run.optimizer)  # random states last: nothing may draw after it
-    metrics = MetricsFile(folder.metrics, done)
-    trackers = open_trackers(config.log.trackers, folder.path, config.model_dump(mode="json"), done + 1)
-    progress = StepProgress(console, label=label, steps=config.train.steps, done=done, every=config.log.every)
-    try:
+    with contextlib.ExitStack() as opened:
+        trackers = open_trackers(config.log.trackers, folder.path, config.model_dump(mode="json"), done + 1)
+        opened.callback(trackers.close)
+        folder.record(config, plan.hf_config, prepared.tokenizer_folder, plan.hardware.name)
+        _say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
+        if latest is not None:
+            _warn_of_other_bits(latest, plan)
+        run, validation = build(plan, prepared)
+        if plan.recipe is not None:
+            found = describe(run.model)
+            share = f"{found.fp8_layers} of {len(found.layers)} matrices"
+            _say(console, f"{label}: {share} run in FP8 (octavo.describe names them)")
+        seed_everything(config.train.seed)
+        if latest is not None:
+            restore(latest, run.model, run.optimizer)  # random states last: nothing may draw after it
+        metrics = MetricsFile(folder.metrics, done)
+        opened.callback(metrics.close)
+        progress = StepProgress(console, label=label, steps=config.train.steps, done=done, every=config.log.every)
         with progress:
             _train_steps(
                 Session(plan, prepared.fingerprint, run, validation, metrics, checkpoints, trackers, progress), done, stop
             )
-    finally:
-        metrics.close()
-        for tracker in trackers:
-            tracker.close()
     return closing.summarise(folder.metrics, config.train.steps)
 
 
@@ -118,7 +121,7 @@ class Session:
     validation: list[Batch]
     metrics: MetricsFile
     checkpoints: Checkpointer
-    trackers: list[Tracker]
+    trackers: Trackers
     progress: StepProgress
 
 
@@ -134,14 +137,13 @@ def _train_steps(session: Session, done: int, stop: StopRequest) -> None:
             loss = validation_loss(session.run, session.validation)
             record |= {"validation_loss": loss, "perplexity": perplexity(loss)}
         session.metrics.append(record)
-        for tracker in session.trackers:
-            tracker.log(step, numbers(record))
+        session.trackers.log(step, numbers(record))
         session.progress.step(record)
         checkpoint_seconds = 0.0
         if step == steps or stop.received or (every and step % every == 0):
             started = time.perf_counter()
             session.metrics.sync()
-            session.checkpoints.save(step, session.run.model, session.run.optimizer, _state(session, step))
+            session.checkpoints.save(step, session.run.model, session.run.optimizer, _state(session))
             checkpoint_seconds = time.perf_counter() - started
         if stop.received and step < steps:
             raise RunStopped(
@@ -164,7 +166,7 @@ def build(plan: RunPlan, prepared: PreparedData) -> tuple[Stepper, list[Batch]]:
         device=plan.device,
         seed=config.train.seed,
         skip=config.fp8.skip,
-        load_from=config.model.source if config.model.load else None,
+        load_from=plan.weights_folder,
         recompute=config.train.recompute,
         compile=plan.compile,
     )
@@ -250,27 +252,32 @@ def _measured(session: Session, step: int, checkpoint_seconds: float) -> dict[st
     }
 
 
-def _state(session: Session, step: int) -> dict[str, Any]:
+def _state(session: Session) -> dict[str, Any]:
     """The scalars of a checkpoint, beside the random states."""
-    plan, config = session.plan, session.plan.config
-    return {
-        "samples": step * config.train.global_batch,
-        "schedule": {
-            "steps": config.train.steps,
-            "kind": config.optimizer.schedule,
-            "warmup_steps": config.optimizer.warmup_steps,
-        },
-        "data": session.fingerprint,
-        "config": hashlib.sha256(config.to_toml().encode()).hexdigest(),
-        "layout": {
-            "world_size": plan.degrees.world,
-            "micro_batch": plan.micro_batch,
-            "accumulation": plan.accumulation,
-            "device": plan.hardware.name,
-            "threads": torch.get_num_threads(),
-            "fp8": plan.recipe is not None,
-        },
-    }
+    return {"data": session.fingerprint, "layout": _layout(session.plan)}
+
+
+def _layout(plan: RunPlan) -> dict[str, Any]:
+    """What the last bits depend on besides the configuration: the order of sums."""
+    return {"device": plan.hardware.name, "threads": torch.get_num_threads()}
+
+
+def _warn_of_other_bits(latest: Path, plan: RunPlan) -> None:
+    saved = read_state(latest)["layout"]
+    differ = [f"{key} was {saved[key]} and is now {now}" for key, now in _layout(plan).items() if saved.get(key, now) != now]
+    if differ:
+        report(
+            f"{latest} continues, but {'; '.join(differ)}: sums are taken in another order, so the losses are not promised "
+            "to be those of an uninterrupted run to the last bit."
+        )
+
+
+def _check_beside(folder: RunFolder, config: RunConfig) -> None:
+    """Refuse a `bf16` folder of an earlier run under other settings: its loss would be compared with this one's."""
+    before = folder.config() if folder.has_checkpoints else None
+    if before is not None:
+        remedy = f"Put them back, move {str(folder.path)!r} away to train it anew, or set another train.output."
+        check_resumable(before, config, folder.path, remedy=remedy)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -12,33 +12,57 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from octavo.errors import OctavoError
 
 _NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsFile:
-    """Appends steps to `path`; on opening, cuts a torn last line and everything after step `last_step`."""
+    """Appends steps to `path`; on opening, cuts a torn last line and everything after step `last_step`.
+
+    Raises:
+        OctavoError: from every method, when the disk is full or fails.
+    """
 
     def __init__(self, path: Path, last_step: int) -> None:
         self.path = path
-        cut(path, last_step)
-        self._file = path.open("ab", buffering=0)
+        with self._explained():
+            cut(path, last_step)
+            self._file = path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one step."""
-        self._file.write(encode(record).encode() + b"\n")
+        line = encode(record).encode() + b"\n"
+        with self._explained():
+            while line:  # a disk that fills up takes a part first, and raises at the rest
+                line = line[self._file.write(line) :]
 
     def sync(self) -> None:
         """Make every line durable, before a checkpoint says that these steps are done."""
-        os.fsync(self._file.fileno())
+        with self._explained():
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file, synced."""
-        self.sync()
-        self._file.close()
+        try:
+            self.sync()
+        finally:
+            self._file.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OctavoError(
+                f"{self.path} could not be written: {error.strerror}. The last checkpoint is intact: free some space, or move "
+                "the run's folder and set train.output; then run it again."
+            ) from None
 
 
 def encode(record: Mapping[str, Any]) -> str:

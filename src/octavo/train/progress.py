@@ -1,7 +1,8 @@
 """What a person sees while a run trains: one live line on a terminal, one plain line a step anywhere else.
 
 Both show the same fields in the same words. The live line redraws itself; in a log file that would be thousands of control
-characters, hence the plain form wherever the output is not a terminal.
+characters, hence the plain form wherever the output is not a terminal. Fields matter more than the bar: a narrow terminal has
+none, and the line wraps rather than lose its end.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.table import Column
 
 _ETA_STEPS = 20
+_BAR_WIDTH = 20
+_WIDTH_WITH_BAR = 110  # columns; the fields of a step without validation take about 85
 
 
 class StepProgress:
@@ -33,7 +37,10 @@ class StepProgress:
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
         self._live: Progress | None = None
         if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[line]}"))
+            columns: list[ProgressColumn] = [TextColumn("{task.description}")]
+            if console.width >= _WIDTH_WITH_BAR:
+                columns.append(BarColumn(bar_width=_BAR_WIDTH))
+            columns.append(TextColumn("{task.fields[line]}", table_column=Column(no_wrap=False)))
             self._live = Progress(*columns, console=console, transient=False)
             self._task = self._live.add_task(label, total=steps, completed=done, line=f"step {done}/{steps}")
 

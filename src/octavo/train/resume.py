@@ -32,7 +32,13 @@ CHANGEABLE: dict[str, str] = {
 """Patterns of keys, and why each may differ from the run that wrote the checkpoint."""
 
 
-def check_resumable(before: RunConfig, now: RunConfig, folder: Path) -> None:
+def check_resumable(
+    before: RunConfig,
+    now: RunConfig,
+    folder: Path,
+    *,
+    remedy: str = "Put them back to continue it, or set another train.output.",
+) -> None:
     """Refuse to continue a run under another configuration.
 
     `train.steps` may change only under a constant schedule: the others have spent their rate on reaching the old end.
@@ -50,7 +56,7 @@ def check_resumable(before: RunConfig, now: RunConfig, folder: Path) -> None:
         why = f" The {now.optimizer.schedule} schedule ends at train.steps: only a constant one can be prolonged."
     raise InputError(
         f"the run in {str(folder)!r} was started with other settings: {shown}.{why} "
-        f"Put them back to continue it, or set another train.output. Keys that may change: {', '.join(CHANGEABLE)}."
+        f"{remedy} Keys that may change: {', '.join(CHANGEABLE)}."
     )
 
 

@@ -1,22 +1,27 @@
 """Everything about a run that can be wrong and can be known before data, model or GPU work.
 
 `check` reads the configuration against the machine and returns what the loop needs to build a run; it writes nothing, so a
-mistake costs a second and leaves no trace. `--dry-run` shows what it returns.
+mistake costs a second and leaves no trace. `--dry-run` shows what it returns. One thing it may have to fetch: weights that are
+named by an id of the Hub come into Hugging Face's own cache, since their names and shapes are held against the model here.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from octavo.config import Fp8Config, RunConfig
+from octavo.data.corpus import check_sources, holds_text
+from octavo.data.prepared import prepared_or_none
+from octavo.data.tokenizer import local_vocab_size
 from octavo.errors import InputError
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Recipe
 from octavo.hardware import Device, describe_device, supports_fp8
-from octavo.models.weights import load_config
+from octavo.models.weights import WeightFiles, check_weights, load_config, weights_folder
 from octavo.parallel.mesh import Degrees, fit_batch, fit_degrees
 from octavo.plan import flops
 from octavo.train.checkpoint import weights_layout
@@ -38,6 +43,7 @@ class RunPlan:
         micro_batch, accumulation: sequences in a forward, and forwards in a step.
         flops: of one token, or None for a family that is not counted.
         weights: names, shapes and dtypes of parameters and persistent buffers.
+        weights_folder: the local folder of the weights that a run starts from; None for random ones.
     """
 
     config: RunConfig
@@ -51,6 +57,7 @@ class RunPlan:
     accumulation: int
     flops: flops.TokenFlops | None
     weights: Layout
+    weights_folder: Path | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,16 +95,23 @@ def check(config: RunConfig) -> RunPlan:
     Raises:
         InputError: what is wrong, the nearest value that works and the key to change.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = _rank_variable("WORLD_SIZE", 1)
     degrees = fit_degrees(**config.parallel.model_dump(), world_size=world)
     if world > 1:
         raise InputError(f"WORLD_SIZE = {world}: this version of octavo train runs on 1 rank. Start it without torchrun.")
     micro_batch, accumulation = fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
     check_trackers(config.log.trackers)
     recipe = recipe_of(config.fp8)
+    check_sources(config.data)
     hf_config = load_config(config.model.source, config.model.config)
     _check_length(config, hf_config)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    _check_vocabulary(config, hf_config)
+    model = _meta_model(config, hf_config)
+    folder = weights_folder(config.model.source) if config.model.load else None
+    if folder is not None:
+        check_weights(model, WeightFiles(folder))
+    rank = _rank_variable("LOCAL_RANK", 0)
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     hardware = describe_device(device)
     use, note = choose_fp8(config.fp8, recipe, hardware, native=supports_fp8(device))
     return RunPlan(
@@ -111,7 +125,8 @@ def check(config: RunConfig) -> RunPlan:
         micro_batch=micro_batch,
         accumulation=accumulation,
         flops=_token_flops(hf_config, config.data.sequence_length),
-        weights=_layout(config, hf_config),
+        weights=weights_layout(model),
+        weights_folder=folder,
     )
 
 
@@ -142,6 +157,15 @@ def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: b
     )
 
 
+def _rank_variable(name: str, default: int) -> int:
+    """What torchrun says in the environment."""
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(f"{name} = {text!r} in the environment is no whole number: unset it, or set {default}.") from None
+
+
 def _check_length(config: RunConfig, hf_config: Any) -> None:
     limit = getattr(hf_config, "max_position_embeddings", None)
     length = config.data.sequence_length
@@ -152,6 +176,29 @@ def _check_length(config: RunConfig, hf_config: Any) -> None:
         )
 
 
+def _check_vocabulary(config: RunConfig, hf_config: Any) -> None:
+    """Refuse a tokenizer with more ids than the model has, where that is known before tokenising.
+
+    A trained tokenizer may end up with fewer ids than were asked for, and a corpus of token ids trains none.
+    """
+    data, limit = config.data, hf_config.vocab_size
+    size = data.vocab_size if data.tokenizer == "train" else local_vocab_size(data.tokenizer)
+    if size is None or size <= limit:
+        return
+    prepared = prepared_or_none(data)
+    if data.tokenizer == "train" and ((prepared is not None and prepared.vocab_size <= limit) or not holds_text(data)):
+        return
+    what, change = (
+        (f"data.vocab_size = {size} is more than", f"data.vocab_size to at most {limit}")
+        if data.tokenizer == "train"
+        else (f"data.tokenizer = {data.tokenizer!r} has token ids up to {size - 1}, which is beyond", "data.tokenizer")
+    )
+    raise InputError(
+        f"{what} the model's vocabulary of {limit} (model.config.vocab_size). Set {change}, or model.config.vocab_size to at "
+        f"least {size}."
+    )
+
+
 def _token_flops(hf_config: Any, sequence_length: int) -> flops.TokenFlops | None:
     try:
         return flops.from_hf_config(hf_config, sequence_length)
@@ -159,10 +206,10 @@ def _token_flops(hf_config: Any, sequence_length: int) -> flops.TokenFlops | Non
         return None
 
 
-def _layout(config: RunConfig, hf_config: Any) -> Layout:
-    """What the model's weights will be, from a model without memory; this also tries the skip patterns."""
+def _meta_model(config: RunConfig, hf_config: Any) -> torch.nn.Module:
+    """The model without memory, for the names and shapes of its weights; this also tries the skip patterns."""
     params_dtype = _DTYPES[config.model.params_dtype]
-    model = build_model(
+    return build_model(
         hf_config,
         dtype=params_dtype,
         params_dtype=params_dtype,
@@ -170,4 +217,3 @@ def _layout(config: RunConfig, hf_config: Any) -> Layout:
         seed=config.train.seed,
         skip=config.fp8.skip,
     )
-    return weights_layout(model)

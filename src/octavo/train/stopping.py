@@ -5,6 +5,9 @@ only sets a flag that the loop reads between steps: an exception raised inside a
 half done. A scheduler may send SIGTERM twice, so the second one means nothing new; a person who presses Ctrl-C twice means
 it, and the checkpoint format survives it.
 
+What the handler raises before the first step is no `Exception`: libraries that read data and models catch those and go on, or
+report them as a fault of the input. It becomes `RunStopped` where the context ends.
+
 Imports nothing heavy: the command installs it before torch is loaded.
 """
 
@@ -18,8 +21,15 @@ from typing import Any
 from octavo.errors import RunStopped
 
 
+class _Stop(BaseException):
+    """A signal came before the first step."""
+
+
 class StopRequest:
     """A context manager that takes over both signals and gives them back.
+
+    Raises:
+        RunStopped: on exit, when a signal came before the first step.
 
     Attributes:
         received: name of the signal that asked the run to stop, or None.
@@ -40,6 +50,10 @@ class StopRequest:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        while error is not None and not isinstance(error, _Stop):
+            error = error.__cause__ or error.__context__  # somebody made another exception of it
+        if error is not None:
+            raise RunStopped(str(error)) from None
 
     def training(self) -> None:
         """From now on a signal waits for the step to end."""
@@ -51,4 +65,4 @@ class StopRequest:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number).name
         if not self._training and not again:
-            raise RunStopped(f"stopped by {self.received} before the first step: nothing to save. Run the same command again.")
+            raise _Stop(f"stopped by {self.received} before the first step: nothing to save. Run the same command again.")
