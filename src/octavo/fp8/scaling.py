@@ -344,7 +344,7 @@ def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
     Raises:
         InputError: a record names a module that this model does not run in FP8, or a module has no weights yet.
     """
-    states = dict(states_of(model))
+    states = {name: state for name, state in states_of(model) if not state.skipped}
     strangers = sorted({name.rsplit(".", 2)[0] for name in names} - states.keys())
     if strangers:
         named = ", ".join(strangers[:3]) + (" …" if len(strangers) > 3 else "")
@@ -367,7 +367,8 @@ def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: 
     flush()
     for name, state in states_of(model):
         device = state.device
-        assert device is not None
+        if state.skipped or device is None:
+            continue
         state.prepare(recipe, device)
         for operand, slot in state.slots.items():
             key = f"{name}.{operand.value}"
