@@ -59,6 +59,9 @@ class DataConfig(Section):
         "data set."
     )
     text_field: str = Field("text", description="Column or JSON key that holds the text.")
+    subset: str | None = Field(
+        None, description='Configuration of a Hugging Face data set that has several, such as "wikitext-2-raw-v1".'
+    )
     split: str = Field("train", description="Split of a Hugging Face data set.")
     tokenizer: str = Field(
         "train", description='A Hugging Face folder or id, or "train": a byte-level BPE trained on the corpus.'

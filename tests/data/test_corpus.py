@@ -115,19 +115,31 @@ def test_a_data_set_saved_to_disk(tmp_path, config):
 def test_a_name_of_the_hub_goes_to_datasets_and_its_failure_is_explained(config, monkeypatch):
     asked = []
 
-    def load(name, **options):
-        asked.append((name, options))
+    def load(name, subset, **options):
+        asked.append((name, subset, options))
         if name == "imdb":
             return datasets.Dataset.from_dict({"text": ["good film"], "label": [1]})
         raise ConnectionError(f"Couldn't reach '{name}' on the Hub (offline)\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert _texts(config("imdb")) == ["good film"]
-    assert asked == [("imdb", {"split": "train"})]
+    assert asked == [("imdb", None, {"split": "train"})]
     with pytest.raises(InputError) as caught:
         _texts(config("no/such"))
     for part in ("'no/such'", "Couldn't reach", "data.split", "python:docstrings"):
         assert part in str(caught.value)
+
+
+def test_a_data_set_of_several_configurations(tmp_path, config):
+    folder = tmp_path / "several"
+    folder.mkdir()
+    for name in ("small", "large"):
+        write_lines(folder / f"{name}.jsonl", [{"text": f"the {name} one"}])
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("small", "large"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    assert _texts(config(folder, subset="large")) == ["the large one"]
+    with pytest.raises(InputError, match=r"Check data\.subset"):
+        _texts(config(folder, subset="huge"))
 
 
 def _bad_json(path):

@@ -25,32 +25,32 @@ def from_hub(name: str, config: DataConfig, hint: str) -> Iterator[Document]:
     import datasets
 
     try:
-        data = datasets.load_dataset(name, split=config.split)
+        data = datasets.load_dataset(name, config.subset, split=config.split)
     except Exception as error:
         raise InputError(
             f"data.source = {name!r} is no local file, and the Hugging Face data set {name!r}, split {config.split!r}, cannot "
-            f"be loaded: {_reason(error)}.{hint} Check the name, data.split and the network, or give a local file or "
-            '"python:docstrings" as data.source.'
+            f"be loaded: {_reason(error)}.{hint} Check the name, data.subset, data.split and the network, or give a local file "
+            'or "python:docstrings" as data.source.'
         ) from None
     yield from read_data_set(data, config.text_field, f"data set {name!r}")
 
 
 def from_folder(path: Path, config: DataConfig) -> Iterator[Document]:
     """The documents of one split of a local folder, in any layout that `load_dataset` or `load_from_disk` understands."""
-    yield from read_data_set(_load_folder(path, config.split), config.text_field, str(path))
+    yield from read_data_set(_load_folder(path, config.subset, config.split), config.text_field, str(path))
 
 
-def _load_folder(path: Path, split: str) -> Any:
+def _load_folder(path: Path, subset: str | None, split: str) -> Any:
     import datasets
 
     try:
         if not (path / "dataset_dict.json").is_file() and not (path / "dataset_info.json").is_file():
-            return datasets.load_dataset(str(path), split=split)
+            return datasets.load_dataset(str(path), subset, split=split)
         data = datasets.load_from_disk(str(path))
     except Exception as error:
         raise InputError(
             f"data.source = {str(path)!r}: the folder cannot be loaded as a data set, split {split!r}: {_reason(error)}. "
-            "Check data.split, or name the files themselves (a pattern such as 'folder/*.jsonl')."
+            "Check data.subset and data.split, or name the files themselves (a pattern such as 'folder/*.jsonl')."
         ) from None
     if isinstance(data, datasets.DatasetDict):
         if split not in data:

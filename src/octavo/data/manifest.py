@@ -83,6 +83,7 @@ def key(config: DataConfig) -> dict[str, Any]:
         "format": FORMAT,
         "source": [identity(name) for name in names],
         "text_field": config.text_field,
+        "subset": config.subset,
         "split": config.split,
         "tokenizer": str(folder.absolute()) if folder else config.tokenizer,
         "vocab_size": config.vocab_size if config.tokenizer == "train" else None,
