@@ -94,6 +94,9 @@ class ParallelConfig(Section):
     tensor_parallel_degree: int = Field(1, ge=1, description="Ranks over which each matrix is split.")
     context_parallel_degree: int = Field(1, ge=1, description="Ranks over which a sequence is split; divides the shard degree.")
     expert_parallel_degree: int = Field(1, ge=1, description="Ranks over which experts are spread; divides the shard degree.")
+    cp_comm_type: Literal["all_gather", "p2p", "a2a"] = Field(
+        "all_gather", description="How keys and values travel within a context group; one rank has none."
+    )
 
 
 class Fp8Config(Section):
@@ -147,6 +150,7 @@ class TrainConfig(Section):
     global_batch: int = Field(ge=1, description="Sequences in an optimizer step, over all ranks.")
     micro_batch: int | None = Field(None, ge=1, description="Sequences in a forward of one rank; all of its share when absent.")
     recompute: bool = Field(False, description="Keep only each block's input and compute the rest again in backward.")
+    offload: bool = Field(False, description="Keep what blocks save for backward in host memory (Octavo's decoder only).")
     compile: bool | Literal["auto"] = Field("auto", description='torch.compile each block; "auto": on GPUs only.')
     seed: int = Field(0, ge=0, description="Of the initial weights and of dropout.")
     deterministic: bool = Field(False, description="Only deterministic kernels on GPUs (a CPU always is).")

@@ -4,7 +4,7 @@
 2. skip         layers that a pattern names stay out of FP8
 3. place        parameters go to the device, in their dtype
 4. fill         from the model itself, from a folder of weights, or from the counter-based initialisation
-5. recompute    blocks keep their input only
+5. recompute    blocks keep their input only; offload: what they keep waits in host memory
 6. compile      block by block
 """
 
@@ -24,9 +24,11 @@ from octavo.errors import InputError, unknown
 from octavo.fp8.recipe import coerce
 from octavo.models.decoder import Decoder
 from octavo.models.description import describe
+from octavo.models.families import FAMILIES
 from octavo.models.replace import replace_linears, skip_modules
 from octavo.models.weights import WeightFiles, family_of, load_decoder_weights, load_weights
 from octavo.parallel.meta import counter_normal_
+from octavo.parallel.offload import offloaded
 from octavo.parallel.recompute import recomputed
 
 _OLD_SWITCH = "gradient_checkpointing_enable"
@@ -107,12 +109,14 @@ def build_model(
     skip: Sequence[str] = (),
     load_from: str | Path | None = None,
     recompute: bool = False,
+    offload: bool = False,
     compile: bool = False,
 ) -> nn.Module:
     """A causal language model for training from its Hugging Face config, with random weights by `seed` or those of `load_from`.
 
-    recompute: keep only each block's input for backward. compile: `torch.compile` each block. With `device="meta"` nothing is
-    filled, for counting parameters. The other arguments are as in `transform`.
+    recompute: keep only each block's input for backward. offload: keep what is saved for backward in host memory. compile:
+    `torch.compile` each block. With `device="meta"` nothing is filled, for counting parameters. The other arguments are as in
+    `transform`.
     """
     device = torch.device(device)
     on_meta = device.type == "meta"
@@ -128,6 +132,11 @@ def build_model(
         skip_modules(model, skip)
         if files is not None:
             load_weights(model, files)
+        if offload:
+            raise InputError(
+                f"train.offload = true: {config.model_type} keeps its own code, and only the blocks of Octavo's decoder are"
+                f" offloaded ({', '.join(FAMILIES)}). Use train.recompute = true instead."
+            )
         if recompute:
             # transformers 5.2x gave the same switch a new name and warns of the old one
             name = "activation_checkpointing_enable" if hasattr(model, "activation_checkpointing_enable") else _OLD_SWITCH
@@ -141,6 +150,8 @@ def build_model(
         _initialise(decoder, seed)
     if recompute:
         decoder.run_block = recomputed
+    if offload:
+        decoder.run_block = offloaded(decoder.run_block)
     if compile:
         for part in (*decoder.layers, decoder.norm):
             part.compile()

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from llamas import llama_config, tokens
+from transformers import GPTNeoConfig
 
 import octavo
+from octavo.errors import InputError
 from octavo.fp8.scaling import state_records
 from octavo.transform import build_model
 
@@ -18,10 +20,12 @@ RECIPES = {
 }
 
 
-def train(recipe, recompute, *, dropout=0.0, dtype=torch.float32, inside=False, micro_batches=1):
+def train(recipe, recompute, *, offload=False, dropout=0.0, dtype=torch.float32, inside=False, micro_batches=1):
     """Losses, every gradient of every step, and the FP8 state of a short run."""
     config = llama_config(attention_dropout=dropout)
-    model = build_model(config, dtype=dtype, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute)
+    model = build_model(
+        config, dtype=dtype, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute, offload=offload
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     torch.manual_seed(12)
     seen = []
@@ -89,3 +93,27 @@ def test_a_recomputed_model_keeps_less_for_backward():
             model(input_ids=tokens(8, 64), labels=tokens(8, 64))
         kept.append(sum(sizes))
     assert kept[1] < kept[0] / 2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recipe", ["none", "delayed", "rowwise"])
+def test_offloading_changes_no_bit_and_keeps_nothing_of_a_block_but_on_the_host(recipe, recompute, monkeypatch):
+    kept = []
+    original = torch.autograd.graph.save_on_cpu
+
+    class Counted(original):
+        def __init__(self, **options):
+            super().__init__(**options)
+            kept.append(options["pin_memory"])
+
+    plain = train(RECIPES[recipe], recompute, dropout=0.1)
+    monkeypatch.setattr("octavo.parallel.offload.save_on_cpu", Counted)
+    assert_same_bits(plain, train(RECIPES[recipe], recompute, offload=True, dropout=0.1))
+    assert len(kept) >= 3
+    assert not any(kept)
+
+
+def test_a_model_that_keeps_its_own_code_is_not_offloaded():
+    neo = GPTNeoConfig(hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]], vocab_size=50)
+    with pytest.raises(InputError, match=r"gpt_neo keeps its own code.*Use train\.recompute = true"):
+        build_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, offload=True)

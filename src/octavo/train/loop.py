@@ -168,6 +168,7 @@ def build(plan: RunPlan, prepared: PreparedData) -> tuple[Stepper, list[Batch]]:
         skip=config.fp8.skip,
         load_from=plan.weights_folder,
         recompute=config.train.recompute,
+        offload=config.train.offload,
         compile=plan.compile,
     )
     model.train()

@@ -24,6 +24,7 @@ CHANGEABLE: dict[str, str] = {
     "train.compare_bf16": "a second run, after this one",
     "train.micro_batch": "the same gradient, summed in another order",
     "train.recompute": "the same numbers, for less memory",
+    "train.offload": "the same numbers, for less memory",
     "train.compile": "the same model, in other kernels",
     "train.deterministic": "the same model, in other kernels",
     "data.folder": "tokenised again in another place; the fingerprint is compared",

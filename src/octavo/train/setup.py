@@ -96,7 +96,7 @@ def check(config: RunConfig) -> RunPlan:
         InputError: what is wrong, the nearest value that works and the key to change.
     """
     world = _rank_variable("WORLD_SIZE", 1)
-    degrees = fit_degrees(**config.parallel.model_dump(), world_size=world)
+    degrees = fit_degrees(**config.parallel.model_dump(exclude={"cp_comm_type"}), world_size=world)
     if world > 1:
         raise InputError(f"WORLD_SIZE = {world}: this version of octavo train runs on 1 rank. Start it without torchrun.")
     micro_batch, accumulation = fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
@@ -216,4 +216,5 @@ def _meta_model(config: RunConfig, hf_config: Any) -> torch.nn.Module:
         device=torch.device("meta"),
         seed=config.train.seed,
         skip=config.fp8.skip,
+        offload=config.train.offload,
     )
