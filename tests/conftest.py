@@ -96,3 +96,18 @@ def tiny_run_in(shared_data):
 def tiny_run(tmp_path, tiny_run_in):
     """The same in the test's own folder: `tiny_run("name", steps=8, every=4)`."""
     return lambda name="tiny", **settings: tiny_run_in(tmp_path / name, **settings)
+
+
+@pytest.fixture
+def awkward():
+    """A factory of matrices that casts must get right: `awkward(rows, columns, dtype)` with 32 powers of two, 0, ±inf, NaN."""
+
+    def make(rows, columns, dtype):
+        x = torch.randn(rows, columns) * torch.exp2(torch.randint(-20, 12, (rows, columns)).float())
+        flat = x.view(-1)
+        flat[:: max(1, len(flat) // 7)] = 0
+        if len(flat) > 20:
+            flat[3], flat[7], flat[11] = torch.inf, -torch.inf, torch.nan
+        return x.to(dtype)
+
+    return make

@@ -166,9 +166,10 @@ def test_all_mistakes_are_told_at_once(run_file):
 
 
 def test_limits_themselves_are_allowed():
-    RunConfig.from_dict(values(data__sequence_length=2))
-    RunConfig.from_dict(values(optimizer__warmup_steps=10))
-    RunConfig.from_dict(values(optimizer__betas=[0, 0.999], optimizer__clip=0, data__validation_fraction=0))
+    assert RunConfig.from_dict(values(data__sequence_length=2)).data.sequence_length == 2
+    assert RunConfig.from_dict(values(optimizer__warmup_steps=10)).optimizer.warmup_steps == 10
+    found = RunConfig.from_dict(values(optimizer__betas=[0, 0.999], optimizer__clip=0, data__validation_fraction=0))
+    assert (found.optimizer.betas, found.optimizer.clip, found.data.validation_fraction) == ((0, 0.999), 0, 0)
 
 
 @pytest.mark.parametrize("text", ["[model", "a = ", "[model]\nsource = 1\nsource = 2\n", "\ufeff[model]"])

@@ -25,20 +25,11 @@ def exact_casts(monkeypatch):
     monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
-def awkward(rows, columns, dtype):
-    x = torch.randn(rows, columns) * torch.exp2(torch.randint(-20, 12, (rows, columns)).float())
-    flat = x.view(-1)
-    flat[:: max(1, len(flat) // 7)] = 0
-    if len(flat) > 20:
-        flat[3], flat[7], flat[11] = torch.inf, -torch.inf, torch.nan
-    return x.to(dtype)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 128), (1, 1), (65, 129), (70, 20)])
-def test_kernel_equals_reference(exact_casts, fmt, dtype, rows, columns):
+def test_kernel_equals_reference(exact_casts, awkward, fmt, dtype, rows, columns):
     x = awkward(rows, columns, dtype)
     scale, amax = torch.rand(()) * 8, torch.tensor(0.25)
     q, q_t, scale_inv = launch(x, scale, amax, fmt.dtype, fmt.max, True)

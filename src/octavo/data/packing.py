@@ -163,12 +163,6 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.packing)
 
-    @property
-    def padding(self) -> float:
-        """The share of positions that hold padding, 0 to 1."""
-        total = len(self) * self.sequence_length
-        return 1 - int(self.packing.length_P.sum()) / total if total else 0.0
-
     def __getitem__(self, index: int) -> Arrays:
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -24,42 +26,38 @@ def normalize(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     return reference.layer_norm(x, weight, bias, eps)
 
 
-class RMSNorm(nn.Module):
+class _Norm(nn.Module):
+    """One of `NORMS`; LayerNorm alone has a bias."""
+
+    normalization: ClassVar[str]
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype, device=device))
+        bias = nn.Parameter(torch.zeros_like(self.weight)) if self.normalization == "LayerNorm" else None
+        self.register_parameter("bias", bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., hidden_size] → the same shape and dtype."""
+        return normalize(self.normalization, input, self.weight, self.bias, self.eps).to(input.dtype)
+
+
+class RMSNorm(_Norm):
     """x / √(mean(x²) + eps) · weight; weight: [hidden_size]. The result has x's dtype."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        *,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype, device=device))
-
-    def forward(self, input: Tensor) -> Tensor:
-        """input [..., hidden_size] → the same shape and dtype."""
-        return reference.rms_norm(input, self.weight, self.eps).to(input.dtype)
+    normalization = "RMSNorm"
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(_Norm):
     """(x − mean) / √(variance + eps) · weight + bias; weight, bias: [hidden_size]. The result has x's dtype."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        *,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype, device=device))
-        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=params_dtype, device=device))
-
-    def forward(self, input: Tensor) -> Tensor:
-        """input [..., hidden_size] → the same shape and dtype."""
-        return reference.layer_norm(input, self.weight, self.bias, self.eps).to(input.dtype)
+    normalization = "LayerNorm"

@@ -234,18 +234,11 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
     return content | {f"random.{_RANK}.{device}": tensor for device, tensor in random_tensors().items()}
 
 
-def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint under Octavo's parameter names, whole and on the CPU.
 
-    Raises:
-        OctavoError: the checkpoint is damaged.
+    Its files are not compared with its manifest here: `manifest.newest_whole` and `manifest.verify` do that.
     """
-    manifest.verify(Path(path))
-    return read_verified_weights(Path(path))
-
-
-def read_verified_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The same, of a checkpoint whose files were compared with its manifest just now."""
     weights = {name: torch.empty(shape, dtype=d) for name, (shape, d) in _part(tensors.read_layout(path), "model.").items()}
     tensors.read_tensors(path, {f"model.{name}": tensor for name, tensor in weights.items()})
     return weights

@@ -13,7 +13,7 @@ from torch import nn
 
 from octavo.errors import InputError, nearest
 from octavo.models.weights import load_config, weights_of, write_pretrained
-from octavo.train.checkpoint import read_verified_weights
+from octavo.train.checkpoint import read_weights
 from octavo.train.folder import RunFolder, report
 from octavo.train.manifest import newest_whole
 
@@ -64,7 +64,7 @@ def export_run(run: Path, to: Path) -> Path:
     else:  # a run of a version that did not keep it
         hf_config = load_config(config.model.source, config.model.config)
     tokenizer = folder.tokenizer if folder.tokenizer.is_dir() else None
-    write_pretrained(read_verified_weights(checkpoint), hf_config, to, tokenizer)
+    write_pretrained(read_weights(checkpoint), hf_config, to, tokenizer)
     return checkpoint
 
 
