@@ -11,7 +11,6 @@ answered in milliseconds, before data or a GPU is touched. `octavo.launch` reads
 from __future__ import annotations
 
 import tomllib
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +24,9 @@ from octavo.errors import InputError, nearest
 class Section(BaseModel):
     """A table of the run file: unknown keys are refused, values are immutable once read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), strict=True, allow_inf_nan=False, serialize_by_alias=True
+    )
 
 
 class ModelConfig(Section):
@@ -33,8 +34,9 @@ class ModelConfig(Section):
 
     source: str = Field(description='A Hugging Face folder or id, or a built-in shape such as "llama-1b".')
     load: bool = Field(False, description="Start from the pretrained weights of `source` instead of random ones.")
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="Dtype of activations, and of the products that do not run in FP8."
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16",
+        description="Dtype of activations, and of the products that do not run in FP8; float16 goes with train.loss_scale.",
     )
     params_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Dtype in which parameters, gradients and optimizer states are kept: float32 is master weights."
@@ -75,6 +77,9 @@ class DataConfig(Section):
     max_tokens: int | None = Field(None, ge=2, description="Stop tokenising after this many tokens; all when absent.")
     validation_fraction: float = Field(0.05, ge=0.0, lt=1.0, description="Share of the documents held out for validation.")
     seed: int = Field(0, ge=0, description="Of the choice of documents, of the split and of the order of samples.")
+    workers: int = Field(
+        0, ge=0, le=64, description="Threads that read the coming steps' sequences ahead; 0: read when the step begins."
+    )
     folder: str = Field(
         "runs/data", description="Where tokenised corpora are kept, one folder for each distinct [data] section."
     )
@@ -97,6 +102,40 @@ class ParallelConfig(Section):
     cp_comm_type: Literal["all_gather", "p2p", "a2a"] = Field(
         "all_gather", description="How keys and values travel within a context group; one rank has none."
     )
+    reshard_after_forward: bool = Field(
+        True, description="Free a block's gathered parameters after its forward (ZeRO-3); false keeps them (ZeRO-2)."
+    )
+    param_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
+        None,
+        description="Dtype in which sharded parameters are gathered; model.dtype when absent. Weights of FP8 products with one "
+        "scale a tensor travel in FP8.",
+    )
+    reduce_dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "float32", description="Dtype in which gradients are summed over ranks."
+    )
+    buffer_dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "float32", description="Dtype of floating-point buffers, rotary tables among them."
+    )
+    sm_activation_offloading: bool = Field(
+        False, description="Keep what blocks save for backward in host memory, as train.offload does."
+    )
+    activation_loading_horizon: int = Field(
+        2, ge=1, description="Blocks whose offloaded activations may be back on the GPU at once, in backward."
+    )
+
+
+class InitConfig(ParallelConfig):
+    """What `octavo.init` takes: the [parallel] section, and a seed."""
+
+    random_seed: int = Field(12345, ge=0, description="Of every generator; data-parallel rank r starts from random_seed + r.")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str) -> InitConfig:
+        """Validate a flat table; every fault is reported at once in one InputError."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise InputError(f"{where}: {_explain(cls, error)}") from None
 
 
 class Fp8Config(Section):
@@ -154,6 +193,11 @@ class TrainConfig(Section):
     compile: bool | Literal["auto"] = Field("auto", description='torch.compile each block; "auto": on GPUs only.')
     seed: int = Field(0, ge=0, description="Of the initial weights and of dropout.")
     deterministic: bool = Field(False, description="Only deterministic kernels on GPUs (a CPU always is).")
+    loss_scale: Literal["dynamic"] | float = Field(
+        "dynamic",
+        description='With model.dtype = "float16" the loss is multiplied by this before backward. "dynamic": halved when a '
+        "gradient overflows, doubled after 2,000 steps without; a number stays as it is.",
+    )
     compare_bf16: bool = Field(False, description="Train the same steps without FP8 afterwards, and report the gap in loss.")
     validate_every: int = Field(0, ge=0, description="Steps between validations; 0: only at the end.")
     validate_batches: int = Field(16, ge=1, description="Micro-batches in a validation, or fewer where the split is smaller.")
@@ -164,6 +208,11 @@ class CheckpointConfig(Section):
 
     every: int = Field(100, ge=0, description="Steps between checkpoints; 0: only at the end or when stopped.")
     keep: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
+    async_: bool = Field(
+        False,
+        alias="async",
+        description="Write in the background: training waits only for the copy of the state to host memory.",
+    )
 
 
 class LogConfig(Section):
@@ -172,6 +221,17 @@ class LogConfig(Section):
     every: int = Field(1, ge=1, description="Steps between progress lines; metrics.jsonl has every step.")
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
         default_factory=list, description="Experiment trackers that also get the metrics (each an extra to install)."
+    )
+
+
+class LaunchConfig(Section):
+    """How several ranks belong together."""
+
+    timeout: float = Field(
+        600.0, gt=0, description="Seconds that a rank may be silent, or the others may wait for it, before the job is ended."
+    )
+    grace: float = Field(
+        10.0, ge=0, description="Seconds that ranks have to end by themselves once one has failed, before they are killed."
     )
 
 
@@ -186,6 +246,7 @@ class RunConfig(Section):
     train: TrainConfig
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @model_validator(mode="after")
     def _steps_divide(self) -> RunConfig:
@@ -246,11 +307,7 @@ class RunConfig(Section):
 
 def known_keys() -> list[str]:
     """Every `section.key` of a run file, in order."""
-    return [
-        f"{section}.{key}"
-        for section, field in RunConfig.model_fields.items()
-        for key in typing.cast(type[BaseModel], field.annotation).model_fields
-    ]
+    return [f"{section}.{key}" for section, field in RunConfig.model_fields.items() for key in _fields(field.annotation)]
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -294,7 +351,7 @@ def _explain_one(cls: type[BaseModel], loc: tuple[int | str, ...], kind: str, me
         guess = elsewhere or nearest(str(loc[-1]), keys)
         prefix = f"{loc[0]}." if len(loc) > 1 and guess and "." not in guess else ""
         hint = f" Did you mean {prefix}{guess}?" if guess else ""
-        what = "section" if len(loc) == 1 else "key"
+        what = "section" if len(loc) == 1 and cls is RunConfig else "key"
         return f"unknown {what} {name}.{hint} Known: {', '.join(keys)}"
     if kind == "missing" and len(loc) <= 2:
         return f"{name} is missing: {_describe(cls, loc)}"
@@ -311,7 +368,7 @@ def _describe(cls: type[BaseModel], loc: tuple[int | str, ...]) -> str:
 
 def _fields(annotation: Any) -> dict[str, Any]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return dict(annotation.model_fields)
+        return {field.alias or name: field for name, field in annotation.model_fields.items()}
     return {}
 
 

@@ -1,0 +1,330 @@
+"""The ranks of a job: `octavo.init` starts the process groups, `octavo.state` says who is who.
+
+Ranks come from torchrun's environment, from a process group that the caller has made (as under `mp.spawn`), or there is one
+alone. Ranks are laid out with the busiest traffic nearest together:
+
+    rank = ((replicate × shard + …) × context + …) × tensor + …      replicate outermost, tensor innermost
+
+Everything but `init` works without it, as one rank. Between the processes of one host sockets are bound to the loopback
+interface; only several hosts need more.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import random
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from octavo.config import InitConfig
+from octavo.errors import InputError
+from octavo.parallel.mesh import Degrees, fit_degrees
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_ALONE = Degrees(world=1, hybrid_shard=1, tensor=1, context=1, expert=1)
+
+
+class State:
+    """What is known of the ranks; `octavo.state` is the one object of this class.
+
+    Before `octavo.init` it describes one rank: sizes 1, ranks 0, groups and mesh None.
+
+    Attributes:
+        config: what `init` was given.
+        degrees: the resolved degrees.
+        mesh: of dimensions replicate, hybrid_shard and tensor; None for one rank.
+        control: a gloo group of all ranks for what the host has to agree on; None for one rank.
+        dp_process_group: ranks that see different samples.
+        cp_process_group: ranks that hold the other parts of this rank's sequences.
+        ep_process_group: ranks that hold the other experts.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self.config = InitConfig()
+        self.degrees = _ALONE
+        self.rank, self.world_size, self.local_rank = 0, 1, 0
+        self.device = torch.device("cpu")
+        self.mesh: DeviceMesh | None = None
+        self.control: dist.ProcessGroup | None = None
+        self.dp_process_group: dist.ProcessGroup | None = None
+        self.cp_process_group: dist.ProcessGroup | None = None
+        self.ep_process_group: dist.ProcessGroup | None = None
+        self._tracker: Any = None
+        self._owns_group = False
+
+    @property
+    def hybrid_shard_degree(self) -> int:
+        """Ranks over which parameters are sharded."""
+        return self.degrees.hybrid_shard
+
+    @property
+    def tensor_parallel_degree(self) -> int:
+        """Ranks over which each matrix is split."""
+        return self.degrees.tensor
+
+    @property
+    def context_parallel_degree(self) -> int:
+        """Ranks over which a sequence is split."""
+        return self.degrees.context
+
+    @property
+    def expert_parallel_degree(self) -> int:
+        """Ranks over which experts are spread."""
+        return self.degrees.expert
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that see different samples."""
+        return self.degrees.data
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of them this is."""
+        return self.rank // (self.degrees.tensor * self.degrees.context)
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.degrees.tensor
+
+    @property
+    def tp_rank(self) -> int:
+        """Which of them this is."""
+        return self.rank % self.degrees.tensor
+
+    @property
+    def tp_process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other parts of this rank's matrices."""
+        return self._group("tensor")
+
+    @property
+    def cp_size(self) -> int:
+        """Context-parallel ranks."""
+        return self.degrees.context
+
+    @property
+    def cp_rank(self) -> int:
+        """Which of them this is."""
+        return self.rank // self.degrees.tensor % self.degrees.context
+
+    @property
+    def ep_size(self) -> int:
+        """Expert-parallel ranks."""
+        return self.degrees.expert
+
+    @property
+    def ep_rank(self) -> int:
+        """Which of them this is."""
+        return self.rank // self.degrees.tensor % self.degrees.expert
+
+    @property
+    def rep_rank_process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard of the parameters."""
+        return self._group("replicate")
+
+    @property
+    def world_process_group(self) -> dist.ProcessGroup | None:
+        """All ranks."""
+        return dist.group.WORLD if self.mesh is not None else None
+
+    @property
+    def shard_mesh(self) -> DeviceMesh | None:
+        """[replicate, hybrid_shard], as FSDP2 takes it; None for one rank."""
+        return None if self.mesh is None else self.mesh["replicate", "hybrid_shard"]
+
+    def get_rng_state_tracker(self) -> RngStateTracker:
+        """Generators that differ between tensor-parallel ranks, for dropout inside split layers."""
+        if self._tracker is None:
+            self._tracker = RngStateTracker()
+            self._tracker.add("model-parallel-rng", self.config.random_seed + 2718 + self.tp_rank)
+        tracker: RngStateTracker = self._tracker
+        return tracker
+
+    def _group(self, dimension: str) -> dist.ProcessGroup | None:
+        return None if self.mesh is None else self.mesh[dimension].get_group()
+
+
+class RngStateTracker:
+    """Named random generators of this rank's device, beside the default one."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, seed: int) -> None:
+        """Make a generator.
+
+        Raises:
+            InputError: there is one of that name.
+        """
+        if name in self._states:
+            raise InputError(f"there is a random generator {name!r} already: give another name.")
+        with self._forked():
+            torch.manual_seed(seed)
+            self._states[name] = self._current()
+
+    def fork(self, name: str = "model-parallel-rng") -> Any:
+        """A context in which random numbers come from this generator; the default one is as before afterwards."""
+        return _Fork(self, name)
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """Every generator's state by name, uint8."""
+        return {name: value.clone() for name, value in self._states.items()}
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `get_states` gave."""
+        self._states = {name: value.clone() for name, value in states.items()}
+
+    def _forked(self) -> Any:
+        return torch.random.fork_rng(devices=[state.device] if state.device.type == "cuda" else [])
+
+    def _current(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(state.device) if state.device.type == "cuda" else torch.get_rng_state()
+
+
+class _Fork:
+    def __init__(self, tracker: RngStateTracker, name: str) -> None:
+        if name not in tracker._states:
+            raise InputError(f"no random generator {name!r}: known are {', '.join(tracker._states)}.")
+        self._tracker, self._name = tracker, name
+
+    def __enter__(self) -> None:
+        self._around = self._tracker._forked()
+        self._around.__enter__()
+        before = self._tracker._states[self._name]
+        torch.cuda.set_rng_state(before, state.device) if state.device.type == "cuda" else torch.set_rng_state(before)
+
+    def __exit__(self, *exc: object) -> None:
+        self._tracker._states[self._name] = self._tracker._current()
+        self._around.__exit__(*exc)
+
+
+state = State()
+"""Who is who; `octavo.state`."""
+
+
+def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float = 600.0) -> None:
+    """Start the process groups and lay the ranks out.
+
+    Under torchrun the ranks are those of its environment. Where the caller has initialised `torch.distributed`, those are
+    used. Otherwise there is one rank, and no process group. NCCL joins GPUs, gloo CPUs.
+
+    Args:
+        config: degrees and seeds by SMP's names, the path of a TOML or JSON file with them, or nothing.
+        timeout: seconds that a collective may wait for a rank.
+
+    Raises:
+        InputError: an unknown key, or degrees that do not fit the number of ranks; nothing was started.
+    """
+    chosen = _read(config)
+    world, rank, local = _place()
+    degrees = fit_degrees(
+        hybrid_shard_degree=chosen.hybrid_shard_degree,
+        tensor_parallel_degree=chosen.tensor_parallel_degree,
+        context_parallel_degree=chosen.context_parallel_degree,
+        expert_parallel_degree=chosen.expert_parallel_degree,
+        world_size=world,
+    )
+    if state.mesh is not None and state.degrees != degrees:
+        raise InputError(f"octavo.init was called before with {state.degrees}: call octavo.shutdown() first to change them.")
+    state.config, state.degrees = chosen, degrees
+    state.rank, state.world_size, state.local_rank = rank, world, local
+    state.device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if state.device.type == "cuda":
+        torch.cuda.set_device(state.device)
+    _seed(chosen.random_seed + state.dp_rank)
+    if state.mesh is None and (world > 1 or dist.is_initialized()):
+        _connect(degrees, timeout)
+
+
+def shutdown() -> None:
+    """Leave the process groups that `init` made; `octavo.state` describes one rank again."""
+    if state._owns_group and dist.is_initialized():
+        dist.destroy_process_group()
+    state._reset()
+
+
+def _connect(degrees: Degrees, timeout: float) -> None:
+    wait = datetime.timedelta(seconds=timeout)
+    if not dist.is_initialized():
+        if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) == os.environ["WORLD_SIZE"]:
+            for name in _INTERFACES:
+                os.environ.setdefault(name, "lo")
+        on_gpu = state.device.type == "cuda"
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, timeout=wait, device_id=state.device if on_gpu else None)
+        state._owns_group = True
+    mixed = "gloo" in dist.get_backend_config()
+    state.control = dist.group.WORLD if mixed else dist.new_group(backend="gloo", timeout=wait)
+    shape = (degrees.replicate, degrees.hybrid_shard, degrees.tensor)
+    state.mesh = init_device_mesh(state.device.type, shape, mesh_dim_names=("replicate", "hybrid_shard", "tensor"))
+    # [data, context, tensor], and within a shard group consecutive ranks share the experts.
+    ranks = torch.arange(degrees.world).view(degrees.data, degrees.context, degrees.tensor)
+    state.dp_process_group = _own_group(ranks.permute(1, 2, 0).flatten(0, 1))
+    state.cp_process_group = _own_group(ranks.permute(0, 2, 1).flatten(0, 1))
+    state.ep_process_group = _own_group(ranks.view(-1, degrees.expert, degrees.tensor).permute(0, 2, 1).flatten(0, 1))
+
+
+def _own_group(groups: torch.Tensor) -> dist.ProcessGroup | None:
+    """The process group of this rank's row of `groups`; every rank makes every group, in the same order."""
+    if groups.shape[0] == 1:
+        return dist.group.WORLD
+    own = None
+    for ranks in groups.tolist():
+        group = dist.new_group(ranks)
+        own = group if state.rank in ranks else own
+    return own
+
+
+def _place() -> tuple[int, int, int]:
+    """(world size, rank, rank on this host)."""
+    if dist.is_initialized():
+        world, rank = dist.get_world_size(), dist.get_rank()
+    else:
+        world, rank = rank_variable("WORLD_SIZE", 1), rank_variable("RANK", 0)
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 1
+    return world, rank, rank_variable("LOCAL_RANK", rank % max(devices, 1))
+
+
+def rank_variable(name: str, default: int) -> int:
+    """What torchrun says in the environment.
+
+    Raises:
+        InputError: it is no whole number.
+    """
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(f"{name} = {text!r} in the environment is no whole number: unset it, or set {default}.") from None
+
+
+def _read(config: Mapping[str, Any] | str | Path | None) -> InitConfig:
+    if config is None:
+        return InitConfig()
+    if isinstance(config, Mapping):
+        return InitConfig.from_dict(config, where="octavo.init")
+    path = Path(config)
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise InputError(f"octavo.init: {str(path)!r} cannot be read as TOML or JSON: {error}.") from None
+    return InitConfig.from_dict(values.get("parallel", values), where=str(path))
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

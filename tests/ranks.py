@@ -1,0 +1,93 @@
+"""Several ranks on this machine's CPU, joined by gloo, for the tests of everything parallel.
+
+`run(4, function, …)` calls a function of a test module in four processes that are a world of four, and returns what each
+returned. The processes are forked from a server that has everything imported already, so a world costs a fraction of a second
+and starts from a clean state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+
+alone = pytest.mark.xdist_group("ranks")
+"""For modules that use `run`: their tests share a worker, so that worlds do not compete for the cores."""
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "transformers", "octavo.train.loop", "octavo.parallel.world"]
+)
+
+
+def run(ranks, function, *arguments, timeout=120):
+    """`[function(*arguments) on rank 0, on rank 1, …]`; results and arguments are pickled, the function by its name.
+
+    The first rank that raises makes this raise, with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [_context.Pipe(duplex=False) for _ in range(ranks)]
+        processes = [
+            _context.Process(target=_child, args=(rank, ranks, folder, function, arguments, pipe[1]))
+            for rank, pipe in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+        for _, sending in pipes:
+            sending.close()
+        try:
+            return _gather([receiving for receiving, _ in pipes], time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _gather(pipes, deadline):
+    results, failures = [None] * len(pipes), {}
+    waiting = dict(enumerate(pipes))
+    while waiting:
+        ready = multiprocessing.connection.wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+            try:
+                failed, results[rank] = pickle.loads(waiting.pop(rank).recv_bytes())  # noqa: S301
+            except EOFError:
+                failed, results[rank] = True, "died"
+            if failed:
+                failures[rank] = results[rank]
+                deadline = min(
+                    deadline, time.monotonic() + 1
+                )  # for what the others have to say: the first may be a consequence
+    if failures or waiting:
+        said = [f"rank {rank} of {len(pipes)}:\n{text}" for rank, text in sorted(failures.items())]
+        raise AssertionError("\n".join([*said, *(f"rank {rank} has not ended" for rank in waiting)]))
+    return results
+
+
+def _child(rank, ranks, folder, function, arguments, pipe):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=ranks)
+        answer = (False, function(*arguments))
+    except BaseException:
+        answer = (True, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))
+    pipe.close()
+    with contextlib.suppress(Exception):
+        dist.barrier()  # one that leaves early would break the connections that others are still making
+    os._exit(0)
