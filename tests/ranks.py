@@ -1,4 +1,4 @@
-"""Several ranks on this machine's CPU, joined by gloo, for the tests of everything parallel.
+"""Several ranks on this machine, joined by gloo on its CPU or by NCCL on its GPUs, for the tests of everything parallel.
 
 `run(4, function, …)` calls a function of a test module in four processes that are a world of four, and returns what each
 returned. The processes are forked from a server that has everything imported already, so a world costs a fraction of a second
@@ -28,15 +28,15 @@ _context.set_forkserver_preload(
 )
 
 
-def run(ranks, function, *arguments, timeout=120):
-    """`[function(*arguments) on rank 0, on rank 1, …]`; results and arguments are pickled, the function by its name.
+def run(ranks, function, *arguments, timeout=120, **keywords):
+    """`[function(*arguments, **keywords) on rank 0, on rank 1, …]`; results and arguments are pickled, the function by its name.
 
     The first rank that raises makes this raise, with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes = [_context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            _context.Process(target=_child, args=(rank, ranks, folder, function, arguments, pipe[1]))
+            _context.Process(target=_child, args=(rank, ranks, folder, function, arguments, keywords, pipe[1]))
             for rank, pipe in enumerate(pipes)
         ]
         for process in processes:
@@ -74,7 +74,7 @@ def _gather(pipes, deadline):
     return results
 
 
-def _child(rank, ranks, folder, function, arguments, pipe):
+def _child(rank, ranks, folder, function, arguments, keywords, pipe):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     import torch
@@ -82,8 +82,9 @@ def _child(rank, ranks, folder, function, arguments, pipe):
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=ranks)
-        answer = (False, function(*arguments))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=ranks)
+        answer = (False, function(*arguments, **keywords))
     except BaseException:
         answer = (True, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(answer))

@@ -31,7 +31,8 @@ LAYERS = (
     ("train",),
     ("doctor", "bench", "report", "compat"),
     ("launch",),
-    ("cli", "__main__"),
+    ("cli",),
+    ("__main__",),
 )
 """A line imports only from lines above it; within a line, nobody imports a neighbour."""
 

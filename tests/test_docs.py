@@ -16,7 +16,8 @@ def test_every_key_is_documented_in_its_section_with_its_meaning():
     assert set(sections) == set(RunConfig.model_fields)
     for name in known_keys():
         section, key = name.split(".")
-        field = RunConfig.model_fields[section].annotation.model_fields[key]
+        fields = RunConfig.model_fields[section].annotation.model_fields
+        field = next(field for own, field in fields.items() if key == (field.alias or own))
         row = next(line for line in sections[section].splitlines() if line.startswith(f"| `{key}` "))
         assert row.endswith(f"| {field.description} |"), name
         if not field.is_required():

@@ -229,10 +229,48 @@ def test_unknown_names_are_refused_with_the_known_ones(neo):
 
 
 @pytest.mark.parametrize("kind", [OPTForCausalLM, nn.Sequential])
-def test_a_model_on_meta_needs_weights(kind):
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4)) if kind is nn.Sequential else kind(opt_config())
-    refused(["meta", "load_from"], transform, model)
+def test_a_model_on_meta_gets_the_initial_values_of_its_modules(kind):
+    def made():
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(40, 30)) if kind is nn.Sequential else kind(opt_config())
+        return dict(transform(model, dtype=torch.float32, device="cpu").named_parameters())
+
+    first, second = made(), made()
+    assert first.keys() == second.keys()
+    for name, parameter in first.items():
+        assert parameter.isfinite().all(), name
+        assert torch.equal(parameter, second[name]), name
+    if kind is nn.Sequential:
+        assert 0.8 / 40**0.5 < first["0.weight"].abs().max() <= 1 / 40**0.5
+    else:
+        assert first["model.decoder.layers.0.fc1.weight"].std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_octavo_s_own_layers_on_meta_get_their_initial_values():
+    def block():
+        return nn.Sequential(octavo.nn.TransformerLayer(32, 64, 4, normalization="LayerNorm"), octavo.nn.RMSNorm(32))
+
+    with octavo.delayed_init():
+        model = block()
+    model = transform(model, dtype=torch.float32, device="cpu")
+    for (name, filled), usual in zip(model.named_parameters(), block().parameters(), strict=True):
+        assert filled.abs().max().item() == pytest.approx(usual.abs().max().item(), rel=0.2), name
+        assert filled.abs().min().item() == pytest.approx(usual.abs().min().item(), abs=0.05), name
+
+
+def test_a_parameter_on_meta_that_nothing_would_fill_is_refused():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.gain = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return self.linear(x) * self.gain
+
+    with octavo.delayed_init():
+        model = Scaled()
+    refused(["gain", "Scaled"], transform, model)
 
 
 def test_buffers_that_the_meta_device_would_lose_are_refused(neo, tmp_path):

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "init": "octavo.parallel.world",
+    "shutdown": "octavo.parallel.world",
+    "state": "octavo.parallel.world",
+    "delayed_init": "octavo.parallel.meta",
     "transform": "octavo.transform",
     "describe": "octavo.transform",
     "fp8_autocast": "octavo.fp8.autocast",
@@ -28,14 +32,16 @@ if TYPE_CHECKING:
     from octavo import config, errors, fp8, nn
     from octavo.fp8 import recipe
     from octavo.fp8.autocast import fp8_autocast
+    from octavo.parallel.meta import delayed_init
+    from octavo.parallel.world import init, shutdown, state
     from octavo.train.checkpoint import load, save
     from octavo.train.export import export
     from octavo.train.optimizer import clip_grad_norm_
     from octavo.transform import describe, transform
 
 __all__ = [
-    "clip_grad_norm_", "config", "describe", "errors", "export", "fp8", "fp8_autocast", "load", "nn", "recipe", "save",
-    "transform",
+    "clip_grad_norm_", "config", "delayed_init", "describe", "errors", "export", "fp8", "fp8_autocast", "init", "load", "nn",
+    "recipe", "save", "shutdown", "state", "transform",
 ]  # fmt: skip
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else EXIT_FAILED if end.code else 0
     except OctavoError as error:
-        sys.stderr.write(f"octavo: {error}\n")
+        if not getattr(error, "reported", False):
+            _say_once(str(error))
         return error.exit_code
     except OSError as error:  # a full disk, a folder without permission: the machine's fault, and no traceback explains it
         sys.stderr.write(f"octavo: {' '.join(str(error).split())}\n")
@@ -167,7 +170,9 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command(epilog="Example: octavo bench one-gpu --cases llama-1b --entries octavo-delayed,torch-bf16")
 def bench(
-    suite: Annotated[str, typer.Argument(metavar="SUITE", help="Which set of cases, such as one-gpu.", show_default=False)],
+    suite: Annotated[
+        str, typer.Argument(metavar="SUITE", help="What to measure: one-gpu, sharded or checkpoint.", show_default=False)
+    ],
     cases: Annotated[str | None, typer.Option(metavar="A,B", help="Only these cases.")] = None,
     entries: Annotated[str | None, typer.Option("--entries", "--peers", metavar="A,B", help="Only these entries.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each entry.")] = 20,
@@ -177,9 +182,13 @@ def bench(
         typer.Option(metavar="PATH", help="A .json file, or a folder for a file a workload."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where to run; a GPU if there is one.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a sharded model (on a CPU: ranks); all if absent.")] = None,
+    folder: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where checkpoints are written and removed.")] = None,
+    saves: Annotated[int, typer.Option(min=1, help="Checkpoints written in the background; the last counts.")] = 2,
+    restore_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that restore; half of them if absent.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure Octavo beside its peers in the same run."""
+    """Measure Octavo beside its peers in the same run, and its checkpoints."""
     from octavo.bench.run import render, run_suite
 
     console = _console(stderr=as_json)
@@ -191,6 +200,10 @@ def bench(
         warmup=warmup,
         output=output,
         device=device,
+        gpus=gpus,
+        folder=folder,
+        saves=saves,
+        restore_gpus=restore_gpus,
         command=shlex.join(["octavo", *sys.argv[1:]]),
         say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
     )
@@ -213,11 +226,30 @@ def _names(text: str | None) -> list[str]:
 def _console(*, stderr: bool) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr)
+    return Console(stderr=stderr, quiet=_rank() > 0)
+
+
+def _rank() -> int:
+    """Which rank of a job this process is, as its launcher says; results are for the first one to print."""
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0
+
+
+def _say_once(message: str) -> None:
+    """An error on stderr. Every rank of a job finds the same mistake in its input; one that only this one sees must be said too.
+
+    So the others give the first one time to speak, whose end makes the launcher end them.
+    """
+    if rank := _rank():
+        time.sleep(3)
+        message = f"rank {rank}: {message}"
+    sys.stderr.write(f"octavo: {message}\n")
 
 
 def _print(result: dict[str, Any] | list[str]) -> None:
     """One JSON document, or lines."""
+    if _rank():
+        return
     print(json.dumps(_plain(result), indent=2, allow_nan=False) if isinstance(result, dict) else "\n".join(result))
 
 

@@ -120,8 +120,18 @@ class ParallelConfig(Section):
         False, description="Keep what blocks save for backward in host memory, as train.offload does."
     )
     activation_loading_horizon: int = Field(
-        2, ge=1, description="Blocks whose offloaded activations may be back on the GPU at once, in backward."
+        2,
+        description="Blocks ahead whose offloaded activations are brought back in backward; this version has no choice but 2.",
     )
+
+    @field_validator("activation_loading_horizon")
+    @classmethod
+    def _one_horizon(cls, value: int) -> int:
+        if value != 2:
+            raise ValueError(
+                "this version brings a block's activations back when its backward begins, and has no horizon: use 2"
+            )
+        return value
 
 
 class InitConfig(ParallelConfig):

@@ -1,11 +1,12 @@
-"""The whole order of a transformation on one screen: what is replaced, skipped, placed, filled, recomputed and compiled.
+"""The whole order of a transformation on one screen: what is replaced, skipped, wrapped, sharded, placed and filled.
 
 1. replace      a known family becomes Octavo's decoder; in any other module eligible `nn.Linear`s are replaced in place
 2. skip         layers that a pattern names stay out of FP8
-3. place        parameters go to the device, in their dtype
-4. fill         from the model itself, from a folder of weights, or from the counter-based initialisation
-5. recompute    blocks keep their input only; offload: what they keep waits in host memory
-6. compile      block by block
+3. recompute    blocks keep their input only; offload: what they keep waits in host memory
+4. compile      block by block
+5. shard        over the ranks, block by block; FP8 weights travel as FP8
+6. materialise  storage for what this rank holds
+7. fill         from the model itself, from a folder of weights, from rank 0, or by initialisation
 """
 
 from __future__ import annotations
@@ -21,17 +22,23 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from octavo.errors import InputError, unknown
-from octavo.fp8.recipe import coerce
+from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.models.decoder import Decoder
 from octavo.models.description import describe
 from octavo.models.families import FAMILIES
+from octavo.models.fill import Loader
 from octavo.models.replace import replace_linears, skip_modules
-from octavo.models.weights import WeightFiles, family_of, load_decoder_weights, load_weights
-from octavo.parallel.meta import counter_normal_
+from octavo.models.weights import HeldWeights, WeightFiles, Weights, family_of
+from octavo.parallel.fsdp import Sharding, blocks_of, gather_weights_in_fp8, shard
+from octavo.parallel.mesh import Degrees
+from octavo.parallel.meta import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
 from octavo.parallel.offload import offloaded
+from octavo.parallel.own_init import OwnInit
 from octavo.parallel.recompute import recomputed
+from octavo.parallel.world import State, state
 
 _OLD_SWITCH = "gradient_checkpointing_enable"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 __all__ = ["build_model", "describe", "transform"]
 
@@ -49,54 +56,64 @@ def transform(
     cp_comm_type: str = "all_gather",
     params_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Make a model's linear layers run in FP8 under `octavo.fp8_autocast`.
+    """Make a model's linear layers run in FP8 under `octavo.fp8_autocast`, and shard it over the ranks of `octavo.init`.
 
     A Hugging Face model of a known family becomes Octavo's decoder with the same weights. Any other module keeps its code and
-    has its eligible `nn.Linear`s replaced in place. Both are called as before.
+    has its eligible `nn.Linear`s replaced in place. Both are called as before. Gradients of a sharded decoder are summed over
+    the ranks, and its loss is the mean over the global batch; those of any other module are averaged.
 
     Args:
-        model: with weights, or on the meta device together with `load_from`.
-        recipe: checked here; it takes effect in `fp8_autocast`.
+        model: with weights; or on the meta device (`octavo.delayed_init`), to be filled from `load_from`, from rank 0, or else
+            with initial values by octavo.init's `random_seed`, the same on any number of ranks.
+        recipe: what `fp8_autocast` will be given. It takes effect there; here it says how sharded weights travel.
         dtype: of activations and of products outside FP8.
-        device: where the result lives; where the model is when absent.
+        device: where the result lives; where the model is when absent (with several ranks: this rank's device).
         config: the Hugging Face config, when `model.config` is not it.
         skip: patterns of module names (`fnmatch`, by Octavo's or Hugging Face's names) that stay out of FP8.
-        load_from: a Hugging Face model folder whose weights are taken.
-        load_state_dict_from_rank0: one rank alone has nothing to receive.
+        load_from: a Hugging Face model folder whose weights are taken, by each rank its own rows.
+        load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
         cp_comm_type: how context parallelism communicates; one rank alone has nobody to talk to.
         params_dtype: of parameters; `dtype` when absent. float32 under a bf16 `dtype` is master weights.
 
     Raises:
-        InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights.
+        InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a parameter or
+            buffer that would have no value.
     """
-    if recipe is not None:
-        coerce(recipe)
+    recipe = DelayedScaling() if recipe is None else coerce(recipe)
     if cp_comm_type not in ("all_gather", "p2p", "a2a"):
         raise unknown("cp_comm_type", cp_comm_type, ("all_gather", "p2p", "a2a"))
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    if on_meta and load_from is None:
-        raise InputError("the model is on the meta device and has no weights: give load_from=FOLDER, or build it on a device.")
-    config = config if config is not None else getattr(model, "config", None)
-    device = torch.device(device) if device is not None else _device_of(model)
     params_dtype = params_dtype or dtype
+    sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype)
+    device = torch.device(device) if device is not None else _device_of(model)
+    config = config if config is not None else getattr(model, "config", None)
     known = hasattr(config, "model_type") and type(model).__name__.endswith("ForCausalLM")
     family = family_of(config)[0] if known else None
-    files = None if load_from is None else WeightFiles(load_from)
+    weights: Weights | None = WeightFiles(load_from) if load_from is not None else None
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    from_rank0 = load_state_dict_from_rank0 and sharding is not None
+    if weights is None and not on_meta and (family is not None or from_rank0):
+        weights = HeldWeights(dict(model.state_dict()))
+    training = model.training
+    buffer_dtype = DTYPES[state.config.buffer_dtype]
     if family is not None:
-        decoder = Decoder(config, family, dtype=dtype, params_dtype=params_dtype, device=device)
-        skip_modules(decoder, skip)
-        load_decoder_weights(decoder, model.state_dict().__getitem__ if files is None else files.read)
-        return decoder.train(model.training)
-    model = replace_linears(model)
-    skip_modules(model, skip)
-    model = _materialise(model, device).to(device)
-    with torch.no_grad():
-        for parameter in model.parameters():  # not the buffers: a rotary table or a running mean keeps its precision
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(params_dtype)
-    if files is not None:
-        load_weights(model, files)
-    return _compute_in(model, dtype, device)
+        model = Decoder(config, family, dtype=dtype, params_dtype=params_dtype, device="meta", buffer_dtype=buffer_dtype)
+        skip_modules(model, skip)
+        if state.config.sm_activation_offloading:
+            model.run_block = offloaded(model.run_block)
+    else:
+        model = replace_linears(model)
+        skip_modules(model, skip)
+        _cast(model, params_dtype, buffer_dtype)
+        model = _compute_in(model, dtype, device)
+    loader = None if weights is None else Loader(model, weights)
+    values: Values
+    if from_rank0:
+        values = FromRank0(loader if state.rank == 0 else None)
+    elif loader is not None:
+        values = Loaded(loader)
+    else:
+        values = _initial(model, state.config.random_seed)
+    return _place(model, device, values, sharding, summed=family is not None).train(training)
 
 
 def build_model(
@@ -111,27 +128,25 @@ def build_model(
     recompute: bool = False,
     offload: bool = False,
     compile: bool = False,
+    sharding: Sharding | None = None,
+    buffer_dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
     """A causal language model for training from its Hugging Face config, with random weights by `seed` or those of `load_from`.
 
     recompute: keep only each block's input for backward. offload: keep what is saved for backward in host memory. compile:
-    `torch.compile` each block. With `device="meta"` nothing is filled, for counting parameters. The other arguments are as in
-    `transform`.
+    `torch.compile` each block. sharding: over several ranks; gradients are then summed. With `device="meta"` nothing is filled,
+    for counting parameters. The other arguments are as in `transform`.
     """
     device = torch.device(device)
-    on_meta = device.type == "meta"
-    files = None if load_from is None or on_meta else WeightFiles(load_from)
     family, _ = family_of(config)
+    model: nn.Module
     if family is None:
         # A cache serves generation. In training it costs memory, and with one Hugging Face does not see where documents begin.
         config = copy.deepcopy(config)
         config.use_cache = False
-        with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
-            torch.manual_seed(seed)
+        with delayed_init():
             model = replace_linears(AutoModelForCausalLM.from_config(config, dtype=params_dtype, trust_remote_code=False))
         skip_modules(model, skip)
-        if files is not None:
-            load_weights(model, files)
         if offload:
             raise InputError(
                 f"train.offload = true: {config.model_type} keeps its own code, and only the blocks of Octavo's decoder are"
@@ -141,50 +156,84 @@ def build_model(
             # transformers 5.2x gave the same switch a new name and warns of the old one
             name = "activation_checkpointing_enable" if hasattr(model, "activation_checkpointing_enable") else _OLD_SWITCH
             getattr(model, name)({"use_reentrant": False})
-        return _compute_in(model if on_meta else model.to(device), dtype, device).train()
-    decoder = Decoder(config, family, dtype=dtype, params_dtype=params_dtype, device=device)
-    skip_modules(decoder, skip)
-    if files is not None:
-        load_decoder_weights(decoder, files.read)
-    elif not on_meta:
-        _initialise(decoder, seed)
-    if recompute:
-        decoder.run_block = recomputed
-    if offload:
-        decoder.run_block = offloaded(decoder.run_block)
-    if compile:
-        for part in (*decoder.layers, decoder.norm):
-            part.compile()
-    return decoder.train()
+        _cast(model, params_dtype, buffer_dtype)
+        model = _compute_in(model, dtype, device)
+    else:
+        model = Decoder(config, family, dtype=dtype, params_dtype=params_dtype, device="meta", buffer_dtype=buffer_dtype)
+        skip_modules(model, skip)
+        if recompute:
+            model.run_block = recomputed
+        if offload:
+            model.run_block = offloaded(model.run_block)
+        for part in (*model.layers, model.norm) if compile else ():
+            if sharding is None:
+                part.compile()
+            else:  # inside of the hooks that gather and free its parameters, which no graph can hold
+                part.forward = torch.compile(part.forward)
+    if device.type == "meta":
+        return model.train()
+    values = _initial(model, seed) if load_from is None else Loaded(Loader(model, WeightFiles(load_from)))
+    return _place(model, device, values, sharding, summed=True).train()
 
 
-@torch.no_grad()
-def _initialise(model: Decoder, seed: int) -> None:
-    """Matrices from a normal distribution by counter, norms 1, biases 0, as Hugging Face's Llama has them."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() >= 2:
-            counter_normal_(parameter, seed=seed, name=name, std=model.config.initializer_range)
-        else:
-            parameter.fill_(0 if name.endswith("bias") else 1)
+def sharding_of(ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype) -> Sharding | None:
+    """How a model is spread over the ranks of `octavo.init`; None for one rank."""
+    if ranks.shard_mesh is None or ranks.world_size == 1:
+        return None
+    check_supported(ranks.degrees)
+    asked = ranks.config.param_dtype
+    param_dtype = dtype if asked is None else DTYPES[asked]
+    return Sharding(
+        mesh=ranks.shard_mesh,
+        data_group=ranks.dp_process_group,
+        recipe=recipe,
+        param_dtype=None if param_dtype == params_dtype else param_dtype,
+        reduce_dtype=DTYPES[ranks.config.reduce_dtype],
+        reshard_after_forward=ranks.config.reshard_after_forward,
+    )
 
 
-def _materialise(model: nn.Module, device: torch.device) -> nn.Module:
-    """Storage for a model on the meta device, if nothing but its saved weights needs a value."""
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        return model
-    saved = model.state_dict().keys()
-    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in saved]
-    if lost:
-        raise InputError(
-            f"buffers {', '.join(lost[:3])} are computed when {type(model).__name__} is built and have no value on the meta"
-            " device: build the model on a real device."
-        )
-    places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None]
-    model.to_empty(device=device)
-    filled: dict[nn.Parameter, nn.Parameter] = {}
-    for module, name, before in places:  # parameters that were one must be one again
-        setattr(module, name, filled.setdefault(before, getattr(module, name)))
+def check_supported(degrees: Degrees) -> None:
+    """Refuse degrees that fit the ranks and that this version does not run.
+
+    Raises:
+        InputError: a degree of tensor, context or expert parallelism beyond 1.
+    """
+    for name in ("tensor", "context", "expert"):
+        if (degree := getattr(degrees, name)) > 1:
+            raise InputError(
+                f"parallel.{name}_parallel_degree = {degree}: this version shards over data-parallel ranks only. "
+                f"Set parallel.{name}_parallel_degree = 1."
+            )
+
+
+def _place(model: nn.Module, device: torch.device, values: Values, sharding: Sharding | None, *, summed: bool) -> nn.Module:
+    """Shard a model and give it storage and values."""
+    if sharding is None:
+        return materialise(model, device, values)
+    blocks = list(model.layers) if isinstance(model, Decoder) else blocks_of(model)
+    shard(model, blocks, sharding, summed=summed)
+    if isinstance(model, Decoder):
+        model.data_group = sharding.data_group
+    materialise(model, device, values)
+    gather_weights_in_fp8(model, blocks, sharding)
     return model
+
+
+def _initial(model: nn.Module, seed: int) -> Values:
+    """Values for a model that has none: Octavo's decoder has an initialisation of its own, others have their modules'."""
+    return CounterInit(seed, model.config.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
+
+
+def _cast(model: nn.Module, params_dtype: torch.dtype, buffer_dtype: torch.dtype) -> None:
+    """Parameters into one dtype; buffers only into a lower one: a rotary table or a running mean keeps its precision."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(params_dtype)
+        for buffer in model.buffers() if buffer_dtype != torch.float32 else ():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(buffer_dtype)
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -212,5 +261,7 @@ def _compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> n
 
 
 def _device_of(model: nn.Module) -> torch.device:
+    if state.world_size > 1:
+        return state.device
     device = next((p.device for p in model.parameters() if not p.is_meta), None)
     return device or torch.device("cuda" if torch.cuda.is_available() else "cpu")

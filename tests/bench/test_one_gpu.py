@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import LlamaForCausalLM
 
 from octavo.bench.cases import CASES, Case
-from octavo.bench.measure import Measurement, all_fit
+from octavo.bench.measure import Measurement, Place, all_fit
 from octavo.bench.peers import ENTRIES, build_plain
 from octavo.bench.plain import PlainLlama
 from octavo.bench.results import best_peer, commit, document, render, row, write
@@ -26,6 +26,7 @@ from octavo.plan.flops import matmul_parameters
 
 CPU = torch.device("cpu")
 H200 = Device("NVIDIA H200", lookup("NVIDIA H200"), (9, 0), 139.8, "cuda")
+ONE_H200 = Place(H200, "cuda:0")
 UNTIED = Case("untied", 48, 2, 6, 3, 16, 80, 96, False, 2, 16, rope_theta=10_000.0)
 
 
@@ -167,28 +168,31 @@ def test_a_worker_answers_until_something_fails():
         def measure(self, steps):
             raise RuntimeError("\n  CUDA out of memory\ndetails")
 
-    requests = iter(['{"warmup": 3}', '{"steps": 2}', '{"steps": 2}'])
-    assert [json.loads(answer) for answer in answers(requests, Broken)] == [
+    requests = ['{"do": "build"}', '{"do": "warm_up", "steps": 3}', *['{"do": "measure", "steps": 2}'] * 2]
+    assert [json.loads(answer) for answer in answers(iter(requests), Broken)] == [
+        {},
         {"warmed": 3},
         {"error": "RuntimeError: CUDA out of memory"},
     ]
 
 
 def test_entries_stay_resident_only_where_the_memory_holds_them_all():
-    answer = {"held_gib": 9.0, "needed_gib": 34.0}
-    assert all_fit(answer, CASES["llama-1b"], 8, H200)  # 35 + 7 × 10 of 139.8
-    assert not all_fit(answer, CASES["llama-1b"], 11, H200)
+    answers = [{"held_gib": 8.0, "needed_gib": 34.0}, {"held_gib": 9.0, "needed_gib": 30.0}]
+    assert all_fit(answers, CASES["llama-1b"], 8, ONE_H200)  # 35 + 7 x 10 of 139.8
+    assert not all_fit(answers, CASES["llama-1b"], 11, ONE_H200)
     cpu = Device("CPU", None, None, 20.0, "cpu")
-    assert all_fit({}, CASES["llama-1b"], 1, cpu)  # 1.24 × 10⁹ × 8 bytes are 9.2 GiB
-    assert not all_fit({}, CASES["llama-1b"], 2, cpu)
+    assert all_fit([{}], CASES["llama-1b"], 1, Place(cpu, "cpu"))  # 1.24 × 10⁹ × 8 bytes are 9.2 GiB
+    assert not all_fit([{}], CASES["llama-1b"], 2, Place(cpu, "cpu"))
+    assert not all_fit([{}] * 2, CASES["llama-1b"], 1, Place(cpu, "cpu", 2))  # 16 bytes of each, on both ranks together
 
 
 def test_rows_follow_from_steps():
     case = CASES["llama-1b"]
     measured = Measurement(ENTRIES["octavo-delayed"])
-    measured.take({"seconds": [0.3, 0.2], "loss": 11.5, "peak_gib": 30.0})
-    measured.take({"seconds": [0.2, 0.2], "loss": 11.25, "peak_gib": 31.0})
-    figures = row(case, measured, H200)
+    measured.take([{"seconds": [0.3, 0.2], "loss": 11.5, "peak_gib": 30.0}])
+    other = {"seconds": [9.0, 9.0], "loss": 11.0, "peak_gib": 31.0}  # a second rank
+    measured.take([{"seconds": [0.2, 0.2], "loss": 11.5, "peak_gib": 30.0}, other])
+    figures = row(case, measured, ONE_H200)
     assert figures["step_ms"] == pytest.approx(200)
     assert figures["tokens_per_second"] == pytest.approx(16_384 / 0.2)
     flops_a_token = 6 * 1_235_746_816 + 6 * 16 * 2048 * 4096
@@ -200,21 +204,21 @@ def test_rows_follow_from_steps():
 
 def test_a_loss_that_is_no_number_is_an_error():
     measured = Measurement(ENTRIES["torch-bf16"])
-    measured.take({"seconds": [0.1], "loss": math.nan})
-    assert row(CASES["tiny"], measured, describe_device("cpu"))["error"] == "the loss is nan after 1 timed steps"
+    measured.take([{"seconds": [0.1], "loss": math.nan}])
+    assert row(CASES["tiny"], measured, Place(describe_device("cpu"), "cpu"))["error"] == "the loss is nan after 1 timed steps"
 
 
 def test_the_ratio_is_to_the_fastest_peer_that_is_not_octavo(tmp_path):
     rows = []
     for name, seconds in (("octavo-delayed", 0.1), ("torch-bf16", 0.2), ("ao-tensorwise", 0.125)):
         measured = Measurement(ENTRIES[name])
-        measured.take({"seconds": [seconds], "loss": 11.0, "peak_gib": 20.0})
-        rows.append(row(CASES["llama-1b"], measured, H200))
+        measured.take([{"seconds": [seconds], "loss": 11.0, "peak_gib": 20.0}])
+        rows.append(row(CASES["llama-1b"], measured, ONE_H200))
     best = best_peer(rows)
     assert best is not None
     assert best["entry"] == "ao-tensorwise"
     assert best_peer(rows[:1]) is None
-    results = document("one-gpu", "octavo bench", H200, [ENTRIES["ao-tensorwise"]], rows)
+    results = document("one-gpu", "octavo bench", ONE_H200, [ENTRIES["ao-tensorwise"]], rows)
     assert list(results["machine"]["peers"]) == ["torchao"]
     text = rendered(results)
     assert "1.250" in text
@@ -233,6 +237,11 @@ def test_the_ratio_is_to_the_fastest_peer_that_is_not_octavo(tmp_path):
         ({"device": "gpu"}, "device 'gpu'"),
         ({"device": "meta"}, "device 'meta' has no benchmarks"),
         ({"device": "cuda:64"}, "device 'cuda:64' is not there"),
+        ({"gpus": 2}, "gpus = 2: the suite one-gpu needs 1."),
+        ({"suite": "sharded", "gpus": 1}, "gpus = 1: the suite sharded needs 2 at least. Use --gpus 2"),
+        ({"suite": "sharded", "entries": ["ao-tensorwise"]}, "unknown entry 'ao-tensorwise'"),
+        ({"suite": "checkpoint", "entries": None, "saves": 0}, "saves = 0"),
+        ({"suite": "checkpoint", "entries": None, "restore_gpus": 0}, "restore_gpus = 0"),
     ],
 )
 def test_wrong_names_are_refused_before_anything_runs(change, message):

@@ -24,6 +24,7 @@ from octavo.fp8.scaling import state_records
 from octavo.train import checkpoint as ck
 from octavo.train import manifest, tensors
 from octavo.train.checkpoint import Checkpointer, load, read_weights, save
+from octavo.train.saving import collect, weights
 from octavo.transform import transform
 
 
@@ -123,14 +124,14 @@ def test_save_and_load_keep_the_fp8_scales_and_histories(tmp_path, name):
 
 def test_every_tensor_comes_back_to_the_bit_adams_step_included(tmp_path):
     model, optimizer = trained(steps=5)
-    before = {name: tensor.clone() for name, tensor in ck.collect(model, optimizer).items()}
+    before = {name: tensor.clone() for name, tensor in collect(model, optimizer).items()}
     assert before["optimizer.step.hidden.weight"].shape == ()
     assert before["optimizer.step.hidden.weight"] == 5
     save(tmp_path / "c", model, optimizer)
     fresh = Net()
     fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5, fused=True)
     load(tmp_path / "c", fresh, fresh_optimizer)
-    same(ck.collect(fresh, fresh_optimizer), before)
+    same(collect(fresh, fresh_optimizer), before)
     assert fresh_optimizer.param_groups[0]["lr"] == 1e-2
     assert fresh_optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     assert fresh.head.weight is fresh.embedding.weight
@@ -143,7 +144,7 @@ def test_shared_weights_are_written_once_and_scratch_buffers_never(tmp_path):
     assert {n for n in names if n.startswith("model.")} == {
         "model.embedding.weight", "model.hidden.weight", "model.hidden.bias", "model.count",
     }  # fmt: skip
-    same(read_weights(tmp_path / "c"), ck._weights(model))
+    same(read_weights(tmp_path / "c"), weights(model))
 
 
 ODD = {
@@ -160,12 +161,17 @@ ODD = {
 
 
 def test_tensors_of_every_kind_survive(tmp_path):
-    tensors.write_tensors(tmp_path / "t", ODD)
-    layout = tensors.read_layout(tmp_path / "t")
-    assert layout == tensors.layout_of(ODD)
-    found = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
-    tensors.read_tensors(tmp_path / "t", found)
+    entries = tensors.write_shard(tmp_path, tensors.parts_of(ODD))
+    assert list(entries) == [path.name for path in tmp_path.iterdir()]
+    stored = tensors.open_shards(tmp_path)
+    assert stored.layout == tensors.layout_of(ODD)
+    found = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored.layout.items()}
+    stored.read(found)
     same(found, ODD)
+    (file,) = tmp_path.iterdir()
+    same(load_file(file), {name: tensor.contiguous() for name, tensor in ODD.items()})
+    assert file.stat().st_size == entries[file.name]["size"]
+    assert manifest.sha256_file(file) == entries[file.name]["sha256"]
 
 
 def test_nothing_on_disk_is_a_pickle_and_nothing_is_unpickled(tmp_path, monkeypatch):
@@ -275,12 +281,12 @@ def test_another_model_is_refused_by_names_and_shapes_and_nothing_is_touched(tmp
     model, optimizer = trained()
     save(tmp_path / "c", model, optimizer)
     other, other_optimizer = trained(seed=5, width=16)
-    before = {name: tensor.clone() for name, tensor in ck.collect(other, other_optimizer).items()}
+    before = {name: tensor.clone() for name, tensor in collect(other, other_optimizer).items()}
     with pytest.raises(InputError) as error:
         load(tmp_path / "c", other, other_optimizer)
     assert "hidden.weight is [8, 8] float32 in the checkpoint and [16, 16] float32 in the model" in str(error.value)
     assert "hidden.bias is [8] float32 in the checkpoint and [16] float32 in the model" in str(error.value)
-    same(ck.collect(other, other_optimizer), before)
+    same(collect(other, other_optimizer), before)
     with pytest.raises(InputError, match=r"hidden.weight \[8, 8\] float32 is not in the model"):
         load(tmp_path / "c", nn.Linear(2, 2))
     with pytest.raises(InputError, match="bfloat16 in the model"):
@@ -301,7 +307,7 @@ def test_saving_before_the_first_step(tmp_path):
     save(tmp_path / "c", model, optimizer)
     other, other_optimizer = trained(seed=4, steps=0)
     load(tmp_path / "c", other, other_optimizer)
-    same(ck._weights(other), ck._weights(model))
+    same(weights(other), weights(model))
     assert step(other, other_optimizer) == step(*reload(tmp_path / "c"))
 
 
@@ -464,10 +470,10 @@ def test_fp8_state_of_modules_that_do_not_run_in_fp8_is_refused_before_anything_
     optimizer.step()
     save(tmp_path / "c", model, optimizer)
     other, other_optimizer = fresh(1, fp8=False)
-    before = {name: tensor.clone() for name, tensor in ck.collect(other, other_optimizer).items()}
+    before = {name: tensor.clone() for name, tensor in collect(other, other_optimizer).items()}
     with pytest.raises(InputError, match="FP8 state for 0, 2, which this model does not run in FP8"):
         load(tmp_path / "c", other, other_optimizer)
-    same(ck.collect(other, other_optimizer), before)
+    same(collect(other, other_optimizer), before)
 
 
 def test_a_newer_format_is_refused_rather_than_taken_for_damage(tmp_path):
@@ -498,15 +504,24 @@ def test_no_space_while_writing_leaves_the_old_ones_intact(three, file_limit):
     assert checkpoints.latest().name == "step-3"
 
 
-def test_too_little_space_is_found_before_anything_is_written(tmp_path):
-    needed = tensors.bytes_needed(ODD)
-    assert needed >= sum(t.nbytes for t in ODD.values())
-    with pytest.raises(OctavoError, match="no space"), tensors.space_checked(tmp_path, 2**80):
-        raise AssertionError("entered")
+def test_too_little_space_is_found_before_anything_is_written(tmp_path, monkeypatch):
+    model, optimizer = trained()
+    monkeypatch.setattr(tensors, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(Path, "open", interrupted)
+    with pytest.raises(OctavoError, match=r"needs [\d,]+ bytes and 1,000 are free"):
+        save(tmp_path / "c", model, optimizer)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_estimate_covers_what_is_written(tmp_path):
-    model, optimizer = trained(width=64)
-    content = ck.collect(model, optimizer)
-    tensors.write_tensors(tmp_path / "t", content)
-    assert sum(p.stat().st_size for p in (tmp_path / "t").iterdir()) <= tensors.bytes_needed(content)
+    parts = tensors.parts_of(collect(*trained(width=64)))
+    (entry,) = tensors.write_shard(tmp_path, parts).values()
+    assert sum(part.data.nbytes for part in parts) < entry["size"] <= tensors.bytes_needed(parts)
+
+
+def test_a_dtype_that_the_files_do_not_hold_is_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    model.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(InputError, match=r"model\.phase is of torch.complex128"):
+        save(tmp_path / "c", model)
+    assert not list(tmp_path.iterdir())

@@ -269,10 +269,19 @@ def test_while_training_a_signal_waits_a_second_sigterm_changes_nothing_and_a_se
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_several_ranks_are_refused_in_one_message(tiny_run, monkeypatch):
+def test_ranks_that_nobody_started_are_refused(tiny_run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="WORLD_SIZE = 2: this version of octavo train runs on 1 rank"):
-        train(RunConfig.from_file(tiny_run().file), console=Console(quiet=True))
+    run = tiny_run()
+    with pytest.raises(InputError, match="WORLD_SIZE = 2 in the environment, but RANK, .* start the ranks with torchrun"):
+        train(RunConfig.from_file(run.file), console=Console(quiet=True))
+    assert not run.output.exists()
+
+
+def test_degrees_of_a_later_version_are_refused(tiny_run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = RunConfig.from_file(tiny_run().file, ["parallel.context_parallel_degree=2"])
+    with pytest.raises(InputError, match="parallel.context_parallel_degree = 2: this version"):
+        train(config, console=Console(quiet=True))
 
 
 def test_a_bf16_run_of_other_settings_is_not_compared_with(tiny_run, capsys):

@@ -1,7 +1,8 @@
-"""The workloads of the one-GPU suite: the shapes of released models, with random weights and tokens.
+"""The workloads: the shapes of released models, with random weights and tokens.
 
-A layer of the 8B or 7B model repeats, so that 8 of them with embedding and head say what the whole model does, in a third of
-the memory. RoPE is unscaled: the table of angles is made once and has no part in the speed.
+A layer of the 8B or 7B model repeats, so that 8 of them with embedding and head say on one GPU what the whole model does, in a
+third of the memory; several GPUs train the whole. RoPE is unscaled: the table of angles is made once and has no part in the
+speed.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ CASES: dict[str, Case] = {
         Case("llama-1b", 2048, 16, 32, 8, 64, 8192, 128_256, True, 4, 4096),
         Case("llama-8b-8layers", 4096, 8, 32, 8, 128, 14_336, 128_256, False, 2, 8192),
         Case("llama2-7b-8layers", 4096, 8, 32, 32, 128, 11_008, 32_000, False, 4, 4096, rope_theta=10_000.0),
+        # The whole, with 16,384 tokens a GPU in both: products enough to hide the gathering of weights behind.
+        Case("llama-8b-8k", 4096, 32, 32, 8, 128, 14_336, 128_256, False, 2, 8192),
+        Case("llama-8b-16k", 4096, 32, 32, 8, 128, 14_336, 128_256, False, 1, 16_384),
         Case("tiny", 64, 2, 4, 2, 16, 128, 512, True, 2, 32),  # for CPUs and tests: it measures nothing
     )
 }

@@ -8,16 +8,14 @@ which it was (`interleaved`).
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import subprocess
-import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from octavo.bench.cases import Case
+from octavo.bench.group import Answers, Group
 from octavo.bench.peers import Entry
 from octavo.hardware import GIB, Device
 from octavo.plan.flops import matmul_parameters
@@ -29,15 +27,32 @@ CONTEXT_GIB = 1.0
 """What a process holds on a GPU beside its tensors: CUDA's context and the libraries' workspaces."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a suite runs.
+
+    Attributes:
+        device: one of the GPUs, or the CPU.
+        where: its name as torch writes it; "cuda" or "cpu" for several ranks.
+        ranks: processes of an entry, one a GPU.
+    """
+
+    device: Device
+    where: str
+    ranks: int = 1
+
+
 @dataclass
 class Measurement:
     """What is known of one entry.
 
     Attributes:
-        seconds: each timed step, in order.
-        loss: of the last step.
-        peak_gib: the allocator's peak in the timed steps; None on a CPU.
+        seconds: each timed step of the first rank, in order.
+        loss: of the last step, mean of the ranks.
+        peak_gib: the allocator's peak in the timed steps, of the rank with the largest; None on a CPU.
         interleaved: whether its turns alternated with other entries'.
+        build_seconds: from the start of its process until the model was built and filled; None until it is.
+        start_seconds: the same until the end of the first step; None where that was not a step of its own.
         error: why there are no figures.
     """
 
@@ -46,6 +61,8 @@ class Measurement:
     loss: float = math.nan
     peak_gib: float | None = None
     interleaved: bool = False
+    build_seconds: float | None = None
+    start_seconds: float | None = None
     error: str | None = None
 
     @property
@@ -53,60 +70,67 @@ class Measurement:
         """Median time of a step."""
         return statistics.median(self.seconds)
 
-    def take(self, answer: dict[str, Any]) -> None:
-        """Add the answer of a turn."""
-        self.seconds += answer["seconds"]
-        self.loss = answer["loss"]
-        self.peak_gib = answer.get("peak_gib")
+    def take(self, answers: Answers) -> None:
+        """Add what the ranks answered in a turn."""
+        self.seconds += answers[0]["seconds"]
+        self.loss = statistics.fmean(answer["loss"] for answer in answers)
+        self.peak_gib = largest(answers, "peak_gib")
         if not math.isfinite(self.loss):
             self.error = f"the loss is {self.loss} after {len(self.seconds)} timed steps"
 
 
 class Worker:
-    """The parent's side of `octavo.bench.worker`."""
+    """An entry that is being measured: its processes and what is known of it."""
 
-    def __init__(self, entry: Entry, case: Case, device: str) -> None:
+    def __init__(self, suite: str, entry: Entry, case: Case, place: Place) -> None:
         self.result = Measurement(entry)
-        command = [sys.executable, "-m", "octavo.bench.worker", entry.name, case.name, device]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        self.group = Group([suite, entry.name, case.name], device=place.where, ranks=place.ranks)
 
-    def ask(self, **request: int) -> dict[str, Any]:
-        """Send a request and wait for the answer; after an error, {} and `result.error` says why."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        answer = json.loads(line) if line else {"error": f"its process ended with exit code {self.process.wait()}"}
-        self.result.error = answer.get("error")
-        return {} if self.result.error else answer
+    def start(self, warmup: int) -> None:
+        """Build the model and take the steps that count for nothing."""
+        self.result.build_seconds = self._until_done("build")
+        if warmup:
+            self.result.start_seconds = self._until_done("warm_up", steps=1)
+        if warmup > 1:
+            self._until_done("warm_up", steps=warmup - 1)
 
-    def turn(self, steps: int) -> dict[str, Any]:
-        """Time steps, unless it has failed before; returns the answer."""
-        if self.result.error is not None or steps < 1:
-            return {}
-        answer = self.ask(steps=steps)
-        if answer:
-            self.result.take(answer)
-        return answer
+    def turn(self, steps: int) -> Answers:
+        """Time steps, unless it has failed before; returns what the ranks answered."""
+        answers = self.group.ask("measure", steps=steps) if steps and self.result.error is None else []
+        self.result.error = self.result.error or self.group.error
+        if answers:
+            self.result.take(answers)
+        return answers
 
-    def close(self) -> None:
-        """End the process and give back all it holds."""
-        self.process.kill()
-        self.process.communicate()
+    def _until_done(self, do: str, **arguments: int) -> float | None:
+        """Seconds from the start of the processes until this is done; None where it failed."""
+        done = self.group.ask(do, **arguments)
+        self.result.error = self.group.error
+        return time.perf_counter() - self.group.started if done else None
+
+
+def largest(answers: Answers, key: str) -> float | None:
+    """The largest of what the ranks tell under `key`; None where they do not."""
+    return max((answer[key] for answer in answers if key in answer), default=None)
 
 
 def measure_case(
-    case: Case, entries: list[Entry], *, device: Device, where: str, steps: int, warmup: int, say: Callable[[str], None]
+    suite: str,
+    case: Case,
+    entries: list[Entry],
+    *,
+    place: Place,
+    steps: int,
+    warmup: int,
+    say: Callable[[str], None],
 ) -> list[Measurement]:
     """Measure every entry on one case; an entry that fails has its error instead of figures.
 
     Args:
+        suite: whose entries they are.
         case: the workload.
         entries: what is compared, in order.
-        device, where: the device, and its name as torch writes it.
+        place: where.
         steps: timed steps of each entry, over both turns.
         warmup: steps before them, which compile.
         say: is told what happens, a line at a time.
@@ -117,36 +141,38 @@ def measure_case(
     try:
         for entry in entries:
             say(f"{case.name}: {entry.name}")
-            worker = Worker(entry, case, where)
+            worker = Worker(suite, entry, case, place)
             workers.append(worker)
-            worker.ask(warmup=warmup)
-            answer = worker.turn(steps - later)
-            if keep is None and answer:
-                keep = all_fit(answer, case, len(entries), device)
+            worker.start(warmup)
+            answers = worker.turn(steps - later)
+            if keep is None and answers:
+                keep = all_fit(answers, case, len(entries), place)
                 say(
                     f"{case.name}: entries take turns" if keep else f"{case.name}: one entry after the other, to fit the memory"
                 )
             if not keep:
                 worker.turn(later)
-                worker.close()
+                worker.group.close()
         if keep:
             for worker in workers:
                 worker.result.interleaved = len(entries) > 1
                 worker.turn(later)
     finally:
         for worker in workers:
-            worker.close()
+            worker.group.close()
     for worker in workers:
         if worker.result.error:
             say(f"{case.name}: {worker.result.entry.name} failed: {worker.result.error}")
     return [worker.result for worker in workers]
 
 
-def all_fit(answer: dict[str, Any], case: Case, entries: int, device: Device) -> bool:
+def all_fit(answers: Answers, case: Case, entries: int, place: Place) -> bool:
     """Whether all entries can stay resident beside the steps of one, judged by the first that ran."""
-    if "held_gib" in answer:
-        held, needed = answer["held_gib"] + CONTEXT_GIB, answer["needed_gib"] + CONTEXT_GIB
-    else:  # a CPU has no allocator to ask: bfloat16 weights, gradients and two moments
+    held, needed = (largest(answers, key) for key in ("held_gib", "needed_gib"))
+    if held is not None and needed is not None:
+        held, needed = held + CONTEXT_GIB, needed + CONTEXT_GIB
+    else:  # a CPU has no allocator to ask: weights, gradients and two moments, in bfloat16, or sharded ones in float32
         counted = matmul_parameters(case.hf_config())
-        held = needed = (counted.stored + (0 if case.tied else counted.head)) * 8 / GIB
-    return needed + (entries - 1) * held <= MEMORY_SHARE * device.memory_gib
+        parameters = counted.stored + (0 if case.tied else counted.head)
+        held = needed = parameters * (8 if place.ranks == 1 else 16) / GIB
+    return needed + (entries - 1) * held <= MEMORY_SHARE * place.device.memory_gib

@@ -1,8 +1,9 @@
-"""What is compared: a table of entries, each a model with a step that trains it.
+"""What is compared on one GPU: a table of entries, each a model with a step that trains it.
 
 Every entry does the same work on the same tokens: forward, backward, PyTorch's fused AdamW on parameters and states in
 bfloat16, gradients set to None. The output head multiplies in bfloat16 in all of them; what differs is how the linear layers
-of the blocks do. A peer is imported when its entry is built, so that one that is not installed is a row with an error.
+of the blocks do. A peer is imported when its entry is built, so that one that is not installed is a row with an error, and none
+waits for another's imports.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from octavo.bench.cases import Case
 from octavo.bench.plain import PlainLlama
+
+if TYPE_CHECKING:
+    from octavo.parallel.fsdp import Sharding
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 SEED = 0
@@ -38,14 +42,14 @@ class Entry:
         name: as the results name it.
         layers: precision in which the blocks' linear layers multiply on a device that can: "bf16" or "fp8".
         head: precision of the output head.
-        build: makes the trainer for (case, device, whether to compile).
+        build: makes the trainer for (case, device, whether to compile), its weights by the keyword `seed`.
         package: the distribution whose version is recorded beside the figures; None: Octavo or PyTorch itself.
     """
 
     name: str
     layers: str
     head: str
-    build: Callable[[Case, torch.device, bool], Trainer]
+    build: Callable[..., Trainer]
     package: str | None = None
 
 
@@ -73,9 +77,9 @@ class Training:
         return loss.detach()
 
 
-def build_plain(case: Case, device: torch.device, compiled: bool, *, float8: str | None = None) -> Training:
+def build_plain(case: Case, device: torch.device, compiled: bool, *, float8: str | None = None, seed: int = SEED) -> Training:
     """The plain PyTorch model, its linear layers converted by torchao where `float8` names one of its recipes."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     with device:
         model: nn.Module = PlainLlama(case).to(torch.bfloat16)
     if float8 is not None:
@@ -90,7 +94,16 @@ def build_plain(case: Case, device: torch.device, compiled: bool, *, float8: str
     return Training(model, torch.compile(model, fullgraph=True) if compiled else model)
 
 
-def build_octavo(case: Case, device: torch.device, compiled: bool, *, recipe: str | None = None) -> Training:
+def build_octavo(
+    case: Case,
+    device: torch.device,
+    compiled: bool,
+    *,
+    recipe: str | None = None,
+    params_dtype: torch.dtype = torch.bfloat16,
+    sharding: Sharding | None = None,
+    seed: int = SEED,
+) -> Training:
     """Octavo's model, in FP8 where `recipe` names one of `octavo.recipe`."""
     from octavo.fp8.autocast import fp8_autocast
     from octavo.fp8.recipe import RECIPES
@@ -100,10 +113,11 @@ def build_octavo(case: Case, device: torch.device, compiled: bool, *, recipe: st
     model = build_model(
         case.hf_config(),
         dtype=torch.bfloat16,
-        params_dtype=torch.bfloat16,
+        params_dtype=params_dtype,
         device=device,
-        seed=SEED,
+        seed=seed,
         compile=compiled,
+        sharding=sharding,
     )
 
     def loss(input_ids: Tensor, labels: Tensor) -> Tensor:

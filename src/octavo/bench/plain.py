@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from octavo.bench.cases import Case
 
 IGNORED = -100
+STD = 0.02
+"""Standard deviation of initial weights."""
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
@@ -100,7 +102,8 @@ class Backbone(nn.Module):
 class PlainLlama(nn.Module):
     """A Llama with its loss.
 
-    Weights are drawn from N(0, 0.02²) by PyTorch's generator of the device they are made on.
+    Weights are drawn from N(0, 0.02²) by PyTorch's generator of the device they are made on. `loss` may be replaced by its
+    compiled self where the model is not compiled as a whole.
     """
 
     def __init__(self, case: Case) -> None:
@@ -111,7 +114,8 @@ class PlainLlama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         for parameter in self.parameters():
             if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=0.02)
+                nn.init.normal_(parameter, std=STD)
+        self.loss = next_token_loss
 
     def logits(self, ids_BT: Tensor) -> Tensor:
         """Scores of the next token, B × T × V in the model's dtype."""
@@ -119,6 +123,11 @@ class PlainLlama(nn.Module):
 
     def forward(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Mean cross entropy of each next token, in float32; labels are shifted here, as Hugging Face's are."""
-        # The last position gets no target instead of being cut off: a slice of the logits would be a copy of gigabytes.
-        targets_BT = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
-        return F.cross_entropy(self.logits(ids_BT).flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORED)
+        return self.loss(self.logits(ids_BT), labels_BT)
+
+
+def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Mean cross entropy of each next token, in float32 whatever the dtype of the logits."""
+    # The last position gets no target instead of being cut off: a slice of the logits would be a copy of gigabytes.
+    targets_BT = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORED)

@@ -15,27 +15,48 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from octavo.bench.cases import Case
-from octavo.bench.measure import Measurement
+from octavo.bench.measure import Measurement as Measured
+from octavo.bench.measure import Place
 from octavo.bench.peers import Entry
 from octavo.hardware import Device, driver_version
 from octavo.plan.flops import from_hf_config, mfu
 from octavo.storage import write_atomic
 
-COLUMNS = (
-    ("tok/s", "tokens_per_second", "{:,.0f}"),
-    ("step ms", "step_ms", "{:.1f}"),
-    ("TFLOP/s", "tflops", "{:.1f}"),
-    ("MFU", "mfu", "{:.1%}"),
-    ("peak GiB", "peak_gib", "{:.1f}"),
-    ("loss", "loss", "{:.4f}"),
+LOG_WIDTH = 160
+"""Columns at most in what is not a terminal, where rich assumes 80 and would cut figures off."""
+
+Columns = tuple[tuple[str, str, str, float], ...]
+"""Title, key of the row, text of the figure, and what the figure is multiplied by."""
+
+SPEED: Columns = (
+    ("tok/s", "tokens_per_second", "{:,.0f}", 1),
+    ("step ms", "step_ms", "{:.1f}", 1),
+    ("TFLOP/s", "tflops", "{:.1f}", 1),
+    ("MFU", "mfu", "{:.1%}", 1),
+    ("peak GiB", "peak_gib", "{:.1f}", 1),
+    ("loss", "loss", "{:.4f}", 1),
+    ("start s", "start_seconds", "{:.0f}", 1),
+)
+CHECKPOINT: Columns = (
+    ("GB", "bytes", "{:.1f}", 1e-9),
+    ("save s", "save_seconds", "{:.1f}", 1),
+    ("GB/s", "save_gb_per_second", "{:.2f}", 1),
+    ("stall s", "stall_seconds", "{:.2f}", 1),
+    ("whole s", "whole_seconds", "{:.1f}", 1),
+    ("step ms", "step_ms", "{:.0f}", 1),
+    ("writing", "step_ms_while_writing", "{:.0f}", 1),
+    ("verify s", "verify_seconds", "{:.1f}", 1),
+    ("restore s", "restore_seconds", "{:.1f}", 1),
 )
 
 
-def row(case: Case, measured: Measurement, device: Device) -> dict[str, Any]:
+def row(case: Case, measured: Measured, place: Place) -> dict[str, Any]:
     """The row of one entry: its figures per GPU, or its error."""
     entry = measured.entry
     named = {"workload": case.name, "entry": entry.name, "head": entry.head}
@@ -49,7 +70,7 @@ def row(case: Case, measured: Measurement, device: Device) -> dict[str, Any]:
         "tokens_per_second": rate,
         "step_ms": measured.step_seconds * 1e3,
         "tflops": flops.total * rate / 1e12,
-        "mfu": mfu({precision: work * rate for precision, work in split.items()}, device.gpu),
+        "mfu": mfu({precision: work * rate for precision, work in split.items()}, place.device.gpu),
         "peak_gib": measured.peak_gib,
         "loss": measured.loss,
         "layers": entry.layers,
@@ -57,28 +78,31 @@ def row(case: Case, measured: Measurement, device: Device) -> dict[str, Any]:
         "sequence_length": case.sequence_length,
         "steps": len(measured.seconds),
         "interleaved": measured.interleaved,
+        "gpus": place.ranks,
+        "build_seconds": measured.build_seconds,
+        "start_seconds": measured.start_seconds,
     }
 
 
-def document(suite: str, command: str, device: Device, entries: Iterable[Entry], rows: list[dict[str, Any]]) -> dict[str, Any]:
+def document(suite: str, command: str, place: Place, entries: Iterable[Entry], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A whole run as `benchmarks/` keeps it."""
     return {
         "suite": suite,
         "command": command,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(device, entries),
+        "machine": machine(place.device, entries, place.ranks),
         "rows": rows,
     }
 
 
-def machine(device: Device, entries: Iterable[Entry]) -> dict[str, Any]:
-    """What the figures were measured on, and the versions of what was compared."""
+def machine(device: Device, entries: Iterable[Entry], gpus: int = 1) -> dict[str, Any]:
+    """What the figures were measured on, and the versions of what was compared; `count` is of the GPUs that were used."""
     on_gpu = device.kind == "cuda"
     return {
         "gpu": device.name if on_gpu else None,
         "cpu": None if on_gpu else device.name,
-        "count": 1 if on_gpu else 0,
+        "count": gpus if on_gpu else 0,
         "driver": driver_version() if on_gpu else None,
         "torch": version("torch"),
         "triton": version("triton"),
@@ -133,30 +157,42 @@ def rows_of(results: dict[str, Any], workload: str) -> list[dict[str, Any]]:
 
 def best_peer(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The fastest row that is not Octavo's, or None."""
-    peers = [row for row in rows if "error" not in row and not row["entry"].startswith("octavo-")]
+    timed = [row for row in rows if "error" not in row and "tokens_per_second" in row]
+    peers = [row for row in timed if not row["entry"].startswith("octavo-")]
     return max(peers, key=lambda row: row["tokens_per_second"], default=None)
 
 
 def render(results: dict[str, Any], console: Console) -> None:
-    """Print a table for each workload, with each entry's speed over that of the best peer."""
+    """Print a table for each workload, with each entry's speed over that of the best peer where there is one."""
     place = results["machine"]
+    columns = CHECKPOINT if results["suite"] == "checkpoint" else SPEED
     for workload in workloads(results):
         rows = rows_of(results, workload)
         best = best_peer(rows)
-        table = Table(title=f"{results['suite']} · {workload} · {place['gpu'] or place['cpu']} · torch {place['torch']}")
+        where = f"{place['count']} x {place['gpu']}" if place["count"] > 1 else place["gpu"] or place["cpu"]
+        title = f"{results['suite']} · {workload} · {where} · torch {place['torch']}"
+        table = Table(title=title, box=SIMPLE, pad_edge=False, title_justify="left")
         table.add_column("entry")
         table.add_column("head")
-        for title, _, _ in COLUMNS:
-            table.add_column(title, justify="right")
-        table.add_column("vs best peer", justify="right")
+        for name, *_ in columns:
+            table.add_column(name, justify="right")
+        if best:
+            table.add_column("vs peer", justify="right")
         for entry in rows:
-            if "error" in entry:
-                table.add_row(entry["entry"], entry["head"], *["-"] * len(COLUMNS), "failed")
-                continue
-            figures = ["-" if entry[key] is None else text.format(entry[key]) for _, key, text in COLUMNS]
-            ratio = f"{entry['tokens_per_second'] / best['tokens_per_second']:.3f}" if best else "-"
-            table.add_row(entry["entry"], entry["head"], *figures, ratio)
-        console.print(table)
+            failed = "error" in entry
+            figures = ["failed", *["-"] * (len(columns) - 1)] if failed else [_figure(entry, column) for column in columns]
+            if best:
+                figures.append("-" if failed else f"{entry['tokens_per_second'] / best['tokens_per_second']:.3f}")
+            table.add_row(entry["entry"], entry["head"], *figures)
+        if not console.is_terminal:
+            wide = Console(width=LOG_WIDTH)
+            table.width = Measurement.get(wide, wide.options, table).maximum
+        console.print(table, crop=console.is_terminal)
         for entry in rows:
             if "error" in entry:
                 console.print(f"{entry['entry']}: {entry['error']}", markup=False, highlight=False)
+
+
+def _figure(entry: dict[str, Any], column: tuple[str, str, str, float]) -> str:
+    _, key, text, factor = column
+    return "-" if entry.get(key) is None else text.format(entry[key] * factor)

@@ -1,10 +1,11 @@
-"""One entry in a process of its own: builds a model, then trains and times steps whenever its parent says so.
+"""One entry in a process of its own, or one rank of it: builds a model, then trains and times steps when its parent says so.
 
-    python -m octavo.bench.worker ENTRY CASE DEVICE
+    python -m octavo.bench.worker SUITE ENTRY CASE DEVICE MEETING
 
-A process to itself costs seconds, and buys that no entry inherits another's compiled code, allocator or FP8 state, and that one
-that crashes is a row with an error. It reads a JSON object a line, {"warmup": n} or {"steps": n}, and answers each with one:
-the figures, or {"error": text}. Standard output belongs to the answers; what libraries print goes to standard error.
+A process to itself costs seconds, and buys that no entry inherits another's compiled code, allocator or FP8 state, and that
+one that crashes is a row with an error. It reads a JSON object a line, {"do": "build"} or {"do": "measure", "steps": n}, and
+answers each with one: the figures, or {"error": text}. Standard output belongs to the answers; what libraries print goes to
+standard error. Several ranks, told by WORLD_SIZE as torchrun does, meet at the file MEETING.
 """
 
 from __future__ import annotations
@@ -18,29 +19,33 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from octavo.bench.cases import CASES, Case
-from octavo.bench.peers import ENTRIES, SEED, Entry
+from octavo.bench.peers import SEED, Entry
+from octavo.bench.suites import SUITES
 from octavo.hardware import GIB
+from octavo.parallel import world
 
 BATCHES = 4
 
 
 class Stand:
-    """A built entry on its device, with the tokens that every entry sees in the same order."""
+    """A built entry on its device, with the tokens that every entry sees in the same order, on each rank others."""
 
-    def __init__(self, entry: Entry, case: Case, device: torch.device) -> None:
-        self.device = device
-        self.trainer = entry.build(case, device, device.type == "cuda")
-        self.batches = itertools.cycle(random_batches(case, device))
+    def __init__(self, entry: Entry, case: Case, device: torch.device, *, seed: int = SEED) -> None:
+        self.device, self.case = device, case
+        self.trainer = entry.build(case, device, device.type == "cuda", seed=seed)
+        self.batches = itertools.cycle(random_batches(case, device, world.state.rank))
+        self._wait()
 
     def warm_up(self, steps: int) -> dict[str, Any]:
         """Compile, allocate and fill caches in steps that count for nothing."""
         for _ in range(steps):
             self._step()
+        self._wait()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
             # From here on: what a step needs, without what compiling and trying kernels needed.
             torch.cuda.reset_peak_memory_stats(self.device)
         return {}
@@ -62,6 +67,10 @@ class Stand:
         torch.cuda.empty_cache()
         return {"seconds": seconds, "loss": float(loss), **memory, "held_gib": torch.cuda.memory_reserved(self.device) / GIB}
 
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _step(self) -> Tensor:
         tokens = next(self.batches)
         return self.trainer.step(tokens, tokens)
@@ -74,7 +83,7 @@ class Stand:
         for mark in marks[1:]:
             loss = self._step()
             mark.record()
-        torch.cuda.synchronize(self.device)
+        self._wait()
         return [first.elapsed_time(second) / 1e3 for first, second in itertools.pairwise(marks)], loss
 
     def _time_cpu(self, steps: int) -> tuple[list[float], Tensor]:
@@ -86,21 +95,28 @@ class Stand:
         return [second - first for first, second in itertools.pairwise(marks)], loss
 
 
-def random_batches(case: Case, device: torch.device) -> list[Tensor]:
+def random_batches(case: Case, device: torch.device, rank: int = 0) -> list[Tensor]:
     """A few batches of uniform random tokens, B × T int64: the same for every entry and on every device."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(SEED + rank)
     shape = (BATCHES, case.batch, case.sequence_length)
     return list(torch.randint(case.vocab_size, shape, generator=generator).to(device))
 
 
-def answers(requests: Iterator[str], build: Callable[[], Stand]) -> Iterator[str]:
-    """Answer request lines until there are no more, or until one fails: a stand that failed is in no known state."""
-    stand = None
+def answers(requests: Iterator[str], build: Callable[..., Stand]) -> Iterator[str]:
+    """Answer request lines until there are no more, or until one fails: a stand that failed is in no known state.
+
+    {"do": "build", …} calls `build`, any other the stand's method of that name, with what else the request has.
+    """
+    stand: Stand | None = None
     for line in requests:
         request = json.loads(line)
+        do = request.pop("do")
         try:
-            stand = stand or build()
-            answer = stand.warm_up(request["warmup"]) if "warmup" in request else stand.measure(request["steps"])
+            answer: dict[str, Any] = {}
+            if do == "build":
+                stand = build(**request)
+            else:
+                answer = getattr(stand, do)(**request)
         except Exception as error:  # whatever a peer raises is its row of the results
             yield json.dumps({"error": f"{type(error).__name__}: {_first_line(str(error))}"})
             return
@@ -111,15 +127,39 @@ def _first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "no message")
 
 
-def main(arguments: list[str]) -> None:
-    """Serve one entry over standard input and output."""
-    entry, case, device = ENTRIES[arguments[0]], CASES[arguments[1]], torch.device(arguments[2])
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+def join(device: torch.device, meeting: str) -> None:
+    """Be a rank of the world that the environment tells of; nothing where it tells of none."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    for answer in answers(iter(sys.stdin), lambda: Stand(entry, case, device)):
+    if size > 1:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{meeting}",
+            rank=int(os.environ["RANK"]),
+            world_size=size,
+            device_id=device if device.type == "cuda" else None,
+        )
+        world.init()
+
+
+def main(arguments: list[str]) -> None:
+    """Serve one entry over standard input and output."""
+    suite, name, case, device = SUITES[arguments[0]], arguments[1], CASES[arguments[2]], torch.device(arguments[3])
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def build(seed: int = SEED) -> Stand:
+        join(device, arguments[4])
+        if suite.name == "checkpoint":
+            from octavo.bench.storing import CheckpointStand
+
+            return CheckpointStand(suite.entries[name], case, device, seed=seed)
+        return Stand(suite.entries[name], case, device, seed=seed)
+
+    for answer in answers(iter(sys.stdin), build):
         print(answer, file=channel, flush=True)
+    sys.stdin.read()  # a rank that failed stays until it is ended: the others would notice its end, and tell that instead
 
 
 if __name__ == "__main__":

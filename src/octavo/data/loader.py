@@ -4,11 +4,13 @@ Sample g of a run is sequence `permutation(seed, g // n)[g % n]` of the n sequen
 integer: a resumed run, on any number of ranks and with any micro-batch, sees the same samples in the same global batches. The
 price is a permutation in memory, 8 bytes a sequence.
 
-Sequences come from a memory map, so a batch costs a copy and is made when it is asked for: there is nothing to prepare ahead.
+Sequences come from a memory map, so a batch costs a copy and is made when it is asked for; `octavo.data.ahead` asks early where
+the disk is slower than that. Batches may be asked for from several threads.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -67,10 +69,11 @@ class Loader:
         if not len(self._sequences):
             raise InputError(_empty(prepared, split))
         self._seed = seed
-        self._global_batch = global_batch
+        self.global_batch = global_batch
         self._rank = dp_rank
         self._ranks = dp_size
         self._orders: OrderedDict[int, Int64] = OrderedDict()
+        self._ordering = threading.Lock()
 
     def step(self, first_sample: int) -> list[Batch]:
         """The micro-batches of this rank for the step whose global batch begins with this sample.
@@ -101,7 +104,7 @@ class Loader:
 
     def _chosen(self, first_sample: int) -> list[int]:
         """The sequences of this rank's share: a contiguous part of the global batch."""
-        share = self._global_batch // self._ranks
+        share = self.global_batch // self._ranks
         start = first_sample + self._rank * share
         chosen = []
         for sample in range(start, start + share):
@@ -110,11 +113,12 @@ class Loader:
         return chosen
 
     def _order(self, epoch: int) -> Int64:
-        if epoch not in self._orders:
-            self._orders[epoch] = draw.generator(self._seed, epoch).permutation(len(self._sequences))
-            if len(self._orders) > 2:  # a step lies in two epochs at most, unless epochs are tiny
-                self._orders.popitem(last=False)
-        return self._orders[epoch]
+        with self._ordering:  # or another thread's epoch would push this one out between the lines
+            if epoch not in self._orders:
+                self._orders[epoch] = draw.generator(self._seed, epoch).permutation(len(self._sequences))
+                if len(self._orders) > 2:  # a step lies in two epochs at most, unless epochs are tiny
+                    self._orders.popitem(last=False)
+            return self._orders[epoch]
 
 
 def _tensors(arrays: Arrays) -> Batch:

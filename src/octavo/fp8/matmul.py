@@ -55,7 +55,7 @@ def fp8_linear(
     # The casts stand outside of the autograd function: what they keep between calls would be a side effect inside of it.
     with torch.no_grad(), autocast.unannounced():
         x_row, x_column = _operand(x_MK, Operand.INPUT, state, recipe, record=grads, column=grads and weight.requires_grad)
-        w_row, w_column = _weight_operand(weight, state, recipe, grads, is_first_microbatch)
+        w_row, w_column = state.gathered or _weight_operand(weight, state, recipe, grads, is_first_microbatch)
     how = recipe.casts[Operand.GRAD_OUTPUT]
     call = _Call(how, state, recipe, out_dtype, weight.dtype, x.dtype, None if bias is None else bias.dtype)
     place = state.slot(Operand.GRAD_OUTPUT, recipe, x.device).place if how.delayed else None

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from octavo.errors import InputError
 from octavo.fp8.recipe import History, Operand, Recipe
-from octavo.fp8.tensor import Quantized
+from octavo.fp8.tensor import GatheredWeight, Quantized
 from octavo.kernels import reference
 from octavo.kernels.cast import apart, cast, like_cast
 
@@ -176,18 +176,20 @@ class ModuleState:
     def __init__(self, module: nn.Module, weight_name: str = "weight") -> None:
         self.slots: dict[Operand, Slot] = {}
         self.weight_cache: tuple[Quantized, Quantized | None] | None = None
+        self.gathered: GatheredWeight | None = None  # in place of a parameter that is sharded
         self.observed: dict[Operand, Tensor] = {}
         self.recipe: Recipe | None = None  # of the last use
         self.skipped = ""  # why this layer stays out of FP8, where it does
         self._module = weakref.ref(module)
-        self._weight_name = weight_name
+        self.weight_name = weight_name
+        self.number = 0
         _register(self)
 
     @property
     def device(self) -> torch.device | None:
         """Where the module's weight is; None when the module is gone or on the meta device."""
         module = self._module()
-        weight = getattr(module, self._weight_name, None) if module is not None else None
+        weight = getattr(module, self.weight_name, None) if module is not None else None
         return None if weight is None or weight.is_meta else weight.device
 
     def prepare(self, recipe: Recipe, device: torch.device) -> None:
@@ -219,10 +221,11 @@ class ModuleState:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         copy = ModuleState.__new__(ModuleState)
         copy.slots, copy.weight_cache, copy.observed, copy.recipe = {}, None, {}, self.recipe
+        copy.gathered = None
         copy.skipped = self.skipped
         module = self._module()
         copy._module = weakref.ref(memo.get(id(module), module)) if module is not None else self._module
-        copy._weight_name = self._weight_name
+        copy.weight_name = self.weight_name
         for operand, slot in self.slots.items():
             copy.slots[operand] = slot.arena.allocate(slot.fp8_max)
             fill(copy.slots[operand], slot.scale, slot.history)
@@ -234,6 +237,7 @@ def _register(state: ModuleState) -> None:
     global _registrations
     _states.add(state)
     _registrations += 1
+    state.number = _registrations
 
 
 @torch.no_grad()
@@ -255,7 +259,8 @@ def prepare_all(recipe: Recipe) -> None:
     if (_registrations, recipe) in _prepared:
         return
     waiting = False
-    for state in list(_states):
+    # In the order of creation: a slot has the same number on every rank, or an all-reduce would join different tensors.
+    for state in sorted(_states, key=lambda state: state.number):
         device = state.device
         if device is None:
             waiting = True

@@ -21,3 +21,10 @@ class Quantized(NamedTuple):
     def dequantize(self) -> Tensor:
         """The values that the FP8 elements stand for, float32 [R, C]."""
         return reference.dequantize(self.data, self.scale_inv)
+
+
+class GatheredWeight(NamedTuple):
+    """A whole FP8 weight on a rank that keeps a part of it; the column form is filled for backward only."""
+
+    row: Quantized
+    column: Quantized

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
@@ -24,9 +25,10 @@ IGNORED = -100
 
 
 class RotaryAngles:
-    """cos and sin of each position's rotary angles, always float32: not a module, so that no `.to(dtype)` rounds them."""
+    """cos and sin of each position's rotary angles: not a module, so that no `.to(dtype)` rounds them unasked."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype  # that the tables are rounded to; what uses them computes in float32
         parameters = dict(config.rope_parameters)
         kind = parameters.get("rope_type", "default")
         if kind == "default":
@@ -42,7 +44,8 @@ class RotaryAngles:
             self.inv_freq = self.inv_freq.to(position_ids.device)
         angles = position_ids[..., None].float() * self.inv_freq
         angles = torch.cat((angles, angles), -1)
-        return angles.cos() * self.factor, angles.sin() * self.factor
+        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+        return (cos, sin) if self.dtype == torch.float32 else (cos.to(self.dtype).float(), sin.to(self.dtype).float())
 
 
 class Decoder(nn.Module):
@@ -59,6 +62,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         params_dtype: torch.dtype,
         device: torch.device | str | None = None,
+        buffer_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.config, self.family, self.dtype = config, family, dtype
@@ -85,8 +89,10 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=params_dtype, device=device)
         if config.tie_word_embeddings:
             self.head.weight = self.embedding.weight
-        self.rotary = RotaryAngles(config)
+        self.rotary = RotaryAngles(config, buffer_dtype)
         self.run_block: Callable[..., Tensor] = _call
+        self.data_group: dist.ProcessGroup | None = None
+        """Ranks that see other samples of the same step; gradients must then be summed over them."""
 
     def forward(
         self,
@@ -105,7 +111,8 @@ class Decoder(nn.Module):
             position_ids: int64 [B, T] or [1, T]; a position that does not follow the one before begins a new document, and
                 attention stays within documents.
             labels: int64 [B, T], the tokens themselves (the model shifts them), -100 where nothing is predicted.
-            num_items_in_batch: what the sum of the losses is divided by; the number of real targets when absent.
+            num_items_in_batch: what the sum of the losses is divided by; when absent the number of real targets, of all ranks
+                that see other samples, and then the loss is the mean over all of them too.
             is_first_microbatch: False reuses the FP8 weights of the call with True.
 
         Returns:
@@ -124,10 +131,21 @@ class Decoder(nn.Module):
         if labels is None:
             return CausalLMOutput(logits=functional.linear(hidden, self.head.weight.to(self.dtype)))
         target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+        joined = num_items_in_batch is None and self.data_group is not None
         if num_items_in_batch is None:
             num_items_in_batch = (target != IGNORED).sum()
+            if joined:
+                dist.all_reduce(num_items_in_batch, group=self.data_group)
         count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=hidden.device)
-        return CausalLMOutput(loss=linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, target, count))
+        loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, target, count)
+        return CausalLMOutput(loss=_joined(loss, self.data_group) if joined else loss)
+
+
+def _joined(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of the ranks' parts as a value; the gradient is of this rank's own, since gradients are summed afterwards."""
+    total = part.detach().clone()
+    dist.all_reduce(total, group=group)
+    return part + (total - part.detach())
 
 
 def _call(layer: nn.Module, *args: Any) -> Tensor:

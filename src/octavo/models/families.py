@@ -119,6 +119,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": _LLAMA3_ROPE,
     },
+    # Llama-3.1-70B
+    "llama-70b": _LLAMA3
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "rope_parameters": _LLAMA3_ROPE,
+    },
     # Llama-2-7B
     "llama2-7b": {
         "model_type": "llama",

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -139,7 +139,8 @@ def hugging_face_names(name: str, family: Family) -> tuple[str, ...]:
     return tuple(f"{family.block_prefix}.{index}.{part}" for part in ([theirs] if isinstance(theirs, str) else theirs))
 
 
-def _join_rule(name: str, family: Family) -> str | None:
+def join_rule(name: str, family: Family) -> str | None:
+    """How a parameter is joined from Hugging Face's: "qkv", "gate_up", or None for one that is theirs."""
     return None if name in family.names else family.joined.get(name.split(".", 2)[2])
 
 
@@ -149,7 +150,7 @@ def to_hugging_face(tensors: Mapping[str, Tensor], config: Any, family: Family) 
     for name, tensor in tensors.items():
         if name == "head.weight" and config.tie_word_embeddings:
             continue
-        rule = _join_rule(name, family)
+        rule = join_rule(name, family)
         if rule == "qkv":
             parts: tuple[Tensor, ...] = split_qkv(tensor, config.num_attention_heads, config.num_key_value_heads)
         elif rule == "gate_up":
@@ -162,7 +163,7 @@ def to_hugging_face(tensors: Mapping[str, Tensor], config: Any, family: Family) 
 
 def from_hugging_face(name: str, parts: tuple[Tensor, ...], config: Any, family: Family) -> Tensor:
     """One of the decoder's parameters, from its parts under Hugging Face's names (in the order of `hugging_face_names`)."""
-    rule = _join_rule(name, family)
+    rule = join_rule(name, family)
     if rule == "qkv":
         q, k, v = parts
         return merge_qkv(q, k, v, config.num_key_value_heads)
@@ -178,8 +179,42 @@ def _files_of(index: Path) -> list[str]:
         raise InputError(f"{index} is damaged ({type(error).__name__}: {error}): copy it again.") from None
 
 
+class Weights(Protocol):
+    """Tensors by their Hugging Face names, of which any rows can be had."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor; an InputError if there is none of that name."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows `start` to `stop` of a tensor (all of one that has no dimensions)."""
+
+
+class HeldWeights:
+    """Weights in memory: those of a model that was loaded or trained already."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor; an InputError if there is none of that name."""
+        if name not in self.shapes:
+            raise InputError(f"the model has no weight {name!r}: it is not of the family that its config names.")
+        return self.shapes[name]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows `start` to `stop` of a tensor, which share its memory."""
+        self.shape(name)
+        tensor = self.tensors[name].detach()
+        return tensor[start:stop] if tensor.dim() else tensor
+
+
 class WeightFiles:
-    """The safetensors of a Hugging Face model folder, read tensor by tensor.
+    """The safetensors of a Hugging Face model folder, of which any rows can be read.
 
     Raises:
         InputError: the folder has none (a pickled checkpoint is not read).
@@ -214,28 +249,14 @@ class WeightFiles:
             raise InputError(f"{self.folder} has no weight {name!r}: it is not a checkpoint of this model.")
         return self.shapes[name]
 
-    def read(self, name: str) -> Tensor:
-        """One tensor by its Hugging Face name, on the CPU."""
-        self.shape(name)  # explains a weight that is not there
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows `start` to `stop` of a tensor by its Hugging Face name, on the CPU; all of one that has no dimensions.
+
+        The file is open for this read only: its pages would count as this process's memory as long as it is mapped.
+        """
+        dimensions = len(self.shape(name))  # explains a weight that is not there
         with safe_open(self.folder / self.where[name], "pt") as opened:
-            return opened.get_tensor(name)
-
-
-@torch.no_grad()
-def load_decoder_weights(model: Decoder, read: Any) -> None:
-    """Fill a decoder's parameters; `read(name)` gives a tensor by its Hugging Face name."""
-    tied = model.config.tie_word_embeddings
-    for name, parameter in model.named_parameters():
-        wanted = to_hugging_face({name: parameter}, model.config, model.family)
-        parts = tuple(_checked(theirs, read(theirs), part.shape) for theirs, part in wanted.items())
-        parameter.copy_(from_hugging_face(name, parts, model.config, model.family))
-    if tied:
-        model.head.weight = model.embedding.weight
-
-
-def _checked(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
-    _check_shape(name, tuple(tensor.shape), shape)
-    return tensor
+            return opened.get_slice(name)[start:stop] if dimensions else opened.get_tensor(name)
 
 
 def _check_shape(name: str, found: tuple[int, ...], wanted: torch.Size) -> None:
@@ -243,36 +264,22 @@ def _check_shape(name: str, found: tuple[int, ...], wanted: torch.Size) -> None:
         raise InputError(f"{name}: the weights have shape {found}, the config asks for {tuple(wanted)}.")
 
 
-def check_weights(model: nn.Module, files: WeightFiles) -> None:
-    """Hold names and shapes in the files' headers against a model, which may be on the meta device; reads no weight.
+def check_weights(model: nn.Module, files: Weights) -> None:
+    """Hold names and shapes in the files' headers against a model, which may be on meta or sharded; reads no weight.
 
     Raises:
         InputError: the first weight that is missing or has another shape.
     """
     if isinstance(model, Decoder):
-        wanted = to_hugging_face(dict(model.named_parameters()), model.config, model.family)
+        # Shapes alone: taking a sharded matrix apart would gather it.
+        shapes = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
+        wanted = to_hugging_face(shapes, model.config, model.family)
     else:
         state = model.state_dict(keep_vars=True)
         present = {id(tensor) for name, tensor in state.items() if name in files.shapes}
         wanted = {name: tensor for name, tensor in state.items() if name in files.shapes or id(tensor) not in present}
     for name, tensor in wanted.items():
         _check_shape(name, files.shape(name), tensor.shape)
-
-
-@torch.no_grad()
-def load_weights(model: nn.Module, files: WeightFiles) -> None:
-    """Fill a model that keeps its own code; its names are Hugging Face's. A tied tensor may be there under either name."""
-    filled: set[int] = set()
-    missing = []
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name in files.where:
-            tensor.copy_(_checked(name, files.read(name), tensor.shape))
-            filled.add(id(tensor))
-        else:
-            missing.append((name, tensor))
-    for name, tensor in missing:
-        if id(tensor) not in filled:
-            files.read(name)  # explains which weight is not there
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -285,7 +292,12 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write_pretrained(
-    tensors: Mapping[str, Tensor], config: Any, folder: str | Path, tokenizer_folder: Path | None = None
+    tensors: Mapping[str, Tensor],
+    config: Any,
+    folder: str | Path,
+    tokenizer_folder: Path | None = None,
+    *,
+    read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, bit for bit.
 
@@ -294,6 +306,8 @@ def write_pretrained(
         config: the Hugging Face config.
         folder: new, or empty.
         tokenizer_folder: whose files are copied beside the weights.
+        read: gives the values, where `tensors` are on the meta device. A file's tensors are read when it is written, so that
+            no more than those of one file are in memory; one whose parts go into two files is read twice.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -303,9 +317,15 @@ def write_pretrained(
     except OSError as error:
         raise InputError(f"{str(folder)!r} cannot be made: {error.strerror or error}. Give another folder.") from None
     family, _ = family_of(config)
-    if family is not None and "embedding.weight" in tensors:
-        tensors = to_hugging_face(tensors, config, family)
-    _save_shards(tensors, folder)
+    known = family if "embedding.weight" in tensors else None
+
+    def theirs(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return {name: tensor} if known is None else to_hugging_face({name: tensor}, config, known)
+
+    # The shapes alone: taking a matrix apart on the meta device says what there will be without reading it.
+    pieces = {name: theirs(name, torch.empty_like(tensor, device="meta")) for name, tensor in tensors.items()}
+    values = read or tensors.__getitem__
+    _save_shards(pieces, lambda name: theirs(name, values(name)), folder)
     config = type(config).from_dict(config.to_dict())
     config.dtype = next(iter(tensors.values())).dtype
     if not config.architectures:
@@ -322,21 +342,31 @@ def _causal_lm_class(config: Any) -> str:
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
 
 
-def _save_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > _SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
+def _save_shards(pieces: Mapping[str, Mapping[str, Tensor]], read: Callable[[str], Mapping[str, Tensor]], folder: Path) -> None:
+    """Write tensors in files of at most `_SHARD_BYTES` (or one tensor), with an index if there are several.
+
+    `pieces` has, for each name that `read` takes, what it will give, on the meta device.
+    """
+    shards: list[dict[str, list[str]]] = [{}]  # what is read for each file, and what of it goes there
+    size = total = 0
+    for name, parts in pieces.items():
+        for theirs, part in parts.items():
+            if shards[-1] and size + part.nbytes > _SHARD_BYTES:
+                shards.append({})
+                size = 0
+            shards[-1].setdefault(name, []).append(theirs)
+            size += part.nbytes
+            total += part.nbytes
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({n: t.detach().cpu().contiguous() for n, t in shard.items()}, folder / file, metadata={"format": "pt"})
-        where.update(dict.fromkeys(shard, file))
+        content: dict[str, Tensor] = {}
+        for name, wanted in shard.items():
+            values = read(name)
+            content |= {theirs: values[theirs].detach().cpu().contiguous() for theirs in wanted}
+        save_file(content, folder / file, metadata={"format": "pt"})
+        where.update(dict.fromkeys(content, file))
+        del content
     if len(shards) > 1:
-        total = sum(t.nbytes for t in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))

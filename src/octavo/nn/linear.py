@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from octavo.fp8.autocast import current_recipe
 from octavo.fp8.matmul import fp8_linear
+from octavo.fp8.recipe import Granularity, Operand
 from octavo.fp8.scaling import ModuleState
-from octavo.nn.norm import check_norm, normalize
+from octavo.nn.norm import check_norm, normalize, reset_norm_
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -36,6 +37,11 @@ def product(
 ) -> Tensor:
     """x · weightᵀ + bias, in FP8 where an autocast says so, else in `out_dtype`. x [..., K], weight [N, K] → [..., N]."""
     recipe = current_recipe(x.device)
+    if state.gathered is not None and (recipe is None or recipe.casts[Operand.WEIGHT].granularity is not Granularity.TENSOR):
+        raise RuntimeError(
+            "weights that were gathered in FP8 for a forward are still there, and this one needs them in another form: run it "
+            "after the backward of the other, or call model.reshard() in between."
+        )
     if recipe is not None and not state.skipped:
         return fp8_linear(x, weight, bias, state, recipe, out_dtype=out_dtype, is_first_microbatch=is_first_microbatch)
     bias = None if bias is None else bias.to(out_dtype)
@@ -102,11 +108,16 @@ class LayerNormLinear(nn.Module):
         self.in_features, self.out_features, self.eps, self.normalization = in_features, out_features, eps, normalization
         check_norm(normalization)
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
-        self.layer_norm_weight = nn.Parameter(torch.ones(in_features, **make))
-        self.layer_norm_bias = nn.Parameter(torch.zeros(in_features, **make)) if normalization == "LayerNorm" else None
+        self.layer_norm_weight = nn.Parameter(torch.empty(in_features, **make))
+        self.layer_norm_bias = nn.Parameter(torch.empty(in_features, **make)) if normalization == "LayerNorm" else None
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **make))
         self.bias = nn.Parameter(torch.empty(out_features, **make)) if bias else None
         self.fp8_state = ModuleState(self)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values: a norm that changes nothing, and PyTorch's for the matrix."""
+        reset_norm_(self.layer_norm_weight, self.layer_norm_bias)
         init_linear_(self.weight, self.bias)
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor:

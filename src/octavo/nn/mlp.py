@@ -18,7 +18,7 @@ from octavo.errors import unknown
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
 from octavo.nn.linear import compute_dtype, init_linear_, product
-from octavo.nn.norm import check_norm, normalize
+from octavo.nn.norm import check_norm, normalize, reset_norm_
 
 GATE_UP_BLOCK = 16
 """Rows: what FP8 products want of a shard anyway, so every shard that they take holds whole blocks."""
@@ -75,14 +75,19 @@ class LayerNormMLP(nn.Module):
         self.eps, self.normalization, self.activation = eps, normalization, activation
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
         fc1_rows = ffn_hidden_size * (2 if activation.endswith("glu") else 1)
-        self.layer_norm_weight = nn.Parameter(torch.ones(hidden_size, **make))
-        self.layer_norm_bias = nn.Parameter(torch.zeros(hidden_size, **make)) if normalization == "LayerNorm" else None
+        self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size, **make))
+        self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size, **make)) if normalization == "LayerNorm" else None
         self.fc1_weight = nn.Parameter(torch.empty(fc1_rows, hidden_size, **make))
         self.fc1_bias = nn.Parameter(torch.empty(fc1_rows, **make)) if bias else None
         self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, **make))
         self.fc2_bias = nn.Parameter(torch.empty(hidden_size, **make)) if bias else None
         self.fc1_fp8_state = ModuleState(self, "fc1_weight")
         self.fc2_fp8_state = ModuleState(self, "fc2_weight")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values: a norm that changes nothing, and PyTorch's for the matrices."""
+        reset_norm_(self.layer_norm_weight, self.layer_norm_bias)
         init_linear_(self.fc1_weight, self.fc1_bias)
         init_linear_(self.fc2_weight, self.fc2_bias)
 

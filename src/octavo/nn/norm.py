@@ -26,6 +26,13 @@ def normalize(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     return reference.layer_norm(x, weight, bias, eps)
 
 
+def reset_norm_(weight: Tensor, bias: Tensor | None) -> None:
+    """The norm that only normalises."""
+    nn.init.ones_(weight)
+    if bias is not None:
+        nn.init.zeros_(bias)
+
+
 class _Norm(nn.Module):
     """One of `NORMS`; LayerNorm alone has a bias."""
 
@@ -42,9 +49,14 @@ class _Norm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype, device=device))
-        bias = nn.Parameter(torch.zeros_like(self.weight)) if self.normalization == "LayerNorm" else None
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=params_dtype, device=device))
+        bias = nn.Parameter(torch.empty_like(self.weight)) if self.normalization == "LayerNorm" else None
         self.register_parameter("bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values: 1, and 0 for the bias."""
+        reset_norm_(self.weight, self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., hidden_size] → the same shape and dtype."""

@@ -229,6 +229,12 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
     """
     chosen = _read(config)
     world, rank, local = _place()
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world > 1 and missing and not dist.is_initialized():
+        raise InputError(
+            f"WORLD_SIZE = {world} in the environment, but {', '.join(missing)} is not: start the ranks with torchrun, or call "
+            "torch.distributed.init_process_group first. For one rank unset WORLD_SIZE."
+        )
     degrees = fit_degrees(
         hybrid_shard_degree=chosen.hybrid_shard_degree,
         tensor_parallel_degree=chosen.tensor_parallel_degree,

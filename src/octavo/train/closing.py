@@ -98,7 +98,7 @@ def closing_lines(result: Result) -> list[str]:
 
 def dtype_name(config: RunConfig) -> str:
     """What the field calls the dtype of a run without FP8."""
-    return {"bfloat16": "bf16", "float32": "fp32"}[config.model.dtype]
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[config.model.dtype]
 
 
 def next_commands(result: Result) -> list[str]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from octavo.data.loader import Batch
 from octavo.train.step import Stepper, count_targets, loss_of
@@ -18,8 +19,12 @@ from octavo.train.step import Stepper, count_targets, loss_of
 
 @torch.no_grad()
 def validation_loss(run: Stepper, batches: Sequence[Batch]) -> float:
-    """Mean loss over all real targets of `batches`, in nats; NaN if there are none."""
+    """Mean loss over all real targets of the ranks' `batches`, in nats; NaN if there are none."""
     targets = sum(count_targets(batch.labels) for batch in batches)
+    if run.group is not None:
+        counted = torch.tensor(targets, device=run.device)
+        dist.all_reduce(counted, group=run.group)
+        targets = int(counted)
     if targets == 0:
         return math.nan
     total = torch.zeros((), device=run.device)
@@ -27,9 +32,12 @@ def validation_loss(run: Stepper, batches: Sequence[Batch]) -> float:
     run.model.eval()
     try:
         for batch in batches:
+            run.watch.phase("validation")
             total += loss_of(run.model, batch, targets, recipe=run.recipe, device=run.device, documents=run.documents)
     finally:
         run.model.train(training)
+    if run.group is not None:
+        dist.all_reduce(total, group=run.group)
     return total.item()
 
 

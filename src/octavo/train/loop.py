@@ -1,7 +1,8 @@
 """A training run from its configuration to its last checkpoint.
 
-`train` is the order of a run: everything that can be wrong is checked before anything is built, the folder is locked, the
-newest whole checkpoint is continued, and the same steps are trained without FP8 where that was asked for. What one step
+`train` is the order of a run: everything that can be wrong is checked before anything is built, the ranks are joined, the
+folder is locked, the newest whole checkpoint is continued, and the same steps are trained without FP8 where that was asked for.
+Every rank runs this; the first one writes what is written once. What one step
 does is in `octavo.train.step`. A step's line of metrics is written before the checkpoint that says the step is done, and
 cut again if the checkpoint never came, so that the file and the weights always tell the same story.
 """
@@ -14,6 +15,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,13 +24,17 @@ import torch
 from rich.console import Console
 
 from octavo.config import RunConfig
+from octavo.data.ahead import ReadAhead
 from octavo.data.loader import Batch, Loader
 from octavo.data.prepared import PreparedData, check_vocabulary, prepare
 from octavo.errors import InputError, RunStopped
+from octavo.parallel.world import init, state
 from octavo.train import closing
+from octavo.train.agreement import all_ranks, writing_ranks
 from octavo.train.checkpoint import Checkpointer, check_weights, read_state, restore
 from octavo.train.evaluate import perplexity, validation_loss
 from octavo.train.folder import RunFolder, locked, report
+from octavo.train.lossscale import LossScale
 from octavo.train.metrics import MetricsFile
 from octavo.train.optimizer import build_optimizer
 from octavo.train.progress import StepProgress
@@ -38,7 +44,8 @@ from octavo.train.setup import RunPlan, check
 from octavo.train.step import Stepper, train_step
 from octavo.train.stopping import StopRequest
 from octavo.train.trackers import Trackers, numbers, open_trackers
-from octavo.transform import build_model, describe
+from octavo.train.watch import Watch
+from octavo.transform import DTYPES, build_model, describe, sharding_of
 
 
 def train(config: RunConfig, *, console: Console, stop: StopRequest | None = None) -> closing.Result:
@@ -55,29 +62,31 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
         OctavoError: no whole checkpoint, no space, a loss that is not finite.
     """
     plan = check(config)
-    with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop, locked(config.output) as folder:
-        before = folder.config() if folder.has_checkpoints else None  # what never saved binds nobody
-        if before is not None:
-            check_resumable(before, config, folder.path)
-        other = without_fp8(plan) if config.train.compare_bf16 and plan.recipe is not None else None
-        if other is not None:
-            _check_beside(RunFolder(other.config.output), other.config)  # before an FP8 run that it would be compared with
-        prepared = prepare(config.data, console=console, on_change="error" if before is not None else "rebuild")
-        check_vocabulary(prepared, plan.hf_config.vocab_size)
-        summary = train_one(plan, prepared, folder, console=console, stop=stop)
-        beside = None
-        if other is not None:
-            with locked(other.config.output) as beside_folder:
-                _check_beside(beside_folder, other.config)
-                beside = train_one(other, prepared, beside_folder, console=console, stop=stop)
+    with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop, job(config) as watch:
+        with held(config.output) as folder:
+            before = folder.config() if folder.has_checkpoints else None  # what never saved binds nobody
+            if before is not None:
+                check_resumable(before, config, folder.path)
+            other = without_fp8(plan) if config.train.compare_bf16 and plan.recipe is not None else None
+            if other is not None:
+                _check_beside(RunFolder(other.config.output), other.config)  # before an FP8 run that it would be compared with
+            prepared = prepare_together(config, console, on_change="error" if before is not None else "rebuild")
+            check_vocabulary(prepared, plan.hf_config.vocab_size)
+            summary = train_one(plan, prepared, folder, console=console, stop=stop, watch=watch)
+            beside = None
+            if other is not None:
+                with held(other.config.output) as beside_folder:
+                    _check_beside(beside_folder, other.config)
+                    beside = train_one(other, prepared, beside_folder, console=console, stop=stop, watch=watch)
     return closing.Result(folder.path, config, summary, beside)
 
 
 def train_one(
-    plan: RunPlan, prepared: PreparedData, folder: RunFolder, *, console: Console, stop: StopRequest
+    plan: RunPlan, prepared: PreparedData, folder: RunFolder, *, console: Console, stop: StopRequest, watch: Watch
 ) -> closing.Summary:
     """Train one model in a locked folder, to the end or to a signal."""
-    config = plan.config
+    config, leads = plan.config, state.rank == 0
+    watch.start()
     checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep, report)
     checkpoints.clean()
     latest = checkpoints.latest()
@@ -87,22 +96,28 @@ def train_one(
         _say(console, f"{label}: already trained, {done} of {done} steps, in {folder.path}")
         return closing.summarise(folder.metrics, config.train.steps)
     with contextlib.ExitStack() as opened:
-        trackers = open_trackers(config.log.trackers, folder.path, config.model_dump(mode="json"), done + 1)
+        trackers = open_trackers(config.log.trackers if leads else [], folder.path, config.model_dump(mode="json"), done + 1)
         opened.callback(trackers.close)
-        folder.record(config, plan.hf_config, prepared.tokenizer_folder, plan.hardware.name)
+        opened.enter_context(checkpoints)  # does not leave while one is being written
+        if leads:
+            folder.record(config, plan.hf_config, prepared.tokenizer_folder, plan.hardware.name)
         _say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
-        if latest is not None:
+        if latest is not None and leads:
             _warn_of_other_bits(latest, plan)
-        run, validation = build(plan, prepared)
+        run, validation = build(plan, prepared, watch)
+        opened.callback(run.loader.close)
         if plan.recipe is not None:
             found = describe(run.model)
             share = f"{found.fp8_layers} of {len(found.layers)} matrices"
             _say(console, f"{label}: {share} run in FP8 (octavo.describe names them)")
-        seed_everything(config.train.seed)
+        seed_everything(config.train.seed + state.dp_rank)
         if latest is not None:
-            restore(latest, run.model, run.optimizer)  # random states last: nothing may draw after it
-        metrics = MetricsFile(folder.metrics, done)
-        opened.callback(metrics.close)
+            saved = restore(latest, run.model, run.optimizer)  # random states last: nothing may draw after it
+            if run.loss_scale is not None:
+                run.loss_scale.load(saved["loss_scale"])
+        metrics = MetricsFile(folder.metrics, done) if leads else None
+        if metrics is not None:
+            opened.callback(metrics.close)
         progress = StepProgress(console, label=label, steps=config.train.steps, done=done, every=config.log.every)
         with progress:
             _train_steps(
@@ -119,7 +134,8 @@ class Session:
     fingerprint: str
     run: Stepper
     validation: list[Batch]
-    metrics: MetricsFile
+    metrics: MetricsFile | None
+    """On the first rank."""
     checkpoints: Checkpointer
     trackers: Trackers
     progress: StepProgress
@@ -132,26 +148,32 @@ def _train_steps(session: Session, done: int, stop: StopRequest) -> None:
     checkpoint_seconds = 0.0
     stop.training()
     for step in range(done + 1, steps + 1):
-        record = _measured(session, step, checkpoint_seconds)
+        record, stopping = _measured(session, step, checkpoint_seconds, stop)
         if session.validation and (step == steps or (validate_every and step % validate_every == 0)):
             loss = validation_loss(session.run, session.validation)
             record |= {"validation_loss": loss, "perplexity": perplexity(loss)}
-        session.metrics.append(record)
+        if session.metrics is not None:
+            session.metrics.append(record)
         session.trackers.log(step, numbers(record))
         session.progress.step(record)
+        session.checkpoints.poll()
         checkpoint_seconds = 0.0
-        if step == steps or stop.received or (every and step % every == 0):
+        if step == steps or stopping or (every and step % every == 0):
             started = time.perf_counter()
-            session.metrics.sync()
-            session.checkpoints.save(step, session.run.model, session.run.optimizer, _state(session))
+            session.run.watch.phase("checkpoint")
+            if session.metrics is not None:
+                session.metrics.sync()
+            in_background = config.checkpoint.async_
+            session.checkpoints.save(step, session.run.model, session.run.optimizer, _state(session), background=in_background)
+            if step == steps or stopping:
+                session.checkpoints.wait()
             checkpoint_seconds = time.perf_counter() - started
-        if stop.received and step < steps:
-            raise RunStopped(
-                f"stopped by {stop.received} after step {step} of {steps}, saved. Run the same command again to continue."
-            )
+        if stopping and step < steps:
+            by = stop.received or "a signal to another rank"
+            raise RunStopped(f"stopped by {by} after step {step} of {steps}, saved. Run the same command again to continue.")
 
 
-def build(plan: RunPlan, prepared: PreparedData) -> tuple[Stepper, list[Batch]]:
+def build(plan: RunPlan, prepared: PreparedData, watch: Watch | None = None) -> tuple[Stepper, list[Batch]]:
     """The model on its device, its optimizer and its data; and the batches of a validation, empty without a split."""
     config = plan.config
     if plan.device.type == "cuda":
@@ -168,8 +190,10 @@ def build(plan: RunPlan, prepared: PreparedData) -> tuple[Stepper, list[Batch]]:
         skip=config.fp8.skip,
         load_from=plan.weights_folder,
         recompute=config.train.recompute,
-        offload=config.train.offload,
+        offload=config.train.offload or config.parallel.sm_activation_offloading,
         compile=plan.compile,
+        sharding=sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype),
+        buffer_dtype=DTYPES[config.parallel.buffer_dtype],
     )
     model.train()
     validation: list[Batch] = []
@@ -178,15 +202,53 @@ def build(plan: RunPlan, prepared: PreparedData) -> tuple[Stepper, list[Batch]]:
     run = Stepper(
         model=model,
         optimizer=build_optimizer(model, config.optimizer),
-        loader=_loader(plan, prepared, "train"),
+        loader=ReadAhead(
+            _loader(plan, prepared, "train"),
+            workers=config.data.workers,
+            device=plan.device,
+            end=config.train.steps * config.train.global_batch,
+        ),
         recipe=plan.recipe,
         device=plan.device,
         documents=config.data.packing == "documents",
         global_batch=config.train.global_batch,
         steps=config.train.steps,
         config=config.optimizer,
+        loss_scale=LossScale(config.train.loss_scale) if plan.dtype == torch.float16 else None,
+        group=state.dp_process_group if state.world_size > 1 else None,
+        watch=watch or Watch(),
     )
     return run, validation
+
+
+@contextlib.contextmanager
+def job(config: RunConfig) -> Iterator[Watch]:
+    """The ranks of this run joined and watching each other; what torchrun's environment says, or one rank."""
+    launch = config.launch
+    # A collective gives up after the watch has found out why it would.
+    init(config.parallel.model_dump() | {"random_seed": config.train.seed}, timeout=launch.timeout + launch.grace + 60)
+    with Watch.of_job(timeout=launch.timeout, grace=launch.grace) as watch:
+        yield watch
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[RunFolder]:
+    """The run folder at `path`, locked by the first rank for all."""
+    with contextlib.ExitStack() as stack:
+        all_ranks().on_first(lambda: stack.enter_context(locked(path)).path)
+        yield RunFolder(path)
+
+
+def prepare_together(config: RunConfig, console: Console, on_change: Literal["error", "rebuild"]) -> PreparedData:
+    """The data on every rank: the first prepares it; where hosts do not share `data.folder`, one rank of each does."""
+    prepared: PreparedData | None = None
+    turn = 0 if state.rank == 0 else 1 if state.local_rank == 0 else 2
+    for now in range(3 if state.world_size > 1 else 1):
+        with writing_ranks().together():
+            if now == turn:
+                prepared = prepare(config.data, console=console, on_change=on_change)
+    assert prepared is not None
+    return prepared
 
 
 def without_fp8(plan: RunPlan) -> RunPlan:
@@ -212,6 +274,8 @@ def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "vali
         seed=config.data.seed,
         global_batch=config.train.global_batch,
         micro_batch=plan.micro_batch,
+        dp_rank=state.dp_rank,
+        dp_size=plan.degrees.data,
     )
 
 
@@ -232,12 +296,13 @@ def _steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> i
     return step
 
 
-def _measured(session: Session, step: int, checkpoint_seconds: float) -> dict[str, Any]:
-    """Train a step; its line of metrics."""
-    result = train_step(session.run, step)
+def _measured(session: Session, step: int, checkpoint_seconds: float, stop: StopRequest) -> tuple[dict[str, Any], bool]:
+    """Train a step; its line of metrics, and whether some rank was asked to stop."""
+    result = train_step(session.run, step, stop)
     rate = result.tokens / result.step_seconds
     tflops, mfu = session.plan.rates(rate)
-    return {
+    scaled = {} if result.loss_scale is None else {"loss_scale": result.loss_scale, "skipped": result.skipped}
+    record = {
         "step": step,
         "loss": result.loss,
         "lr": result.lr,
@@ -250,17 +315,30 @@ def _measured(session: Session, step: int, checkpoint_seconds: float) -> dict[st
         "memory_gib": peak_memory_gib(session.plan.device),
         "tflops": tflops,
         "mfu": mfu,
+        **scaled,
     }
+    return record, result.stopping
 
 
 def _state(session: Session) -> dict[str, Any]:
     """The scalars of a checkpoint, beside the random states."""
-    return {"data": session.fingerprint, "layout": _layout(session.plan)}
+    scale = session.run.loss_scale
+    return {
+        "data": session.fingerprint,
+        "layout": _layout(session.plan),
+        "loss_scale": None if scale is None else scale.state(),
+    }
 
 
 def _layout(plan: RunPlan) -> dict[str, Any]:
     """What the last bits depend on besides the configuration: the order of sums."""
-    return {"device": plan.hardware.name, "threads": torch.get_num_threads()}
+    degrees = plan.degrees
+    return {
+        "device": plan.hardware.name,
+        "threads": torch.get_num_threads(),
+        "ranks": degrees.world,
+        "hybrid_shard_degree": degrees.hybrid_shard,
+    }
 
 
 def _warn_of_other_bits(latest: Path, plan: RunPlan) -> None:

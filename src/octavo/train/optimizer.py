@@ -11,7 +11,9 @@ import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from octavo.config import OptimizerConfig
 from octavo.errors import OctavoError
@@ -53,39 +55,68 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Norm of all gradients together: a float32 scalar, summed in float32 whatever their dtype."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
+    kept: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            kept.setdefault(_holders(p.grad), []).append(local(p.grad))
+    if not kept:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
+    parts = []
+    for groups, gradients in kept.items():
+        part = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
+        if groups:
+            part = part.square()
+            for group in groups:
+                dist.all_reduce(part, group=group)
+            part = part.sqrt()
+        parts.append(part)
+    return torch.linalg.vector_norm(torch.stack(parts)) if len(parts) > 1 else parts[0]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _holders(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks that hold the other parts of a tensor; none where it is whole."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard())
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, *, loss_scale: float = 1.0) -> torch.Tensor:
     """Scale the gradients of `model` so that their norm is at most `max_norm` (0: leave them); returns the norm before.
+
+    Gradients of a loss that was multiplied by `loss_scale` are divided by it in the same pass, and the norm is of what they
+    are without it.
 
     No device waits for the host here: a non-finite norm leaves the gradients non-finite, and the caller sees it in the result.
     """
-    norm = gradient_norm(model.parameters())
-    if max_norm > 0:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], factor)
+    norm = gradient_norm(model.parameters()) / loss_scale
+    if max_norm > 0 or loss_scale != 1:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
+        factor = factor / loss_scale
+        torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], factor)
     return norm
 
 
-def check_finite(model: nn.Module, step: int, loss: float, norm: float) -> None:
-    """Stop a run whose loss or gradient is no longer a number, before the weights are touched.
+def check_finite(model: nn.Module, step: int, loss: float, norm: float, *, advice: str = "") -> None:
+    """Stop a run whose loss or gradient is no longer a number, before the weights are touched; `advice` comes first.
 
     Raises:
         OctavoError: naming the parameters whose gradients are not finite.
     """
     if math.isfinite(loss) and math.isfinite(norm):
         return
-    bad = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+    bad = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(local(p.grad)).all()]
     names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
     where = f"; gradients that are not finite: {names}" if bad else ""
     raise OctavoError(
         f"step {step}: loss {loss}, gradient norm {norm}{where}. The weights of the step before are kept. "
-        "Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.clip, and start again."
+        f"{advice}Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.clip, and start again."
     )
 
 

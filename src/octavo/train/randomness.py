@@ -2,16 +2,21 @@
 
 Dropout draws from torch's generators; a user's own data or model code may draw from Python's and numpy's. All of them
 belong to the state of a run, for a continued run must draw what the uninterrupted one would have drawn. torch's are tensors
-and go among the tensors, the others are JSON; none is pickled.
+and go among the tensors, the others are JSON; none is pickled. Every rank has its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
 import numpy as np
 import torch
+
+from octavo.parallel import world
+
+_TRACKED = "tracked."  # before the names of octavo.state's own generators
 
 
 def seed_everything(seed: int) -> None:
@@ -22,10 +27,16 @@ def seed_everything(seed: int) -> None:
 
 
 def random_tensors() -> dict[str, torch.Tensor]:
-    """torch's generator states, uint8: "cpu", and "cuda" for this process's device once CUDA was used."""
+    """torch's generator states, uint8.
+
+    "cpu"; "cuda" for this process's device once CUDA was used; "tracked.<name>" of `octavo.state.get_rng_state_tracker`,
+    once it was.
+    """
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
+    if world.state._tracker is not None:
+        states |= {_TRACKED + name: value for name, value in world.state._tracker.get_states().items()}
     return states
 
 
@@ -48,3 +59,16 @@ def restore_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) ->
     torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
+    tracked = {name.removeprefix(_TRACKED): value for name, value in tensors.items() if name.startswith(_TRACKED)}
+    if tracked:
+        tracker = world.state.get_rng_state_tracker()
+        tracker.set_states(tracker.get_states() | tracked)
+
+
+def seed_beside(tensors: dict[str, torch.Tensor], rank: int) -> None:
+    """Start the generators of a rank that a checkpoint has no record of, from the record of rank 0 and its own number.
+
+    The same checkpoint on the same ranks thus draws the same numbers, and no two ranks draw alike.
+    """
+    digest = hashlib.sha256(tensors["cpu"].numpy().tobytes() + rank.to_bytes(8, "little")).digest()
+    seed_everything(int.from_bytes(digest[:8], "little") >> 1)

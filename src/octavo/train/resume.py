@@ -27,8 +27,15 @@ CHANGEABLE: dict[str, str] = {
     "train.offload": "the same numbers, for less memory",
     "train.compile": "the same model, in other kernels",
     "train.deterministic": "the same model, in other kernels",
+    "train.loss_scale": "the same gradient, in another part of float16's range; a scale that is too large must be mendable",
+    "data.workers": "the same batches, read ahead",
     "data.folder": "tokenised again in another place; the fingerprint is compared",
-    "parallel.*": "a checkpoint loads in any layout",
+    "parallel.*_degree": "a checkpoint loads in any layout",
+    "parallel.cp_comm_type": "the same keys and values, by another way",
+    "parallel.reshard_after_forward": "the same numbers, for less memory",
+    "parallel.sm_activation_offloading": "the same numbers, for less memory",
+    "parallel.activation_loading_horizon": "the same numbers, for less memory",
+    "launch.*": "how ranks are watched",
 }
 """Patterns of keys, and why each may differ from the run that wrote the checkpoint."""
 

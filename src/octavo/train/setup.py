@@ -7,7 +7,7 @@ named by an id of the Hub come into Hugging Face's own cache, since their names 
 
 from __future__ import annotations
 
-import os
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,16 @@ from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, R
 from octavo.hardware import Device, describe_device, supports_fp8
 from octavo.models.weights import WeightFiles, check_weights, load_config, weights_folder
 from octavo.parallel.mesh import Degrees, fit_batch, fit_degrees
+from octavo.parallel.world import rank_variable
 from octavo.plan import flops
 from octavo.train.checkpoint import weights_layout
+from octavo.train.lossscale import LARGEST_SCALE
 from octavo.train.tensors import Layout
 from octavo.train.trackers import check_trackers
-from octavo.transform import build_model
+from octavo.transform import build_model, check_supported
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DEGREES = {"hybrid_shard_degree", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"}
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,13 @@ class RunPlan:
         return self.config.train.global_batch * self.config.data.sequence_length
 
     def rates(self, tokens_per_second: float) -> tuple[float | None, float | None]:
-        """(TFLOP/s, MFU) at this many tokens a second; None where the family or the GPU is not known."""
+        """(TFLOP/s, MFU) of a rank when all together do this many tokens a second; None where the family or the GPU is not known."""
         if self.flops is None:
             return None, None
         split = self.flops.by_precision(layers="fp8" if self.recipe is not None else "bf16")
-        achieved = {precision: count * tokens_per_second for precision, count in split.items()}
-        known = self.config.model.dtype == "bfloat16"  # float32 products have a peak that the table does not hold
+        achieved = {precision: count * tokens_per_second / self.degrees.world for precision, count in split.items()}
+        # float16 products run at bfloat16's rate on every GPU of the table; float32 ones have a peak that it does not hold.
+        known = self.config.model.dtype in ("bfloat16", "float16")
         return sum(achieved.values()) / 1e12, flops.mfu(achieved, self.hardware.gpu) if known else None
 
 
@@ -95,11 +99,11 @@ def check(config: RunConfig) -> RunPlan:
     Raises:
         InputError: what is wrong, the nearest value that works and the key to change.
     """
-    world = _rank_variable("WORLD_SIZE", 1)
-    degrees = fit_degrees(**config.parallel.model_dump(exclude={"cp_comm_type"}), world_size=world)
-    if world > 1:
-        raise InputError(f"WORLD_SIZE = {world}: this version of octavo train runs on 1 rank. Start it without torchrun.")
+    world = rank_variable("WORLD_SIZE", 1)
+    degrees = fit_degrees(**config.parallel.model_dump(include=_DEGREES), world_size=world)
+    check_supported(degrees)
     micro_batch, accumulation = fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
+    _check_float16(config)
     check_trackers(config.log.trackers)
     recipe = recipe_of(config.fp8)
     check_sources(config.data)
@@ -110,7 +114,7 @@ def check(config: RunConfig) -> RunPlan:
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
         check_weights(model, WeightFiles(folder))
-    rank = _rank_variable("LOCAL_RANK", 0)
+    rank = rank_variable("LOCAL_RANK", 0)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     hardware = describe_device(device)
     use, note = choose_fp8(config.fp8, recipe, hardware, native=supports_fp8(device))
@@ -157,13 +161,19 @@ def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: b
     )
 
 
-def _rank_variable(name: str, default: int) -> int:
-    """What torchrun says in the environment."""
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise InputError(f"{name} = {text!r} in the environment is no whole number: unset it, or set {default}.") from None
+def _check_float16(config: RunConfig) -> None:
+    """float16 computes with float32 parameters, and with a loss scale that float32 can hold."""
+    if config.model.dtype == "float16" and config.model.params_dtype != "float32":
+        raise InputError(
+            f'model.params_dtype = "{config.model.params_dtype}" does not go with model.dtype = "float16", whose scale needs '
+            'float32 parameters. Set model.params_dtype = "float32", or model.dtype = "bfloat16".'
+        )
+    scale = config.train.loss_scale
+    if scale != "dynamic" and not 0 < scale <= LARGEST_SCALE:
+        raise InputError(
+            f"train.loss_scale = {scale:g} must lie above 0 and at most at {LARGEST_SCALE:g}: "
+            'the usual start is 65536. Change train.loss_scale, or set it to "dynamic".'
+        )
 
 
 def _check_length(config: RunConfig, hf_config: Any) -> None:

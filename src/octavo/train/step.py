@@ -1,25 +1,34 @@
 """One optimizer step: the order that every number in a run depends on.
 
-The loss of a step is the sum over all real targets of the global batch divided by their number, whatever the micro-batches:
-the targets are counted before the first forward, so that each micro-batch is normalised by the same number and the
-gradients simply add up. FP8 weights are quantised in the first micro-batch and reused by the others. The host waits for the
-device once a step, where loss and norm are read and checked, so that a step that went wrong never reaches the weights.
+The loss of a step is the sum over all real targets of the global batch divided by their number, whatever the ranks and the
+micro-batches: the targets are counted before the first forward, so that each micro-batch is normalised by the same number and
+the gradients simply add up, over ranks in the last micro-batch. FP8 weights are quantised in the first micro-batch and kept for
+the others. The host waits for the device once a step, where loss and norm are read and checked, so that a step that went wrong
+never reaches the weights. In float16 the loss is scaled for backward, and a step that overflows is skipped
+(`octavo.train.lossscale`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from octavo.config import OptimizerConfig
-from octavo.data.loader import Batch, Loader
+from octavo.data.ahead import ReadAhead
+from octavo.data.loader import Batch
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import Recipe
+from octavo.parallel.fsdp import accumulate
+from octavo.train.lossscale import LossScale, forget_overflow, overflow_in_fp8
 from octavo.train.optimizer import check_finite, clip_grad_norm_, learning_rate, set_learning_rate
+from octavo.train.stopping import StopRequest
+from octavo.train.watch import Watch
 
 IGNORED = -100
 
@@ -32,22 +41,37 @@ class Stepper:
         recipe: of FP8, or None to train without.
         documents: whether positions restart within a sequence, so that the model must see them.
         steps: the last step, where the schedule ends.
+        loss_scale: of float16; None where the model computes in another dtype.
+        group: the ranks that see the other samples of a step, and how many they are; None for one rank.
+        watch: is told the phase of the step.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    loader: Loader
+    loader: ReadAhead
     recipe: Recipe | None
     device: torch.device
     documents: bool
     global_batch: int
     steps: int
     config: OptimizerConfig
+    loss_scale: LossScale | None = None
+    group: dist.ProcessGroup | None = None
+    watch: Watch = field(default_factory=Watch)
+
+    @property
+    def ranks(self) -> int:
+        """That see different samples."""
+        return 1 if self.group is None else self.group.size()
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did: loss in nats a target, the gradient's norm before clipping, and seconds."""
+    """What one step did: loss in nats a target, the gradient's norm before clipping and without the loss scale, and seconds.
+
+    tokens are those of the global batch. loss_scale is what the step was computed with, None outside of float16; skipped: it
+    overflowed and changed no weight; stopping: some rank was asked to stop.
+    """
 
     loss: float
     lr: float
@@ -55,41 +79,87 @@ class StepResult:
     tokens: int
     step_seconds: float
     data_seconds: float
+    loss_scale: float | None = None
+    skipped: bool = False
+    stopping: bool = False
 
 
-def train_step(run: Stepper, step: int) -> StepResult:
-    """Do optimizer step `step` (the first is 1).
+def train_step(run: Stepper, step: int, stop: StopRequest | None = None) -> StepResult:
+    """Do optimizer step `step` (the first is 1); all ranks call it.
 
     Raises:
-        OctavoError: the loss or the gradient is not finite; the weights were not changed.
+        OctavoError: the loss or the gradient is not finite, and no smaller loss scale would help; the weights were not changed.
     """
     started = time.perf_counter()
+    run.watch.step(step)
     batches = run.loader.step((step - 1) * run.global_batch)
-    targets = max(1, sum(count_targets(batch.labels) for batch in batches))
+    targets = _all_targets(run, batches)
     data_seconds = time.perf_counter() - started
 
+    scale = 1.0 if run.loss_scale is None else run.loss_scale.scale
     total = torch.zeros((), device=run.device)
     for index, batch in enumerate(batches):
+        accumulate(run.model, last=index == len(batches) - 1)
+        run.watch.phase("forward")
         with microbatch(first=index == 0) if len(batches) > 1 else contextlib.nullcontext():
             loss = loss_of(run.model, batch, targets, recipe=run.recipe, device=run.device, documents=run.documents)
-        loss.backward()
+        run.watch.phase("backward")
+        (loss if run.loss_scale is None else loss * scale).backward()
         total += loss.detach()
 
-    norm = clip_grad_norm_(run.model, run.config.clip)
-    loss_value, norm_value = torch.stack([total, norm]).tolist()
-    check_finite(run.model, step, loss_value, norm_value)
+    run.watch.phase("optimizer")
+    norm = clip_grad_norm_(run.model, run.config.clip, loss_scale=scale)
+    hidden = overflow_in_fp8(run.model) if run.loss_scale is not None else None
+    joined = torch.stack([total, total.new_tensor(float(stop is not None and stop.received is not None))])
+    if run.group is not None:
+        dist.all_reduce(joined, group=run.group)
+    loss_value, stopping, norm_value = torch.cat([joined, (norm if hidden is None else norm + hidden)[None]]).tolist()
+    skipped = _skips(run, step, loss_value, norm_value)
 
     rate = learning_rate(step, run.config, run.steps)
     set_learning_rate(run.optimizer, rate)
-    run.optimizer.step()
+    if not skipped:
+        run.optimizer.step()
     run.optimizer.zero_grad()
 
-    tokens = sum(batch.input_ids.numel() for batch in batches)
-    return StepResult(loss_value, rate, norm_value, tokens, time.perf_counter() - started, data_seconds)
+    tokens = sum(batch.input_ids.numel() for batch in batches) * run.ranks
+    return StepResult(
+        loss_value,
+        rate,
+        norm_value,
+        tokens,
+        step_seconds=time.perf_counter() - started,
+        data_seconds=data_seconds,
+        loss_scale=None if run.loss_scale is None else scale,
+        skipped=skipped,
+        stopping=stopping > 0,
+    )
+
+
+def _all_targets(run: Stepper, batches: Sequence[Batch]) -> int | torch.Tensor:
+    """Real targets of the global batch, at least 1; nothing waits for the device."""
+    own = sum(count_targets(batch.labels) for batch in batches)
+    if run.group is None:
+        return max(1, own)
+    total = torch.tensor(own, device=run.device)
+    dist.all_reduce(total, group=run.group)
+    return total.clamp(min=1)
+
+
+def _skips(run: Stepper, step: int, loss: float, norm: float) -> bool:
+    """Whether the step must leave the weights alone; raises where that would not help either."""
+    if run.loss_scale is None:
+        check_finite(run.model, step, loss, norm)
+        return False
+    if run.loss_scale.update(loss, norm):
+        forget_overflow(run.model)
+        return True
+    check_finite(run.model, step, loss, norm, advice=run.loss_scale.advice)
+    return False
 
 
 def loss_of(
-    model: nn.Module, batch: Batch, targets: int, *, recipe: Recipe | None, device: torch.device, documents: bool
+    model: nn.Module, batch: Batch, targets: int | torch.Tensor, *, recipe: Recipe | None, device: torch.device, documents: bool
 ) -> torch.Tensor:
     """Sum of the batch's losses over `targets`: a float32 scalar on the device."""
     # Whether this device runs FP8, or emulates it, was decided and said when the run was checked.

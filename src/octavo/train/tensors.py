@@ -1,72 +1,210 @@
 """Tensors on disk: DCP's planner over safetensors, with no pickle in either direction.
 
-DCP plans which rank writes which part and reads any layout into any other; its Hugging Face storage keeps the parts as
-plain safetensors files. Two of its traps are closed here: it takes tensors only (anything else would be an unreadable file
-without an error), and a name or shape that does not fit is found out halfway through the loading, so names, shapes and
-dtypes are compared first and nothing is touched unless all fit.
+Each rank writes one file with the parts that it holds; a part that several ranks hold is written by one of them, as DCP's
+planner shares them out. The files are those of DCP's Hugging Face storage, whose reader puts any layout into any other. They
+are written here rather than by its writer, which makes a file in memory first: a tensor at a time costs no second copy of the
+state. Names, shapes and dtypes are compared before anything is loaded, so that nothing is touched unless all fit.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import itertools
+import json
 import os
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from octavo.errors import InputError, OctavoError
 from octavo.storage import free_bytes
+from octavo.train.agreement import Ranks
 from octavo.train.failpoints import failpoint
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Global shape and dtype of each tensor, by name."""
 
+FileEntries = dict[str, dict[str, Any]]
+"""Size and sha256 of files, by name: their entries in a manifest."""
+
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _HEADER_BYTES = 512  # a tensor's entry in a safetensors header, names and offsets included, generously
 
-
-def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], step: int | None = None) -> None:
-    """Write tensors (plain or DTensor) as safetensors shards into a fresh folder, synced."""
-    packed = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}  # safetensors refuses strides
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    writer.fs = _Shards(step)
-    with _single_process(), _root_cause():
-        dcp_save(packed, storage_writer=writer, no_dist=not dist.is_initialized())
-
-
-def read_tensors(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Fill the tensors of `into` in place, each with the one of its name; call `check_layout` first."""
-    if not into:
-        return
-    with _single_process(), _root_cause():
-        dcp_load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64",
+}  # fmt: skip
+"""What safetensors calls each dtype."""
 
 
-def read_layout(folder: Path) -> Layout:
-    """Names, global shapes and dtypes of everything in the shards of `folder`, from their headers alone."""
+@dataclass(frozen=True)
+class Part:
+    """What this rank holds of one tensor: its place in the whole, and its data."""
+
+    item: WriteItem
+    data: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """Of the whole tensor."""
+        return self.item.index.fqn
+
+
+def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[Part]:
+    """This rank's part of each tensor (plain or DTensor): not copied, and none where its shard of a DTensor is empty.
+
+    Raises:
+        InputError: a dtype that safetensors does not have.
+    """
+    parts = []
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise InputError(f"{name} is of {tensor.dtype}, which safetensors does not hold: a checkpoint cannot keep it.")
+        if isinstance(tensor, DTensor):
+            place: ChunkStorageMetadata = tensor.__create_chunk_list__()[0]
+            data, kind = tensor.to_local().detach(), WriteItemType.SHARD
+            if not data.numel() and tensor.numel():
+                continue
+        else:
+            place = ChunkStorageMetadata(offsets=torch.Size([0] * tensor.dim()), sizes=tensor.size())
+            data, kind = tensor.detach(), WriteItemType.TENSOR
+        written = TensorWriteData(chunk=place, properties=TensorProperties(dtype=tensor.dtype), size=tensor.size())
+        parts.append(Part(WriteItem(MetadataIndex(name, place.offsets), kind, tensor_data=written), data))
+    return parts
+
+
+def share_out(parts: Sequence[Part], ranks: Ranks) -> list[Part]:
+    """Those of this rank's parts that it is to write, so that together the ranks write each part once. Collective."""
+    if ranks.size == 1:
+        return list(parts)
+    plans = ranks.gather(SavePlan([part.item for part in parts]))
+    shared: list[list[WriteItem]] = []
+
+    def plan() -> None:
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner({}, is_coordinator=True)
+        shared.extend(each.items for each in planner.create_global_plan(plans)[0])
+
+    ranks.on_first(plan)
+    mine = {item.index for item in ranks.scatter(shared)}
+    return [part for part in parts if part.item.index in mine]
+
+
+def write_shard(folder: Path, parts: Sequence[Part], rank: int = 0, step: int | None = None) -> FileEntries:
+    """Write this rank's parts as one safetensors file, synced; nothing where there are none. Returns its manifest entry."""
+    if not parts:
+        return {}
+    # As safetensors itself lays them out: each begins at a multiple of its element's size.
+    ordered = sorted(parts, key=lambda part: (-part.data.element_size(), part.name))
+    offsets = {part.name: {"saved_offsets": list(part.item.index.offset or ())} for part in ordered}
+    header: dict[str, Any] = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}}
+    end = 0
+    for part in ordered:
+        begin, end = end, end + part.data.nbytes
+        entry = {"dtype": _DTYPES[part.data.dtype], "shape": list(part.data.shape), "data_offsets": [begin, end]}
+        header[part.name] = entry
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+    digest, middle = hashlib.sha256(), 1 + len(ordered) // 2
+    # Summing and writing take about as long as each other and both leave Python alone, so they run side by side.
+    with (folder / name).open("xb") as file, ThreadPoolExecutor(1) as summing:
+        pieces = itertools.chain([memoryview(len(text).to_bytes(8, "little") + text)], map(_raw, ordered))
+        for number, piece in enumerate(pieces):
+            summed = summing.submit(digest.update, piece)
+            half = len(piece) // 2
+            file.write(piece[:half])
+            if number == middle:
+                file.flush()
+                failpoint("within-shard", step)
+            file.write(piece[half:])
+            summed.result()
+        file.flush()
+        os.fsync(file.fileno())  # by the host that wrote it: another one's fsync does not reach this one's cache
+        size = file.tell()
+    return {name: {"size": size, "sha256": digest.hexdigest()}}
+
+
+def _raw(part: Part) -> memoryview:
+    return part.data.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def bytes_needed(parts: Sequence[Part]) -> int:
+    """What `write_shard` will take on disk, never less."""
+    return sum(part.data.nbytes for part in parts) + _HEADER_BYTES * (len(parts) + 1)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The tensors in the shards of a folder; `open_shards` makes it."""
+
+    folder: Path
+    metadata: Metadata
+
+    @property
+    def layout(self) -> Layout:
+        """Names, global shapes and dtypes."""
+        entries = cast(dict[str, TensorStorageMetadata], self.metadata.state_dict_metadata)
+        return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
+
+    def read(self, into: Mapping[str, torch.Tensor]) -> None:
+        """Fill the tensors of `into` in place, each with the one of its name: of a DTensor this rank's slices alone are read.
+
+        Call `check_layout` first. No rank waits for another here.
+        """
+        if not into:
+            return
+        wanted = {name: self.metadata.state_dict_metadata[name] for name in into}
+        metadata = Metadata(state_dict_metadata=wanted, storage_data=self.metadata.storage_data)
+        reader = HuggingFaceStorageReader(str(self.folder))
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(into), metadata, is_coordinator=False)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def open_shards(folder: Path) -> Stored:
+    """Everything in the shards of `folder`, found from their headers alone.
+
+    Raises:
+        OctavoError: a file is not safetensors.
+    """
     try:
-        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+        return Stored(folder, HuggingFaceStorageReader(str(folder)).read_metadata())
     except SafetensorError as error:
         raise OctavoError(f"the tensor files of {folder} cannot be read: {error}") from None
-    entries = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
-    return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
     """Names, global shapes and dtypes of tensors in memory."""
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def part_of(found: Layout, prefix: str) -> Layout:
+    """The tensors whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): entry for name, entry in found.items() if name.startswith(prefix)}
 
 
 def check_layout(folder: Path, found: Layout, wanted: Layout, *, key: str = "model.source and model.config") -> None:
@@ -89,21 +227,23 @@ def check_layout(folder: Path, found: Layout, wanted: Layout, *, key: str = "mod
         )
 
 
-def bytes_needed(tensors: Mapping[str, torch.Tensor]) -> int:
-    """What `write_tensors` will take on this rank's disk, never less."""
-    local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors.values()]
-    return sum(tensor.nbytes for tensor in local) + _HEADER_BYTES * (len(local) + 1)
-
-
-@contextmanager
-def space_checked(folder: Path, needed: int) -> Iterator[None]:
-    """Refuse to begin what cannot fit below `folder`, and name the bytes if the disk fills up all the same.
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse to begin what cannot fit below `folder`.
 
     Raises:
         OctavoError: with the bytes needed and free.
     """
     if (free := free_bytes(folder)) < needed:
         raise OctavoError(_no_space(folder, needed, free))
+
+
+@contextmanager
+def space_named(folder: Path, needed: int) -> Iterator[None]:
+    """Name the bytes if the disk below `folder` fills up all the same.
+
+    Raises:
+        OctavoError: with the bytes needed and free.
+    """
     try:
         yield
     except OSError as error:
@@ -121,53 +261,3 @@ def _no_space(folder: Path, needed: int, free: int) -> str:
 
 def _shape(entry: tuple[tuple[int, ...], torch.dtype]) -> str:
     return f"{list(entry[0])} {str(entry[1]).removeprefix('torch.')}"
-
-
-class _Shards(FileSystem):
-    """DCP's file system, with a place to die halfway through a file."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file for DCP."""
-        with super().create_stream(path, mode) as stream:
-            yield _Halves(stream, self.step)
-
-
-class _Halves:
-    """A binary stream that writes in two halves, with a failpoint between them."""
-
-    def __init__(self, stream: Any, step: int | None) -> None:
-        self._stream, self._step = stream, step
-
-    def write(self, data: bytes) -> int:
-        view = memoryview(data)
-        written: int = self._stream.write(view[: len(view) // 2])
-        self._stream.flush()
-        failpoint("within-shard", self._step)
-        return written + int(self._stream.write(view[len(view) // 2 :]))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextmanager
-def _single_process() -> Iterator[None]:
-    """Silence DCP's remark that one process is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
-
-
-@contextmanager
-def _root_cause() -> Iterator[None]:
-    """Raise what went wrong on this rank instead of DCP's collection of it; a full disk is then an OSError again."""
-    try:
-        yield
-    except CheckpointException as wrapped:
-        causes = [failure[0] for failure in wrapped.failures.values()]
-        if not causes:
-            raise
-        raise causes[0] from None

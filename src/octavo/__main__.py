@@ -1,0 +1,8 @@
+"""`python -m octavo`, for launchers that start a module: `torchrun -m octavo train run.toml`."""
+
+import sys
+
+from octavo.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

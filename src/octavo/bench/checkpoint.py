@@ -1,0 +1,161 @@
+"""Checkpoints of a model in training: how long they take, how long training stands still, and that they come back as they were.
+
+One group of processes builds and trains, saves once while it waits and then in the background while it goes on; another one, of
+another number of ranks and with other weights, restores the last. The same sha256 of gathered weights, moments and FP8 state,
+and the same next loss, are part of the result: a checkpoint that does not return is an error and no figure.
+
+The first save in the background pays for the page-locked memory that the others reuse, so `stall_seconds` is that of the last.
+A checkpoint of the 8B shape has 96 GB (weights and two moments in float32), so there is never more than one on the disk. What
+was just written is read from the host's cache where that is large enough: `restore_seconds` is then the host's and not the
+disk's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.cases import Case
+from octavo.bench.group import Answers, Group
+from octavo.bench.measure import Place, largest
+from octavo.bench.peers import SEED, Entry
+
+LOSS_TOLERANCE = 1e-3
+"""Of the next loss, relative: the same weights and tokens, summed over another number of ranks."""
+
+
+@dataclass(frozen=True)
+class Storing:
+    """What the suite is asked for.
+
+    Attributes:
+        folder: below which checkpoints are written, in a folder of their own that is removed afterwards.
+        restore_ranks: ranks that restore.
+        saves: saves in the background, of which the last is measured.
+        steps: steps that are timed without a write.
+        warmup: steps before them.
+    """
+
+    folder: Path
+    restore_ranks: int
+    saves: int
+    steps: int
+    warmup: int
+
+
+@dataclass(frozen=True)
+class State:
+    """What is compared: sha256 by name, and the loss of the next step."""
+
+    digests: dict[str, str]
+    loss: float
+
+
+class _Failed(Exception):
+    """A group of processes failed; the message says why."""
+
+
+def measure_checkpoints(case: Case, entry: Entry, *, place: Place, how: Storing, say: Callable[[str], None]) -> dict[str, Any]:
+    """The row of one entry: its figures, or its error with what was known by then."""
+    known: dict[str, Any] = {"workload": case.name, "entry": entry.name, "head": entry.head}
+    known |= {"gpus": place.ranks, "restore_gpus": how.restore_ranks}
+    how.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".octavo-checkpoint-", dir=how.folder) as folder:
+        try:
+            saved = _save(case, entry, place, how, Path(folder), known, say)
+            say(f"{case.name}: {entry.name} restores over {how.restore_ranks}")
+            restored = _restore(case, entry, place, how, folder, known)
+        except _Failed as failure:
+            known["error"] = str(failure)
+        else:
+            if (fault := difference(saved, restored)) is not None:
+                known["error"] = fault
+    if "error" in known:
+        say(f"{case.name}: {entry.name} failed: {known['error']}")
+    return known
+
+
+def _save(
+    case: Case, entry: Entry, place: Place, how: Storing, folder: Path, known: dict[str, Any], say: Callable[[str], None]
+) -> State:
+    """Train and save; the last checkpoint stays in `folder`."""
+    group = _group(case, entry, place, place.ranks)
+    try:
+        say(f"{case.name}: {entry.name} trains over {place.ranks}")
+        _ask(group, "build")
+        known["build_seconds"] = time.perf_counter() - group.started
+        _ask(group, "warm_up", steps=how.warmup)
+        known["step_ms"] = _median_ms(_ask(group, "steps", steps=how.steps))
+        written = folder / "step-1"
+        say(f"{case.name}: {entry.name} saves")
+        answers = _ask(group, "save", folder=str(folder), step=1)
+        known |= {"bytes": answers[0]["bytes"], "save_seconds": largest(answers, "seconds")}
+        known["save_gb_per_second"] = known["bytes"] / known["save_seconds"] / 1e9
+        digests: dict[str, str] = {}
+        for number in range(how.saves):
+            shutil.rmtree(written)
+            written = folder / f"step-{number + 2}"
+            last = number + 1 == how.saves
+            if last:
+                digests = _ask(group, "digests")[0]["digests"]
+            say(f"{case.name}: {entry.name} saves in the background")
+            answers = _ask(group, "save_behind", folder=str(folder), step=number + 2)
+            stall = largest(answers, "stall_seconds")
+            known["stall_seconds"] = stall
+            known.setdefault("first_stall_seconds", stall)
+        known |= {
+            "whole_seconds": largest(answers, "whole_seconds"),
+            "step_ms_while_writing": _median_ms(answers),
+            "steps_while_writing": len(answers[0]["seconds"]),
+            "loss": statistics.fmean(answer["loss"] for answer in answers),
+        }
+        return State(digests, known["loss"])
+    finally:
+        group.close()
+
+
+def _restore(case: Case, entry: Entry, place: Place, how: Storing, folder: str, known: dict[str, Any]) -> State:
+    """Restore what is in `folder` over weights of another seed."""
+    group = _group(case, entry, place, how.restore_ranks)
+    try:
+        _ask(group, "build", seed=SEED + 1)
+        answers = _ask(group, "restore", folder=folder)
+        known |= {key: largest(answers, key) for key in ("verify_seconds", "restore_seconds")}
+        known["restore_gb_per_second"] = known["bytes"] / known["restore_seconds"] / 1e9
+        digests = _ask(group, "digests")[0]["digests"]
+        loss = statistics.fmean(answer["loss"] for answer in _ask(group, "next_loss"))
+        known |= {"restored_loss": loss, "tensors_compared": len(digests)}
+        return State(digests, loss)
+    finally:
+        group.close()
+
+
+def difference(saved: State, restored: State) -> str | None:
+    """What did not come back, in words."""
+    for name, digest in saved.digests.items():
+        if restored.digests.get(name) != digest:
+            return f"{name} was restored with other content than was saved"
+    if not abs(restored.loss - saved.loss) <= LOSS_TOLERANCE * abs(saved.loss):
+        return f"the next loss is {restored.loss} after restoring, and was {saved.loss}"
+    return None
+
+
+def _group(case: Case, entry: Entry, place: Place, ranks: int) -> Group:
+    return Group(["checkpoint", entry.name, case.name], device=place.where, ranks=ranks)
+
+
+def _ask(group: Group, do: str, **arguments: Any) -> Answers:
+    answers = group.ask(do, **arguments)
+    if group.error is not None:
+        raise _Failed(group.error)
+    return answers
+
+
+def _median_ms(answers: Answers) -> float:
+    return statistics.median(answers[0]["seconds"]) * 1e3

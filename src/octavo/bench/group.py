@@ -1,0 +1,140 @@
+"""The parent's side of an entry: its processes, one a rank, asked in turn and ended together.
+
+Every rank gets each request as a line and answers with one, rather than rank 0 for all: a rank that fails while the others
+wait for it in a collective is seen at once, and the row can name it. The ranks of one host meet at a file and speak over the
+loopback interface, so that a suite needs no port and no network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+GRACE_SECONDS = 1.0
+"""After the first fault, how long the others may tell theirs: a rank that was killed says nothing, those that lost it do."""
+
+ONE_HOST = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    # NVLink multicast wants rights over the whole fabric that containers and virtual machines rarely have. Off for all entries.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+"""What ranks of one host find in their environment, unless the user has said otherwise."""
+
+Answers = list[dict[str, Any]]
+"""One of each rank, in their order."""
+
+
+class Group:
+    """The processes of one entry.
+
+    Attributes:
+        error: why it has failed, None while it has not.
+        started: `time.perf_counter()` when its first process was started.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, device: str, ranks: int = 1) -> None:
+        """Start `python -m octavo.bench.worker ARGUMENTS DEVICE` once a rank; "cuda" is each rank's own GPU."""
+        self.error: str | None = None
+        self.started = time.perf_counter()
+        self._folder = tempfile.TemporaryDirectory(prefix="octavo-bench-")
+        self._said: queue.Queue[tuple[int, str | None]] = queue.Queue()
+        command = [sys.executable, "-m", "octavo.bench.worker", *arguments]
+        self._processes = []
+        for rank in range(ranks):
+            where = f"cuda:{rank}" if device == "cuda" else device
+            log = None if rank == 0 else self._log(rank).open("w")  # what every rank says is read once, from the first
+            process = subprocess.Popen(
+                [*command, where, str(Path(self._folder.name) / "meeting")],
+                env=_environment(device, rank, ranks),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, encoding="utf-8",
+            )  # fmt: skip
+            if log is not None:
+                log.close()
+            assert process.stdout is not None
+            threading.Thread(target=self._listen, args=(rank, process.stdout), daemon=True).start()
+            self._processes.append(process)
+
+    def ask(self, do: str, **arguments: Any) -> Answers:
+        """Let every rank `do` something and wait for all answers; after a fault, [] and `error` says why."""
+        if self.error is not None:
+            return []
+        request = json.dumps({"do": do, **arguments})
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which is what it answers
+                print(request, file=process.stdin, flush=True)
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < len(self._processes):
+            rank, line = self._said.get()
+            answer = json.loads(line) if line else None
+            if answer is None or "error" in answer:
+                self.error = self._cause(rank, answer)
+                self.close()
+                return []
+            answers[rank] = answer
+        return [answers[rank] for rank in sorted(answers)]
+
+    def close(self) -> None:
+        """End the processes and give back all they hold."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # what it had not read is lost with it
+                process.stdin.close()
+        self._folder.cleanup()
+
+    def _listen(self, rank: int, answers: IO[str]) -> None:
+        with answers:
+            for line in answers:
+                self._said.put((rank, line))
+        self._said.put((rank, None))
+
+    def _cause(self, rank: int, answer: dict[str, Any] | None) -> str:
+        """The first fault, or a death that comes right behind it, which is then what the first one has noticed.
+
+        A rank that tells a fault stays until it is ended, so that no death is the consequence of another's exception.
+        """
+        deadline = time.perf_counter() + GRACE_SECONDS
+        while answer is not None and len(self._processes) > 1 and (left := deadline - time.perf_counter()) > 0:
+            with contextlib.suppress(queue.Empty):
+                other, line = self._said.get(timeout=left)
+                if line is None:
+                    rank, answer = other, None
+        who = f"rank {rank}: " if len(self._processes) > 1 else ""
+        return who + (self._death(rank) if answer is None else str(answer["error"]))
+
+    def _death(self, rank: int) -> str:
+        text = f"its process ended with exit code {self._processes[rank].wait()}"
+        log = self._log(rank)
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.is_file() else []
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"{text}: {last}" if last else text
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank-{rank}.log"
+
+
+def _environment(device: str, rank: int, ranks: int) -> dict[str, str]:
+    """That of torchrun for one host, over the user's own."""
+    environment = dict(os.environ)
+    if ranks > 1:
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        # A rank's threads, as many as its share of the cores: with all of them each the ranks would wait for one another.
+        environment = {**ONE_HOST, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **environment}
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return environment | {name: str(value) for name, value in places.items()}

@@ -1,0 +1,82 @@
+"""What is compared on several GPUs: each entry's model sharded over all ranks, with float32 master weights.
+
+Every entry gathers weights block by block in bfloat16 (Octavo's FP8 layers in FP8), sums gradients in float32 and runs
+PyTorch's fused AdamW on its own shards. Each rank has tokens of its own. Models are built on the meta device and filled shard
+by shard, so that no GPU ever holds the whole in float32. `octavo.init` has laid the ranks out before a builder is called.
+
+The peer is what torchtitan does: FSDP2 around each compiled block, the embedding, and norm and head together; the loss
+compiled, so that float32 logits (8.4 GB for 16,384 tokens) exist only inside a kernel.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from octavo.bench.cases import Case
+from octavo.bench.peers import SEED, Entry, Training, build_octavo
+from octavo.bench.plain import STD, PlainLlama, next_token_loss
+from octavo.parallel.meta import CounterInit, materialise
+from octavo.parallel.world import state
+
+
+def build_plain_sharded(case: Case, device: torch.device, compiled: bool, *, seed: int = SEED) -> Training:
+    """The plain PyTorch model over all ranks."""
+    with torch.device("meta"):
+        model = PlainLlama(case)
+    if compiled:  # inside of FSDP2's hooks, and a whole graph or an error: a peer must not lose its speed to a graph break
+        for part in (*model.model.layers, model.model.norm):
+            part.forward = torch.compile(part.forward, fullgraph=True)
+        model.loss = torch.compile(next_token_loss, fullgraph=True)
+    _shard(model, tied=case.tied)
+    return Training(materialise(model, device, CounterInit(seed, STD)), model)
+
+
+def _shard(model: PlainLlama, *, tied: bool) -> None:
+    """FSDP2 in groups that are gathered together, each while the one before computes."""
+    assert state.mesh is not None
+    how: dict[str, Any] = {
+        "mesh": state.mesh["hybrid_shard"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    head: list[nn.Module] = []
+    if not tied:  # a tied matrix is used first and last, and stays gathered with the root
+        fully_shard(model.model.embed_tokens, **how)
+        head = [model.model.norm, model.lm_head]
+    for block in model.model.layers:
+        fully_shard(block, **how)
+    if head:  # backward begins with these, so that freeing them would only mean to gather them again at once
+        fully_shard(head, reshard_after_forward=False, **how)
+    fully_shard(model, **how)
+    # Backward prefetches by itself. In forward it is the host's being ahead that does, which a busy host is not always.
+    order = [module for module in (*model.model.layers, *head[:1]) if isinstance(module, FSDPModule)]
+    for first, second in pairwise(order):
+        first.set_modules_to_forward_prefetch([second])
+
+
+def build_octavo_sharded(
+    case: Case, device: torch.device, compiled: bool, *, recipe: str | None = None, seed: int = SEED
+) -> Training:
+    """Octavo's model over all ranks, or whole where there is one."""
+    from octavo.fp8.recipe import RECIPES
+    from octavo.transform import sharding_of
+
+    scaling = RECIPES[recipe]() if recipe else None
+    sharding = sharding_of(state, scaling, dtype=torch.bfloat16, params_dtype=torch.float32)
+    return build_octavo(case, device, compiled, recipe=recipe, params_dtype=torch.float32, sharding=sharding, seed=seed)
+
+
+SHARDED: dict[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        Entry("octavo-bf16", "bf16", "bf16", build_octavo_sharded),
+        Entry("octavo-delayed", "fp8", "bf16", partial(build_octavo_sharded, recipe="delayed")),
+        Entry("octavo-current", "fp8", "bf16", partial(build_octavo_sharded, recipe="current")),
+        Entry("torch-bf16", "bf16", "bf16", build_plain_sharded),
+    )
+}

@@ -1,0 +1,46 @@
+"""The suites: which entries each compares, on what, over how many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from octavo.bench.peers import ENTRIES, Entry
+from octavo.bench.sharded import SHARDED
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One row of the table.
+
+    Attributes:
+        name: as the results name it.
+        entries: what can be compared.
+        usual: entries that are compared when none is named; none: all.
+        cases: workloads on GPUs when none is named.
+        cpu_cases: the same on a CPU.
+        ranks: least and most processes of an entry; None: as many as there are GPUs.
+    """
+
+    name: str
+    entries: Mapping[str, Entry]
+    cases: tuple[str, ...]
+    ranks: tuple[int, int | None]
+    usual: tuple[str, ...] = ()
+    cpu_cases: tuple[str, ...] = ("tiny",)
+
+
+SUITES: dict[str, Suite] = {
+    suite.name: suite
+    for suite in (
+        Suite("one-gpu", ENTRIES, ("llama-1b", "llama-8b-8layers", "llama2-7b-8layers"), (1, 1)),
+        Suite("sharded", SHARDED, ("llama-8b-8k", "llama-8b-16k"), (2, None)),
+        Suite(
+            "checkpoint",
+            {name: entry for name, entry in SHARDED.items() if name.startswith("octavo-")},
+            ("llama-8b-8k",),
+            (1, None),
+            usual=("octavo-delayed",),
+        ),
+    )
+}

@@ -1,0 +1,140 @@
+"""Sharded data parallelism: FSDP2 around each block, and around what is left.
+
+Each rank of a shard group keeps a part of every parameter (master weights, gradients, optimizer states); a block's parameters
+are gathered when it runs and its gradients are summed where they belong. On a [replicate, shard] mesh the gradients are then
+summed over the replicas as well. FSDP2 does this; what is Octavo's own is that weights of FP8 products travel as FP8
+(`octavo.parallel.fp8_gather`), and that gradients are summed and not averaged where the model divides its loss by the targets
+of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from octavo.errors import InputError
+from octavo.fp8.recipe import Granularity, Operand, Recipe
+from octavo.parallel.fp8_gather import gather_in_fp8
+
+
+def travels_in_fp8(recipe: Recipe | None) -> bool:
+    """Whether weights under this recipe can be cast before they are gathered: with one scale a tensor they can."""
+    return recipe is not None and recipe.casts[Operand.WEIGHT].granularity is Granularity.TENSOR
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is spread over ranks.
+
+    Attributes:
+        mesh: [replicate, shard].
+        data_group: the ranks that see different samples.
+        recipe: the FP8 recipe that the model will run under, or None for none. Weights that have one scale a tensor are
+            gathered in FP8 under an autocast of any such recipe, and in their own dtype outside of it.
+        param_dtype: of gathered parameters, where they do not travel in FP8; None: their own.
+        reduce_dtype: in which gradients are summed; None: that of the gradient.
+        reshard_after_forward: free a block's parameters after its forward and gather them again in backward.
+    """
+
+    mesh: DeviceMesh
+    data_group: dist.ProcessGroup | None = None
+    recipe: Recipe | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = torch.float32
+    reshard_after_forward: bool = True
+
+
+def shard(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding, *, summed: bool) -> None:
+    """Shard a model in place, on a real device or on meta.
+
+    Args:
+        model: the root; what is in no block is gathered for the whole forward and backward.
+        blocks: are gathered one by one, each while the one before runs.
+        how: over which ranks, and in which dtypes.
+        summed: sum gradients over the ranks; otherwise they are averaged, as data parallelism of mean losses wants it.
+    """
+    fp8, mesh = travels_in_fp8(how.recipe), how.mesh
+    # FSDP2 wants gradients of one dtype in a group. Those of FP8 products are of the parameters' own, as on one rank, so
+    # whatever shares a block with them (norms, biases) is gathered in its own dtype too: it is small.
+    outer = MixedPrecisionPolicy(how.param_dtype, how.reduce_dtype, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(None, how.reduce_dtype, cast_forward_inputs=False) if fp8 else outer
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=how.reshard_after_forward, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=outer if blocks else policy)
+    _refuse_fsdp1(model)
+    if summed:
+        for module in sharded_modules(model):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    for block, following in zip(blocks, blocks[1:], strict=False):
+        _fsdp(block).set_modules_to_forward_prefetch([_fsdp(following)])
+    for part in [model] if how.reshard_after_forward else [*blocks, model]:
+        part.register_forward_hook(_reshard_without_gradients)
+
+
+def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:
+    """The last step of sharding, once every parameter has storage: let FP8 weights travel as FP8, where `how` allows it."""
+    if travels_in_fp8(how.recipe):
+        for block in blocks or [model]:
+            gather_in_fp8(model, block, keep=not how.reshard_after_forward or not blocks)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model that keeps its own code: the elements of its outermost module lists."""
+    lists: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in lists)
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
+            lists.append((name, module))
+    return [block for _, blocks in lists for block in blocks if any(True for _ in block.parameters())]
+
+
+def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Every module of its own shard group; nothing for a model that is whole."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what is still gathered, so that parameters are the shards again: a forward without a backward leaves the root's."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+def accumulate(model: nn.Module, *, last: bool) -> None:
+    """Before a backward: whether it is the last of its step, in which gradients are summed over the ranks."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+
+
+def _refuse_fsdp1(model: nn.Module) -> None:
+    """Let FSDP1 fail with a reason. It marks every module that it is about to manage, and that is where it is stopped."""
+    mark = "_fsdp_use_orig_params"
+
+    def refuse(self: nn.Module, value: Any) -> None:
+        raise InputError(
+            f"{type(self).__name__} is sharded already, by octavo.transform over the ranks of octavo.init: leave "
+            "FullyShardedDataParallel out. Its mixed_precision goes into octavo.init as param_dtype, reduce_dtype and buffer_dtype, "
+            "its sharding_strategy as hybrid_shard_degree and reshard_after_forward."
+        )
+
+    vars(model).pop(mark, None)  # FSDP2's own
+    base = type(model)
+    model.__class__ = type(base.__name__, (base,), {mark: property(lambda self: True, refuse), "__module__": base.__module__})
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _reshard_without_gradients(block: nn.Module, inputs: Any, output: Tensor) -> None:
+    """Parameters that were gathered for an evaluation would stay while the optimizer changes their shards."""
+    if not torch.is_grad_enabled():
+        _fsdp(block).reshard()

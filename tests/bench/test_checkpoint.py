@@ -1,0 +1,74 @@
+"""The checkpoint suite on a CPU: what two ranks save one restores, the figures are there, and nothing stays on the disk."""
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+import ranks
+from octavo.bench.cases import CASES
+from octavo.bench.checkpoint import State, difference
+from octavo.bench.plain import PlainLlama
+from octavo.bench.results import render
+from octavo.bench.run import run_suite
+
+pytestmark = ranks.alone
+
+SECONDS = [f"{what}_seconds" for what in ("build", "save", "stall", "first_stall", "whole", "verify", "restore")]
+
+
+def run(tmp_path, **changes):
+    asked = {
+        "cases": ["tiny"], "steps": 2, "warmup": 2, "output": tmp_path / "results", "device": "cpu", "gpus": 2,
+        "folder": tmp_path / "disk", "command": "octavo bench checkpoint", **changes,
+    }  # fmt: skip
+    return run_suite("checkpoint", **asked)
+
+
+def test_what_two_ranks_save_one_restores(tmp_path):
+    said = []
+    results = run(tmp_path, say=said.append)
+    assert json.loads((tmp_path / "results" / "checkpoint-tiny.json").read_text()) == results
+    assert list((tmp_path / "disk").iterdir()) == []
+    (figures,) = results["rows"]
+    assert "error" not in figures, figures
+    assert [figures[key] for key in ("workload", "entry", "head", "gpus", "restore_gpus")] == [
+        "tiny", "octavo-delayed", "bf16", 2, 1,
+    ]  # fmt: skip
+    parameters = sum(p.numel() for p in PlainLlama(CASES["tiny"]).parameters())
+    assert figures["bytes"] > 12 * parameters  # weights and two moments in float32
+    assert all(figures[key] > 0 for key in SECONDS)
+    assert figures["stall_seconds"] <= figures["whole_seconds"]
+    assert figures["save_gb_per_second"] == pytest.approx(figures["bytes"] / figures["save_seconds"] / 1e9)
+    assert figures["restore_gb_per_second"] == pytest.approx(figures["bytes"] / figures["restore_seconds"] / 1e9)
+    assert figures["steps_while_writing"] >= 1
+    assert min(figures["step_ms"], figures["step_ms_while_writing"]) > 0
+    assert figures["tensors_compared"] == 10
+    assert figures["restored_loss"] == pytest.approx(figures["loss"], rel=1e-4)
+    assert abs(figures["loss"] - math.log(512)) < 0.5
+    assert len(said) <= 8
+    text = io.StringIO()
+    render(results, Console(file=text, width=80))
+    assert f"{figures['save_seconds']:.1f}" in text.getvalue()
+    assert "…" not in text.getvalue()
+
+
+def test_a_rank_that_fails_leaves_no_files(tmp_path, break_rank_1):
+    break_rank_1("raise RuntimeError('no device')")
+    (figures,) = run(tmp_path, entries=["octavo-bf16"])["rows"]
+    assert figures["error"] == "rank 1: RuntimeError: no device"
+    assert figures["build_seconds"] > 0
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_what_does_not_come_back_is_an_error():
+    saved = State({"weight of a": "1", "FP8 state": "2"}, 6.0)
+    assert difference(saved, State({"weight of a": "1", "FP8 state": "2"}, 6.001)) is None
+    assert difference(saved, State({"weight of a": "1", "FP8 state": "3"}, 6.0)) == (
+        "FP8 state was restored with other content than was saved"
+    )
+    assert difference(saved, State({"weight of a": "1"}, 6.0)) is not None
+    for loss in (6.1, math.nan):
+        assert difference(saved, State(saved.digests, loss)) == f"the next loss is {loss} after restoring, and was 6.0"

@@ -1,0 +1,131 @@
+"""The sharded suite on two ranks of a CPU: that both sides compute the whole model, and that a rank that fails is named."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from torch.distributed.tensor import DTensor
+
+import ranks
+from octavo.bench.cases import CASES, Case
+from octavo.bench.plain import PlainLlama
+from octavo.bench.results import render
+from octavo.bench.run import run_suite
+from octavo.bench.sharded import SHARDED, build_octavo_sharded, build_plain_sharded
+from octavo.bench.worker import random_batches
+from octavo.parallel import world
+from octavo.plan.flops import matmul_parameters
+
+pytestmark = ranks.alone
+
+CPU = torch.device("cpu")
+TINY = CASES["tiny"]
+UNTIED = Case("untied", 48, 3, 6, 3, 16, 80, 96, False, 2, 16, rope_theta=10_000.0)
+FIGURES = {
+    "workload", "entry", "head", "tokens_per_second", "step_ms", "tflops", "mfu", "peak_gib", "loss", "layers", "batch",
+    "sequence_length", "steps", "interleaved", "gpus", "build_seconds", "start_seconds",
+}  # fmt: skip
+
+
+def test_the_whole_8b_shape():
+    for name in ("llama-8b-8k", "llama-8b-16k"):
+        counted = matmul_parameters(CASES[name].hf_config())
+        with torch.device("meta"):
+            model = PlainLlama(CASES[name])
+        assert sum(p.numel() for p in model.parameters()) == 8_030_261_248  # as published
+        assert counted.layers + counted.head == 8_030_261_248 - 4096 * (128_256 + 2 * 32 + 1)
+        assert CASES[name].tokens == 16_384
+
+
+def test_a_run_on_two_ranks(tmp_path):
+    results = run_suite(
+        "sharded", cases=["tiny"], entries=["octavo-bf16", "octavo-delayed", "torch-bf16"], steps=2, warmup=2,
+        output=tmp_path, device="cpu", gpus=2, command="octavo bench sharded",
+    )  # fmt: skip
+    assert json.loads((tmp_path / "sharded-tiny.json").read_text()) == results
+    assert results["machine"]["count"] == 0  # of GPUs
+    for figures in results["rows"]:
+        assert set(figures) == FIGURES, figures
+        assert (figures["gpus"], figures["steps"], figures["interleaved"]) == (2, 2, True)
+        assert figures["tokens_per_second"] == pytest.approx(TINY.tokens / (figures["step_ms"] / 1e3))
+        assert 0 < figures["build_seconds"] < figures["start_seconds"]
+    # Two steps to warm up, one at the start of each turn, two timed: here by one rank over the tokens of both.
+    trainer, batches = build_octavo_sharded(TINY, CPU, False), [random_batches(TINY, CPU, rank) for rank in range(2)]
+    losses = [trainer.step(*[torch.cat([part[i % 4] for part in batches])] * 2).item() for i in range(6)]
+    bf16, delayed, _ = (figures["loss"] for figures in results["rows"])
+    assert bf16 == pytest.approx(losses[-1], rel=1e-3)
+    assert delayed == pytest.approx(losses[-1], rel=5e-3)
+    text = io.StringIO()
+    render(results, Console(file=text, width=80))
+    assert "…" not in text.getvalue()
+    assert "vs peer" in text.getvalue()
+
+
+def plain_gradients(case):
+    """(loss, gradients) of the sharded peer and of the whole model in bfloat16, and what a step leaves behind."""
+    world.init()
+    trainer = build_plain_sharded(case, CPU, False)
+    weights = {name: p.full_tensor().detach() for name, p in trainer.model.named_parameters()}
+    own = random_batches(case, CPU, world.state.rank)[0]
+    loss = trainer.model(own, own)
+    loss.backward()
+    sharded = {name: p.grad.full_tensor() for name, p in trainer.model.named_parameters()}
+    assert all(isinstance(p, DTensor) and p.dtype == p.grad.dtype == torch.float32 for p in trainer.model.parameters())
+    trainer.step(own, own)
+    moments = [value for state in trainer.optimizer.state.values() for value in state.values() if value.ndim]
+    assert moments
+    assert all(value.dtype == torch.float32 for value in moments)
+
+    whole = PlainLlama(case)
+    whole.load_state_dict(weights, strict=False)
+    whole = whole.to(torch.bfloat16)
+    both = torch.cat([random_batches(case, CPU, rank)[0] for rank in range(2)])
+    expected = whole(both, both)
+    expected.backward()
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    return total.item() / 2, sharded, expected.item(), {name: p.grad.float() for name, p in whole.named_parameters()}
+
+
+@pytest.mark.parametrize("case", [TINY, UNTIED], ids=lambda case: case.name)
+def test_the_sharded_peer_is_the_whole_model(case):
+    for loss, sharded, expected, whole in ranks.run(2, plain_gradients, case):
+        assert loss == pytest.approx(expected, rel=1e-3)
+        assert sharded.keys() == whole.keys()
+        for name, gradient in whole.items():
+            assert (sharded[name] - gradient).norm() <= 0.02 * gradient.norm(), name
+
+
+def octavo_parameters(name):
+    world.init()
+    trainer = SHARDED[name].build(UNTIED, CPU, False, seed=3)
+    own = random_batches(UNTIED, CPU, world.state.rank)[0]
+    trainer.step(own, own)
+    return [(isinstance(p, DTensor), p.dtype, p.to_local().numel(), p.numel()) for p in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("name", [name for name in SHARDED if name.startswith("octavo-")])
+def test_octavos_weights_are_sharded_in_float32(name):
+    parts = ranks.run(2, octavo_parameters, name)
+    for first, second in zip(*parts, strict=True):
+        assert first[:2] == second[:2] == (True, torch.float32)
+        assert first[2] + second[2] == first[3]
+
+
+FAULTS = {
+    "raise RuntimeError('out of memory\\nin a second line')": "rank 1: RuntimeError: out of memory",
+    "print('last words', file=sys.stderr, flush=True); os._exit(7)": ("rank 1: its process ended with exit code 7: last words"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_fails_is_a_row_with_its_error(tmp_path, break_rank_1, fault):
+    break_rank_1(fault)
+    results = run_suite(
+        "sharded", cases=["tiny"], entries=["octavo-delayed"], steps=2, warmup=1,
+        output=tmp_path / "all.json", device="cpu", command="octavo bench",
+    )  # fmt: skip
+    (figures,) = results["rows"]
+    assert figures == {"workload": "tiny", "entry": "octavo-delayed", "head": "bf16", "error": FAULTS[fault]}

@@ -1,0 +1,120 @@
+"""A rank that has a fault at a chosen place: `faulty.py KIND:PHASE:STEP:RANK COMMAND …`, started by torchrun.
+
+The fault happens as the main thread enters the phase (on every rank where RANK is "*"), in the first attempt only: a restarted
+rank is healthy. Just before it the moment is written to $FAULT_FILE. COMMAND is `demo TIMEOUT GRACE`, a loop of the phases of a
+training with the collectives of real ranks but without a model, or an `octavo` command line such as `train run.toml`. Of
+several ranks only $FAILPOINT_RANK has the failpoint that the environment names, also in the first attempt only.
+
+    kill    SIGKILL, as the kernel does when memory is out
+    freeze  SIGSTOP
+    raise   an exception that nobody foresees
+    input   an InputError
+    stall   the main thread does not come back
+    none    nothing
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from octavo.errors import InputError, OctavoError, RunStopped
+from octavo.train.processes import die_with_launcher
+from octavo.train.stopping import StopRequest
+
+STEPS, SAVE_EVERY = 6, 2
+FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+
+def main():
+    fault, command, *arguments = sys.argv[1:]
+    die_with_launcher()
+    if not FIRST_ATTEMPT or os.environ.get("FAILPOINT_RANK") != os.environ.get("RANK"):
+        os.environ.pop("OCTAVO_FAILPOINT", None)
+    if fault != "none":
+        plant(*fault.split(":"))
+    if command != "demo":
+        from octavo.cli import main as octavo
+
+        return octavo([command, *arguments])
+    try:
+        demo(*map(float, arguments))
+    except OctavoError as error:
+        if not getattr(error, "reported", False):
+            sys.stderr.write(f"octavo: {error}\n")
+        return error.exit_code
+    return 0
+
+
+def plant(kind, phase, step, rank):
+    """Have the watch of this process commit the fault."""
+    from octavo.train.watch import Watch
+
+    enter = Watch._move
+
+    def move(watch, place):
+        enter(watch, place)
+        here = place.part > 0 and (place.phase, str(place.step)) == (phase, step) and rank in ("*", str(watch.rank))
+        if here and FIRST_ATTEMPT:
+            Path(os.environ["FAULT_FILE"]).write_text(repr(time.time()))
+            commit(kind)
+
+    Watch._move = move
+
+
+def commit(kind):
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "raise":
+        raise ValueError("the planted fault")
+    elif kind == "input":
+        raise InputError("data.source = 'nowhere' does not exist: name another.")
+    elif kind == "stall":
+        time.sleep(600)
+
+
+def demo(timeout, grace):
+    import torch
+    import torch.distributed as dist
+
+    from octavo.parallel.attempt import store_of_attempt
+    from octavo.parallel.world import init, state
+    from octavo.train.watch import Watch
+
+    torch.set_num_threads(1)
+    steps = int(os.environ.get("DEMO_STEPS", STEPS))
+    with StopRequest() as stop:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store_of_attempt(rank, world, 600), rank=rank, world_size=world)
+        init()
+        x = torch.ones(1000, device=state.device)
+        watch = Watch.of_job(timeout=timeout, grace=grace)
+        with watch:
+            watch.start()
+            dist.all_reduce(x)
+            print(f"pid {os.getpid()}", flush=True)
+            stop.training()
+            for step in range(1, steps + 1):
+                watch.step(step)
+                time.sleep(0.02)
+                watch.phase("forward")
+                dist.all_reduce(x)
+                watch.phase("backward")
+                dist.all_reduce(x)
+                watch.phase("optimizer")
+                stopped = torch.tensor(float(stop.received is not None))
+                dist.all_reduce(stopped, op=dist.ReduceOp.MAX, group=state.control)
+                x.fill_(1).sum().item()
+                if step % SAVE_EVERY == 0:
+                    watch.phase("checkpoint")
+                    dist.barrier(group=state.control)
+                if stopped and step < steps:
+                    raise RunStopped(f"stopped after step {step} of {steps}, saved.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

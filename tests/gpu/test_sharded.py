@@ -1,0 +1,40 @@
+"""Sharded training on GPUs, compiled and not, against one GPU."""
+
+import pytest
+import ranks
+import sharded
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    ranks.alone,
+]
+
+SIZES = {
+    "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+LAYOUTS = {"shard 2": {}, "replicate 2": {"hybrid_shard_degree": 1}}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "rowwise"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_gpus_equal_one(layout, recipe, compiled):
+    if layout == "replicate 2" and (recipe not in (None, "delayed") or compiled):
+        pytest.skip("the same code as the other layout")
+    setting = (torch.bfloat16, recipe, 2)
+    options = {"steps": 6, "sizes": SIZES, "compile": compiled}
+    one = ranks.run(1, sharded.train, {}, *setting, timeout=300, **options)[0]
+    many = ranks.run(2, sharded.train, LAYOUTS[layout], *setting, timeout=300, **options)
+    for name, record in many[0][1].items():
+        assert torch.equal(record, many[1][1][name]), name
+    for name, weight in many[0][2].items():
+        assert torch.equal(weight, many[1][2][name]), name
+    gradient = 0.05 if recipe is None else 0.35
+    for (loss, norm, gradients), (found, found_norm, summed) in zip(one[0], many[0][0], strict=True):
+        assert found == pytest.approx(loss, rel=2e-3)
+        assert found_norm == pytest.approx(norm, rel=gradient)
+        for name in gradients:
+            assert (summed[name] - gradients[name]).norm() <= gradient * gradients[name].norm() + 1e-9, name

@@ -1,0 +1,79 @@
+"""What the tests of sharded training run on every rank: a small decoder, ten steps, everything that one rank would have."""
+
+import torch
+import torch.distributed as dist
+from llamas import llama_config
+
+from octavo.fp8 import scaling
+from octavo.fp8.autocast import fp8_autocast, microbatch
+from octavo.fp8.recipe import RECIPES
+from octavo.parallel import world
+from octavo.parallel.fsdp import Sharding, accumulate
+from octavo.train.optimizer import clip_grad_norm_
+from octavo.transform import build_model
+
+BATCH, TOKENS = 8, 24
+SIZES = {"vocab_size": 17, "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3}
+"""No size divides by 4 ranks, nor by the 16 elements of FP8 products."""
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def full(tensor):
+    """The whole of a tensor, on the CPU."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().to("cpu", copy=True)
+
+
+def sharding(recipe, dtype, **settings):
+    return Sharding(
+        mesh=world.state.shard_mesh,
+        data_group=world.state.dp_process_group,
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=torch.float32,
+        recipe=recipe,
+        **settings,
+    )
+
+
+def build(dtype, recipe, *, seed=0, settings=None, sizes=None, **options):
+    """The model of this rank: whole when there is one."""
+    return build_model(
+        llama_config(**SIZES | (sizes or {})),
+        dtype=dtype,
+        params_dtype=torch.float32,
+        device=DEVICE if world.state.world_size == 1 else world.state.device,
+        seed=seed,
+        sharding=sharding(recipe, dtype, **settings or {}) if world.state.world_size > 1 else None,
+        **options,
+    )
+
+
+def train(degrees, dtype, recipe, micro_batches, *, steps=10, settings=None, sizes=None, **options):
+    """Losses, gathered gradients and norms of each step; FP8 state, and gathered weights, at the end."""
+    if dist.is_initialized():
+        world.init(degrees)
+    recipe = None if recipe is None else RECIPES[recipe]()
+    model = build(dtype, recipe, settings=settings, sizes=sizes, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    draw = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(steps):
+        ids = torch.randint(0, model.config.vocab_size, (BATCH, TOKENS), generator=draw)
+        mine = ids.chunk(world.state.dp_size)[world.state.dp_rank].chunk(micro_batches)
+        device = next(model.parameters()).device
+        loss = torch.zeros((), device=device)
+        for index, part in enumerate(mine):
+            accumulate(model, last=index == len(mine) - 1)
+            part = part.to(device)
+            with microbatch(first=index == 0), fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+                output = model(input_ids=part, labels=part, num_items_in_batch=BATCH * (TOKENS - 1))
+            output.loss.backward()
+            loss += output.loss.detach()
+        if world.state.world_size > 1:
+            dist.all_reduce(loss)
+        gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        norm = clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), norm.item(), gradients))
+    records = {name: record.cpu() for name, record in scaling.state_records(model).items()}
+    return found, records, {name: full(p) for name, p in model.named_parameters()}

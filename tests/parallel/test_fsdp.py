@@ -1,0 +1,223 @@
+"""A sharded model computes what one rank computes: losses, gradients, scales and weights."""
+
+import pytest
+import ranks
+import sharded
+import torch
+from transformers import LlamaForCausalLM
+
+pytestmark = ranks.alone
+
+LAYOUTS = {
+    "shard 2": (2, {}),
+    "shard 4": (4, {}),
+    "replicate 2 x shard 2": (4, {"hybrid_shard_degree": 2}),
+    "replicate 2": (2, {"hybrid_shard_degree": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def on_one_rank():
+    """Results of one rank, made once for each setting."""
+    made = {}
+
+    def run(*setting):
+        if setting not in made:
+            made[setting] = sharded.train({}, *setting)
+        return made[setting]
+
+    return run
+
+
+def compare(one, many, *, loss, gradient, norm=None):
+    """Hold every rank's results against one rank's; the ranks' own must be the same bits."""
+    first = many[0]
+    for other in many[1:]:
+        assert [step[:2] for step in other[0]] == [step[:2] for step in first[0]]
+        for name, record in first[1].items():
+            assert torch.equal(other[1][name], record), name
+        for name, weight in first[2].items():
+            assert torch.equal(other[2][name], weight), name
+    for step, (a, b) in enumerate(zip(one[0], first[0], strict=True)):
+        assert abs(a[0] - b[0]) <= loss * abs(a[0]), step
+        assert abs(a[1] - b[1]) <= (norm or gradient) * a[1], step
+        assert a[2].keys() == b[2].keys()
+        for name in a[2]:
+            assert (a[2][name] - b[2][name]).norm() <= gradient * a[2][name].norm() + 1e-9, (step, name)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float32_equals_one_rank(on_one_rank, layout, micro_batches):
+    ranks_, degrees = LAYOUTS[layout]
+    setting = (torch.float32, None, micro_batches)
+    compare(on_one_rank(*setting), ranks.run(ranks_, sharded.train, degrees, *setting), loss=1e-6, gradient=1e-5)
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "rowwise", "block"])
+@pytest.mark.parametrize("layout", ["shard 2", "shard 4", "replicate 2 x shard 2"])
+def test_bf16_and_fp8_equal_one_rank_within_the_format(on_one_rank, layout, recipe):
+    ranks_, degrees = LAYOUTS[layout]
+    setting = (torch.bfloat16, recipe, 2 if layout == "shard 2" else 1)
+    # A relative rounding of 2^-8 in bf16, of 2^-4 and 2^-3 in E4M3 and E5M2; ten steps of AdamW let small gradients drift.
+    gradient = 0.05 if recipe is None else 0.35
+    compare(on_one_rank(*setting), ranks.run(ranks_, sharded.train, degrees, *setting), loss=2e-3, gradient=gradient)
+
+
+def test_delayed_scaling_in_float32_is_one_rank_s_to_rounding(on_one_rank):
+    """With nothing else rounded, whole tensors scaled alike: a weight cast in parts is the weight cast whole."""
+    setting = (torch.float32, "delayed", 1)
+    one = on_one_rank(*setting)
+    many = ranks.run(2, sharded.train, {}, *setting, steps=4)
+    compare((one[0][:4], *one[1:]), many, loss=1e-6, gradient=2e-2)
+    assert many[0][1].keys() == one[1].keys()
+
+
+@pytest.mark.parametrize("settings", [{"reshard_after_forward": False}, {"recompute": True}, {"tied": True}])
+@pytest.mark.parametrize("recipe", [None, "delayed"])
+def test_variants_equal_one_rank(settings, recipe):
+    options = {"recompute": True} if "recompute" in settings else {}
+    options |= {"sizes": {"tie_word_embeddings": True}} if "tied" in settings else {}
+    setting = ({}, torch.float32, recipe, 1)
+    one = sharded.train(*setting, steps=3, **options)
+    if "reshard_after_forward" in settings:
+        options["settings"] = settings
+    many = ranks.run(2, _train, setting, 3, options)
+    compare(one, many, loss=1e-6, gradient=1e-5 if recipe is None else 2e-2)
+
+
+def _train(setting, steps, options):
+    return sharded.train(*setting, steps=steps, **options)
+
+
+def gathered(recipe_name):
+    """(cast whole, gathered, amax recorded) of every FP8 weight of a sharded model."""
+    from octavo.fp8.autocast import fp8_autocast
+    from octavo.fp8.recipe import RECIPES, Operand
+    from octavo.fp8.scaling import states_of
+    from octavo.kernels import reference
+    from octavo.parallel import world
+
+    world.init({})
+    recipe = RECIPES[recipe_name]()
+    model = sharded.build(torch.float32, recipe, settings={"reshard_after_forward": False})
+    whole = {name: sharded.full(p) for name, p in model.named_parameters()}
+    ids = torch.randint(0, 17, (2, 8))
+    with fp8_autocast(fp8_recipe=recipe):
+        loss = model(input_ids=ids, labels=ids).loss
+    found = {}
+    for name, state in states_of(model):
+        weight = whole.get(f"{name}.weight", whole.get(f"{name}_weight"))
+        how = recipe.casts[Operand.WEIGHT]
+        scale = torch.ones(()) if how.delayed else reference.scale_from_amax(weight.abs().max(), how.format.max)
+        want = reference.cast(weight, scale, how.format.dtype, how.format.max)
+        row, column = (q.data.float() for q in state.gathered)
+        amax = state.slots[Operand.WEIGHT].history[-1].item() if state.slots else None
+        found[name] = torch.equal(want.float(), row) and torch.equal(row.t(), column), amax, weight.abs().max().item()
+    loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_gathered_weight_is_the_whole_weight_cast(recipe):
+    for found in ranks.run(4, gathered, recipe):
+        assert len(found) == 12
+        for name, (equal, amax, largest) in found.items():
+            assert equal, name
+            assert amax is None or amax == largest, name
+
+
+def changes_of_mode():
+    """A sharded model in FP8, without, evaluated in both, and in FP8 again; the losses of each."""
+    from octavo.fp8.autocast import fp8_autocast
+    from octavo.fp8.recipe import CurrentScaling, RowwiseScaling
+    from octavo.parallel import world
+
+    if torch.distributed.is_initialized():
+        world.init({})
+    model = sharded.build(torch.float32, CurrentScaling())
+    ids = torch.arange(2 * 12).view(2, 12) % 17
+    losses = []
+    for recipe in (CurrentScaling(), None, RowwiseScaling(), CurrentScaling()):
+        for grads in (True, False):
+            with torch.set_grad_enabled(grads), fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+                loss = model(input_ids=ids, labels=ids).loss
+            if grads:
+                loss.backward()
+            losses.append(loss.item())
+    gradients = {name: sharded.full(p.grad) for name, p in model.named_parameters()}
+    return losses, gradients
+
+
+def test_one_sharded_model_in_and_out_of_fp8():
+    losses, gradients = changes_of_mode()
+    for found, summed in ranks.run(2, changes_of_mode):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, gradient in summed.items():
+            assert (gradient - gradients[name]).norm() <= 1e-3 * gradients[name].norm(), name
+
+
+def mean_loss():
+    from octavo.parallel import world
+
+    if torch.distributed.is_initialized():
+        world.init({})
+    model = sharded.build(torch.float32, None)
+    ids = torch.arange(4 * 12).view(4, 12) % 17
+    labels = ids.clone()
+    labels[0, 3:] = -100  # so that the ranks have different numbers of targets
+    part = slice(None) if world.state.world_size == 1 else slice(2 * world.state.rank, 2 * world.state.rank + 2)
+    loss = model(input_ids=ids[part], labels=labels[part]).loss
+    loss.backward()
+    return loss.item(), {name: sharded.full(p.grad) for name, p in model.named_parameters()}
+
+
+def test_without_a_count_the_loss_is_the_mean_over_the_global_batch():
+    loss, gradients = mean_loss()
+    for found, summed in ranks.run(2, mean_loss):
+        assert found == pytest.approx(loss, rel=1e-6)
+        for name, gradient in summed.items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-7)
+
+
+def wrapped_in_fsdp1(first_sharded):
+    """Losses of four steps of a transformed model inside FSDP1."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    import octavo
+
+    if first_sharded:
+        octavo.init()
+    torch.manual_seed(0)
+    model = octavo.transform(LlamaForCausalLM(sharded.llama_config(**sharded.SIZES)), dtype=torch.float32, device="cpu")
+    half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+    model = FullyShardedDataParallel(
+        model,
+        mixed_precision=half,
+        device_id=torch.device("cpu"),
+        auto_wrap_policy=ModuleWrapPolicy({octavo.nn.TransformerLayer}),
+        use_orig_params=True,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.arange(32).view(2, 16) % 17
+    losses = []
+    for _ in range(4):
+        with octavo.fp8_autocast():
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_fsdp1_around_a_transformed_model_trains():
+    for losses in ranks.run(2, wrapped_in_fsdp1, False):
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] < 0.9 * losses[0]
+
+
+def test_fsdp1_around_a_sharded_model_is_refused_with_the_replacement():
+    with pytest.raises(AssertionError, match="is sharded already.*leave FullyShardedDataParallel out.*param_dtype"):
+        ranks.run(2, wrapped_in_fsdp1, True)
