@@ -16,7 +16,7 @@ demo: .venv/ready  ## install, then train a small Llama in FP8 on real text, on 
 	$(BIN)/octavo train presets/demo.toml
 
 test: .venv/ready  ## every test that needs no GPU
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 lint: .venv/ready  ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -29,7 +29,7 @@ _context.set_forkserver_preload(
 
 
 def run(ranks, function, *arguments, timeout=120, **keywords):
-    """`[function(*arguments, **keywords) on rank 0, on rank 1, …]`; results and arguments are pickled, the function by its name.
+    """`[function(*arguments, **keywords) on rank 0, on rank 1, …]`; all but the function's name is pickled.
 
     The first rank that raises makes this raise, with its traceback.
     """

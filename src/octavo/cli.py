@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say_once(str(error))
         return error.exit_code
     except OSError as error:  # a full disk, a folder without permission: the machine's fault, and no traceback explains it
-        sys.stderr.write(f"octavo: {' '.join(str(error).split())}\n")
+        if not getattr(error, "reported", False):
+            _say_once(" ".join(str(error).split()))
         return EXIT_FAILED
     return 0
 
@@ -82,6 +83,9 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a run, or continue it from its newest checkpoint."""
+    from octavo.train.processes import die_with_launcher
+
+    die_with_launcher()
     config = _config(run_file, overrides)
     if dry_run:
         from octavo.train.dryrun import dry_run as count
@@ -236,7 +240,7 @@ def _rank() -> int:
 
 
 def _say_once(message: str) -> None:
-    """An error on stderr. Every rank of a job finds the same mistake in its input; one that only this one sees must be said too.
+    """An error on stderr. Every rank of a job finds the same mistake in its input; what only this one sees must be said too.
 
     So the others give the first one time to speak, whose end makes the launcher end them.
     """

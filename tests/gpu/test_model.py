@@ -71,6 +71,16 @@ def test_compiled_keeps_the_histories_of_eager(recompute):
 
 
 @pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("recipe", [None, RECIPES[0]], ids=["bf16", "delayed"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_offloading_changes_nothing(recipe, compile, recompute, monkeypatch):
+    monkeypatch.setattr("octavo.parallel.offload.SMALLEST_BYTES", 0)
+    _, plain = train("cuda", recipe, compile=compile, recompute=recompute)
+    _, away = train("cuda", recipe, compile=compile, recompute=recompute, offload=True)
+    torch.testing.assert_close(away, plain, rtol=1e-4, atol=0)  # attention's backward does not repeat bit for bit
+
+
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
 def test_gradients_near_float32(recipe, compile):
     make = {"params_dtype": torch.float32, "device": "cuda", "seed": 3}

@@ -1,9 +1,10 @@
 """Sharded training on GPUs, compiled and not, against one GPU."""
 
 import pytest
-import ranks
 import sharded
 import torch
+
+import ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,10 +1,11 @@
 """A sharded model computes what one rank computes: losses, gradients, scales and weights."""
 
 import pytest
-import ranks
 import sharded
 import torch
 from transformers import LlamaForCausalLM
+
+import ranks
 
 pytestmark = ranks.alone
 
@@ -219,5 +220,5 @@ def test_fsdp1_around_a_transformed_model_trains():
 
 
 def test_fsdp1_around_a_sharded_model_is_refused_with_the_replacement():
-    with pytest.raises(AssertionError, match="is sharded already.*leave FullyShardedDataParallel out.*param_dtype"):
+    with pytest.raises(AssertionError, match=r"is sharded already.*leave FullyShardedDataParallel out.*param_dtype"):
         ranks.run(2, wrapped_in_fsdp1, True)

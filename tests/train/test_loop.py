@@ -272,7 +272,7 @@ def test_while_training_a_signal_waits_a_second_sigterm_changes_nothing_and_a_se
 def test_ranks_that_nobody_started_are_refused(tiny_run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     run = tiny_run()
-    with pytest.raises(InputError, match="WORLD_SIZE = 2 in the environment, but RANK, .* start the ranks with torchrun"):
+    with pytest.raises(InputError, match=r"WORLD_SIZE = 2 in the environment, but RANK, .* start the ranks with torchrun"):
         train(RunConfig.from_file(run.file), console=Console(quiet=True))
     assert not run.output.exists()
 
@@ -280,7 +280,7 @@ def test_ranks_that_nobody_started_are_refused(tiny_run, monkeypatch):
 def test_degrees_of_a_later_version_are_refused(tiny_run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = RunConfig.from_file(tiny_run().file, ["parallel.context_parallel_degree=2"])
-    with pytest.raises(InputError, match="parallel.context_parallel_degree = 2: this version"):
+    with pytest.raises(InputError, match=r"parallel\.context_parallel_degree = 2: this version"):
         train(config, console=Console(quiet=True))
 
 

@@ -69,8 +69,8 @@ def measure_checkpoints(case: Case, entry: Entry, *, place: Place, how: Storing,
     with tempfile.TemporaryDirectory(prefix=".octavo-checkpoint-", dir=how.folder) as folder:
         try:
             saved = _save(case, entry, place, how, Path(folder), known, say)
-            say(f"{case.name}: {entry.name} restores over {how.restore_ranks}")
             restored = _restore(case, entry, place, how, folder, known)
+            say(f"{case.name}: verified in {known['verify_seconds']:.1f} s, restored in {known['restore_seconds']:.1f} s")
         except _Failed as failure:
             known["error"] = str(failure)
         else:
@@ -87,37 +87,36 @@ def _save(
     """Train and save; the last checkpoint stays in `folder`."""
     group = _group(case, entry, place, place.ranks)
     try:
-        say(f"{case.name}: {entry.name} trains over {place.ranks}")
         _ask(group, "build")
         known["build_seconds"] = time.perf_counter() - group.started
         _ask(group, "warm_up", steps=how.warmup)
         known["step_ms"] = _median_ms(_ask(group, "steps", steps=how.steps))
-        written = folder / "step-1"
-        say(f"{case.name}: {entry.name} saves")
-        answers = _ask(group, "save", folder=str(folder), step=1)
+        say(f"{case.name}: {entry.name}: {known['step_ms']:.1f} ms a step")
+        answers = _ask(group, "save", folder=str(folder), step=0)
         known |= {"bytes": answers[0]["bytes"], "save_seconds": largest(answers, "seconds")}
         known["save_gb_per_second"] = known["bytes"] / known["save_seconds"] / 1e9
-        digests: dict[str, str] = {}
-        for number in range(how.saves):
-            shutil.rmtree(written)
-            written = folder / f"step-{number + 2}"
-            last = number + 1 == how.saves
-            if last:
-                digests = _ask(group, "digests")[0]["digests"]
-            say(f"{case.name}: {entry.name} saves in the background")
-            answers = _ask(group, "save_behind", folder=str(folder), step=number + 2)
-            stall = largest(answers, "stall_seconds")
-            known["stall_seconds"] = stall
-            known.setdefault("first_stall_seconds", stall)
-        known |= {
-            "whole_seconds": largest(answers, "whole_seconds"),
-            "step_ms_while_writing": _median_ms(answers),
-            "steps_while_writing": len(answers[0]["seconds"]),
-            "loss": statistics.fmean(answer["loss"] for answer in answers),
-        }
+        say(f"{case.name}: saved {known['bytes'] / 1e9:.1f} GB in {known['save_seconds']:.1f} s")
+        for step in range(1, how.saves + 1):
+            shutil.rmtree(folder / f"step-{step - 1}")
+            digests = _ask(group, "digests")[0]["digests"] if step == how.saves else {}
+            known |= _in_background(_ask(group, "save_behind", folder=str(folder), step=step))
+            known.setdefault("first_stall_seconds", known["stall_seconds"])
+            say(
+                f"{case.name}: in the background: stalled {known['stall_seconds']:.2f} s, "
+                f"whole after {known['whole_seconds']:.1f} s"
+            )
         return State(digests, known["loss"])
     finally:
         group.close()
+
+
+def _in_background(answers: Answers) -> dict[str, Any]:
+    return {
+        **{key: largest(answers, key) for key in ("stall_seconds", "whole_seconds")},
+        "step_ms_while_writing": _median_ms(answers),
+        "steps_while_writing": len(answers[0]["seconds"]),
+        "loss": statistics.fmean(answer["loss"] for answer in answers),
+    }
 
 
 def _restore(case: Case, entry: Entry, place: Place, how: Storing, folder: str, known: dict[str, Any]) -> State:

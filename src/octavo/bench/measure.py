@@ -153,6 +153,8 @@ def measure_case(
             if not keep:
                 worker.turn(later)
                 worker.group.close()
+                if worker.result.error is None:
+                    say(f"{case.name}: {entry.name}: {worker.result.step_seconds * 1e3:.1f} ms a step")
         if keep:
             for worker in workers:
                 worker.result.interleaved = len(entries) > 1

@@ -119,14 +119,16 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this code: from its git checkout, else from OCTAVO_COMMIT, else unknown."""
+    """The commit of this code: from OCTAVO_COMMIT, which a copy of a checkout needs, else from git, else unknown."""
+    if named := os.environ.get("OCTAVO_COMMIT"):
+        return named
     here = Path(__file__)
     try:
         # An installed package may lie in a folder of somebody else's repository: only one that tracks this file is ours.
         subprocess.run(["git", "ls-files", "--error-unmatch", here.name], cwd=here.parent, capture_output=True, check=True)
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here.parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("OCTAVO_COMMIT") or None
+        return None
     return found.stdout.strip()
 
 

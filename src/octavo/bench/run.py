@@ -77,7 +77,7 @@ def run_suite(
     usual_cases = chosen.cpu_cases if place.device.kind == "cpu" else chosen.cases
     compared = [chosen.entries[name] for name in entries or chosen.usual or chosen.entries]
     output = output or FOLDER
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in (CASES[name] for name in cases or usual_cases):
         if suite == "checkpoint":
             below = folder or (output.parent if output.suffix == ".json" else output)
@@ -86,8 +86,10 @@ def run_suite(
         else:
             measured = measure_case(suite, case, compared, place=place, steps=steps, warmup=warmup, say=say)
             rows += [row(case, one, place) for one in measured]
-    results = document(suite, command, place, compared, rows)
-    for path in write(results, output):
+        # After each case: what hours have measured should not be lost with what comes next.
+        results = document(suite, command, place, compared, rows)
+        written = write(results, output)
+    for path in written:
         say(f"wrote {path}")
     return results
 

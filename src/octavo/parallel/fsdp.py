@@ -9,6 +9,7 @@ of the global batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ class Sharding:
     """How a model is spread over ranks.
 
     Attributes:
-        mesh: [replicate, shard].
+        mesh: [replicate, shard] or [shard].
         data_group: the ranks that see different samples.
         recipe: the FP8 recipe that the model will run under, or None for none. Weights that have one scale a tensor are
             gathered in FP8 under an autocast of any such recipe, and in their own dtype outside of it.
@@ -73,7 +74,7 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding, *, summe
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    for block, following in zip(blocks, blocks[1:], strict=False):
+    for block, following in itertools.pairwise(blocks):
         _fsdp(block).set_modules_to_forward_prefetch([_fsdp(following)])
     for part in [model] if how.reshard_after_forward else [*blocks, model]:
         part.register_forward_hook(_reshard_without_gradients)
@@ -120,8 +121,8 @@ def _refuse_fsdp1(model: nn.Module) -> None:
     def refuse(self: nn.Module, value: Any) -> None:
         raise InputError(
             f"{type(self).__name__} is sharded already, by octavo.transform over the ranks of octavo.init: leave "
-            "FullyShardedDataParallel out. Its mixed_precision goes into octavo.init as param_dtype, reduce_dtype and buffer_dtype, "
-            "its sharding_strategy as hybrid_shard_degree and reshard_after_forward."
+            "FullyShardedDataParallel out. Its mixed_precision goes into octavo.init as param_dtype, reduce_dtype and "
+            "buffer_dtype, its sharding_strategy as hybrid_shard_degree and reshard_after_forward."
         )
 
     vars(model).pop(mark, None)  # FSDP2's own

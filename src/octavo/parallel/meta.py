@@ -32,7 +32,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 
 from octavo.errors import InputError
-from octavo.parallel.agreement import gather
+from octavo.parallel.agreement import all_ranks
 from octavo.parallel.shards import named_tensors, part_of
 from octavo.parallel.world import state
 
@@ -257,7 +257,7 @@ class FromRank0:
         tensors = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named_tensors(model)]
         has = self.load.names if self.load is not None else ()
         missing = [name for name, t in named_tensors(model) if (t.is_meta or isinstance(t, DTensor)) and name not in has]
-        said = gather([hashlib.sha256(repr(tensors).encode()).hexdigest(), missing if state.rank == 0 else []])
+        said = all_ranks().everyone([hashlib.sha256(repr(tensors).encode()).hexdigest(), missing if state.rank == 0 else []])
         for rank, (digest, _) in enumerate(said):
             if digest != said[0][0]:
                 raise InputError(

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octavo.config import InitConfig
 from octavo.errors import InputError
+from octavo.parallel.attempt import store_of_attempt
 from octavo.parallel.mesh import Degrees, fit_degrees
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -141,8 +142,11 @@ class State:
 
     @property
     def shard_mesh(self) -> DeviceMesh | None:
-        """[replicate, hybrid_shard], as FSDP2 takes it; None for one rank."""
-        return None if self.mesh is None else self.mesh["replicate", "hybrid_shard"]
+        """[replicate, hybrid_shard], or [hybrid_shard] where there is one copy of the model; None for one rank."""
+        if self.mesh is None:
+            return None
+        # With a dimension of one replica FSDP2 would sum every gradient a second time, over that one.
+        return self.mesh["hybrid_shard"] if self.degrees.replicate == 1 else self.mesh["replicate", "hybrid_shard"]
 
     def get_rng_state_tracker(self) -> RngStateTracker:
         """Generators that differ between tensor-parallel ranks, for dropout inside split layers."""
@@ -269,7 +273,9 @@ def _connect(degrees: Degrees, timeout: float) -> None:
                 os.environ.setdefault(name, "lo")
         on_gpu = state.device.type == "cuda"
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, timeout=wait, device_id=state.device if on_gpu else None)
+        store = store_of_attempt(state.rank, state.world_size, timeout)
+        where: dict[str, Any] = {} if store is None else {"store": store, "rank": state.rank, "world_size": state.world_size}
+        dist.init_process_group(backend, timeout=wait, device_id=state.device if on_gpu else None, **where)
         state._owns_group = True
     mixed = "gloo" in dist.get_backend_config()
     state.control = dist.group.WORLD if mixed else dist.new_group(backend="gloo", timeout=wait)

@@ -33,9 +33,9 @@ from torch import nn
 from octavo.errors import InputError
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import check_state_records, load_state_records
+from octavo.parallel.agreement import Ranks, all_ranks, writing_ranks
 from octavo.storage import fsync_folder
 from octavo.train import manifest, optimizer_state, tensors
-from octavo.train.agreement import Ranks, all_ranks, writing_ranks
 from octavo.train.randomness import restore_random, seed_beside
 from octavo.train.saving import STATE, Background, aside, random_file, remove_checkpoint, take, weights, write
 from octavo.train.staging import Staging

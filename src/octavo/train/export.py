@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo.errors import InputError, nearest
 from octavo.models.weights import load_config, write_pretrained
-from octavo.train.agreement import Ranks, writing_ranks
+from octavo.parallel.agreement import Ranks, writing_ranks
 from octavo.train.checkpoint import read_weights
 from octavo.train.folder import RunFolder, report
 from octavo.train.manifest import newest_whole

@@ -76,6 +76,8 @@ class Lookout:
         self._rank, self._world, self._timeout, self._grace = rank, world, timeout, grace
         self._where, self._page, self._store = where, page, store
         self._interval = min(1.0, timeout / 5) * max(1.0, world / _MANY_RANKS)
+        # To notice a fault, and to be seen to have ended by the launcher, takes up to two beats of the time that there is.
+        self._granted = max(0.0, grace - 2 * self._interval)
         self._peers = {other: _Peer() for other in range(world) if other != rank}
         self._host, self._pid, self._started = host_identity(), os.getpid(), start_time(os.getpid()) or 0
         self._count, self._looked = 0, time.monotonic()
@@ -115,8 +117,8 @@ class Lookout:
     def let_end(self, rank: int) -> None:
         """Give a rank of this host time to end first: torchrun, which looks every 0.1 s, reports the first as root cause."""
         process = self._peers[rank].process if rank in self._peers else None
-        if process is not None and process.ended(within=self._grace / 2):
-            time.sleep(min(0.3, self._grace / 4))
+        if process is not None and process.ended(within=self._granted / 2):
+            time.sleep(min(0.3, self._granted / 4))
 
     def end(self, how: str) -> None:
         """Tell the others that this rank has ended in good order, and stop."""
@@ -249,10 +251,8 @@ class Lookout:
                 if process is not None:
                     process.kill()  # launchers wait long before they do
         _alarm(self._grace + self._interval)
-        # To notice took up to two beats of the time that is granted. A rank that keeps the others waiting goes before them:
-        # that breaks its connections, and wakes them.
-        granted = max(0.0, self._grace - 2 * self._interval)
-        if self._over.wait(granted / 2 if self._rank in cause.ranks else granted):
+        # A rank that keeps the others waiting goes before them: that breaks its connections, and wakes them.
+        if self._over.wait(self._granted / 2 if self._rank in cause.ranks else self._granted):
             _alarm(0)
             return
         if cause.kind == "store" and self._lowest(cause, here=True):

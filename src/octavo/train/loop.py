@@ -28,9 +28,9 @@ from octavo.data.ahead import ReadAhead
 from octavo.data.loader import Batch, Loader
 from octavo.data.prepared import PreparedData, check_vocabulary, prepare
 from octavo.errors import InputError, RunStopped
+from octavo.parallel.agreement import all_ranks, writing_ranks
 from octavo.parallel.world import init, state
 from octavo.train import closing
-from octavo.train.agreement import all_ranks, writing_ranks
 from octavo.train.checkpoint import Checkpointer, check_weights, read_state, restore
 from octavo.train.evaluate import perplexity, validation_loss
 from octavo.train.folder import RunFolder, locked, report
@@ -62,8 +62,9 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
         OctavoError: no whole checkpoint, no space, a loss that is not finite.
     """
     plan = check(config)
-    with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop, job(config) as watch:
-        with held(config.output) as folder:
+    with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop:
+        join(config)
+        with Watch.of_job(timeout=config.launch.timeout, grace=config.launch.grace) as watch, held(config.output) as folder:
             before = folder.config() if folder.has_checkpoints else None  # what never saved binds nobody
             if before is not None:
                 check_resumable(before, config, folder.path)
@@ -221,14 +222,11 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watch | None = None) -> 
     return run, validation
 
 
-@contextlib.contextmanager
-def job(config: RunConfig) -> Iterator[Watch]:
-    """The ranks of this run joined and watching each other; what torchrun's environment says, or one rank."""
-    launch = config.launch
+def join(config: RunConfig) -> None:
+    """Join the ranks that torchrun's environment names; none for one rank."""
     # A collective gives up after the watch has found out why it would.
-    init(config.parallel.model_dump() | {"random_seed": config.train.seed}, timeout=launch.timeout + launch.grace + 60)
-    with Watch.of_job(timeout=launch.timeout, grace=launch.grace) as watch:
-        yield watch
+    patience = config.launch.timeout + config.launch.grace + 60
+    init(config.parallel.model_dump() | {"random_seed": config.train.seed}, timeout=patience)
 
 
 @contextlib.contextmanager

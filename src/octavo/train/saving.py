@@ -23,9 +23,9 @@ from torch import nn
 
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import state_records, states_of
+from octavo.parallel.agreement import Ranks
 from octavo.storage import fsync_folder, fsync_tree, write_atomic
 from octavo.train import manifest, tensors
-from octavo.train.agreement import Ranks
 from octavo.train.failpoints import failpoint
 from octavo.train.optimizer_state import group_scalars, state_scalars, states_by_name
 from octavo.train.randomness import random_scalars, random_tensors

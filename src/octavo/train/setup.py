@@ -7,7 +7,6 @@ named by an id of the Hub come into Hugging Face's own cache, since their names 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ class RunPlan:
         return self.config.train.global_batch * self.config.data.sequence_length
 
     def rates(self, tokens_per_second: float) -> tuple[float | None, float | None]:
-        """(TFLOP/s, MFU) of a rank when all together do this many tokens a second; None where the family or the GPU is not known."""
+        """(TFLOP/s, MFU) of a rank when all ranks do this many tokens a second; None where family or GPU is not known."""
         if self.flops is None:
             return None, None
         split = self.flops.by_precision(layers="fp8" if self.recipe is not None else "bf16")

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 
 from octavo.errors import InputError, OctavoError
+from octavo.parallel.agreement import Ranks
 from octavo.storage import free_bytes
-from octavo.train.agreement import Ranks
 from octavo.train.failpoints import failpoint
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]

@@ -1,0 +1,98 @@
+"""`octavo train` on several ranks is the run of one rank: samples, losses, validation, files."""
+
+import json
+import math
+
+import pytest
+import ranks
+
+from octavo.train.metrics import read_metrics
+
+pytestmark = ranks.alone
+
+EXACT = ["model.dtype=float32", "fp8.enabled=false", "model.config.attention_dropout=0.0", "optimizer.schedule=constant"]
+
+
+def run(file, overrides):
+    """`octavo train` in this process, which is one rank of those that the pool has joined."""
+    from rich.console import Console
+
+    from octavo.config import RunConfig
+    from octavo.train.loop import train
+
+    result = train(RunConfig.from_file(file, overrides), console=Console(quiet=True))
+    return result.summary.loss, result.summary.validation_loss
+
+
+def losses(output):
+    return [record["loss"] for record in read_metrics(output / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("packing", ["join", "documents"])
+def test_two_and_four_ranks_train_as_one_does(tiny_run, packing):
+    given = [*EXACT, f"data.packing={packing}", "train.micro_batch=1", "train.validate_every=3", "data.workers=2"]
+    one = tiny_run("one", steps=7, every=3)
+    ranks.run(1, run, one.file, given)
+    wanted = read_metrics(one.output / "metrics.jsonl")
+    for count, more in ((2, []), (4, ["data.workers=0", "checkpoint.async=true"]), (4, ["parallel.hybrid_shard_degree=2"])):
+        several = tiny_run(f"{count}-{len(more)}-{more[:1] == []}-{'hybrid' in str(more)}", steps=7, every=3)
+        said = ranks.run(count, run, several.file, [*given, *more])
+        assert len(set(said)) == 1  # every rank says the same
+        found = read_metrics(several.output / "metrics.jsonl")
+        assert [r["tokens"] for r in found] == [r["tokens"] for r in wanted]
+        for a, b in zip(found, wanted, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+            assert a.get("validation_loss", 0) == pytest.approx(b.get("validation_loss", 0), rel=1e-5)
+
+
+def test_a_run_moves_between_numbers_of_ranks(tiny_run):
+    whole = tiny_run("whole", steps=9, every=3)
+    ranks.run(1, run, whole.file, [*EXACT, "train.micro_batch=1"])
+    moving = tiny_run("moving", steps=9, every=3)
+    for count, steps in ((4, 3), (1, 5), (2, 9)):
+        given = [*EXACT, "train.micro_batch=1", f"train.steps={steps}"]
+        ranks.run(count, run, moving.file, given)
+    assert losses(moving.output) == pytest.approx(losses(whole.output), rel=1e-5)
+    starts = json.loads((moving.output / "environment.json").read_text())["starts"]
+    assert len(starts) == 3
+
+
+def test_fp8_beside_bf16_on_two_ranks(tiny_run):
+    several = tiny_run("several", steps=6)
+    (loss, _), (other, _) = ranks.run(2, run, several.file, ["train.compare_bf16=true"])
+    assert loss == other
+    assert losses(several.output / "bf16")[-1] == pytest.approx(losses(several.output)[-1], rel=0.05)
+
+
+def test_float16_skips_the_same_steps_on_every_rank(tiny_run):
+    several = tiny_run("half", steps=8)
+    given = ["model.dtype=float16", "fp8.enabled=false", 'train.loss_scale="dynamic"']
+    said = ranks.run(2, overflowing, several.file, given)
+    assert said[0] == said[1]
+    records = read_metrics(several.output / "metrics.jsonl")
+    skipped = [r["step"] for r in records if r["skipped"]]
+    assert skipped == [3]
+    scales = [r["loss_scale"] for r in records]
+    assert scales[3] == scales[2] / 2  # halved after the overflow
+    assert scales[-1] == 2 * scales[3]  # and grown again
+    assert all(math.isfinite(r["loss"]) for r in records if r["step"] != 3)
+
+
+def overflowing(file, overrides):
+    """A run in which the gradient of one rank alone overflows in step 3, and the scale grows every 4 good steps."""
+    import octavo.train.lossscale as lossscale
+    import octavo.train.step as step_module
+    from octavo.parallel.world import state
+
+    made = lossscale.LossScale.__init__
+    lossscale.LossScale.__init__ = lambda self, value, **_: made(self, value, start=2.0**10, growth_interval=4)
+    loss_of, steps = step_module.loss_of, []
+
+    def spoiled(*arguments, **keywords):
+        steps.append(1)
+        loss = loss_of(*arguments, **keywords)
+        return loss * (float("inf") if len(steps) == 3 and state.rank == 1 else 1.0)
+
+    step_module.loss_of = spoiled
+    return run(file, overrides)
