@@ -18,12 +18,14 @@ import traceback
 from pathlib import Path
 
 import pytest
+import torch
 
 alone = pytest.mark.xdist_group("ranks")
 """For modules that use `run`: their tests share a worker, so that worlds do not compete for the cores."""
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+# CUDA does not survive a fork, and what is imported beforehand may have touched it.
+_context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+multiprocessing.set_forkserver_preload(
     ["torch", "torch.distributed.fsdp", "transformers", "octavo.train.loop", "octavo.parallel.world"]
 )
 
@@ -77,7 +79,6 @@ def _gather(pipes, deadline):
 def _child(rank, ranks, folder, function, arguments, keywords, pipe):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
-    import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)

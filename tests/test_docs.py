@@ -44,6 +44,13 @@ def test_figures_of_the_readme_are_in_benchmarks():
             f"{row['peak_gib']:.1f}",
         )
         assert f"{' | '.join(figures)} |" in readme.replace("**", ""), row["entry"]
+    sharded = {}
+    for workload in ("llama-8b-16k", "llama-8b-8k"):
+        for row in json.loads((ROOT / "benchmarks" / f"sharded-{workload}.json").read_text())["rows"]:
+            figures = f"{row['tokens_per_second']:,.0f} | {row['tflops']:.0f} | {row['peak_gib']:.1f}"
+            sharded.setdefault(row["entry"], []).append(figures)
+    for entry, figures in sharded.items():
+        assert f"| {' | '.join(figures)} |" in readme.replace("**", ""), entry
     gaps = {
         row["run"]: row["gap_percent"] for row in json.loads((ROOT / "benchmarks" / "loss-llama-1b.json").read_text())["rows"]
     }

@@ -187,7 +187,9 @@ def bench(
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where to run; a GPU if there is one.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a sharded model (on a CPU: ranks); all if absent.")] = None,
-    folder: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where checkpoints are written and removed.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", metavar="PATH", help="Where checkpoints are written and removed.")
+    ] = None,
     saves: Annotated[int, typer.Option(min=1, help="Checkpoints written in the background; the last counts.")] = 2,
     restore_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that restore; half of them if absent.")] = None,
     as_json: AsJson = False,

@@ -4,8 +4,8 @@ import json
 import math
 
 import pytest
-import ranks
 
+import ranks
 from octavo.train.metrics import read_metrics
 
 pytestmark = ranks.alone

@@ -139,10 +139,10 @@ def test_all_ranks_fall_back_together_and_fail_together(tmp_path):
     for step in (1, 2):
         damage(tmp_path / f"step-{step}")
     found = ranks.run(3, rank_saving.look, tmp_path)
-    assert len({where for where, *_ in found}) == 1
-    kind, text = found[0][0]
+    (kind, text), *others = [where for where, *_ in found]
     assert kind is OctavoError
     assert "is whole (step-3, step-2, step-1)" in text
+    assert others == [(OctavoError, f"rank 0 of 3: {text}")] * 2
 
 
 @pytest.mark.parametrize("layout", ["4", "replicate 2 x shard 2"])

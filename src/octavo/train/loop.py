@@ -159,6 +159,8 @@ def _train_steps(session: Session, done: int, stop: StopRequest) -> None:
         session.progress.step(record)
         session.checkpoints.poll()
         checkpoint_seconds = 0.0
+        if state.world_size == 1:  # nobody has to agree, so the step that has just ended is the last
+            stopping = stop.received is not None
         if step == steps or stopping or (every and step % every == 0):
             started = time.perf_counter()
             session.run.watch.phase("checkpoint")

@@ -164,14 +164,14 @@ def _check_float16(config: RunConfig) -> None:
     """float16 computes with float32 parameters, and with a loss scale that float32 can hold."""
     if config.model.dtype == "float16" and config.model.params_dtype != "float32":
         raise InputError(
-            f'model.params_dtype = "{config.model.params_dtype}" does not go with model.dtype = "float16", whose scale needs '
-            'float32 parameters. Set model.params_dtype = "float32", or model.dtype = "bfloat16".'
+            f'model.params_dtype = "{config.model.params_dtype}": float16 trains float32 parameters. '
+            'Set model.params_dtype = "float32", or model.dtype = "bfloat16".'
         )
     scale = config.train.loss_scale
     if scale != "dynamic" and not 0 < scale <= LARGEST_SCALE:
         raise InputError(
-            f"train.loss_scale = {scale:g} must lie above 0 and at most at {LARGEST_SCALE:g}: "
-            'the usual start is 65536. Change train.loss_scale, or set it to "dynamic".'
+            f"train.loss_scale = {scale:g}: a loss scale is more than 0 and at most 2**60. Set train.loss_scale to a power of "
+            'two such as 1024, or to "dynamic".'
         )
 
 

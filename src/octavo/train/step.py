@@ -93,8 +93,9 @@ def train_step(run: Stepper, step: int, stop: StopRequest | None = None) -> Step
     started = time.perf_counter()
     run.watch.step(step)
     batches = run.loader.step((step - 1) * run.global_batch)
-    targets = _all_targets(run, batches)
     data_seconds = time.perf_counter() - started
+    run.watch.phase("forward")  # here the ranks wait for one whose data is late
+    targets = _all_targets(run, batches)
 
     scale = 1.0 if run.loss_scale is None else run.loss_scale.scale
     total = torch.zeros((), device=run.device)
