@@ -9,6 +9,7 @@ import pytest
 
 import octavo
 from octavo.cli import main
+from octavo.errors import InputError, RunStopped
 from octavo.train.metrics import read_metrics
 
 COMMANDS = ("train", "prepare", "export", "doctor", "bench")
@@ -384,6 +385,50 @@ def test_the_three_commands_of_the_closing_words_work(tiny_run, capsys):
         command = line.split()
         assert command[0] == "octavo"
         assert main(command[1:]) == 0
+
+
+def test_a_rank_outside_of_its_world(refused, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert "RANK = 1 in the environment, but WORLD_SIZE is not set" in refused()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "RANK = 1 in the environment, but WORLD_SIZE = 1: ranks count from 0" in refused()
+
+
+def ended_by(error, monkeypatch):
+    import octavo.cli
+
+    def fail(run_file, overrides):
+        raise error
+
+    monkeypatch.setattr(octavo.cli, "_config", fail)
+    monkeypatch.setattr(octavo.cli.time, "sleep", lambda seconds: None)
+    return main(["train", "run.toml"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "code", "said"),
+    [
+        ("0", RunStopped("stopped, saved."), 75, "octavo: stopped, saved.\n"),
+        ("1", RunStopped("stopped, saved."), 75, ""),  # the first one says it
+        ("1", InputError("no such folder."), 2, "octavo: rank 1: no such folder.\n"),  # perhaps on this host alone
+    ],
+)
+def test_of_several_ranks_one_says_what_concerns_all(rank, error, code, said, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert ended_by(error, monkeypatch) == code
+    assert capsys.readouterr().err == said
+
+
+def test_what_a_launcher_left_in_the_environment_does_not_silence_a_command(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")  # as in a pod that is the second node of a job
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+    assert ended_by(RunStopped("stopped, saved."), monkeypatch) == 75
+    assert capsys.readouterr().err == "octavo: stopped, saved.\n"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
 
 
 def test_a_gpu_without_fp8_trains_without_and_says_so():

@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForCausalLM,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Qwen2Config,
@@ -350,3 +352,20 @@ def test_skipped_layers_compute_the_unquantised_product(neo, pattern):
         with octavo.fp8_autocast(fp8_recipe=DELAYED):
             y = layer(x)
         assert torch.equal(y, functional.linear(x, layer.weight, layer.bias)) == (name in meant)
+
+
+def test_what_was_frozen_stays_frozen():
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    frozen = ["model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    decoder = transform(copy.deepcopy(model), dtype=torch.float32)
+    assert {name for name, p in decoder.named_parameters() if not p.requires_grad} == {
+        "embedding.weight",
+        "layers.0.layernorm_mlp.fc1_weight",
+    }
+    model.get_parameter(frozen[1]).requires_grad_(True)
+    refused([frozen[2], "are one parameter"], transform, model, dtype=torch.float32)

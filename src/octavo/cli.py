@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.errors import EXIT_FAILED, OctavoError
+from octavo.errors import EXIT_FAILED, OctavoError, RunStopped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else EXIT_FAILED if end.code else 0
     except OctavoError as error:
-        if not getattr(error, "reported", False):
+        # A stop concerns all ranks, and one is enough to say it; a launcher also sends the signal when another rank has failed.
+        stops_with_others = isinstance(error, RunStopped) and _rank() > 0
+        if not getattr(error, "reported", False) and not stops_with_others:
             _say_once(str(error))
         return error.exit_code
     except OSError as error:  # a full disk, a folder without permission: the machine's fault, and no traceback explains it
@@ -92,7 +94,7 @@ def train(
         from octavo.train.setup import check
 
         plan = count(check(config))
-        _print(plan.as_dict() if as_json else plan.lines())
+        _print_once(plan.as_dict() if as_json else plan.lines())
         return
     from octavo.train.stopping import StopRequest
 
@@ -100,8 +102,8 @@ def train(
         from octavo.train.closing import closing_lines
         from octavo.train.loop import train as run
 
-        result = run(config, console=_console(stderr=as_json), stop=stop)
-    _print(result.as_dict() if as_json else closing_lines(result))
+        result = run(config, console=_console(stderr=as_json, quiet=_rank() > 0), stop=stop)
+    _print_once(result.as_dict() if as_json else closing_lines(result))
 
 
 @app.command(epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
@@ -110,10 +112,10 @@ def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fa
     config = _config(run_file, overrides)
     from octavo.data.prepared import prepare as run
 
-    prepared = run(config.data, console=_console(stderr=as_json))
+    prepared = run(config.data, console=_console(stderr=as_json, quiet=_rank() > 0))
     counts = prepared.token_counts
     if as_json:
-        _print(
+        _print_once(
             {
                 "folder": str(prepared.folder),
                 "fingerprint": prepared.fingerprint,
@@ -122,7 +124,9 @@ def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fa
             }
         )
     else:
-        _print([f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"])
+        _print_once(
+            [f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"]
+        )
 
 
 @app.command(epilog="Example: octavo export runs/demo --to demo-hf")
@@ -229,16 +233,16 @@ def _names(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
-def _console(*, stderr: bool) -> Console:
+def _console(*, stderr: bool, quiet: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr, quiet=_rank() > 0)
+    return Console(stderr=stderr, quiet=quiet)
 
 
 def _rank() -> int:
-    """Which rank of a job this process is, as its launcher says; results are for the first one to print."""
-    text = os.environ.get("RANK", "0")
-    return int(text) if text.isdecimal() else 0
+    """Which rank of several this process is, as its launcher says; 0 where there is one alone, or nobody says."""
+    rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return int(rank) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else 0
 
 
 def _say_once(message: str) -> None:
@@ -252,10 +256,14 @@ def _say_once(message: str) -> None:
     sys.stderr.write(f"octavo: {message}\n")
 
 
+def _print_once(result: dict[str, Any] | list[str]) -> None:
+    """The result of what several ranks do together, from the first one."""
+    if _rank() == 0:
+        _print(result)
+
+
 def _print(result: dict[str, Any] | list[str]) -> None:
     """One JSON document, or lines."""
-    if _rank():
-        return
     print(json.dumps(_plain(result), indent=2, allow_nan=False) if isinstance(result, dict) else "\n".join(result))
 
 

@@ -210,7 +210,9 @@ class TrainConfig(Section):
     )
     compare_bf16: bool = Field(False, description="Train the same steps without FP8 afterwards, and report the gap in loss.")
     validate_every: int = Field(0, ge=0, description="Steps between validations; 0: only at the end.")
-    validate_batches: int = Field(16, ge=1, description="Micro-batches in a validation, or fewer where the split is smaller.")
+    validate_batches: int = Field(
+        16, ge=1, description="Micro-batches in a validation, over all ranks; fewer where the split is smaller."
+    )
 
 
 class CheckpointConfig(Section):

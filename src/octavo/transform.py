@@ -28,7 +28,7 @@ from octavo.models.description import describe
 from octavo.models.families import FAMILIES
 from octavo.models.fill import Loader
 from octavo.models.replace import replace_linears, skip_modules
-from octavo.models.weights import HeldWeights, WeightFiles, Weights, family_of
+from octavo.models.weights import HeldWeights, WeightFiles, Weights, family_of, hugging_face_names
 from octavo.parallel.fsdp import Sharding, blocks_of, gather_weights_in_fp8, shard
 from octavo.parallel.mesh import Degrees
 from octavo.parallel.meta import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
@@ -93,10 +93,11 @@ def transform(
     from_rank0 = load_state_dict_from_rank0 and sharding is not None
     if weights is None and not on_meta and (family is not None or from_rank0):
         weights = HeldWeights(dict(model.state_dict()))
-    training = model.training
+    training, original = model.training, model
     buffer_dtype = DTYPES[state.config.buffer_dtype]
     if family is not None:
         model = Decoder(config, family, dtype=dtype, params_dtype=params_dtype, device="meta", buffer_dtype=buffer_dtype)
+        _keep_frozen(model, original)
         skip_modules(model, skip)
         if state.config.sm_activation_offloading:
             model.run_block = offloaded(model.run_block)
@@ -223,6 +224,24 @@ def _place(model: nn.Module, device: torch.device, values: Values, sharding: Sha
 def _initial(model: nn.Module, seed: int) -> Values:
     """Values for a model that has none: Octavo's decoder has an initialisation of its own, others have their modules'."""
     return CounterInit(seed, model.config.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
+
+
+def _keep_frozen(model: Decoder, original: nn.Module) -> None:
+    """What was frozen in the model that the decoder replaces is frozen in it.
+
+    Raises:
+        InputError: of matrices that become one parameter some are frozen and some are not.
+    """
+    trains = {name: parameter.requires_grad for name, parameter in original.named_parameters(remove_duplicate=False)}
+    for name, parameter in model.named_parameters():
+        parts = {part: trains.get(part, True) for part in hugging_face_names(name, model.family)}
+        if len(set(parts.values())) > 1:
+            frozen = [part for part, trained in parts.items() if not trained]
+            raise InputError(
+                f"{', '.join(frozen)} is frozen, but in Octavo's decoder {', '.join(parts)} are one parameter ({name}): "
+                "set requires_grad of all of them to the same."
+            )
+        parameter.requires_grad_(all(parts.values()))
 
 
 def _cast(model: nn.Module, params_dtype: torch.dtype, buffer_dtype: torch.dtype) -> None:

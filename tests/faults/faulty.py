@@ -10,6 +10,7 @@ several ranks only $FAILPOINT_RANK has the failpoint that the environment names,
     raise   an exception that nobody foresees
     input   an InputError
     stall   the main thread does not come back
+    term    SIGTERM, to this rank alone
     none    nothing
 """
 
@@ -68,6 +69,8 @@ def commit(kind):
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
     elif kind == "raise":
         raise ValueError("the planted fault")
     elif kind == "input":

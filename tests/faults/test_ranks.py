@@ -1,8 +1,8 @@
 """One rank of a job has a fault: the job ends in time, and what is shown first is the rank, its phase and what happened to it.
 
-Real ranks under torchrun on this machine's CPU, joined by gloo, with real signals (`faulty.py`): `octavo train`, or where the end
-of the launcher matters a loop of collectives without a model. That torchrun itself writes lines of its own in between cannot be helped.
-Bounds on time are the promise, timeout + grace, and what torchrun takes for itself.
+Real ranks under torchrun on this machine's CPU, joined by gloo, with real signals (`faulty.py`): `octavo train`, or where the
+end of the launcher matters a loop of collectives without a model. That torchrun itself writes lines of its own in between
+cannot be helped. Bounds on time are the promise, timeout + grace, and what torchrun takes for itself.
 """
 
 import contextlib
@@ -199,6 +199,39 @@ def of_two_ranks(tmp_path_factory, tiny_run_in):
     finally:
         job.close()
     return losses(run)
+
+
+@pytest.mark.parametrize("asked", ["0", "1", "launcher"])
+def test_a_stop_is_saved_and_said_once_and_continues_exactly(job, tiny_run, of_two_ranks, asked):
+    run = tiny_run(steps=STEPS, every=0)
+    if asked == "launcher":
+        stopped = job(train(run, "train.steps=100000"), ranks=2)
+        while not read_metrics(run.output / "metrics.jsonl"):
+            time.sleep(0.01)
+        stopped.process.send_signal(signal.SIGTERM)
+    else:
+        stopped = job(train(run), fault=f"term:forward:{STEP}:{asked}", ranks=2)
+    assert stopped.wait() == 1  # whatever the ranks' own codes are, torchrun's is 1
+    by = "a signal to another rank" if asked == "1" else "SIGTERM"
+    pattern = rf"octavo: stopped by {by} after step (\d+) of \d+, saved\. Run the same command again to continue\."
+    found = re.fullmatch(pattern, stopped.said[0])
+    assert found, stopped.stderr
+    assert stopped.said[1:] == []
+    assert [path.name for path in (run.output / "checkpoints").iterdir()] == [f"step-{found[1]}"]
+    if asked != "launcher":
+        assert found[1] == str(STEP)
+        assert set(re.findall(r"exitcode  : (\S+) \(pid", stopped.stderr)) <= {"75", "-15"}
+        again = job(train(run), name="again", ranks=2)
+        assert again.wait() == 0, again.stderr
+        assert losses(run) == of_two_ranks
+
+
+def test_a_stop_of_one_rank_before_the_first_step(job, tiny_run):
+    job = job(train(tiny_run(steps=STEPS)), fault="term:start:0:1", ranks=2)
+    assert job.wait() == 1
+    assert job.said[1:] == []
+    assert "stopped by SIGTERM before the first step: nothing to save. Run the same command again." in job.said[0]
+    assert set(re.findall(r"exitcode  : (\S+) \(pid", job.stderr)) <= {"75", "-15"}
 
 
 @pytest.mark.parametrize("fault", [f"kill:backward:{STEP}:1", f"kill:checkpoint:{STEP}:0", f"raise:data:{STEP + 1}:0"])

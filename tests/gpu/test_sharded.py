@@ -34,7 +34,10 @@ def test_two_gpus_equal_one(layout, recipe, compiled):
     for name, weight in many[0][2].items():
         assert torch.equal(weight, many[1][2][name]), name
     gradient = 0.05 if recipe is None else 0.35
-    for (loss, norm, gradients), (found, found_norm, summed) in zip(one[0], many[0][0], strict=True):
+    for (loss, norm, gradients, _), (found, found_norm, summed, digest), (*_, other) in zip(
+        one[0], many[0][0], many[1][0], strict=True
+    ):
+        assert digest == other  # scales and histories after every step
         assert found == pytest.approx(loss, rel=2e-3)
         assert found_norm == pytest.approx(norm, rel=gradient)
         for name in gradients:

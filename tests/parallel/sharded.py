@@ -1,5 +1,7 @@
 """What the tests of sharded training run on every rank: a small decoder, ten steps, everything that one rank would have."""
 
+import hashlib
+
 import torch
 import torch.distributed as dist
 from llamas import llama_config
@@ -48,7 +50,7 @@ def build(dtype, recipe, *, seed=0, settings=None, sizes=None, **options):
 
 
 def train(degrees, dtype, recipe, micro_batches, *, steps=10, settings=None, sizes=None, **options):
-    """Losses, gathered gradients and norms of each step; FP8 state, and gathered weights, at the end."""
+    """Losses, norms, gathered gradients and a hash of the FP8 state of each step; that state, and gathered weights, at the end."""
     if dist.is_initialized():
         world.init(degrees)
     recipe = None if recipe is None else RECIPES[recipe]()
@@ -74,6 +76,7 @@ def train(degrees, dtype, recipe, micro_batches, *, steps=10, settings=None, siz
         norm = clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((loss.item(), norm.item(), gradients))
-    records = {name: record.cpu() for name, record in scaling.state_records(model).items()}
+        records = {name: record.cpu() for name, record in scaling.state_records(model).items()}
+        digest = hashlib.sha256(b"".join(record.numpy().tobytes() for record in records.values())).hexdigest()
+        found.append((loss.item(), norm.item(), gradients, digest))
     return found, records, {name: full(p) for name, p in model.named_parameters()}

@@ -44,6 +44,13 @@ def stops(rank):
     raise RunStopped("stopped, saved.")
 
 
+def one_stops_alone(rank):
+    if rank == 0:
+        raise RunStopped("stopped by SIGTERM before the first step: nothing to save.")
+    time.sleep(0.5)
+    raise RuntimeError("Connection closed by peer")
+
+
 def echoes_without_a_cause(rank):
     raise RuntimeError(f"rank {rank}: connection reset by peer")
 

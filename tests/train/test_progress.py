@@ -2,6 +2,7 @@
 
 import io
 import re
+import sys
 
 import pytest
 from rich.console import Console
@@ -45,6 +46,16 @@ def test_on_a_terminal_one_line_is_redrawn():
     assert "\x1b[" in text
     assert "step 10/10" in text
     assert text.count("\n") < 10
+
+
+def test_a_rank_that_shows_nothing_leaves_stderr_alone(monkeypatch):
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", err)
+    console = Console(file=out, force_terminal=True, quiet=True)
+    with StepProgress(console, label="fp8", steps=1, done=0, every=1) as progress:
+        progress.step(record(1))
+        sys.stderr.write("octavo: a checkpoint is damaged")
+    assert (out.getvalue(), err.getvalue()) == ("", "octavo: a checkpoint is damaged")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05")])

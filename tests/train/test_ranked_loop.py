@@ -65,6 +65,24 @@ def test_fp8_beside_bf16_on_two_ranks(tiny_run):
     assert losses(several.output / "bf16")[-1] == pytest.approx(losses(several.output)[-1], rel=0.05)
 
 
+def test_the_figures_of_a_run_are_read_by_the_rank_that_wrote_them(tiny_run):
+    several = tiny_run("several", steps=2)
+    new = ranks.run(2, run_with_stale_metrics, several.file)
+    assert ranks.run(2, run_with_stale_metrics, several.file) == new  # already trained
+    assert len(set(new)) == 1
+
+
+def run_with_stale_metrics(file):
+    """A run in which another host's file system still shows an older metrics.jsonl."""
+    import os
+
+    import octavo.train.closing as closing
+
+    if os.environ["RANK"] != "0":
+        closing.read_metrics = lambda path: []
+    return run(file, [])
+
+
 def test_float16_skips_the_same_steps_on_every_rank(tiny_run):
     several = tiny_run("half", steps=8)
     given = ["model.dtype=float16", "fp8.enabled=false", 'train.loss_scale="dynamic"']

@@ -291,6 +291,13 @@ def test_a_stop_is_no_fault():
     assert ranks.run(3, rank_watching.in_watch, rank_watching.stops) == [("RunStopped", "stopped, saved.", False, 75)] * 3
 
 
+def test_ranks_that_lose_one_that_was_asked_to_stop_have_its_exit_code():
+    first, *others = ranks.run(3, rank_watching.in_watch, rank_watching.one_stops_alone)
+    assert first == ("RunStopped", "stopped by SIGTERM before the first step: nothing to save.", False, 75)
+    said = f"rank 0 of 3 ended in forward of step 2 while the others still ran: {first[1]}"
+    assert others == [("PeerFailed", said, True, 75)] * 2
+
+
 def test_a_broken_connection_is_the_cause_where_no_other_is_found():
     found = ranks.run(3, rank_watching.in_watch, rank_watching.echoes_without_a_cause, 0.5)
     own = [rank for rank, (name, *_) in enumerate(found) if name == "RuntimeError"]

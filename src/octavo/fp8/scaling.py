@@ -11,6 +11,7 @@ module and operand (`state_records`), so a model may be laid out differently whe
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -58,9 +59,14 @@ class Slot:
         return self.arena.history[:, self.index]
 
 
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class Arena:
     """Scales [n] and histories [L, n] of all tensors of one direction, one `History` policy and one device."""
 
+    @torch.inference_mode(False)  # here and in `allocate`: training goes on with what an evaluation made
     def __init__(self, device: torch.device, policy: History) -> None:
         self.policy = policy
         self.device = device
@@ -73,9 +79,10 @@ class Arena:
         self._free: list[int] = []
         self._used = 0
 
+    @torch.inference_mode(False)
     def allocate(self, fp8_max: float) -> Slot:
         """A fresh slot: scale 1, history of zeros."""
-        if self._free:
+        if self._free and not _several_ranks():  # which collect garbage at different times, and join slots by their place
             index = self._free.pop()
         else:
             index, self._used = self._used, self._used + 1
@@ -258,6 +265,8 @@ def prepare_all(recipe: Recipe) -> None:
     """
     if (_registrations, recipe) in _prepared:
         return
+    if recipe.history is not None and _several_ranks() and any(state.device and not state.slots for state in _states):
+        gc.collect()  # a model that is gone on one rank and lingers on another would take slots there
     waiting = False
     # In the order of creation: a slot has the same number on every rank, or an all-reduce would join different tensors.
     for state in sorted(_states, key=lambda state: state.number):
@@ -282,6 +291,13 @@ def end_forward() -> None:
     """An outermost autocast ends, with gradients on."""
     _forward.update()
     _backward.pending = True
+
+
+def joins_forward(group: dist.ProcessGroup) -> bool:
+    """Whether the amaxes of this forward will be joined over all ranks of `group`."""
+    if not _forward.reduce_amax or _forward.group is None:
+        return _forward.reduce_amax
+    return set(dist.get_process_group_ranks(_forward.group)).issuperset(dist.get_process_group_ranks(group))
 
 
 def flush() -> None:

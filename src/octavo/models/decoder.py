@@ -138,14 +138,21 @@ class Decoder(nn.Module):
                 dist.all_reduce(num_items_in_batch, group=self.data_group)
         count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=hidden.device)
         loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, target, count)
-        return CausalLMOutput(loss=_joined(loss, self.data_group) if joined else loss)
+        return CausalLMOutput(loss=_Joined.apply(loss, self.data_group) if joined else loss)
 
 
-def _joined(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of the ranks' parts as a value; the gradient is of this rank's own, since gradients are summed afterwards."""
-    total = part.detach().clone()
-    dist.all_reduce(total, group=group)
-    return part + (total - part.detach())
+class _Joined(torch.autograd.Function):
+    """The sum of the ranks' parts, the same bits on each; the gradient is of the own part, since gradients are summed later."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def _call(layer: nn.Module, *args: Any) -> Tensor:

@@ -116,7 +116,7 @@ class MultiheadAttention(nn.Module):
         q, k, v = (x.flatten(2, 3) for x in (q, k, v))
         if rotary_pos_emb is not None:
             q, k = reference.rope(q, *rotary_pos_emb), reference.rope(k, *rotary_pos_emb)
-        # The rotated queries and keys are tensors of their own; so that the joint product is not kept for backward because of the
-        # values alone, they become one too.
+        # The rotated queries and keys are tensors of their own. The values become one, or backward would keep the whole joint
+        # product for their sake.
         context = self.core_attention(q, k, v.contiguous(), attention_mask)
         return self.proj(context, is_first_microbatch)

@@ -11,8 +11,10 @@ a gradient on. Nobody reads that parameter, so all of them are views of one piec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,34 +35,86 @@ _placeholders: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 @dataclass
 class _Forward:
-    """What the casts must know of the forward that runs, since FSDP2 calls them with gradients off."""
+    """What the casts must know of the forward that runs: FSDP2 calls them with gradients off and without its arguments."""
 
     grads: bool = False
+    first: bool | None = None
 
 
-def gather_in_fp8(root: nn.Module, block: nn.Module, *, keep: bool) -> None:
-    """Let the weights of the FP8 layers in `block`, which is sharded, travel in FP8 under an autocast.
+@dataclass
+class _Form:
+    """What FSDP2 keeps of a parameter between gatherings, for one form in which it travels.
+
+    Autograd hangs gradients on `whole` and saves `column`, so that a backward must find those of its forward again.
+    """
+
+    outputs: list[Tensor] = field(default_factory=list)
+    inner: list[Tensor] = field(default_factory=list)
+    whole: nn.Parameter | None = None
+    column: Tensor | None = None
+
+
+def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module], *, keep: bool) -> None:
+    """Let the weights of the FP8 layers in `blocks`, each of which is sharded, travel in FP8 under an autocast.
 
     keep: gathered weights stay from forward to backward.
     """
     forward = _Forward()
 
-    def note(*_: Any) -> None:
+    def note(_: nn.Module, args: Any, options: dict[str, Any]) -> None:
+        first = options.get("is_first_microbatch")
         forward.grads = torch.is_grad_enabled()
+        forward.first = autocast.first_microbatch() if first is None else first
 
-    found = False
-    for parameter in _fsdp_parameters(block):
-        info = parameter._module_info
-        state = _state_of(info.module, info.param_name)
-        if state is not None:
-            found = True
-            parameter.reset_sharded_param()  # a local tensor with room for padding, which then stays the same object
-            weight = _SharedWeight(parameter, state, forward, keep)
-            parameter._sharded_local_tensor.fsdp_pre_all_gather = weight.before
-            parameter._sharded_local_tensor.fsdp_post_all_gather = weight.after
-            parameter._init_extensions()
-    if found:
-        root.register_forward_pre_hook(note, prepend=True)
+    for block in blocks:
+        weights = [_shared(parameter, forward, keep) for parameter in _group(block).fsdp_params]
+        if found := [weight for weight in weights if weight is not None]:
+            block.register_forward_pre_hook(_gather_again(block, found), prepend=True)
+    root.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+
+
+def _shared(parameter: Any, forward: _Forward, keep: bool) -> _SharedWeight | None:
+    state = _state_of(parameter._module_info.module, parameter._module_info.param_name)
+    if state is None:
+        return None
+    parameter.reset_sharded_param()  # a local tensor with room for padding, which then stays the same object
+    weight = _SharedWeight(parameter, state, forward, keep)
+    parameter._sharded_local_tensor.fsdp_pre_all_gather = _weakly(weight.before)
+    parameter._sharded_local_tensor.fsdp_post_all_gather = _weakly(weight.after)
+    parameter._init_extensions()
+    return weight
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose object lives as long as its block: a tensor that has views is not seen by Python's garbage collector.
+
+    What such a tensor held would never be freed, were it the model itself. FSDP2 looks at the signature.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        alive = reference()
+        assert alive is not None
+        return alive(*arguments, **options)
+
+    call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    return call
+
+
+def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight]) -> Callable[..., None]:
+    """A hook that drops weights which are there in another form than this forward wants, so that FSDP2 gathers them anew.
+
+    They were fetched while the block before ran, under another autocast, or kept by an earlier forward.
+    """
+
+    def hook(*_: Any) -> None:
+        group = _group(block)
+        there = group.is_unsharded or group._all_gather_result is not None
+        if there and scaling.graph_task() == -1 and any(weight.how != weight.wanted() for weight in weights):
+            group.wait_for_unshard()
+            group.reshard()
+
+    return hook
 
 
 class _SharedWeight:
@@ -68,11 +122,20 @@ class _SharedWeight:
 
     def __init__(self, parameter: Any, state: ModuleState, forward: _Forward, keep: bool) -> None:
         self.parameter, self.state, self.forward, self.keep = parameter, state, forward, keep
-        self.how: Cast | None = None
+        self.how: Cast | None = None  # as which it travels now; None: as it is
+        self.backward_how: Cast | None = None  # as which the last forward with gradients had it
+        self.chosen: Cast | None = None  # for which that forward chose a scale
         self.column: Tensor | None = None
-        # Written in place: another stream may still read the last value of a tensor that is dropped.
-        self.scale, self.scale_inv = (torch.ones((), device=parameter.device) for _ in range(2))
-        self.chosen = False
+        self.others: dict[Cast | None, _Form] = {}
+        # (scale, 1 / scale) of forwards without gradients, and of those with, whose backward casts by it again. Written in
+        # place: another stream may still read the last value of a tensor that is dropped.
+        self.scales = [tuple(torch.ones((), device=parameter.device) for _ in range(2)) for _ in range(2)]
+        self.scale, self.scale_inv = self.scales[True]
+
+    def wanted(self) -> Cast | None:
+        """The form for a forward that runs here."""
+        recipe = self._recipe()
+        return None if recipe is None else recipe.casts[Operand.WEIGHT]
 
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         """This rank's part of what is gathered, and whether it is gathered for a backward."""
@@ -80,14 +143,16 @@ class _SharedWeight:
         own = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
         backward = scaling.graph_task() != -1
         recipe = None if backward else self._recipe()
-        how = self.how if backward else None if recipe is None else recipe.casts[Operand.WEIGHT]
+        how = self.backward_how if backward else None if recipe is None else recipe.casts[Operand.WEIGHT]
+        if not backward and self.forward.grads:
+            self.backward_how = how
         if how != self.how:
-            self._forget()
-            self.how = how
+            self._change(how)
         if how is None:
             return (own,), False
+        self.scale, self.scale_inv = self.scales[backward or self.forward.grads]
         amax = None if recipe is None else self._choose_scale(own, recipe, how, mesh)
-        q, _, _ = cast(own, self.scale, amax, how.format.dtype, how.format.max, False)
+        q = self._cast(own, amax, how, mesh)
         return (q.view(torch.uint8),), backward
 
     def after(self, gathered: tuple[Tensor, ...], backward: bool, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
@@ -98,7 +163,8 @@ class _SharedWeight:
             return gathered[0], ()
         row = gathered[0].view(self.how.format.dtype)[:rows]
         if self.column is None:
-            self.column = torch.empty(columns, rows, dtype=self.how.format.dtype, device=row.device)
+            with torch.inference_mode(False):  # a later forward may save it for backward
+                self.column = torch.empty(columns, rows, dtype=self.how.format.dtype, device=row.device)
         if backward or self.keep:
             # Saved for backward before it is filled, as FSDP2's own parameters are.
             with _unsafe_preserve_version_counter((self.column,)):
@@ -114,7 +180,7 @@ class _SharedWeight:
 
     def _choose_scale(self, own: Tensor, recipe: Recipe, how: Cast, mesh: Any) -> Tensor | None:
         """The scale that a step's forwards and backwards share; returns where the first of them records the amax."""
-        if self.forward.grads and self.chosen and autocast.first_microbatch() is False:
+        if self.forward.grads and self.chosen == how and self.forward.first is False:
             return None
         record = None
         if how.delayed:
@@ -131,20 +197,44 @@ class _SharedWeight:
             self.scale.copy_(scale)
             self.scale_inv.copy_(reference.divide(1.0, scale))
         self.state.recipe = recipe
-        self.chosen = self.forward.grads
+        self.chosen = how if self.forward.grads else None
         return record
 
-    def _forget(self) -> None:
-        """FSDP2 keeps the buffers of the first gathering; another format needs others."""
-        self.parameter.all_gather_outputs = []
-        self.parameter.__dict__.pop("_unsharded_param", None)
-        self.column, self.state.gathered, self.chosen = None, None, False
+    def _cast(self, own: Tensor, amax: Tensor | None, how: Cast, mesh: Any) -> Tensor:
+        """Cast this rank's part. The amax becomes that of the whole, also where the autocast joins fewer ranks or none.
+
+        With scales of their own, ranks would read each other's parts wrongly.
+        """
+        alone = amax is not None and mesh.size() > 1 and not scaling.joins_forward(mesh.get_group())
+        seen = torch.zeros_like(self.scale) if alone else amax
+        q, _, _ = cast(own, self.scale, seen, how.format.dtype, how.format.max, False)
+        if alone and amax is not None and seen is not None:
+            dist.all_reduce(seen, dist.ReduceOp.MAX, group=mesh.get_group())
+            amax.copy_(torch.maximum(amax, seen))
+        return q
+
+    def _change(self, how: Cast | None) -> None:
+        """Lay away what FSDP2 keeps for one form and give it what it kept for another."""
+        parameter = self.parameter
+        whole = parameter.__dict__.pop("_unsharded_param", None)
+        self.others[self.how] = _Form(parameter.all_gather_outputs, parameter._unsharded_inner_tensors, whole, self.column)
+        if whole is not None and whole.grad is not None:  # of micro-batches that came before
+            total = parameter.unsharded_accumulated_grad
+            parameter.unsharded_accumulated_grad = whole.grad if total is None else total + whole.grad
+            whole.grad = None
+        form = self.others.pop(how, None) or _Form()
+        parameter.all_gather_outputs, parameter._unsharded_inner_tensors = form.outputs, form.inner
+        if form.whole is not None:
+            parameter._unsharded_param = form.whole
+        self.how, self.column, self.state.gathered = how, form.column, None
 
 
+@torch.inference_mode(False)
 def _placeholder(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """NaN, so that code which reads a weight by itself, and not through its layer, is found out."""
     shared = _placeholders.get((device, dtype))
     if shared is None or shared.numel() < elements:
-        shared = _placeholders[device, dtype] = torch.empty(elements, dtype=dtype, device=device)
+        shared = _placeholders[device, dtype] = torch.full((elements,), torch.nan, dtype=dtype, device=device)
     return shared[:elements]
 
 
@@ -153,8 +243,7 @@ def _state_of(module: nn.Module, parameter: str) -> ModuleState | None:
     return next((state for state in states if state.weight_name == parameter), None)
 
 
-def _fsdp_parameters(block: nn.Module) -> Iterator[Any]:
-    """FSDP2's own record of each parameter in the group of `block`, for which there is no public name."""
+def _group(block: nn.Module) -> Any:
+    """FSDP2's own record of the parameters of `block`, for which there is no public name."""
     assert isinstance(block, FSDPModule)
-    group = block._get_fsdp_state()._fsdp_param_group
-    return iter(group.fsdp_params if group is not None else ())
+    return block._get_fsdp_state()._fsdp_param_group

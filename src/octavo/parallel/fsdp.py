@@ -83,8 +83,7 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding, *, summe
 def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:
     """The last step of sharding, once every parameter has storage: let FP8 weights travel as FP8, where `how` allows it."""
     if travels_in_fp8(how.recipe):
-        for block in blocks or [model]:
-            gather_in_fp8(model, block, keep=not how.reshard_after_forward or not blocks)
+        gather_in_fp8(model, blocks or [model], keep=not how.reshard_after_forward or not blocks)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

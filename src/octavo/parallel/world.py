@@ -31,6 +31,7 @@ from octavo.parallel.attempt import store_of_attempt
 from octavo.parallel.mesh import Degrees, fit_degrees
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _ALONE = Degrees(world=1, hybrid_shard=1, tensor=1, context=1, expert=1)
 
 
@@ -253,6 +254,7 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
     state.device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if state.device.type == "cuda":
         torch.cuda.set_device(state.device)
+    state._tracker = None  # it has the seed of an earlier call
     _seed(chosen.random_seed + state.dp_rank)
     if state.mesh is None and (world > 1 or dist.is_initialized()):
         _connect(degrees, timeout)
@@ -267,10 +269,10 @@ def shutdown() -> None:
 
 def _connect(degrees: Degrees, timeout: float) -> None:
     wait = datetime.timedelta(seconds=timeout)
+    if _on_one_host():
+        for name in _INTERFACES:
+            os.environ.setdefault(name, "lo")
     if not dist.is_initialized():
-        if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) == os.environ["WORLD_SIZE"]:
-            for name in _INTERFACES:
-                os.environ.setdefault(name, "lo")
         on_gpu = state.device.type == "cuda"
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         store = store_of_attempt(state.rank, state.world_size, timeout)
@@ -286,6 +288,12 @@ def _connect(degrees: Degrees, timeout: float) -> None:
     state.dp_process_group = _own_group(ranks.permute(1, 2, 0).flatten(0, 1))
     state.cp_process_group = _own_group(ranks.permute(0, 2, 1).flatten(0, 1))
     state.ep_process_group = _own_group(ranks.view(-1, degrees.expert, degrees.tensor).permute(0, 2, 1).flatten(0, 1))
+
+
+def _on_one_host() -> bool:
+    """Whether the environment says that all ranks are on this host; where it says nothing they may not be."""
+    everyone = os.environ.get("LOCAL_WORLD_SIZE", "").strip()
+    return os.environ.get("MASTER_ADDR") in _LOOPBACK or (everyone != "" and everyone == os.environ.get("WORLD_SIZE"))
 
 
 def _own_group(groups: torch.Tensor) -> dist.ProcessGroup | None:

@@ -95,7 +95,7 @@ def train_one(
     label = "fp8" if plan.recipe is not None else closing.dtype_name(config)
     if done == config.train.steps:
         _say(console, f"{label}: already trained, {done} of {done} steps, in {folder.path}")
-        return closing.summarise(folder.metrics, config.train.steps)
+        return _summary(folder, config)
     with contextlib.ExitStack() as opened:
         trackers = open_trackers(config.log.trackers if leads else [], folder.path, config.model_dump(mode="json"), done + 1)
         opened.callback(trackers.close)
@@ -124,7 +124,7 @@ def train_one(
             _train_steps(
                 Session(plan, prepared.fingerprint, run, validation, metrics, checkpoints, trackers, progress), done, stop
             )
-    return closing.summarise(folder.metrics, config.train.steps)
+    return _summary(folder, config)
 
 
 @dataclass(frozen=True)
@@ -249,6 +249,11 @@ def prepare_together(config: RunConfig, console: Console, on_change: Literal["er
                 prepared = prepare(config.data, console=console, on_change=on_change)
     assert prepared is not None
     return prepared
+
+
+def _summary(folder: RunFolder, config: RunConfig) -> closing.Summary:
+    """The figures of a finished training, as the rank reads them that wrote them: another host may yet see an older file."""
+    return all_ranks().on_first(lambda: closing.summarise(folder.metrics, config.train.steps))
 
 
 def without_fp8(plan: RunPlan) -> RunPlan:

@@ -36,7 +36,8 @@ class StepProgress:
         self.console, self.label, self.steps, self.every = console, label, steps, every
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
         self._live: Progress | None = None
-        if console.is_terminal:
+        # Not for a rank that shows nothing: a live line takes stdout and stderr over, and would swallow what is said there.
+        if console.is_terminal and not console.quiet:
             columns: list[ProgressColumn] = [TextColumn("{task.description}")]
             if console.width >= _WIDTH_WITH_BAR:
                 columns.append(BarColumn(bar_width=_BAR_WIDTH))

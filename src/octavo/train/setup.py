@@ -7,6 +7,7 @@ named by an id of the Hub come into Hugging Face's own cache, since their names 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def check(config: RunConfig) -> RunPlan:
     Raises:
         InputError: what is wrong, the nearest value that works and the key to change.
     """
-    world = rank_variable("WORLD_SIZE", 1)
+    world = _world()
     degrees = fit_degrees(**config.parallel.model_dump(include=_DEGREES), world_size=world)
     check_supported(degrees)
     micro_batch, accumulation = fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
@@ -158,6 +159,18 @@ def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: b
         f"{hardware.name} (compute capability {capability}) does not multiply FP8, which needs 8.9 or more: training without. "
         "Set fp8.emulate = true to compute FP8's numbers slowly."
     )
+
+
+def _world() -> int:
+    """How many ranks there are, as the launcher says."""
+    world, rank = rank_variable("WORLD_SIZE", 1), rank_variable("RANK", 0)
+    if not 0 <= rank < world:
+        given = f"WORLD_SIZE = {world}" if "WORLD_SIZE" in os.environ else "WORLD_SIZE is not set"
+        raise InputError(
+            f"RANK = {rank} in the environment, but {given}: ranks count from 0 to WORLD_SIZE - 1. Start the ranks with "
+            "torchrun, or unset RANK for one rank."
+        )
+    return world
 
 
 def _check_float16(config: RunConfig) -> None:

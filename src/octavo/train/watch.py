@@ -41,7 +41,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from octavo.errors import EXIT_FAILED, EXIT_INPUT, OctavoError, RunStopped
+from octavo.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, OctavoError, RunStopped
 from octavo.parallel.world import state
 from octavo.train import verdict
 from octavo.train.lookout import Lookout
@@ -50,6 +50,7 @@ from octavo.train.verdict import Cause, Place
 
 _BROKEN = re.compile(r"gloo|nccl|process ?group|connection|broken pipe|socket|timed? ?out|\bpeer\b", re.IGNORECASE)
 _OF_RANK = re.compile(r"rank (\d+)\b")
+_DONE, _INTERRUPTED = "done", "interrupted"  # how a training ends in good order, or a RunStopped in its own words
 
 
 class PeerFailed(OctavoError):
@@ -63,7 +64,9 @@ class PeerFailed(OctavoError):
 
     def __init__(self, cause: Cause, world: int) -> None:
         super().__init__(cause.message(world))
-        self.exit_code = EXIT_INPUT if cause.kind == "input" else EXIT_FAILED
+        # A rank that alone was asked to stop leaves by itself only before the first step, and there is nothing to lose.
+        stopped = cause.kind == "left" and cause.text not in (_DONE, _INTERRUPTED)
+        self.exit_code = EXIT_INPUT if cause.kind == "input" else EXIT_STOPPED if stopped else EXIT_FAILED
 
 
 class Watch:
@@ -152,20 +155,20 @@ class Watch:
         try:
             cause = self._cause_of(lookout, error)
         except BaseException:  # a signal that came just now
-            self._end(lookout, "stopped")
+            self._end(lookout, _INTERRUPTED)
             raise
         if cause is None or (cause.kind == "store" and error is None):
-            self._end(lookout, "done" if error is None else " ".join(str(error).split()) or "stopped")
+            self._end(lookout, _DONE if error is None else " ".join(str(error).split()) or _INTERRUPTED)
         elif error is not None and self._says_enough(error, cause):
             error.reported = True  # type: ignore[attr-defined]
             atexit.register(_leave, error.exit_code if isinstance(error, OctavoError) else EXIT_FAILED)
         else:
-            atexit.register(_leave, EXIT_INPUT if cause.kind == "input" else EXIT_FAILED)
+            failed = PeerFailed(cause, self.world)
+            atexit.register(_leave, failed.exit_code)
             if cause.kind == "store":
                 lookout.announce()
             if cause.kind in ("failed", "input", "killed"):
                 lookout.let_end(cause.ranks[0])
-            failed = PeerFailed(cause, self.world)
             try:
                 raise failed
             finally:

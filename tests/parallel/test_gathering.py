@@ -1,0 +1,208 @@
+"""Weights that travel in FP8 where a loop of one's own is less regular than ours: a sharded model is still one rank's."""
+
+import gc
+import weakref
+
+import pytest
+import sharded
+import torch
+import torch.distributed as dist
+
+import ranks
+from octavo.fp8 import scaling
+from octavo.fp8.autocast import fp8_autocast, microbatch
+from octavo.fp8.recipe import CurrentScaling, DelayedScaling
+from octavo.parallel import world
+from octavo.parallel.fsdp import accumulate
+
+pytestmark = ranks.alone
+
+IDS = torch.randint(0, 17, (4, 12), generator=torch.Generator().manual_seed(3))
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+def start(keep=False):
+    """This rank's model, and its samples."""
+    if dist.is_initialized():
+        world.init({})
+    settings = {"settings": {"reshard_after_forward": not keep}} if world.state.world_size > 1 else {}
+    return sharded.build(torch.float32, RECIPE, **settings), IDS.chunk(world.state.dp_size)[world.state.dp_rank]
+
+
+def evaluated_before_backward(keep, evaluation):
+    """A forward without gradients, in high precision or under another recipe, between a forward in FP8 and its backward."""
+    model, ids = start(keep)
+    losses = []
+    for _ in range(2):
+        with fp8_autocast(fp8_recipe=RECIPE):
+            loss = model(input_ids=ids, labels=ids).loss
+        with torch.no_grad(), fp8_autocast(enabled=evaluation is not None, fp8_recipe=evaluation):
+            other = model(input_ids=ids, labels=ids).loss
+        losses += [other.item()] if evaluation is None else []  # current scaling of an input is each rank's own
+        loss.backward()
+        losses.append(loss.item())
+    return losses, gradients(model)
+
+
+def evaluated_between_micro_batches(keep):
+    """The gradients that were accumulated in FP8 outlast a forward in high precision."""
+    model, ids = start(keep)
+    losses = []
+    for index in range(3):
+        accumulate(model, last=index == 2)
+        with microbatch(first=index == 0), fp8_autocast(enabled=index != 1, fp8_recipe=RECIPE):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        with torch.no_grad():
+            losses += [loss.item(), model(input_ids=ids, labels=ids).loss.item()]
+    return losses, gradients(model)
+
+
+def two_forwards_one_backward(keep):
+    model, ids = start(keep)
+    with fp8_autocast(fp8_recipe=RECIPE):
+        loss = model(input_ids=ids, labels=ids).loss + model(input_ids=ids.flip(1), labels=ids).loss
+    loss.backward()
+    return [loss.item()], gradients(model)
+
+
+def last_block_in_high_precision(keep):
+    """It is fetched while the block before runs, which is in FP8."""
+    model, ids = start(keep)
+
+    def run_block(layer, *arguments):
+        with fp8_autocast(enabled=layer is not model.layers[-1], fp8_recipe=RECIPE):
+            return layer(*arguments)
+
+    model.run_block = run_block
+    losses = []
+    for _ in range(2):
+        with fp8_autocast(fp8_recipe=RECIPE):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+    return losses, gradients(model)
+
+
+def told_by_argument(keep):
+    """Micro-batches that the caller tells the model about by `is_first_microbatch`."""
+    model, ids = start(keep)
+    losses = []
+    for index in range(3):
+        accumulate(model, last=index == 2)
+        with fp8_autocast(fp8_recipe=RECIPE):
+            loss = model(input_ids=ids, labels=ids, is_first_microbatch=index == 0).loss
+        loss.backward()
+        losses.append(loss.item())
+    records = {name: value for name, value in scaling.state_records(model).items() if ".weight." in name}
+    assert records
+    return losses, gradients(model) | records
+
+
+def gradients(model):
+    return {name: sharded.full(p.grad) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (evaluated_before_backward, (None,)),
+        (evaluated_before_backward, (CurrentScaling(),)),
+        (evaluated_between_micro_batches, ()),
+        (two_forwards_one_backward, ()),
+        (last_block_in_high_precision, ()),
+        (told_by_argument, ()),
+    ],
+)
+def test_two_ranks_equal_one(function, arguments, keep):
+    losses, values = function(keep, *arguments)
+    for found, others in ranks.run(2, function, keep, *arguments):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, value in values.items():
+            assert (others[name] - value).norm() <= 1e-2 * value.norm(), name
+
+
+def without_joined_amaxes(kind):
+    """(scales and histories of weights, each weight's amax) under an autocast that joins no ranks."""
+    world.init({})
+    recipe = DelayedScaling(amax_history_len=4, reduce_amax=kind != "reduce_amax")
+    model = sharded.build(torch.float32, recipe)
+    own = [dist.new_group([rank]) for rank in range(world.state.world_size)][world.state.rank]
+    ids = IDS[world.state.rank, None]
+    for _ in range(2):
+        with fp8_autocast(fp8_recipe=recipe, fp8_group=own if kind == "fp8_group" else None):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    weights = {name.replace("_weight", ".weight"): sharded.full(p).abs().max().item() for name, p in model.named_parameters()}
+    records = scaling.state_records(model)
+    return {name: value for name, value in records.items() if ".weight." in name}, weights, records
+
+
+@pytest.mark.parametrize("kind", ["reduce_amax", "fp8_group"])
+def test_the_scale_of_a_weight_is_that_of_the_whole_also_where_amaxes_are_not_joined(kind):
+    first, second = ranks.run(2, without_joined_amaxes, kind)
+    assert any(not torch.equal(first[2][name], second[2][name]) for name in first[2])  # of inputs: each rank its own
+    for name, value in first[0].items():
+        assert torch.equal(second[0][name], value), name
+        if name.endswith("amax_history"):
+            assert value[-1].item() == first[1][name.removesuffix(".amax_history")], name
+
+
+def slots_after_garbage():
+    """Where the slots of a model are, when this rank alone has already collected the models before it."""
+    world.init({})
+    gc.disable()
+    for use in (True, False, True):
+        slots = slots_of_new_model(use)
+        if world.state.rank == 0:
+            gc.collect()
+    return slots
+
+
+def slots_of_new_model(use):
+    model = sharded.build(torch.float32, RECIPE)
+    if use:
+        with fp8_autocast(fp8_recipe=RECIPE):
+            loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+    return {name: {o.value: slot.index for o, slot in s.slots.items()} for name, s in scaling.states_of(model)}
+
+
+def test_slots_are_at_the_same_place_on_all_ranks_whenever_these_collect_garbage():
+    first, second = ranks.run(2, slots_after_garbage)
+    assert first == second
+    assert all(set(slots) == {"input", "weight", "grad_output"} for slots in first.values())
+
+
+def dropped(keep):
+    """Whether a model that trained and is dropped is freed."""
+    model, ids = start(keep)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with fp8_autocast(fp8_recipe=RECIPE):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    there = [weakref.ref(model), weakref.ref(model.layers[0]), weakref.ref(model.layers[0].self_attention.proj.weight)]
+    del model, loss, optimizer
+    gc.collect()
+    return [reference() is None for reference in there]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_model_that_is_dropped_is_freed(keep):
+    assert ranks.run(2, dropped, keep) == [[True] * 3] * 2
+
+
+def read_by_itself():
+    """What code sees that reads the weight of an FP8 layer instead of calling the layer."""
+    model, ids = start()
+    seen = []
+    model.layers[1].register_forward_pre_hook(lambda layer, *_: seen.append(layer.layernorm_mlp.fc1_weight.detach().clone()))
+    with fp8_autocast(fp8_recipe=RECIPE):
+        model(input_ids=ids, labels=ids).loss.backward()
+    return seen[0]
+
+
+def test_a_weight_that_is_read_past_its_layer_is_nan_and_not_anything():
+    assert all(bool(seen.isnan().all()) for seen in ranks.run(2, read_by_itself))
