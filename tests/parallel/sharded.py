@@ -50,7 +50,7 @@ def build(dtype, recipe, *, seed=0, settings=None, sizes=None, **options):
 
 
 def train(degrees, dtype, recipe, micro_batches, *, steps=10, settings=None, sizes=None, **options):
-    """Losses, norms, gathered gradients and a hash of the FP8 state of each step; that state, and gathered weights, at the end."""
+    """Loss, norm, gathered gradients and a hash of the FP8 state of each step; that state and gathered weights at the end."""
     if dist.is_initialized():
         world.init(degrees)
     recipe = None if recipe is None else RECIPES[recipe]()
