@@ -44,7 +44,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (by default the process's own); returns the exit code."""
+    """Run a command line (by default the process's own); returns the exit code, or ends the process if it is one of several."""
+    code = _answer(arguments)
+    if _is_joined():
+        from octavo.train.processes import leave
+
+        leave(code)
+    return code
+
+
+def _answer(arguments: Sequence[str] | None) -> int:
+    """The exit code of a command line, whose errors are said."""
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="octavo")
     except SystemExit as end:
@@ -243,6 +253,12 @@ def _rank() -> int:
     """Which rank of several this process is, as its launcher says; 0 where there is one alone, or nobody says."""
     rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     return int(rank) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else 0
+
+
+def _is_joined() -> bool:
+    """Whether this process is one of several ranks that have met; asked without loading torch."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _say_once(message: str) -> None:

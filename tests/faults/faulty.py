@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from octavo.errors import InputError, OctavoError, RunStopped
-from octavo.train.processes import die_with_launcher
+from octavo.train.processes import die_with_launcher, leave
 from octavo.train.stopping import StopRequest
 
 STEPS, SAVE_EVERY = 6, 2
@@ -120,4 +120,4 @@ def demo(timeout, grace):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

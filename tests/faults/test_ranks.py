@@ -21,7 +21,7 @@ from octavo.train.metrics import read_metrics
 pytestmark = pytest.mark.faults
 
 TIMEOUT, GRACE = 5, 4
-TORCHRUN_SECONDS = 4  # to notice, to end the others and to leave, on busy cores
+TORCHRUN_SECONDS = 10  # to notice, to end the others and to leave, on busy cores
 STEP, STEPS = 4, 6
 FAULTY = Path(__file__).with_name("faulty.py")
 TORCHRUN_LINE = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d.* .*torch/distributed/elastic/")

@@ -11,6 +11,7 @@ page; heartbeats alone then tell where a rank was.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import mmap
@@ -18,7 +19,9 @@ import os
 import select
 import signal
 import socket
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("python", "torchrun", "octavo")
@@ -41,6 +44,18 @@ def die_with_launcher(*, asked: bool = False) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if orphaned() or _adopted(_launcher):
         os._exit(1)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code once Python has done what it does at an exit, and before C++ does.
+
+    The destructors of process groups, and threads that wait in them for a rank that has left, abort now and then.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def orphaned() -> bool:
