@@ -23,7 +23,6 @@ from transformers import (
 
 import octavo
 from octavo.errors import EXIT_INPUT, InputError
-from octavo.models.weights import weights_of, write_pretrained
 from octavo.transform import describe, transform
 
 DELAYED = octavo.recipe.DelayedScaling(amax_history_len=4)
@@ -115,7 +114,7 @@ def test_it_trains_in_fp8_and_hugging_face_loads_the_result(neo, tmp_path, dtype
     assert len(report) == 2 * 6
     assert all(set(entry) == {"input", "weight", "grad_output"} for entry in report.values())
     assert all((tensor["scale"] != 1).all() for entry in report.values() for tensor in entry.values())
-    write_pretrained(weights_of(model), model.config, tmp_path)
+    octavo.export(model, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.state_dict().keys() == model.state_dict().keys()
     for name, tensor in loaded.state_dict().items():

@@ -17,7 +17,6 @@ from octavo.models.weights import (
     from_hugging_face,
     hugging_face_names,
     to_hugging_face,
-    weights_of,
     write_pretrained,
 )
 from octavo.transform import build_model, transform
@@ -103,14 +102,6 @@ def test_hugging_face_loads_what_is_written(tmp_path, monkeypatch, tied, dtype, 
         assert all(sum(t.nbytes for t in load_file(folder / f).values()) <= shard_bytes for f in files)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_names_of_hugging_face_are_written_too(tmp_path, tied):
-    model = transform(llama(tie_word_embeddings=tied), dtype=torch.float32)
-    write_pretrained(weights_of(model), model.config, tmp_path / "one")
-    write_pretrained(dict(model.state_dict()), model.config, tmp_path / "two")
-    same_bits(*(load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")))
-
-
 def test_writing_keeps_the_config_and_copies_the_tokenizer(tmp_path):
     theirs = llama(**SHAPES["llama3-rope"])
     tokenizer = tmp_path / "tokenizer"
@@ -118,7 +109,7 @@ def test_writing_keeps_the_config_and_copies_the_tokenizer(tmp_path):
     (tokenizer / "tokenizer.json").write_text("{}")
     (tokenizer / "config.json").write_text("not a config")
     before = theirs.config.to_dict()
-    write_pretrained(weights_of(transform(theirs)), theirs.config, tmp_path / "out", tokenizer)
+    write_pretrained(parameters(transform(theirs)), theirs.config, tmp_path / "out", tokenizer)
     assert theirs.config.to_dict() == before
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
@@ -131,7 +122,7 @@ def test_writing_keeps_the_config_and_copies_the_tokenizer(tmp_path):
 def test_a_folder_with_files_is_not_written_over(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     model = transform(llama())
-    refused(("not empty", str(tmp_path)), write_pretrained, weights_of(model), model.config, tmp_path)
+    refused(("not empty", str(tmp_path)), write_pretrained, parameters(model), model.config, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
@@ -160,7 +151,10 @@ def test_master_weights_of_a_bf16_folder_are_its_values(source):
     theirs, folder = source(dtype=torch.bfloat16)
     model = build(theirs.config, folder, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    same_bits(weights_of(model), {name: p.float() for name, p in parameters(theirs).items()})
+    same_bits(
+        to_hugging_face(parameters(model), model.config, model.family),
+        {name: p.float() for name, p in parameters(theirs).items()},
+    )
 
 
 def test_pickles_are_never_opened(tmp_path):

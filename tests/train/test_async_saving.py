@@ -158,7 +158,6 @@ def test_a_full_disk_is_raised_by_the_next_look_and_leaves_nothing(checkpoints, 
 FOLLOWING = {
     "wait": lambda checkpoints, *_: checkpoints.wait(),
     "save": lambda checkpoints, *state: checkpoints.save(5, *state, {}, background=True),
-    "raise_failure": lambda checkpoints, *_: checkpoints.raise_failure(),
     "end": lambda *_: None,
 }
 

@@ -282,15 +282,6 @@ def check_weights(model: nn.Module, files: Weights) -> None:
         _check_shape(name, files.shape(name), tensor.shape)
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters and persistent buffers under Hugging Face's names; tied tensors appear once."""
-    tensors = model.state_dict()
-    if isinstance(model, Decoder):
-        return to_hugging_face(tensors, model.config, model.family)
-    seen: set[int] = set()
-    return {n: t for n, t in tensors.items() if not (t.data_ptr() in seen or seen.add(t.data_ptr()))}  # type: ignore[func-returns-value]
-
-
 def write_pretrained(
     tensors: Mapping[str, Tensor],
     config: Any,

@@ -40,7 +40,7 @@ def product(
     if state.gathered is not None and (recipe is None or recipe.casts[Operand.WEIGHT].granularity is not Granularity.TENSOR):
         raise RuntimeError(
             "weights that were gathered in FP8 for a forward are still there, and this one needs them in another form: run it "
-            "after the backward of the other, or call model.reshard() in between."
+            "after the backward of the other."
         )
     if recipe is not None and not state.skipped:
         return fp8_linear(x, weight, bias, state, recipe, out_dtype=out_dtype, is_first_microbatch=is_first_microbatch)

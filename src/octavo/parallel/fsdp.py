@@ -101,12 +101,6 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def reshard(model: nn.Module) -> None:
-    """Free what is still gathered, so that parameters are the shards again: a forward without a backward leaves the root's."""
-    for module in sharded_modules(model):
-        module.reshard()
-
-
 def accumulate(model: nn.Module, *, last: bool) -> None:
     """Before a backward: whether it is the last of its step, in which gradients are summed over the ranks."""
     if isinstance(model, FSDPModule):

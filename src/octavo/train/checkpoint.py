@@ -137,11 +137,7 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether the write in the background has failed, as far as this rank knows; speaks to no other rank.
-
-        A loop that reduces something over the ranks in each step may reduce this too, and call `raise_failure` on all ranks
-        where it is true on one, instead of `poll`.
-        """
+        """Whether the write in the background has failed, as far as this rank knows; speaks to no other rank."""
         return self._background is not None and self._background.done and self._background.fault is not None
 
     def poll(self) -> None:
@@ -155,10 +151,6 @@ class Checkpointer:
         state = failed if self.failed else 0 if self._background.done else running
         if all_ranks().largest(state) != running:
             self.wait()
-
-    def raise_failure(self) -> None:
-        """Raise on every rank what failed on one; every rank calls it when `failed` is true on any."""
-        self.wait()
 
     def wait(self) -> None:
         """Return when nothing is in flight any more. Every rank calls it.

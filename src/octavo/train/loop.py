@@ -288,14 +288,14 @@ def _steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> i
     """Steps that the checkpoint has, after it was found to belong to this run."""
     if latest is None:
         return 0
-    state = read_state(latest)
+    saved = read_state(latest)
     check_weights(latest, plan.weights)
-    if state["data"] != prepared.fingerprint:
+    if saved["data"] != prepared.fingerprint:
         raise InputError(
-            f"the data has changed since {latest}: its fingerprint was {state['data'][:12]} and is now "
+            f"the data has changed since {latest}: its fingerprint was {saved['data'][:12]} and is now "
             f"{prepared.fingerprint[:12]}. Put the old data back, or set another train.output."
         )
-    step, steps = int(state["step"]), plan.config.train.steps
+    step, steps = int(saved["step"]), plan.config.train.steps
     if step > steps:
         raise InputError(f"train.steps = {steps}, but {latest} has trained {step} steps: set train.steps to {step} or more.")
     return step
