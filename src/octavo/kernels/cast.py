@@ -7,6 +7,8 @@ On devices without FP8 conversions in Triton the reference runs, and the transpo
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,90 @@ from octavo.kernels import gemm, reference
 
 # Of the tiles tried at 16384 × 4096 on an H200 the fastest: 3.6 TB/s from bf16, 3.9 from float32.
 _TILE_ROWS, _TILE_COLUMNS, _WARPS = 64, 128, 4
+
+
+class Into(NamedTuple):
+    """What a kernel makes of its float32 result, a matrix [R, C].
+
+    Attributes:
+        dtype: an FP8 dtype, or a wide one (bfloat16, float16, float32), to which `scale` and `fp8_max` do not apply.
+        fp8_max: the largest value of an FP8 dtype.
+        scale: float32 [], what the result is multiplied by before it is rounded to FP8.
+        amax: float32 [], raised in place to the largest |result| before scaling; None records nothing.
+        row: whether the result is wanted as it is. column: whether it is wanted transposed. Neither measures the amax alone.
+    """
+
+    dtype: torch.dtype
+    fp8_max: float = 0.0
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    row: bool = True
+    column: bool = False
+
+
+class Made(NamedTuple):
+    """A matrix in the layouts that `Into` asked for: [R, C], [C, R], and float32 [] 1 / scale; None where not asked for."""
+
+    row: Tensor | None
+    column: Tensor | None
+    scale_inv: Tensor | None
+
+
+def make(x: Tensor, into: Into) -> Made:
+    """`into` in plain PyTorch, from a float32 matrix [R, C]: the definition, and what devices without Triton run."""
+    if into.amax is not None:
+        into.amax.copy_(torch.maximum(into.amax, reference.amax(x)))
+    if not (into.row or into.column):
+        return Made(None, None, None)
+    if into.scale is None:
+        wide, scale_inv = x.to(into.dtype), None
+    else:
+        wide, scale_inv = reference.cast(x, into.scale, into.dtype, into.fp8_max), reference.divide(1.0, into.scale)
+    return Made(wide if into.row else None, wide.t().contiguous() if into.column else None, scale_inv)
+
+
+def outputs(into: Into, rows: int, columns: int, device: torch.device) -> Made:
+    """Memory for what `into` asks for."""
+    row = torch.empty(rows, columns, dtype=into.dtype, device=device) if into.row else None
+    column = torch.empty(columns, rows, dtype=into.dtype, device=device) if into.column else None
+    made = into.scale is not None and (into.row or into.column)
+    return Made(row, column, torch.empty((), dtype=torch.float32, device=device) if made else None)
+
+
+@triton.jit
+def record_amax(amax_ptr, x):
+    """Raise the float32 at `amax_ptr` to the largest |x| of a float32 tile, NaN ignored; masked elements must be 0."""
+    magnitude = tl.where(x == x, tl.abs(x), 0.0)
+    # Non-negative floats order as their bits do, and an integer maximum is one instruction.
+    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), tl.max(magnitude).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def clamp_scaled(x, scale, FP8_MAX: tl.constexpr):
+    """x · scale within ±FP8_MAX, in float32: what is then rounded to FP8."""
+    scaled = x * scale
+    # A comparison with NaN is false both times, so NaN passes through the clamp, as it must.
+    scaled = tl.where(scaled > FP8_MAX, FP8_MAX, scaled)
+    return tl.where(scaled < -FP8_MAX, -FP8_MAX, scaled)
+
+
+@triton.jit
+def store_layouts(
+    x, row_ptr, column_ptr, r, c, rows, columns, inside, one,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, TWICE: tl.constexpr,
+):  # fmt: skip
+    """Convert a float32 tile [r, c] of a matrix [rows, columns] and store it, as it is and transposed.
+
+    `one` is 1.0, given at run time. The ptxas of CUDA 12.9 that Triton brings loses bytes when one conversion from float32 to
+    FP8 feeds both stores: a factor that it cannot know to be 1 makes the second a conversion of its own, at no cost that shows.
+    """
+    if ROW:
+        tl.store(row_ptr + r[:, None].to(tl.int64) * columns + c[None, :], x.to(row_ptr.dtype.element_ty), mask=inside)
+    if COLUMN:
+        if TWICE:
+            x = x * one
+        q = x.to(column_ptr.dtype.element_ty)
+        tl.store(column_ptr + c[:, None].to(tl.int64) * rows + r[None, :], tl.trans(q), mask=tl.trans(inside))
 
 
 @triton.jit
@@ -35,21 +121,8 @@ def _cast_transpose(
     if tile == 0:
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
     if AMAX:
-        magnitude = tl.where(x == x, tl.abs(x), 0.0)
-        # Non-negative floats order as their bits do, and an integer maximum is one instruction.
-        tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), tl.max(magnitude).to(tl.int32, bitcast=True), sem="relaxed")
-    scaled = x * scale
-    # A comparison with NaN is false both times, so NaN passes through the clamp, as it must.
-    scaled = tl.where(scaled > FP8_MAX, FP8_MAX, scaled)
-    scaled = tl.where(scaled < -FP8_MAX, -FP8_MAX, scaled)
-    q = scaled.to(row_ptr.dtype.element_ty)
-    tl.store(row_ptr + r[:, None].to(tl.int64) * columns + c[None, :], q, mask=inside)
-    if COLUMN:
-        if TWICE:
-            # The ptxas of CUDA 12.9 that Triton brings loses bytes when one conversion from float32 feeds both stores. A factor
-            # that it cannot know to be 1 makes this a conversion of its own, at no cost that shows.
-            q = (scaled * one).to(column_ptr.dtype.element_ty)
-        tl.store(column_ptr + c[:, None].to(tl.int64) * rows + r[None, :], tl.trans(q), mask=tl.trans(inside))
+        record_amax(amax_ptr, x)
+    store_layouts(clamp_scaled(x, scale, FP8_MAX), row_ptr, column_ptr, r, c, rows, columns, inside, one, True, COLUMN, TWICE)
 
 
 def launch(
