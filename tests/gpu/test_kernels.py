@@ -5,7 +5,7 @@ import torch
 
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import cross_entropy, gemm, reference
-from octavo.kernels.cast import launch
+from octavo.kernels.cast import launch, transpose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -25,7 +25,7 @@ def test_cast_is_exact(awkward, fmt, dtype, rows, columns):
     x = awkward(rows, columns, dtype)
     scale, amax = torch.rand(()) * 8, torch.tensor(0.25)
     on_gpu = amax.cuda()
-    q, q_t, scale_inv = launch(x.cuda(), scale.cuda(), on_gpu, fmt.dtype, fmt.max, True)
+    q, q_t, scale_inv = launch(x.cuda(), scale.cuda(), on_gpu, fmt.dtype, True)
     want = reference.cast(x, scale, fmt.dtype, fmt.max)
     assert_same_codes(q, want)
     assert_same_codes(q_t, want.t())
@@ -41,7 +41,7 @@ def test_every_float_near_a_rounding_boundary(fmt):
     around = torch.cat([codes, middle, torch.nextafter(middle, torch.tensor(1e9)), torch.nextafter(middle, torch.tensor(-1e9))])
     x = around[None]
     one = torch.ones(())
-    q, _, _ = launch(x.cuda(), one.cuda(), None, fmt.dtype, fmt.max, False)
+    q, _, _ = launch(x.cuda(), one.cuda(), None, fmt.dtype, False)
     assert_same_codes(q, reference.cast(x, one, fmt.dtype, fmt.max))
 
 
@@ -88,7 +88,26 @@ def test_products(m, n, k, out_dtype, precise, bias, kind, a_format):
 def test_cross_entropy(columns, dtype):
     logits, target = (torch.randn(33, columns) * 5).to(dtype), torch.randint(columns, (33,))
     target[::4] = -100
-    want_loss, want_grad = reference.cross_entropy(logits, target, -100, torch.tensor(0.5))
-    loss, grad = cross_entropy.cross_entropy_(logits.cuda(), target.cuda(), torch.tensor(0.5).cuda(), -100)
-    torch.testing.assert_close(loss.cpu(), want_loss, rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(grad.cpu().float(), want_grad.float(), rtol=1e-2, atol=1e-5)
+    for smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-3)):
+        objective = cross_entropy.Objective(label_smoothing=smoothing, z_loss=z_loss)
+        want_loss, want_grad = reference.cross_entropy(logits, target, -100, torch.tensor(0.5), smoothing, z_loss)
+        loss, grad = cross_entropy.cross_entropy_(
+            logits.cuda(), target.cuda(), torch.tensor(0.5).cuda(), objective, torch.float8_e5m2
+        )
+        torch.testing.assert_close(loss.cpu(), want_loss, rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(grad.wide.cpu().float(), want_grad.float(), rtol=1e-2, atol=1e-5)
+        fp8 = reference.dequantize(grad.fp8, grad.scale_inv).cpu()
+        torch.testing.assert_close(fp8, want_grad.float(), rtol=0.13, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 2048), (260, 70), (33, 70)])
+def test_transposes_every_byte(rows, columns):
+    q = torch.randint(256, (rows, columns), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    assert torch.equal(transpose(q).view(torch.uint8), q.view(torch.uint8).t())
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_scales_in_place(factor):
+    x = torch.randn(3000, 3333, device="cuda").bfloat16()
+    want = (x.float() * factor).bfloat16()
+    assert torch.equal(cross_entropy.scale_(x, torch.tensor(factor, device="cuda")), want)

@@ -23,9 +23,9 @@ def test_kernel_equals_float64(monkeypatch, rows, columns):
     exact = logits.double().requires_grad_()
     want = functional.cross_entropy(exact, target, reduction="sum", ignore_index=-100)
     (want * 0.25).backward()
-    loss, grad = cross_entropy.launch(logits.clone(), target, torch.tensor(0.25), -100)
+    loss, grad = cross_entropy.launch(logits.clone(), target, torch.tensor(0.25), cross_entropy.Objective())
     torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(grad.wide.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_reference_equals_float64():
@@ -59,3 +59,23 @@ def test_head_without_targets_or_gradients():
     with torch.no_grad():
         loss = head.linear_cross_entropy(hidden, weight, torch.full((4,), -100), torch.tensor(1.0))
     assert loss.item() == 0.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_scales_in_place(monkeypatch, factor):
+    monkeypatch.setattr(cross_entropy, "_BLOCK", 128)
+    x = torch.randn(3, 333)
+    want = x * factor
+    for scale in (cross_entropy.launch_scale, cross_entropy.scale_):
+        own = x.clone()
+        assert scale(own, torch.tensor(factor)) is own
+        torch.testing.assert_close(own, want)
+
+
+def test_a_head_that_is_walked_twice_gives_the_same_twice():
+    hidden, weight = torch.randn(4, 6, requires_grad=True), torch.randn(19, 6, requires_grad=True)
+    loss = head.linear_cross_entropy(hidden, weight, torch.randint(19, (4,)), torch.tensor(4.0)) * 3
+    first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=again) for again in (True, False))
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)

@@ -1,10 +1,14 @@
 """Cross entropy of a chunk of logits and its gradient, written over the logits: two reads and one write of each.
 
-The first pass keeps a running maximum and a running sum of exponentials (float32), the second writes the gradient in place.
-PyTorch needs a float32 copy of the logits and four passes. One program a row; the reference runs where Triton does not.
+The first pass keeps a running maximum and a running sum of exponentials (float32), the second writes the gradient in place and,
+for a head whose input gradient is an FP8 product, in FP8 beside it: its values are probabilities, so their scale is known
+without looking. PyTorch needs a float32 copy of the logits and four passes. One program a row; the reference runs where Triton
+does not.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,59 +18,132 @@ from torch import Tensor
 from octavo.kernels import reference
 
 _BLOCK, _WARPS = 8192, 16
+_PROGRAMS = 1024
+
+
+class Objective(NamedTuple):
+    """What is minimised: `label_smoothing` and `z_loss` as in `reference.cross_entropy`, `ignore_index` marks no target."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+class Gradient(NamedTuple):
+    """The gradient of a chunk in the dtype of its logits [N, V], and in FP8 where it was asked for, with 1 / its scale."""
+
+    wide: Tensor
+    fp8: Tensor | None = None
+    scale_inv: Tensor | None = None
 
 
 @triton.jit
 def _cross_entropy(
-    logits_ptr, target_ptr, loss_ptr, grad_scale_ptr, columns, stride, ignore_index,
-    GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, target_ptr, loss_ptr, grad_scale_ptr, fp8_ptr, columns, stride, ignore_index, smoothing, z_loss,
+    GRAD: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     start = logits_ptr + row * stride
     top = -float("inf")
     total = 0.0
+    summed = 0.0
     for first in range(0, columns, BLOCK):
         c = first + tl.arange(0, BLOCK)
         x = tl.load(start + c, mask=c < columns, other=-float("inf")).to(tl.float32)
         new_top = tl.maximum(top, tl.max(x))
         total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top))
         top = new_top
+        if SMOOTH:
+            summed += tl.sum(tl.where(c < columns, x, 0.0))
     real = target != ignore_index
     picked = tl.load(start + tl.where(real, target, 0)).to(tl.float32)
     log_total = top + tl.log(total)
-    tl.store(loss_ptr + row, tl.where(real, log_total - picked, 0.0))
+    loss = log_total - (1.0 - smoothing) * picked + z_loss * log_total * log_total
+    even = 0.0
+    if SMOOTH:
+        even = smoothing / columns
+        loss -= even * summed
+    tl.store(loss_ptr + row, tl.where(real, loss, 0.0))
     if GRAD:
         scale = tl.where(real, tl.load(grad_scale_ptr), 0.0)
+        factor = 1.0 + 2.0 * z_loss * log_total
         tl.debug_barrier()  # every warp has read its target's logit before any overwrites it
         for first in range(0, columns, BLOCK):
             c = first + tl.arange(0, BLOCK)
             x = tl.load(start + c, mask=c < columns, other=-float("inf")).to(tl.float32)
-            grad = (tl.exp(x - log_total) - tl.where(c == target, 1.0, 0.0)) * scale
-            tl.store(start + c, grad.to(logits_ptr.dtype.element_ty), mask=c < columns)
+            grad = tl.exp(x - log_total) * factor - even - tl.where(c == target, 1.0 - smoothing, 0.0)
+            tl.store(start + c, (grad * scale).to(logits_ptr.dtype.element_ty), mask=c < columns)
+            if FP8:
+                q = tl.where(real, grad, 0.0) * FP8_MAX
+                q = tl.where(q > FP8_MAX, FP8_MAX, q)
+                q = tl.where(q < -FP8_MAX, -FP8_MAX, q)
+                tl.store(fp8_ptr + row * columns + c, q.to(fp8_ptr.dtype.element_ty), mask=c < columns)
 
 
-def launch(logits: Tensor, target: Tensor, grad_scale: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+def launch(
+    logits: Tensor, target: Tensor, grad_scale: Tensor | None, objective: Objective, fp8: torch.dtype | None = None
+) -> tuple[Tensor, Gradient | None]:
     """Run the kernel over a chunk; see `cross_entropy_`."""
-    loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    if logits.shape[0]:
-        scale = loss if grad_scale is None else grad_scale
-        _cross_entropy[(logits.shape[0],)](
-            logits, target, loss, scale, logits.shape[1], logits.stride(0), ignore_index,
-            GRAD=grad_scale is not None, BLOCK=_BLOCK, num_warps=_WARPS,
+    rows, columns = logits.shape
+    loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    fp8_max = 1.0 if fp8 is None else torch.finfo(fp8).max
+    q = None if fp8 is None or grad_scale is None else torch.empty(rows, columns, dtype=fp8, device=logits.device)
+    if rows:
+        _cross_entropy[(rows,)](
+            logits, target, loss, loss if grad_scale is None else grad_scale, logits if q is None else q, columns,
+            logits.stride(0), objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss),
+            GRAD=grad_scale is not None, FP8=q is not None, FP8_MAX=fp8_max, SMOOTH=objective.label_smoothing != 0,
+            BLOCK=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
-    return loss.sum(), None if grad_scale is None else logits
+    if grad_scale is None:
+        return loss.sum(), None
+    return loss.sum(), Gradient(logits, q, None if q is None else grad_scale / fp8_max)
 
 
 def cross_entropy_(
-    logits: Tensor, target: Tensor, grad_scale: Tensor | None, ignore_index: int
-) -> tuple[Tensor, Tensor | None]:
+    logits: Tensor,
+    target: Tensor,
+    grad_scale: Tensor | None,
+    objective: Objective,
+    fp8: torch.dtype | None = None,
+) -> tuple[Tensor, Gradient | None]:
     """Sum of the losses of a chunk, float32 []; and with `grad_scale` (float32 []) the gradient times it.
 
-    logits: [N, V], row-major; overwritten on a GPU. target: int64 [N]. The gradient has the dtype of the logits.
+    logits: [N, V], row-major; overwritten on a GPU. target: int64 [N]. fp8: a dtype for a second form of the gradient, the
+    probabilities scaled so that 1 is the largest value of the format (a z-loss beyond that saturates).
     """
     if logits.device.type == "cuda":
-        return launch(logits, target, grad_scale, ignore_index)
+        return launch(logits, target, grad_scale, objective, fp8)
     scale = logits.new_zeros((), dtype=torch.float32) if grad_scale is None else grad_scale
-    loss, grad = reference.cross_entropy(logits, target, ignore_index, scale)
-    return loss, None if grad_scale is None else grad
+    settings = (objective.label_smoothing, objective.z_loss)
+    loss, grad = reference.cross_entropy(logits, target, objective.ignore_index, scale, *settings)
+    if grad_scale is None:
+        return loss, None
+    if fp8 is None:
+        return loss, Gradient(grad)
+    fp8_max = torch.finfo(fp8).max
+    _, plain = reference.cross_entropy(logits.float(), target, objective.ignore_index, torch.ones_like(scale), *settings)
+    return loss, Gradient(grad, reference.cast(plain, plain.new_tensor(fp8_max), fp8, fp8_max), grad_scale / fp8_max)
+
+
+@triton.jit
+def _cross_entropy_scale(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+            at = block * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+            tl.store(x_ptr + at, (x * factor).to(x_ptr.dtype.element_ty), mask=at < count)
+
+
+def launch_scale(x: Tensor, factor: Tensor) -> Tensor:
+    """Run the kernel; see `scale_`."""
+    if x.numel():
+        _cross_entropy_scale[(min(triton.cdiv(x.numel(), _BLOCK), _PROGRAMS),)](x, factor, x.numel(), BLOCK=_BLOCK, num_warps=_WARPS)
+    return x
+
+
+def scale_(x: Tensor, factor: Tensor) -> Tensor:
+    """x · factor in place (float32 []), which costs nothing where the factor is 1; contiguous, any float dtype."""
+    return launch_scale(x, factor) if x.device.type == "cuda" else x.mul_(factor)

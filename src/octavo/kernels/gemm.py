@@ -8,6 +8,8 @@ FP8 values are exact in bf16, so only the order of the float32 sums differs.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,7 +54,7 @@ def scaled_mm(
     if not rowwise and a_scale_inv.dim() > 0:
         return _blockwise(a, a_scale_inv, b, b_scale_inv, out_dtype, bias)
     columns = b.shape[0]
-    a, b = _pad(a, rows=False), _pad(b, rows=True)
+    a, b = _pad(a, 1, ALIGNMENT), _pad(b, ALIGNMENT, ALIGNMENT)
     if rowwise:
         b_scale_inv = functional.pad(b_scale_inv, (0, 0, 0, b.shape[0] - columns), value=1.0).t()
     # Row scales come with a bf16 result only, and so does a bias in the epilogue.
@@ -76,25 +78,203 @@ def scaled_mm(
     return out if out.dtype == out_dtype else out.to(out_dtype)
 
 
+def wide_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a [M, C] · b [C, N] of one wide dtype, in `out_dtype`; on a GPU a float32 result is not rounded to theirs."""
+    if a.device.type == "cuda" and out_dtype == torch.float32 != a.dtype:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    out = a @ b
+    return out if out.dtype == out_dtype else out.to(out_dtype)
+
+
+def grouped_scaled_mm(
+    a: Sequence[tuple[Tensor, Tensor]],
+    b: Sequence[tuple[Tensor, Tensor]],
+    *,
+    out_dtype: torch.dtype,
+    precise: bool = False,
+    biases: Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """`scaled_mm` of each pair, the results one below the other: [M₀ + M₁ + …, N]. A group may have no rows.
+
+    a: FP8 [Mᵢ, C] with its scales. b: FP8 [N, C] with its scales. biases: [N] each.
+    """
+    biases = biases or [None] * len(b)
+    some = [i for i, (data, _) in enumerate(a) if data.shape[0]]
+    if len(some) > 1 and _joins_groups([a[i] for i in some], [b[i] for i in some]):
+        return _grouped_rows([a[i] for i in some], [b[i] for i in some], [biases[i] for i in some], out_dtype, precise)
+    parts = [
+        scaled_mm(*one, *other, out_dtype=out_dtype, precise=precise, bias=bias)
+        for one, other, bias in zip(a, b, biases, strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _joins_groups(a: Sequence[tuple[Tensor, Tensor]], b: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether one kernel takes all groups: PyTorch has one for Hopper, of E4M3 with a scale a row, in multiples of 16."""
+    return (
+        has_grouped_products(a[0][0].device)
+        and all(x.dtype == torch.float8_e4m3fn and _by_row(x, scale) for x, scale in (*a, *b))
+        and b[0][0].shape[0] % ALIGNMENT == b[0][0].shape[1] % ALIGNMENT == 0
+    )
+
+
+def _grouped_rows(
+    a: Sequence[tuple[Tensor, Tensor]],
+    b: Sequence[tuple[Tensor, Tensor]],
+    biases: Sequence[Tensor | None],
+    out_dtype: torch.dtype,
+    precise: bool,
+) -> Tensor:
+    """All groups in one launch. Each begins at a multiple of 16 rows, so that the kernel's loads of scales are aligned too."""
+    rows = [data.shape[0] for data, _ in a]
+    padded = [-(-count // ALIGNMENT) * ALIGNMENT for count in rows]
+    data = torch.cat([_pad(x, ALIGNMENT, 1).view(torch.uint8) for x, _ in a]).view(a[0][0].dtype)
+    scales = torch.cat(
+        [functional.pad(scale.flatten(), (0, more - len(scale))) for (_, scale), more in zip(a, padded, strict=True)]
+    )
+    weights = torch.stack([x.contiguous().view(torch.uint8) for x, _ in b]).view(b[0][0].dtype)
+    out = torch._scaled_grouped_mm(
+        data,
+        weights.transpose(1, 2),
+        scales,
+        torch.stack([scale.flatten() for _, scale in b]),
+        offs=_ends(padded, data.device),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=not precise,
+    )
+    parts = [part[:count] for part, count in zip(out.split(padded), rows, strict=True)]
+    if any(bias is not None for bias in biases):
+        parts = [part if bias is None else part + bias.to(part.dtype) for part, bias in zip(parts, biases, strict=True)]
+        out = torch.cat(parts)
+    elif rows != padded:
+        out = torch.cat(parts)
+    return out if out.dtype == out_dtype else out.to(out_dtype)
+
+
+def takes_wide_groups(device: torch.device, dtype: torch.dtype, b: Sequence[Tensor]) -> bool:
+    """Whether `grouped_mm` has one kernel for these: bfloat16 on Hopper, rows of whole 16 bytes."""
+    return len(b) > 1 and has_grouped_products(device) and dtype == torch.bfloat16 and all(n % 8 == 0 for n in b[0].shape)
+
+
+def grouped_mm(a: Tensor, splits: Sequence[int], b: Tensor) -> Tensor:
+    """a [M, C], `splits` rows a group, times its group's matrix of b [G, C, N], in bfloat16: [M, N], in one launch."""
+    if a.shape[0] == 0:
+        return a.new_zeros(0, b.shape[2])
+    return torch._grouped_mm(a.contiguous(), b, offs=_ends(splits, a.device))
+
+
+@functools.cache
+def has_grouped_products(device: torch.device) -> bool:
+    """Whether PyTorch multiplies several groups of rows in one launch here: Hopper."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _ends(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Where each group ends: int32 [G]; copied without waiting for the device."""
+    ends = torch.tensor(list(itertools.accumulate(rows)), dtype=torch.int32)
+    return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends
+
+
 def _blockwise(
     a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
-    """Blocks on a GPU: their scales are powers of two, so what they stand for is exact in bf16, which multiplies fast."""
-    wide_a, wide_b = (reference.dequantize(*operand).bfloat16() for operand in ((a, a_scale_inv), (b, b_scale_inv)))
-    with torch.autocast(a.device.type, enabled=False):
-        out = wide_a @ wide_b.t() if out_dtype == torch.bfloat16 else torch.mm(wide_a, wide_b.t(), out_dtype=torch.float32)
+    """Blocks on a GPU: in FP8 where cuBLAS has a product of these blocks, otherwise in bf16."""
+    product_dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    if _takes_blocks(a.device) and _are_blocks(a, a_scale_inv, b, b_scale_inv):
+        product = block_mm if torch.compiler.is_compiling() else _block_mm
+        out = product(a, a_scale_inv, b, b_scale_inv, product_dtype)
+    else:
+        # Their scales are powers of two, so what the blocks stand for is exact in bf16, which multiplies fast.
+        wide_a, wide_b = (reference.dequantize(*operand).bfloat16() for operand in ((a, a_scale_inv), (b, b_scale_inv)))
+        with torch.autocast(a.device.type, enabled=False):
+            out = (
+                wide_a @ wide_b.t()
+                if product_dtype == torch.bfloat16
+                else torch.mm(wide_a, wide_b.t(), out_dtype=torch.float32)
+            )
     if bias is not None:
         out = out + bias.float()
     return out if out.dtype == out_dtype else out.to(out_dtype)
+
+
+@torch.compiler.assume_constant_result
+def _takes_blocks(device: torch.device) -> bool:
+    return _has_block_products(device)
+
+
+@functools.cache
+def _has_block_products(device: torch.device) -> bool:
+    """Whether PyTorch reaches cuBLAS's products of 1 × 128 and 128 × 128 blocks here: Hopper only, from CUDA 12.9 on."""
+    if device.type != "cuda" or torch.version.hip or torch.version.cuda is None or not hasattr(functional, "scaled_mm"):
+        return False
+    cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+    return cuda >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _are_blocks(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor) -> bool:
+    """Whether both are E4M3, `a` in pieces of 1 × 128, `b` in such pieces or blocks of 128 × 128: what cuBLAS multiplies."""
+    pieces = -(-a.shape[1] // reference.BLOCK)
+    return (
+        a.dtype == b.dtype == torch.float8_e4m3fn
+        and a_scale_inv.shape == (a.shape[0], pieces)
+        and b_scale_inv.shape in ((b.shape[0], pieces), (-(-b.shape[0] // reference.BLOCK), pieces))
+    )
+
+
+def _block_mm(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a [M, C] · b [N, C]ᵀ of blocks in float32 or bfloat16, padded to what cuBLAS takes; see `_are_blocks`.
+
+    cuBLAS reads the scales of 1 × 128 pieces column after column, those of 128 × 128 blocks row after row, each row filled up
+    to a multiple of 4 scales. It adds each 128 products to float32 sums, so there is no faster, less precise mode to ask for.
+    """
+    scaling = functional.ScalingType
+    rows, columns = a.shape[0], b.shape[0]
+    square = b_scale_inv.shape[0] != columns
+    a, b = _pad(a, ALIGNMENT, reference.BLOCK), _pad(b, reference.BLOCK if square else ALIGNMENT, reference.BLOCK)
+    pieces = a.shape[1] // reference.BLOCK
+    if square:
+        b_scale_inv = _filled(b_scale_inv, b.shape[0] // reference.BLOCK, -(-pieces // 4) * 4).t()
+    else:
+        b_scale_inv = _filled(b_scale_inv.t(), pieces, b.shape[0]).t()
+    out = functional.scaled_mm(
+        a,
+        b.t(),
+        _filled(a_scale_inv.t(), pieces, a.shape[0]).t(),
+        scaling.BlockWise1x128,
+        b_scale_inv,
+        scaling.BlockWise128x128 if square else scaling.BlockWise1x128,
+        output_dtype=out_dtype,
+    )
+    return out if out.shape == (rows, columns) else out[:rows, :columns].contiguous()
+
+
+@torch.library.custom_op("octavo::block_mm", mutates_args=())
+def block_mm(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`_block_mm` as one operator to a compiler, whose own template reads some layouts of the scales wrongly."""
+    return _block_mm(a, a_scale_inv, b, b_scale_inv, out_dtype)
+
+
+@block_mm.register_fake
+def _(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _filled(scale_inv: Tensor, rows: int, columns: int) -> Tensor:
+    """[rows, columns] without gaps, `scale_inv` in its upper left corner and 1 elsewhere; itself if it is that already."""
+    if scale_inv.shape == (rows, columns) and scale_inv.stride() == (columns, 1):
+        return scale_inv
+    whole = scale_inv.new_ones(rows, columns)
+    whole[: scale_inv.shape[0], : scale_inv.shape[1]] = scale_inv
+    return whole
 
 
 def _by_row(x: Tensor, scale_inv: Tensor) -> bool:
     return scale_inv.shape == (x.shape[0], 1)
 
 
-def _pad(x: Tensor, *, rows: bool) -> Tensor:
-    """Row-major, the last dimension (and the rows, if asked) filled up with zeros to multiples of 16."""
-    more_rows, more_columns = -x.shape[0] % ALIGNMENT if rows else 0, -x.shape[1] % ALIGNMENT
+def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Row-major, filled up with zeros to multiples of so many rows and columns."""
+    more_rows, more_columns = -x.shape[0] % rows, -x.shape[1] % columns
     if more_rows or more_columns:
         return functional.pad(x.view(torch.uint8), (0, more_columns, 0, more_rows)).view(x.dtype)
     return x if x.is_contiguous() else x.contiguous()

@@ -1,0 +1,381 @@
+"""Activations between the two products of an MLP, fused with the cast that feeds the second one, and their gradients.
+
+Apart, swiglu, its amax, its cast and its transpose read and write a hidden element in 16 bits several times; here each input
+is read once and FP8 leaves in whichever layouts are asked for. Backward can make forward's result anew on its way, since it
+reads all that this takes: then forward keeps no transposed FP8 for the weight gradient. On a GPU both passes round alike.
+Sums over rows are partial sums of the row tiles, added afterwards, so that they repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels import gemm, reference
+from octavo.kernels.cast import (
+    Into,
+    Made,
+    larger,
+    make,
+    outputs,
+    packed_byte,
+    record_amax,
+    store_layouts,
+    store_packed,
+)  # fmt: skip
+
+ACTIVATIONS = tuple(reference.ACTIVATIONS)
+
+_SQRT_HALF = tl.constexpr(0.5**0.5)
+_NORMAL = tl.constexpr(0.3989422804014327)  # 1 / √(2π)
+_TWICE_SQRT = tl.constexpr(1.5957691216057308)  # 2 · √(2/π)
+
+
+class Tiles(NamedTuple):
+    """How a kernel cuts its work: rows and activation columns a program (powers of two), and warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# Gated ones hold twice as many inputs and results a column in registers.
+FORWARD, FORWARD_GATED, FORWARD_ROWS = Tiles(64, 128, 4), Tiles(64, 64, 4), Tiles(8, 512, 4)
+BACKWARD, BACKWARD_GATED = Tiles(64, 64, 4), Tiles(64, 64, 8)
+GROUPS, GROUP_COLUMNS, GROUP_WARPS = 32, 32, 4
+"""Of `_backward_by_fours`: groups of four rows and columns a program."""
+
+
+def is_gated(name: str) -> bool:
+    """Whether the activation takes gate and up, [R, 2F], rather than [R, F]."""
+    return reference.ACTIVATIONS[name][1]
+
+
+@triton.jit
+def _value_and_slope(x, CURVE: tl.constexpr):
+    """f(x) and its derivative, float32. Whatever is not used is not computed.
+
+    Where f(x) has a sum of products it says which are fused, so that the same x gives the same f(x) in every kernel.
+    """
+    if CURVE == "relu2":
+        positive = tl.where(x < 0.0, 0.0, x)  # NaN passes
+        value = positive * positive
+        slope = 2.0 * positive
+    elif CURVE == "silu":
+        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+        value = x * sigmoid
+        slope = tl.fma(value, 1.0 - sigmoid, sigmoid)
+    elif CURVE == "gelu":
+        below = tl.fma(tl.erf(x * _SQRT_HALF), 0.5, 0.5)
+        value = x * below
+        slope = tl.fma(x * _NORMAL, tl.exp(-0.5 * (x * x)), below)
+    else:
+        tl.static_assert(CURVE == "gelu_tanh")
+        # ½(1 + tanh z) is sigmoid(2z), which is 0 or 1 long before the bound: it keeps ∞ · 0 from finite elements.
+        square = tl.minimum(x * x, 1e4)
+        twice_z = x * _TWICE_SQRT * tl.fma(square, 0.044715, 1.0)
+        sigmoid = 1.0 / (1.0 + tl.exp(-twice_z))
+        value = x * sigmoid
+        slope = tl.fma(value * (1.0 - sigmoid), tl.fma(square, 0.134145, 1.0) * _TWICE_SQRT, sigmoid)
+    return value, slope
+
+
+@triton.jit
+def _gate_columns(c, BLOCK: tl.constexpr):
+    """Where the gates of activation columns c stand; their ups stand BLOCK further on."""
+    return (c // BLOCK) * (2 * BLOCK) + c % BLOCK
+
+
+@triton.jit
+def _load_gated(x_ptr, r, c, columns, stride, inside, BLOCK: tl.constexpr):
+    """Gate and up of activation columns c, float32."""
+    gates = x_ptr + r[:, None].to(tl.int64) * stride + _gate_columns(c, BLOCK)[None, :]
+    gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
+    return gate, tl.load(gates + BLOCK, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scaled(y, scale_ptr, scale_inv_ptr, tile):
+    """What is rounded and stored of a float32 tile: without a scale_inv to write, the tile itself."""
+    if scale_inv_ptr is not None:
+        scale = tl.load(scale_ptr)
+        if tile == 0:
+            tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+        y = y * scale
+    return y
+
+
+@triton.jit
+def _finish(
+    y, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+    r, c, rows, columns, inside, one, tile,
+):  # fmt: skip
+    """Record and store a float32 tile [r, c]; a pointer that is None was not asked for."""
+    if amax_ptr is not None:
+        record_amax(amax_ptr, y)
+    y = _scaled(y, scale_ptr, scale_inv_ptr, tile)
+    ROW: tl.constexpr = row_ptr is not None
+    COLUMN: tl.constexpr = column_ptr is not None
+    store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, ROW, COLUMN, ROW and COLUMN)
+
+
+@triton.jit
+def _finish_gated(
+    gate, up, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+    r, c, rows, columns, inside, one, tile, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`_finish` for two float32 tiles whose columns are interleaved in blocks; `columns` counts those of one."""
+    if amax_ptr is not None:
+        record_amax(amax_ptr, larger(tl.abs(gate), up))
+    gate = _scaled(gate, scale_ptr, scale_inv_ptr, tile)
+    up = _scaled(up, scale_ptr, scale_inv_ptr, 1)
+    ROW: tl.constexpr = row_ptr is not None
+    COLUMN: tl.constexpr = column_ptr is not None
+    TWICE: tl.constexpr = ROW and COLUMN
+    c = _gate_columns(c, BLOCK)
+    store_layouts(gate, row_ptr, column_ptr, r, c, rows, 2 * columns, inside, one, ROW, COLUMN, TWICE)
+    store_layouts(up, row_ptr, column_ptr, r, c + BLOCK, rows, 2 * columns, inside, one, ROW, COLUMN, TWICE)
+
+
+@triton.jit
+def _forward(
+    x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+    rows, columns, stride, one,
+    CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    tiles_across = tl.cdiv(columns, TILE_C)
+    r = (tile // tiles_across) * TILE_R + tl.arange(0, TILE_R)
+    c = (tile % tiles_across) * TILE_C + tl.arange(0, TILE_C)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    if GATED:
+        gate, up = _load_gated(x_ptr, r, c, columns, stride, inside, BLOCK)
+        y, _ = _value_and_slope(gate, CURVE)
+        y = y * up
+    else:
+        x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        y, _ = _value_and_slope(x, CURVE)
+    _finish(
+        y, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, tile
+    )  # fmt: skip
+
+
+@triton.jit
+def _backward(
+    dy_ptr, x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+    y_scale_ptr, y_amax_ptr, y_row_ptr, y_column_ptr, y_scale_inv_ptr, partial_ptr,
+    rows, columns, dy_stride, x_stride, one,
+    CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    AGAIN: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    tiles_across = tl.cdiv(columns, TILE_C)
+    r = (tile // tiles_across) * TILE_R + tl.arange(0, TILE_R)
+    c = (tile % tiles_across) * TILE_C + tl.arange(0, TILE_C)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    dy = tl.load(dy_ptr + r[:, None].to(tl.int64) * dy_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    partial = partial_ptr
+    if GATED:
+        gate, up = _load_gated(x_ptr, r, c, columns, x_stride, inside, BLOCK)
+        value, slope = _value_and_slope(gate, CURVE)
+        y = value * up
+        d_gate = dy * up * slope
+        d_up = dy * value
+        if partial_ptr is not None:
+            partial = partial_ptr + (tile // tiles_across).to(tl.int64) * (2 * columns) + _gate_columns(c, BLOCK)
+            tl.store(partial, tl.sum(d_gate, 0), mask=c < columns)
+            tl.store(partial + BLOCK, tl.sum(d_up, 0), mask=c < columns)
+        _finish_gated(
+            d_gate, d_up, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+            r, c, rows, columns, inside, one, tile, BLOCK,
+        )  # fmt: skip
+    else:
+        x = tl.load(x_ptr + r[:, None].to(tl.int64) * x_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        y, slope = _value_and_slope(x, CURVE)
+        dx = dy * slope
+        if partial_ptr is not None:
+            partial = partial_ptr + (tile // tiles_across).to(tl.int64) * columns + c
+            tl.store(partial, tl.sum(dx, 0), mask=c < columns)
+        _finish(
+            dx, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, tile
+        )  # fmt: skip
+    if AGAIN:
+        _finish(
+            y, y_scale_ptr, y_amax_ptr, y_row_ptr, y_column_ptr, y_scale_inv_ptr,
+            r, c, rows, columns, inside, one, tile,
+        )  # fmt: skip
+
+
+@triton.jit
+def _backward_by_fours(
+    dy_ptr, x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+    y_scale_ptr, y_amax_ptr, y_row_ptr, y_column_ptr, y_scale_inv_ptr, partial_ptr,
+    rows, columns, dy_stride, x_stride, one,
+    CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    """`_backward` into FP8 in both layouts, four rows at a time: their bytes are packed before they are transposed."""
+    GROUPS_R: tl.constexpr = TILE_R // 4
+    tile = tl.program_id(0)
+    tiles_across = tl.cdiv(columns, TILE_C)
+    g = (tile // tiles_across) * GROUPS_R + tl.arange(0, GROUPS_R)
+    c = (tile % tiles_across) * TILE_C + tl.arange(0, TILE_C)
+    inside = (g * 4 < rows)[:, None] & (c < columns)[None, :]
+    at = c
+    width = columns
+    if GATED:
+        at = _gate_columns(c, BLOCK)
+        width = 2 * columns
+    scale = tl.load(scale_ptr)
+    if tile == 0:
+        tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+    if y_column_ptr is not None:
+        y_scale = tl.load(y_scale_ptr)
+        if tile == 0:
+            tl.store(y_scale_inv_ptr, tl.div_rn(1.0, y_scale))
+        packed_y = tl.zeros([GROUPS_R, TILE_C], tl.int32)
+    packed = tl.zeros([GROUPS_R, TILE_C], tl.int32)
+    packed_up = tl.zeros([GROUPS_R, TILE_C], tl.int32)
+    largest = tl.zeros([GROUPS_R, TILE_C], tl.float32)
+    summed = tl.zeros([GROUPS_R, TILE_C], tl.float32)
+    summed_up = tl.zeros([GROUPS_R, TILE_C], tl.float32)
+    for i in tl.static_range(4):
+        r = g * 4 + i
+        rows_at = r[:, None].to(tl.int64)
+        dy = tl.load(dy_ptr + rows_at * dy_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            gate, up = _load_gated(x_ptr, r, c, columns, x_stride, inside, BLOCK)
+            value, slope = _value_and_slope(gate, CURVE)
+            y = value * up
+            dx = dy * up * slope
+            d_up = dy * value
+            if amax_ptr is not None:
+                largest = larger(largest, d_up)
+            if partial_ptr is not None:
+                summed_up += d_up
+            d_up = d_up * scale
+            tl.store(row_ptr + rows_at * width + (at + BLOCK)[None, :], d_up.to(row_ptr.dtype.element_ty), mask=inside)
+            packed_up = packed_up | packed_byte(d_up, i, one, column_ptr)
+        else:
+            x = tl.load(x_ptr + rows_at * x_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            y, slope = _value_and_slope(x, CURVE)
+            dx = dy * slope
+        if amax_ptr is not None:
+            largest = larger(largest, dx)
+        if partial_ptr is not None:
+            summed += dx
+        dx = dx * scale
+        tl.store(row_ptr + rows_at * width + at[None, :], dx.to(row_ptr.dtype.element_ty), mask=inside)
+        packed = packed | packed_byte(dx, i, one, column_ptr)
+        if y_column_ptr is not None:
+            packed_y = packed_y | packed_byte(y * y_scale, i, one, y_column_ptr)
+    if amax_ptr is not None:
+        record_amax(amax_ptr, largest)
+    store_packed(packed, column_ptr, g, at, rows, inside)
+    if GATED:
+        store_packed(packed_up, column_ptr, g, at + BLOCK, rows, inside)
+    if y_column_ptr is not None:
+        store_packed(packed_y, y_column_ptr, g, c, rows, inside)
+    if partial_ptr is not None:
+        partial = partial_ptr + (tile // tiles_across).to(tl.int64) * width + at
+        tl.store(partial, tl.sum(summed, 0), mask=c < columns)
+        if GATED:
+            tl.store(partial + BLOCK, tl.sum(summed_up, 0), mask=c < columns)
+
+
+def _packs(into: Into, row: bool = True) -> bool:
+    """Whether `into` is what `_backward_by_fours` makes: FP8 in both layouts, or the transposed one alone, unmeasured."""
+    return into.scale is not None and into.column and into.row is row and (row or into.amax is None)
+
+
+def _empty(into: Into, made: Made) -> Made:
+    """What `into` makes of no elements."""
+    if made.scale_inv is not None and into.scale is not None:
+        made.scale_inv.copy_(reference.divide(1.0, into.scale))
+    return made
+
+
+def launch(name: str, x: Tensor, block: int, into: Into, *, tiles: Tiles | None = None) -> Made:
+    """Run the kernel; see `activation`."""
+    curve, gated = reference.ACTIVATIONS[name]
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
+    made = outputs(into, rows, columns, x.device)
+    if x.numel() == 0:
+        return _empty(into, made)
+    tiles = tiles or (FORWARD_ROWS if not into.column else FORWARD_GATED if gated else FORWARD)
+    _forward[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
+        x, into.scale, into.amax, made.row, made.column, made.scale_inv, rows, columns, x.stride(0), 1.0,
+        CURVE=curve, GATED=gated, BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps,
+    )  # fmt: skip
+    return made
+
+
+def launch_backward(
+    name: str,
+    dy: Tensor,
+    x: Tensor,
+    block: int,
+    into: Into,
+    *,
+    again: Into | None = None,
+    bias: bool = False,
+    tiles: Tiles | None = None,
+) -> tuple[Made, Made | None, Tensor | None]:
+    """Run the kernel; see `activation_backward`. `tiles`: rows one by one, in tiles of that size."""
+    curve, gated = reference.ACTIVATIONS[name]
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    (rows, columns), width = dy.shape, x.shape[1]
+    made = outputs(into, rows, width, x.device)
+    made_y = None if again is None else outputs(again, rows, columns, x.device)
+    by_fours = tiles is None and rows % 4 == 0 and _packs(into) and (again is None or _packs(again, row=False))
+    tiles = Tiles(4 * GROUPS, GROUP_COLUMNS, GROUP_WARPS) if by_fours else tiles or (BACKWARD_GATED if gated else BACKWARD)
+    row_tiles = triton.cdiv(rows, tiles.rows)
+    partial = torch.empty(row_tiles, width, dtype=torch.float32, device=x.device) if bias else None
+    if x.numel() == 0:
+        _empty(into, made)
+        if again is not None and made_y is not None:
+            _empty(again, made_y)
+    else:
+        y_into, y = again or Into(torch.float32), made_y or Made(None, None, None)
+        pointers = (dy, x, into.scale, into.amax, made.row, made.column, made.scale_inv)
+        y_pointers = (y_into.scale, y_into.amax, y.row, y.column, y.scale_inv)
+        run, forms = (_backward_by_fours, {}) if by_fours else (_backward, {"AGAIN": again is not None})
+        run[(row_tiles * triton.cdiv(columns, tiles.columns),)](
+            *pointers, *y_pointers, partial, rows, columns, dy.stride(0), x.stride(0), 1.0,
+            CURVE=curve, GATED=gated, BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps, **forms,
+        )  # fmt: skip
+    return made, made_y, None if partial is None else partial.sum(0)
+
+
+def activation(name: str, x: Tensor, block: int, into: Into) -> Made:
+    """An activation's result, float32 inside, as `into` asks.
+
+    name: one of ACTIVATIONS. x: [R, F], or [R, 2F] for gated ones: gate and up interleaved in blocks of `block` columns (a
+    power of two), gate first. The result is [R, F].
+    """
+    if gemm.is_native(x.device):
+        return launch(name, x, block, into)
+    return make(reference.activation(name, x, block), into)
+
+
+def activation_backward(
+    name: str, dy: Tensor, x: Tensor, block: int, into: Into, *, again: Into | None = None, bias: bool = False
+) -> tuple[Made, Made | None, Tensor | None]:
+    """The gradient of `activation`'s input, of the shape of `x`, float32 inside, as `into` asks.
+
+    dy: [R, F], the gradient of the result. Also, if asked for: `again`, forward's result anew from `x`, the same bits as
+    forward's; `bias`, the float32 sum of the gradient over rows before it is rounded, [F] or [2F].
+    """
+    if gemm.is_native(x.device):
+        return launch_backward(name, dy, x, block, into, again=again, bias=bias)
+    dx = reference.activation_backward(name, dy, x, block)
+    made_y = None if again is None else make(reference.activation(name, x, block), again)
+    return make(dx, into), made_y, dx.sum(0) if bias else None

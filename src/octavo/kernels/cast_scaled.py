@@ -1,0 +1,360 @@
+"""Casts that choose their own scales, per row and per block: one or two reads of a matrix give FP8 in both layouts.
+
+Current, rowwise and block scaling take a scale from the very values that it scales. In plain PyTorch that is four passes or
+more over float32 copies, for each layout again. Here a tile that holds whole blocks is read once, its scales are chosen and
+both layouts written; a scale for each row and each column takes a second read, since no tile holds both. The scales are those
+of `reference.scale_from_amax`, bit for bit. Left out: amaxes that ranks share; who needs those takes `amax` and `cast`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels import gemm, reference
+from octavo.kernels.cast import store_layouts
+
+_BLOCK = reference.BLOCK
+# Untuned: (rows, columns, warps) of the tiles that are cast for rows and columns, and those that only measure them.
+_CAST_TILE, _AMAX_TILE = (64, 128, 4), (64, 256, 8)
+# Elements of the tile that holds whole rows, the longest row that it holds, and warps.
+_ROW_TILE, _LONGEST_ROW, _ROW_WARPS = 8192, 16384, 8
+# Rows and warps of the tiles of 128 columns: when only 1 × 128 pieces are wanted, and when 128 × 128 is needed.
+_PIECES_TILE, _SQUARE_WARPS = (32, 4), 8
+_AMAX_BLOCK, _AMAX_WARPS = 8192, 8
+_FLOAT32_MAX = tl.constexpr(reference.FLOAT32_MAX)
+
+
+class Scaled(NamedTuple):
+    """FP8 data [R, C], what to multiply it by, and what it was multiplied by, float32 [R, 1] or [⌈R/rows⌉, ⌈C/128⌉].
+
+    On a GPU the scales of 1 × 128 pieces lie column after column, strides (1, R), as the products read them.
+    """
+
+    data: Tensor
+    scale_inv: Tensor
+    scale: Tensor
+
+
+Both = tuple[Scaled | None, Scaled | None]
+
+
+@triton.jit
+def _magnitude(x):
+    return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit
+def _choose_scale(amax, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    good = (amax > 0) & (amax < float("inf"))
+    scale = tl.minimum(tl.div_rn(FP8_MAX, tl.where(good, amax, 1.0)), _FLOAT32_MAX)
+    if POWER_OF_TWO:
+        # Rounding down is dropping the mantissa: no scale is subnormal, since FP8_MAX over the largest float is not.
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(good, scale, 1.0)
+
+
+@triton.jit
+def _store_scale(scale, scale_ptr, scale_inv_ptr, place, inside, POWER_OF_TWO: tl.constexpr):
+    # The inverse of a scale above 2^126 is subnormal, which Triton's float32 division may flush to 0.
+    if POWER_OF_TWO:
+        exponent = scale.to(tl.int32, bitcast=True) >> 23
+        inverse = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
+    else:
+        inverse = (1.0 / scale.to(tl.float64)).to(tl.float32)
+    tl.store(scale_ptr + place, scale, mask=inside)
+    tl.store(scale_inv_ptr + place, inverse, mask=inside)
+
+
+@triton.jit
+def _amax_of(x_ptr, amax_ptr, columns, stride, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    c = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride + c, mask=c < columns, other=0.0).to(tl.float32)
+    # Non-negative floats order as their bits do, and an integer maximum does not depend on the order of the programs.
+    largest = tl.max(_magnitude(x)).to(tl.int32, bitcast=True)
+    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), largest, sem="relaxed")
+
+
+@triton.jit
+def _scale_of(amax_ptr, scale_ptr, count, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    amax = tl.load(amax_ptr + at, mask=at < count, other=0.0)
+    tl.store(scale_ptr + at, _choose_scale(amax, FP8_MAX, False), mask=at < count)
+
+
+@triton.jit
+def _cast_whole_rows(
+    x_ptr, q_ptr, scale_ptr, scale_inv_ptr, rows, columns, stride,
+    FP8_MAX: tl.constexpr, WHOLE: tl.constexpr, TILE_R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program casts TILE_R rows; rows longer than BLOCK are read twice, the second time from the cache."""
+    r = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
+    c = tl.arange(0, BLOCK)
+    from_x = x_ptr + r[:, None].to(tl.int64) * stride
+    into_q = q_ptr + r[:, None].to(tl.int64) * columns
+    here = (r < rows)[:, None]
+    if WHOLE:
+        inside = here & (c < columns)[None, :]
+        x = tl.load(from_x + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        scale = _choose_scale(tl.max(_magnitude(x), axis=1), FP8_MAX, False)
+        q = (x * scale[:, None]).to(q_ptr.dtype.element_ty)
+        tl.store(into_q + c[None, :], q, mask=inside)
+    else:
+        largest = tl.zeros([TILE_R, BLOCK], dtype=tl.float32)
+        for first in range(0, columns, BLOCK):
+            at = first + c[None, :]
+            x = tl.load(from_x + at, mask=here & (at < columns), other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, _magnitude(x))
+        scale = _choose_scale(tl.max(largest, axis=1), FP8_MAX, False)
+        for first in range(0, columns, BLOCK):
+            at = first + c[None, :]
+            x = tl.load(from_x + at, mask=here & (at < columns), other=0.0).to(tl.float32)
+            q = (x * scale[:, None]).to(q_ptr.dtype.element_ty)
+            tl.store(into_q + at, q, mask=here & (at < columns))
+    _store_scale(scale, scale_ptr, scale_inv_ptr, r, r < rows, False)
+
+
+@triton.jit
+def _row_column_amaxes(
+    x_ptr, row_ptr, column_ptr, rows, columns, stride,
+    ROW: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    """Raise the amaxes of rows and columns, as int32 bits, by those of a tile."""
+    tiles_across = tl.cdiv(columns, TILE_C)
+    r = (tl.program_id(0) // tiles_across) * TILE_R + tl.arange(0, TILE_R)
+    c = (tl.program_id(0) % tiles_across) * TILE_C + tl.arange(0, TILE_C)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    magnitude = _magnitude(x)
+    if ROW:
+        tl.atomic_max(row_ptr + r, tl.max(magnitude, axis=1).to(tl.int32, bitcast=True), mask=r < rows, sem="relaxed")
+    tl.atomic_max(column_ptr + c, tl.max(magnitude, axis=0).to(tl.int32, bitcast=True), mask=c < columns, sem="relaxed")
+
+
+@triton.jit
+def _cast_rows_columns(
+    x_ptr, row_amax_ptr, column_amax_ptr,
+    row_ptr, row_scale_ptr, row_inv_ptr, column_ptr, column_scale_ptr, column_inv_ptr,
+    rows, columns, stride, one,
+    FP8_MAX: tl.constexpr, ROW: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    tiles_across = tl.cdiv(columns, TILE_C)
+    tile_r, tile_c = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
+    r = tile_r * TILE_R + tl.arange(0, TILE_R)
+    c = tile_c * TILE_C + tl.arange(0, TILE_C)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ROW:
+        amax = tl.load(row_amax_ptr + r, mask=r < rows, other=0).to(tl.float32, bitcast=True)
+        scale = _choose_scale(amax, FP8_MAX, False)
+        if tile_c == 0:
+            _store_scale(scale, row_scale_ptr, row_inv_ptr, r, r < rows, False)
+        y = x * scale[:, None]
+        store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, True, False, False)
+    amax = tl.load(column_amax_ptr + c, mask=c < columns, other=0).to(tl.float32, bitcast=True)
+    scale = _choose_scale(amax, FP8_MAX, False)
+    if tile_r == 0:
+        _store_scale(scale, column_scale_ptr, column_inv_ptr, c, c < columns, False)
+    y = x * scale[None, :]
+    store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, False, True, ROW)
+
+
+@triton.jit
+def _cast_blocks(
+    x_ptr, row_ptr, row_scale_ptr, row_inv_ptr, column_ptr, column_scale_ptr, column_inv_ptr,
+    rows, columns, stride, one,
+    FP8_MAX: tl.constexpr, SQUARE: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    """A tile of 128 columns; it has 128 rows where one scale is for all of it (SQUARE) or for 128 elements of a column."""
+    tiles_across = tl.cdiv(columns, TILE_C)
+    tile_r, tile_c = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
+    r = tile_r * TILE_R + tl.arange(0, TILE_R)
+    c = tile_c * TILE_C + tl.arange(0, TILE_C)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    magnitude = _magnitude(x)
+    if SQUARE:
+        scale = _choose_scale(tl.max(magnitude), FP8_MAX, True)
+        if ROW:
+            _store_scale(scale, row_scale_ptr, row_inv_ptr, tile_r * tiles_across + tile_c, True, True)
+        if COLUMN:
+            _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_c * tl.cdiv(rows, TILE_R) + tile_r, True, True)
+        y = x * scale
+        store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, ROW, COLUMN, ROW)
+    else:
+        if ROW:
+            scale = _choose_scale(tl.max(magnitude, axis=1), FP8_MAX, True)
+            _store_scale(scale, row_scale_ptr, row_inv_ptr, tile_c.to(tl.int64) * rows + r, r < rows, True)
+            y = x * scale[:, None]
+            store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, True, False, False)
+        if COLUMN:
+            scale = _choose_scale(tl.max(magnitude, axis=0), FP8_MAX, True)
+            _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_r.to(tl.int64) * columns + c, c < columns, True)
+            y = x * scale[None, :]
+            store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, False, True, ROW)
+
+
+def launch_amax(x: Tensor, *, block: int = _AMAX_BLOCK, warps: int = _AMAX_WARPS) -> Tensor:
+    """Run the kernel; see `amax`."""
+    largest = torch.zeros((), dtype=torch.float32, device=x.device)
+    if x.numel() == 0:
+        return largest
+    if x.dim() != 2 or x.stride(-1) != 1 or x.is_contiguous():
+        x = x.contiguous().view(1, -1)
+    grid = (x.shape[0] * triton.cdiv(x.shape[1], block),)
+    _amax_of[grid](x, largest, x.shape[1], x.stride(0), BLOCK=block, num_warps=warps)
+    return largest
+
+
+def launch_scale(largest: Tensor, fp8_max: float) -> Tensor:
+    """Run the kernel; see `scale_from_amax`."""
+    largest = largest.contiguous()
+    scale = torch.empty_like(largest)
+    count = largest.numel()
+    if count:
+        block = min(triton.next_power_of_2(count), 1024)
+        _scale_of[(triton.cdiv(count, block),)](largest, scale, count, FP8_MAX=fp8_max, BLOCK=block)
+    return scale
+
+
+def _memory(x: Tensor, dtype: torch.dtype, pieces: int, rows: int | None) -> Scaled:
+    """Memory for an operand like x [R, C] and its scales [rows, pieces]; without `rows`, [R, pieces] column after column."""
+    data = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if rows is None:
+        scale_inv, scale = (torch.empty(pieces, x.shape[0], dtype=torch.float32, device=x.device).t() for _ in range(2))
+    else:
+        scale_inv, scale = (torch.empty(rows, pieces, dtype=torch.float32, device=x.device) for _ in range(2))
+    return Scaled(data, scale_inv, scale)
+
+
+def _pointers(made: Scaled | None, otherwise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a kernel writes: data, scales, inverses. It never touches `otherwise`, which stands for what is not wanted."""
+    return (otherwise,) * 3 if made is None else (made.data, made.scale, made.scale_inv)
+
+
+def launch_rows(
+    x: Tensor,
+    dtype: torch.dtype,
+    fp8_max: float,
+    *,
+    row: bool,
+    column: bool,
+    tile: tuple[int, int, int] = _CAST_TILE,
+    amax_tile: tuple[int, int, int] = _AMAX_TILE,
+    row_tile: int = _ROW_TILE,
+    longest_row: int = _LONGEST_ROW,
+    row_warps: int = _ROW_WARPS,
+) -> Both:
+    """Run the kernels; see `rows`. Tiles are (rows, columns, warps); the rest is for whole rows, which need no second tile."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rows, columns = x.shape
+    along = _memory(x, dtype, 1, rows) if row else None
+    if not column:
+        if along is not None:
+            whole = triton.next_power_of_2(columns) <= longest_row
+            block = triton.next_power_of_2(columns) if whole else row_tile
+            tile_r = max(1, min(row_tile // block, 16))
+            _cast_whole_rows[(triton.cdiv(rows, tile_r),)](
+                x, *_pointers(along, x), rows, columns, x.stride(0),
+                FP8_MAX=fp8_max, WHOLE=whole, TILE_R=tile_r, BLOCK=block, num_warps=row_warps,
+            )  # fmt: skip
+        return along, None
+    across = _memory(x.t(), dtype, 1, columns)
+    largest = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
+    row_amax, column_amax = largest[:rows], largest[rows:]
+    tile_r, tile_c, warps = amax_tile
+    _row_column_amaxes[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
+        x, row_amax, column_amax, rows, columns, x.stride(0), ROW=row, TILE_R=tile_r, TILE_C=tile_c, num_warps=warps
+    )
+    tile_r, tile_c, warps = tile
+    _cast_rows_columns[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
+        x, row_amax, column_amax, *_pointers(along, x), *_pointers(across, x), rows, columns, x.stride(0), 1.0,
+        FP8_MAX=fp8_max, ROW=row, TILE_R=tile_r, TILE_C=tile_c, num_warps=warps,
+    )  # fmt: skip
+    return along, across
+
+
+def launch_blocks(
+    x: Tensor,
+    dtype: torch.dtype,
+    fp8_max: float,
+    rows: int,
+    *,
+    row: bool,
+    column: bool,
+    pieces_tile: tuple[int, int] = _PIECES_TILE,
+    square_warps: int = _SQUARE_WARPS,
+) -> Both:
+    """Run the kernel; see `blocks`. pieces_tile: (rows, warps) of a tile that gives 1 × 128 pieces of the row layout only."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    high, wide = (triton.cdiv(size, _BLOCK) for size in x.shape)
+    square = rows == _BLOCK
+    along = _memory(x, dtype, wide, high if square else None) if row else None
+    across = _memory(x.t(), dtype, high, wide if square else None) if column else None
+    if row or column:
+        tile_r, warps = (_BLOCK, square_warps) if square or column else pieces_tile
+        _cast_blocks[(triton.cdiv(x.shape[0], tile_r) * wide,)](
+            x, *_pointers(along, x), *_pointers(across, x), *x.shape, x.stride(0), 1.0,
+            FP8_MAX=fp8_max, SQUARE=square, ROW=row, COLUMN=column, TILE_R=tile_r, TILE_C=_BLOCK, num_warps=warps,
+        )  # fmt: skip
+    return along, across
+
+
+def amax(x: Tensor) -> Tensor:
+    """Largest |x| in float32, NaN ignored, float32 []; x of any shape. One read on a GPU."""
+    if x.device.type == "cuda" and not torch.compiler.is_compiling():
+        return launch_amax(x)
+    return reference.amax(x)
+
+
+def scale_from_amax(largest: Tensor, fp8_max: float) -> Tensor:
+    """`reference.scale_from_amax` as one launch on a GPU; float32 of any shape."""
+    if largest.device.type == "cuda" and not torch.compiler.is_compiling():
+        return launch_scale(largest, fp8_max)
+    return reference.scale_from_amax(largest, fp8_max)
+
+
+def _in_kernels(x: Tensor) -> bool:
+    # A compiler fuses the reference's own passes.
+    return not torch.compiler.is_compiling() and x.numel() > 0 and gemm.is_native(x.device)
+
+
+def rows(x: Tensor, dtype: torch.dtype, fp8_max: float, *, row: bool, column: bool) -> Both:
+    """FP8 with one scale a row: of x [R, C] if `row`, and of xᵀ [C, R], a scale for each column of x, if `column`.
+
+    Scales are [R, 1] and [C, 1]. On a GPU `row` alone is one pass over x, otherwise two.
+    """
+    if _in_kernels(x):
+        return launch_rows(x, dtype, fp8_max, row=row, column=column)
+
+    def pieces(m: Tensor) -> Scaled:
+        q, scale = reference.cast_rows(m, dtype, fp8_max)
+        return Scaled(q, reference.divide(1.0, scale), scale)
+
+    return pieces(x) if row else None, pieces(x.t()) if column else None
+
+
+def blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, row: bool, column: bool) -> Both:
+    """FP8 with power-of-two scales for blocks of `rows` × 128, rows being 1 or 128: of x [R, C] if `row`, of xᵀ if `column`.
+
+    Scales are [⌈R/rows⌉, ⌈C/128⌉] and [⌈C/rows⌉, ⌈R/128⌉]. Blocks of 128 × 128 are the same ones in both layouts.
+    """
+    if _in_kernels(x):
+        return launch_blocks(x, dtype, fp8_max, rows, row=row, column=column)
+
+    def pieces(m: Tensor) -> Scaled:
+        q, scale = reference.cast_blocks(m, dtype, fp8_max, rows)
+        return Scaled(q, reference.divide(1.0, scale), scale)
+
+    if rows == 1:
+        return pieces(x) if row else None, pieces(x.t()) if column else None
+    along = pieces(x) if row or column else None
+    across = Scaled(*map(reference.transposed, along)) if along is not None and column else None
+    return along if row else None, across

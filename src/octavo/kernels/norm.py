@@ -1,0 +1,449 @@
+"""Norms that add the residual first and leave their result in FP8, as it is and transposed; and their gradients.
+
+Apart, the addition, the norm and the cast read 8 bytes and write 6 an element of bf16; here they read 5 and write 4. A program
+keeps a row in registers, and the FP8 rows are transposed by a kernel of bytes: one that reads a tile of rows twice, to store
+both layouts at once, moves a byte less and was half as fast. Rows beyond a program's registers are read twice, in tiles.
+Gradients of weight and bias are summed in a fixed order, so they repeat bit for bit on the same GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels import gemm, reference
+from octavo.kernels.cast import Into, Made, make, outputs, record_amax, transpose
+
+_CENTRED = {"RMSNorm": False, "LayerNorm": True}
+
+# A row wider than this is taken in tiles, transposed or not.
+_WIDEST_BLOCK = 16384
+# Elements a thread holds of a row, and how many warps of row programs a multiprocessor is given in backward.
+_ROW_ELEMENTS, _BACKWARD_WARPS = 16, 16
+
+
+class Tile(NamedTuple):
+    """How the kernels that take tiles are run: `programs` of them a multiprocessor, loads `stages` − 1 tiles ahead."""
+
+    rows: int
+    columns: int
+    warps: int = 16
+    programs: int = 1
+    stages: int = 1
+
+
+_TILE = Tile(16, 512)
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _row_warps(block: int) -> int:
+    return min(max(block // (32 * _ROW_ELEMENTS), 1), 16)
+
+
+@triton.jit
+def _stream(x_ptr, delta_ptr, h_ptr, x_at, delta_at, h_at, inside, ADD: tl.constexpr):
+    """x, or x + delta as it is after rounding to h's dtype and stored there; in float32."""
+    if ADD:
+        x = tl.load(x_ptr + x_at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        delta = tl.load(delta_ptr + delta_at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        rounded = (x + delta).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + h_at, rounded, mask=inside)
+        h = rounded.to(tl.float32)
+    else:
+        h = tl.load(x_ptr + x_at, mask=inside, other=0.0).to(tl.float32)
+    return h
+
+
+@triton.jit
+def _larger(largest, x, inside):
+    """The larger of `largest` and |x|, NaN and what is outside ignored."""
+    return tl.maximum(largest, tl.where(inside & (x == x), tl.abs(x), 0.0))
+
+
+@triton.jit
+def _load_scale(scale_ptr, scale_inv_ptr, SCALED: tl.constexpr):
+    """The scale, whose inverse the first program stores; 1 where the result is not scaled."""
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(scale_ptr)
+        if tl.program_id(0) == 0:
+            tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+    return scale
+
+
+@triton.jit
+def _norm_rows(
+    x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, row_ptr, scale_inv_ptr,
+    rows, columns, x_stride, delta_stride, eps,
+    CENTRE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
+    AMAX: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    inside = c < columns
+    h = _stream(x_ptr, delta_ptr, h_ptr, r * x_stride + c, r * delta_stride + c, r * columns + c, inside, ADD)
+    y = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    if CENTRE:
+        mean = tl.sum(h) / columns
+        h = tl.where(inside, h - mean, 0.0)
+        tl.store(stats_ptr + r, mean)
+        stats_ptr += rows
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(h * h) / columns + eps))
+    tl.store(stats_ptr + r, rstd)
+    y = h * rstd * y
+    if BIAS:
+        y += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    scale = _load_scale(scale_ptr, scale_inv_ptr, SCALED)
+    if AMAX:
+        record_amax(amax_ptr, tl.where(inside, y, 0.0))
+    if SCALED:
+        y = y * scale
+    if ROW:
+        tl.store(row_ptr + r * columns + c, y.to(row_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_tiles(
+    x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, row_ptr, scale_inv_ptr,
+    rows, columns, x_stride, delta_stride, h_stride, eps,
+    CENTRE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
+    AMAX: tl.constexpr, ROW: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    scale = _load_scale(scale_ptr, scale_inv_ptr, SCALED)
+    largest = tl.zeros([TILE_R], tl.float32)
+    for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(rows, TILE_R), tl.num_programs(0)):
+        r = tile * TILE_R + tl.arange(0, TILE_R)
+        there = r < rows
+        mean = tl.zeros([TILE_R], tl.float32)
+        squares = tl.zeros([TILE_R], tl.float32)
+        for first in tl.range(0, columns, TILE_C, num_stages=STAGES):
+            c = first + tl.arange(0, TILE_C)
+            inside = there[:, None] & (c < columns)[None, :]
+            h = _stream(
+                x_ptr, delta_ptr, h_ptr, r[:, None] * x_stride + c[None, :], r[:, None] * delta_stride + c[None, :],
+                r[:, None] * h_stride + c[None, :], inside, ADD,
+            )  # fmt: skip
+            if CENTRE:
+                # Mean and squared deviations of the tile, joined to those of the columns before it: no sum of squares of
+                # large numbers is ever taken from another.
+                share = tl.minimum(columns - first, TILE_C) * 1.0
+                own = tl.sum(h, 1) / share
+                h = tl.where(inside, h - own[:, None], 0.0)
+                step = own - mean
+                share = share / tl.minimum(columns, first + TILE_C)
+                mean += step * share
+                squares += step * step * (share * first)
+            squares += tl.sum(h * h, 1)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(squares / columns + eps))
+        if CENTRE:
+            tl.store(stats_ptr + r, mean, mask=there)
+            tl.store(stats_ptr + rows + r, rstd, mask=there)
+        else:
+            tl.store(stats_ptr + r, rstd, mask=there)
+        if ADD:
+            tl.debug_barrier()  # what one thread stored of h another reads
+        for first in tl.range(0, columns, TILE_C, num_stages=STAGES):
+            c = first + tl.arange(0, TILE_C)
+            within = c < columns
+            inside = there[:, None] & within[None, :]
+            h = tl.load(h_ptr + r[:, None] * h_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            if CENTRE:
+                h -= mean[:, None]
+            y = h * rstd[:, None] * tl.load(weight_ptr + c, mask=within, other=0.0).to(tl.float32)[None, :]
+            if BIAS:
+                y += tl.load(bias_ptr + c, mask=within, other=0.0).to(tl.float32)[None, :]
+            if AMAX:
+                largest = tl.maximum(largest, tl.max(_larger(0.0, y, inside), 1))
+            if SCALED:
+                y = y * scale
+            if ROW:
+                tl.store(row_ptr + r[:, None] * columns + c[None, :], y.to(row_ptr.dtype.element_ty), mask=inside)
+    if AMAX:
+        record_amax(amax_ptr, largest)
+
+
+@triton.jit
+def _backward_rows(
+    dy_ptr, h_ptr, weight_ptr, stats_ptr, residual_ptr, dh_ptr, dweight_ptr, dbias_ptr,
+    scale_ptr, amax_ptr, row_ptr, scale_inv_ptr,
+    rows, columns, dy_stride, h_stride, residual_stride,
+    CENTRE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, SCALED: tl.constexpr,
+    AMAX: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    inside = c < columns
+    weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    scale = _load_scale(scale_ptr, scale_inv_ptr, SCALED)
+    dweight = tl.zeros([BLOCK], tl.float32)
+    dbias = tl.zeros([BLOCK], tl.float32)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for r in range(program, rows, tl.num_programs(0)):
+        dy = tl.load(dy_ptr + r * dy_stride + c, mask=inside, other=0.0).to(tl.float32)
+        h = tl.load(h_ptr + r * h_stride + c, mask=inside, other=0.0).to(tl.float32)
+        if RESIDUAL:  # asked for before the sums, whose barriers no load is moved across
+            residual = tl.load(residual_ptr + r * residual_stride + c, mask=inside, other=0.0).to(tl.float32)
+        grad = dy * weight
+        if CENTRE:
+            rstd = tl.load(stats_ptr + rows + r)
+            normed = tl.where(inside, (h - tl.load(stats_ptr + r)) * rstd, 0.0)
+            dh = grad - tl.sum(grad) / columns - normed * (tl.sum(grad * normed) / columns)
+        else:
+            rstd = tl.load(stats_ptr + r)
+            normed = h * rstd
+            dh = grad - normed * (tl.sum(grad * normed) / columns)
+        dh *= rstd
+        if RESIDUAL:
+            dh += residual
+        if WEIGHT:
+            dweight += dy * normed
+            if CENTRE:
+                dbias += dy
+        rounded = dh.to(dh_ptr.dtype.element_ty)
+        tl.store(dh_ptr + r * columns + c, rounded, mask=inside)
+        if AMAX:
+            largest = _larger(largest, rounded.to(tl.float32), inside)
+        if ROW:
+            q = rounded.to(tl.float32)
+            if SCALED:
+                q = q * scale
+            tl.store(row_ptr + r * columns + c, q.to(row_ptr.dtype.element_ty), mask=inside)
+    if WEIGHT:
+        tl.store(dweight_ptr + program * columns + c, dweight, mask=inside)
+        if CENTRE:
+            tl.store(dbias_ptr + program * columns + c, dbias, mask=inside)
+    if AMAX:
+        record_amax(amax_ptr, largest)
+
+
+@triton.jit
+def _backward_tiles(
+    dy_ptr, h_ptr, weight_ptr, stats_ptr, residual_ptr, dh_ptr, dweight_ptr, dbias_ptr,
+    scale_ptr, amax_ptr, row_ptr, scale_inv_ptr,
+    rows, columns, dy_stride, h_stride, residual_stride,
+    CENTRE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, SCALED: tl.constexpr,
+    AMAX: tl.constexpr, ROW: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    scale = _load_scale(scale_ptr, scale_inv_ptr, SCALED)
+    largest = tl.zeros([TILE_R], tl.float32)
+    for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(rows, TILE_R), tl.num_programs(0)):
+        r = tile * TILE_R + tl.arange(0, TILE_R)
+        there = r < rows
+        mean = tl.zeros([TILE_R], tl.float32)
+        if CENTRE:
+            mean = tl.load(stats_ptr + r, mask=there, other=0.0)
+            rstd = tl.load(stats_ptr + rows + r, mask=there, other=0.0)
+        else:
+            rstd = tl.load(stats_ptr + r, mask=there, other=0.0)
+        along = tl.zeros([TILE_R], tl.float32)
+        level = tl.zeros([TILE_R], tl.float32)
+        for first in tl.range(0, columns, TILE_C, num_stages=STAGES):
+            c = first + tl.arange(0, TILE_C)
+            within = c < columns
+            inside = there[:, None] & within[None, :]
+            dy = tl.load(dy_ptr + r[:, None] * dy_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            h = tl.load(h_ptr + r[:, None] * h_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            normed = tl.where(inside, (h - mean[:, None]) * rstd[:, None], 0.0)
+            grad = dy * tl.load(weight_ptr + c, mask=within, other=0.0).to(tl.float32)[None, :]
+            along += tl.sum(grad * normed, 1)
+            if CENTRE:
+                level += tl.sum(grad, 1)
+            if WEIGHT:
+                tl.store(dweight_ptr + tile * columns + c, tl.sum(dy * normed, 0), mask=within)
+                if CENTRE:
+                    tl.store(dbias_ptr + tile * columns + c, tl.sum(dy, 0), mask=within)
+        along /= columns
+        level /= columns
+        for first in tl.range(0, columns, TILE_C, num_stages=STAGES):
+            c = first + tl.arange(0, TILE_C)
+            within = c < columns
+            inside = there[:, None] & within[None, :]
+            dy = tl.load(dy_ptr + r[:, None] * dy_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            h = tl.load(h_ptr + r[:, None] * h_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            normed = (h - mean[:, None]) * rstd[:, None]
+            grad = dy * tl.load(weight_ptr + c, mask=within, other=0.0).to(tl.float32)[None, :]
+            dh = (grad - level[:, None] - normed * along[:, None]) * rstd[:, None]
+            if RESIDUAL:
+                at = residual_ptr + r[:, None] * residual_stride + c[None, :]
+                dh += tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            rounded = dh.to(dh_ptr.dtype.element_ty)
+            tl.store(dh_ptr + r[:, None] * columns + c[None, :], rounded, mask=inside)
+            q = rounded.to(tl.float32)
+            if AMAX:
+                largest = tl.maximum(largest, tl.max(_larger(0.0, q, inside), 1))
+            if SCALED:
+                q = q * scale
+            if ROW:
+                tl.store(row_ptr + r[:, None] * columns + c[None, :], q.to(row_ptr.dtype.element_ty), mask=inside)
+    if AMAX:
+        record_amax(amax_ptr, largest)
+
+
+def _rows_adjacent(x: Tensor) -> Tensor:
+    """x where its rows are stored in one piece each, else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _flags(into: Into, made: Made) -> dict[str, Any]:
+    """What the kernels are told of `into` at compile time."""
+    return {"SCALED": made.scale_inv is not None, "AMAX": into.amax is not None, "ROW": into.row}
+
+
+def _by_row(into: Into) -> tuple[Into, Callable[[Made], Made]]:
+    """What a kernel of rows makes for `into`, and what turns that into what was asked for.
+
+    A store of a whole transposed row and a sum over a whole row want opposite tiles. FP8 bytes that are turned afterwards cost
+    2 bytes an element, which is less than a second look at the rows in tiles.
+    """
+    if not into.column:
+        return into, lambda made: made
+
+    def turned(made: Made) -> Made:
+        assert made.row is not None
+        column = made.row.t().contiguous() if into.scale is None else transpose(made.row)
+        return Made(made.row if into.row else None, column, made.scale_inv)
+
+    return into._replace(row=True, column=False), turned
+
+
+def launch(
+    kind: str, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, into: Into,
+    *, tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Made]:  # fmt: skip
+    """Run the forward kernel; see `norm`. `tile` takes tiles also where nothing is transposed."""
+    (rows, columns), centre, device = x.shape, _CENTRED[kind], x.device
+    stats = torch.empty((2, rows) if centre else rows, dtype=torch.float32, device=device)
+    into, turned = _by_row(into)
+    made = outputs(into, rows, columns, device)
+    if x.numel() == 0:
+        if made.scale_inv is not None and into.scale is not None:
+            made.scale_inv.copy_(reference.divide(1.0, into.scale))
+        return x if delta is None else x + delta, stats, turned(made)
+    read = _rows_adjacent(x)
+    added = None if delta is None else _rows_adjacent(delta)
+    h = read if delta is None else torch.empty(rows, columns, dtype=x.dtype, device=device)
+    flags = _flags(into, made) | {"CENTRE": centre, "ADD": delta is not None, "BIAS": bias is not None}
+    pointers = (read, added, weight.contiguous(), None if bias is None else bias.contiguous(), h, stats, into.scale, into.amax)
+    strides = (read.stride(0), 0 if added is None else added.stride(0))
+    block = triton.next_power_of_2(columns)
+    if tile is None and block <= _WIDEST_BLOCK:
+        _norm_rows[(rows,)](
+            *pointers, made.row, made.scale_inv, rows, columns, *strides, eps,
+            BLOCK=block, num_warps=_row_warps(block), **flags,
+        )  # fmt: skip
+    else:
+        processors = _processors(device)
+        tile = tile or _TILE
+        _norm_tiles[(min(triton.cdiv(rows, tile.rows), processors * tile.programs),)](
+            *pointers, made.row, made.scale_inv, rows, columns, *strides, h.stride(0), eps,
+            TILE_R=tile.rows, TILE_C=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **flags,
+        )  # fmt: skip
+    return x if delta is None else h, stats, turned(made)
+
+
+def launch_backward(
+    kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None,
+    *, want_weight: bool = True, into: Into | None = None, tile: Tile | None = None, programs: int | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Made | None]:  # fmt: skip
+    """Run the backward kernel; see `norm_backward`. `tile` takes tiles also where nothing is transposed.
+
+    `programs`: how many take rows on each multiprocessor.
+    """
+    (rows, columns), centre, device = h.shape, _CENTRED[kind], h.device
+    dh = torch.empty(rows, columns, dtype=h.dtype, device=device)
+    form, turned = _by_row(into or Into(h.dtype, row=False))
+    made = outputs(form, rows, columns, device)
+    block, processors = triton.next_power_of_2(columns), _processors(device)
+    by_rows = tile is None and block <= _WIDEST_BLOCK
+    if by_rows:
+        parts = grid = min(rows, processors * (programs or max(_BACKWARD_WARPS // _row_warps(block), 1)))
+    else:
+        tile = tile or _TILE
+        parts = triton.cdiv(rows, tile.rows)
+        grid = min(parts, processors * tile.programs)
+    dweight, dbias = (
+        torch.empty(parts, columns, dtype=torch.float32, device=device) if wanted else None
+        for wanted in (want_weight, want_weight and centre)
+    )
+    if h.numel():
+        dy, read = _rows_adjacent(dy), _rows_adjacent(h)
+        residual = None if d_residual is None else _rows_adjacent(d_residual)
+        flags = _flags(form, made) | {"CENTRE": centre, "RESIDUAL": residual is not None, "WEIGHT": want_weight}
+        pointers = (dy, read, weight.contiguous(), stats, residual, dh, dweight, dbias, form.scale, form.amax)
+        sizes = (rows, columns, dy.stride(0), read.stride(0), 0 if residual is None else residual.stride(0))
+        if tile is None:
+            _backward_rows[(grid,)](
+                *pointers, made.row, made.scale_inv, *sizes, BLOCK=block, num_warps=_row_warps(block), **flags
+            )
+        else:
+            _backward_tiles[(grid,)](
+                *pointers, made.row, made.scale_inv, *sizes,
+                TILE_R=tile.rows, TILE_C=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **flags,
+            )  # fmt: skip
+    elif made.scale_inv is not None and form.scale is not None:
+        made.scale_inv.copy_(reference.divide(1.0, form.scale))
+    summed = [None if part is None else part.sum(0) for part in (dweight, dbias)]
+    return dh, summed[0], summed[1], None if into is None else turned(made)
+
+
+def _on_triton(device: torch.device, into: Into | None) -> bool:
+    """Whether Triton runs here; what it makes in FP8 needs a GPU that converts to FP8."""
+    return device.type == "cuda" and (into is None or into.scale is None or gemm.is_native(device))
+
+
+def norm(
+    kind: str, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, into: Into
+) -> tuple[Tensor, Tensor, Made]:
+    """Add to the residual stream, and normalise it.
+
+    kind: "RMSNorm" or "LayerNorm". x: [R, C]. delta: like x. weight, bias: [C]. The norm is of h = x + delta, which is rounded
+    to x's dtype (without a delta, h is x itself), and stays in float32 until `into` converts it.
+    Returns h, the statistics that backward needs (float32: 1/σ [R] of an RMSNorm, mean and 1/σ [2, R] of a LayerNorm), and
+    what `into` asks for.
+    """
+    if _on_triton(x.device, into):
+        return launch(kind, x, delta, weight, bias, eps, into)
+    h = x if delta is None else x + delta
+    if _CENTRED[kind]:
+        b = None if bias is None else bias.float()
+        normed, mean, rstd = torch.native_layer_norm(h.float(), (h.shape[1],), weight.float(), b, eps)
+        return h, torch.stack((mean[:, 0], rstd[:, 0])), make(normed, into)
+    wide = h.float()
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * rstd * weight.float()
+    return h, rstd[:, 0], make(normed if bias is None else normed + bias.float(), into)
+
+
+def norm_backward(
+    kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None,
+    *, want_weight: bool = True, into: Into | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Made | None]:  # fmt: skip
+    """Gradients of `norm`.
+
+    dy: [R, C], of the normed result. h, stats: what `norm` returned. d_residual: [R, C], what reaches h by other paths.
+    Returns the gradient of h, [R, C] in its dtype; those of weight and bias, float32 [C] (None: not wanted, or an RMSNorm's
+    bias); and the rounded gradient of h as `into` asks for it.
+    """
+    if _on_triton(h.device, into):
+        return launch_backward(kind, dy, h, weight, stats, d_residual, want_weight=want_weight, into=into)
+    centre, grad, wide = _CENTRED[kind], dy.float() * weight.float(), h.float()
+    normed = (wide - stats[0, :, None]) * stats[1, :, None] if centre else wide * stats[:, None]
+    dh = grad - normed * (grad * normed).mean(-1, keepdim=True)
+    if centre:
+        dh -= grad.mean(-1, keepdim=True)
+    dh *= stats[1, :, None] if centre else stats[:, None]
+    dh = (dh if d_residual is None else dh + d_residual.float()).to(h.dtype)
+    dweight = (dy.float() * normed).sum(0) if want_weight else None
+    return dh, dweight, dy.float().sum(0) if want_weight and centre else None, None if into is None else make(dh.float(), into)

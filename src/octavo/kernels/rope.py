@@ -1,0 +1,295 @@
+"""Around attention: the joint query/key/value product taken apart and rotated, and the gradients rotated back and joined.
+
+One read and one write of each side, where slicing, rotating and making contiguous would each be a pass of its own. Backward
+goes from attention's gradients, in whatever strides they come, straight to what the products take: FP8 in both layouts.
+
+A row of the joint product is G groups of H/G query heads, their key and their value. Heads rotate in pairs of columns half of
+Dr apart, so a tile is held as two halves of a head. Where Dr < D the columns from Dr on are halved too, and their angle is 0.
+A program turns several heads of its tokens: cosines and sines, twice the bytes of a head each, are then at hand.
+
+Shapes: B batch, T tokens, N = B·T, H query heads, G key-value heads, D head dimension, Dr of it rotated.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels import reference
+from octavo.kernels.cast import Into, Made, make, outputs, record_amax, store_layouts
+
+SPLIT_TOKENS, SPLIT_HEADS, SPLIT_WARPS = 16, 8, 4
+"""Tokens and heads of one program that takes apart, and its warps."""
+JOIN_TOKENS, JOIN_HEADS, JOIN_HOLD, JOIN_WARPS = 32, 4, False, 4
+"""The same where gradients are joined, and whether a program keeps cos and sin in registers; a column is stored `JOIN_TOKENS`
+elements at a time."""
+
+
+@triton.jit
+def _halves(D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr):
+    """Columns of a head's first and second halves, [HALF] each; only the first D // 2 are of the head."""
+    i = tl.arange(0, HALF)
+    first = i
+    second = i + D // 2
+    if ROTATED != D:
+        # Columns are neighbours in runs of a power of two that divides both: that decides how wide memory is read, and the
+        # compiler cannot see it through the choice.
+        bits: tl.constexpr = (ROTATED // 2) | (D // 2) | 16
+        run: tl.constexpr = bits & -bits
+        first = tl.max_contiguous(tl.multiple_of(tl.where(i < ROTATED // 2, i, i + ROTATED // 2), run), run)
+        second = tl.max_contiguous(tl.multiple_of(tl.where(i < ROTATED // 2, i + ROTATED // 2, i + D // 2), run), run)
+    return first, second
+
+
+@triton.jit
+def _angles(
+    cos_ptr, sin_ptr, n, rows, tokens, batch_stride, token_stride,
+    ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr,
+):  # fmt: skip
+    """cos and sin of both halves for tokens n, [n, HALF] each; 1 and 0 where nothing rotates."""
+    i = tl.arange(0, HALF)
+    at = (n // tokens).to(tl.int64) * batch_stride + (n % tokens).to(tl.int64) * token_stride
+    at = at[:, None] + i[None, :]
+    inside = (n < rows)[:, None] & (i < ROTATED // 2)[None, :]
+    cos_1 = tl.load(cos_ptr + at, mask=inside, other=1.0)
+    sin_1 = tl.load(sin_ptr + at, mask=inside, other=0.0)
+    cos_2 = cos_1
+    sin_2 = sin_1
+    if not MIRRORED:
+        cos_2 = tl.load(cos_ptr + at + ROTATED // 2, mask=inside, other=1.0)
+        sin_2 = tl.load(sin_ptr + at + ROTATED // 2, mask=inside, other=0.0)
+    return cos_1, sin_1, cos_2, sin_2
+
+
+@triton.jit
+def _split_part(
+    qkv_ptr, out_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride, first_head,
+    HEADS: tl.constexpr, PER_GROUP: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
+    ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr, HEADS_EACH: tl.constexpr,
+):  # fmt: skip
+    """Some heads of queries, keys or values: of the SLOTS heads of a group, PER_GROUP are of this kind, from SLOT on."""
+    a, b = _halves(D, ROTATED if ROTATED else D, HALF)
+    inside = (n < rows)[:, None] & (tl.arange(0, HALF) < D // 2)[None, :]
+    if ROTATED:
+        cos_1, sin_1, cos_2, sin_2 = _angles(
+            cos_ptr, sin_ptr, n, rows, tokens, batch_stride, token_stride, ROTATED, HALF, MIRRORED
+        )
+    source = qkv_ptr + n[:, None].to(tl.int64) * stride
+    target = out_ptr + n[:, None].to(tl.int64) * (HEADS * D)
+    for i in range(tl.minimum(HEADS_EACH, HEADS - first_head)):
+        head = first_head + i
+        slot = (head // PER_GROUP) * SLOTS + SLOT + head % PER_GROUP
+        x = tl.load(source + slot * D + a[None, :], mask=inside, other=0.0)
+        y = tl.load(source + slot * D + b[None, :], mask=inside, other=0.0)
+        if ROTATED:
+            wide_x = x.to(tl.float32)
+            wide_y = y.to(tl.float32)
+            x = (wide_x * cos_1 - wide_y * sin_1).to(x.dtype)
+            y = (wide_y * cos_2 + wide_x * sin_2).to(y.dtype)
+        tl.store(target + head * D + a[None, :], x, mask=inside)
+        tl.store(target + head * D + b[None, :], y, mask=inside)
+
+
+@triton.jit
+def _split_rotate(
+    qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, rows, tokens, stride, batch_stride, token_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr,
+    MIRRORED: tl.constexpr, TOKENS: tl.constexpr, HEADS_EACH: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    part = tl.program_id(1)
+    queries: tl.constexpr = (H + HEADS_EACH - 1) // HEADS_EACH
+    keys: tl.constexpr = (G + HEADS_EACH - 1) // HEADS_EACH
+    P: tl.constexpr = H // G
+    if part < queries:
+        _split_part(
+            qkv_ptr, q_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride, part * HEADS_EACH,
+            H, P, 0, P + 2, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
+        )  # fmt: skip
+    elif part < queries + keys:
+        _split_part(
+            qkv_ptr, k_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride,
+            (part - queries) * HEADS_EACH, G, 1, P, P + 2, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
+        )  # fmt: skip
+    else:
+        _split_part(
+            qkv_ptr, v_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride,
+            (part - queries - keys) * HEADS_EACH, G, 1, P + 1, P + 2, D, 0, HALF, MIRRORED, HEADS_EACH,
+        )  # fmt: skip
+
+
+@triton.jit
+def _join_part(
+    grad_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, amax_ptr, scale, n, rows, tokens,
+    grad_b, grad_t, grad_h, batch_stride, token_stride, one, first_head,
+    HEADS: tl.constexpr, PER_GROUP: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
+    ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr, SCALED: tl.constexpr,
+    AMAX: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, HEADS_EACH: tl.constexpr, HOLD: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Some of the heads of one gradient; SLOT, SLOTS and PER_GROUP as in `_split_part`; HOLD keeps cos and sin in registers."""
+    a, b = _halves(D, ROTATED if ROTATED else D, HALF)
+    inside = (n < rows)[:, None] & (tl.arange(0, HALF) < D // 2)[None, :]
+    if ROTATED and HOLD:
+        cos_1, sin_1, cos_2, sin_2 = _angles(
+            cos_ptr, sin_ptr, n, rows, tokens, batch_stride, token_stride, ROTATED, HALF, MIRRORED
+        )
+    source = grad_ptr + ((n // tokens).to(tl.int64) * grad_b + (n % tokens).to(tl.int64) * grad_t)[:, None]
+    largest = tl.zeros([n.shape[0]], tl.float32)
+    for i in range(tl.minimum(HEADS_EACH, HEADS - first_head)):
+        head = first_head + i
+        at = source + head.to(tl.int64) * grad_h
+        x = tl.load(at + a[None, :], mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(at + b[None, :], mask=inside, other=0.0).to(tl.float32)
+        if ROTATED and not HOLD:
+            cos_1, sin_1, cos_2, sin_2 = _angles(
+                cos_ptr, sin_ptr, n, rows, tokens, batch_stride, token_stride, ROTATED, HALF, MIRRORED
+            )
+        if ROTATED:
+            turned = x * cos_1 + y * sin_2
+            y = y * cos_2 - x * sin_1
+            x = turned
+        if AMAX:  # one atomic for all heads of the program
+            larger = tl.maximum(tl.where(x == x, tl.abs(x), 0.0), tl.where(y == y, tl.abs(y), 0.0))
+            largest = tl.maximum(largest, tl.max(larger, 1))
+        if ROW or COLUMN:
+            column = ((head // PER_GROUP) * SLOTS + SLOT + head % PER_GROUP) * D
+            if SCALED:
+                x = x * scale
+                y = y * scale
+            TWICE: tl.constexpr = ROW and COLUMN
+            store_layouts(x, row_ptr, column_ptr, n, column + a, rows, WIDTH, inside, one, ROW, COLUMN, TWICE)
+            store_layouts(y, row_ptr, column_ptr, n, column + b, rows, WIDTH, inside, one, ROW, COLUMN, TWICE)
+    if AMAX:
+        record_amax(amax_ptr, largest)
+
+
+@triton.jit
+def _join_rotated(
+    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, scale_ptr, scale_inv_ptr, amax_ptr,
+    rows, tokens, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, batch_stride, token_stride, one,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr,
+    SCALED: tl.constexpr, AMAX: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS_EACH: tl.constexpr, HOLD: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    part = tl.program_id(1)
+    queries: tl.constexpr = (H + HEADS_EACH - 1) // HEADS_EACH
+    keys: tl.constexpr = (G + HEADS_EACH - 1) // HEADS_EACH
+    P: tl.constexpr = H // G
+    WIDTH: tl.constexpr = (H + 2 * G) * D
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(scale_ptr)
+        if (tl.program_id(0) == 0) & (part == 0):
+            tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+    if part < queries:
+        _join_part(
+            dq_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, amax_ptr, scale, n, rows, tokens,
+            q_b, q_t, q_h, batch_stride, token_stride, one, part * HEADS_EACH,
+            H, P, 0, P + 2, D, ROTATED, HALF, MIRRORED, SCALED, AMAX, ROW, COLUMN, HEADS_EACH, HOLD, WIDTH,
+        )  # fmt: skip
+    elif part < queries + keys:
+        _join_part(
+            dk_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, amax_ptr, scale, n, rows, tokens,
+            k_b, k_t, k_h, batch_stride, token_stride, one, (part - queries) * HEADS_EACH,
+            G, 1, P, P + 2, D, ROTATED, HALF, MIRRORED, SCALED, AMAX, ROW, COLUMN, HEADS_EACH, HOLD, WIDTH,
+        )  # fmt: skip
+    else:
+        _join_part(
+            dv_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, amax_ptr, scale, n, rows, tokens,
+            v_b, v_t, v_h, batch_stride, token_stride, one, (part - queries - keys) * HEADS_EACH,
+            G, 1, P + 1, P + 2, D, 0, HALF, MIRRORED, SCALED, AMAX, ROW, COLUMN, HEADS_EACH, HOLD, WIDTH,
+        )  # fmt: skip
+
+
+def _strides(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """The tables with contiguous rows and the same strides, and the strides of a sequence (0: all share one) and a token."""
+    if cos is None or sin is None:
+        return None, None, 0, 0
+    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
+
+
+def launch_split(
+    qkv: Tensor, heads: int, groups: int, cos: Tensor | None, sin: Tensor | None, *, mirrored: bool = False,
+    tokens: int | None = None, heads_each: int | None = None, warps: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Run the kernel; arguments and results as in `split_rotate`, and a program's share."""
+    (batch, length, width), head_dim = qkv.shape, qkv.shape[-1] // (heads + 2 * groups)
+    q, k, v = (qkv.new_empty(batch, length, count, head_dim) for count in (heads, groups, groups))
+    if qkv.numel() == 0:
+        return q, k, v
+    flat = qkv.reshape(-1, width)
+    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+    cos, sin, batch_stride, token_stride = _strides(cos, sin)
+    tokens, heads_each = tokens or SPLIT_TOKENS, heads_each or SPLIT_HEADS
+    grid = (triton.cdiv(len(flat), tokens), triton.cdiv(heads, heads_each) + 2 * triton.cdiv(groups, heads_each))
+    _split_rotate[grid](
+        flat, q, k, v, cos, sin, len(flat), length, flat.stride(0), batch_stride, token_stride,
+        H=heads, G=groups, D=head_dim, ROTATED=0 if cos is None else cos.shape[-1],
+        HALF=triton.next_power_of_2(head_dim // 2), MIRRORED=mirrored, TOKENS=tokens, HEADS_EACH=heads_each,
+        num_warps=warps or SPLIT_WARPS,
+    )  # fmt: skip
+    return q, k, v
+
+
+def launch_join(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, into: Into, *, mirrored: bool = False,
+    tokens: int | None = None, heads_each: int | None = None, hold: bool | None = None, warps: int | None = None,
+) -> Made:  # fmt: skip
+    """Run the kernel; arguments and results as in `join_rotated`, and a program's share."""
+    (batch, length, heads, head_dim), groups = dq.shape, dk.shape[2]
+    rows = batch * length
+    made = outputs(into, rows, (heads + 2 * groups) * head_dim, dq.device)
+    if dq.numel() == 0:
+        if made.scale_inv is not None and into.scale is not None:
+            made.scale_inv.copy_(reference.divide(1.0, into.scale))
+        return made
+    dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
+    cos, sin, batch_stride, token_stride = _strides(cos, sin)
+    tokens, heads_each = tokens or JOIN_TOKENS, heads_each or JOIN_HEADS
+    grid = (triton.cdiv(rows, tokens), triton.cdiv(heads, heads_each) + 2 * triton.cdiv(groups, heads_each))
+    _join_rotated[grid](
+        dq, dk, dv, cos, sin, made.row, made.column, into.scale, made.scale_inv, into.amax,
+        rows, length, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], batch_stride, token_stride, 1.0,
+        H=heads, G=groups, D=head_dim, ROTATED=0 if cos is None else cos.shape[-1],
+        HALF=triton.next_power_of_2(head_dim // 2), MIRRORED=mirrored,
+        SCALED=made.scale_inv is not None, AMAX=into.amax is not None, ROW=into.row, COLUMN=into.column,
+        TOKENS=tokens, HEADS_EACH=heads_each, HOLD=JOIN_HOLD if hold is None else hold, num_warps=warps or JOIN_WARPS,
+    )  # fmt: skip
+    return made
+
+
+def split_rotate(
+    qkv: Tensor, heads: int, groups: int, cos: Tensor | None, sin: Tensor | None, *, mirrored: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take the joint product apart, and rotate queries and keys in float32.
+
+    Args:
+        qkv: [B, T, (H + 2G)·D], bfloat16, float16 or float32; D even.
+        heads: H. groups: G, a divisor of H.
+        cos: float32 [B or 1, T, Dr], with an even Dr ≤ D: only the first Dr columns of a head rotate. None: nothing does.
+        sin: as `cos`.
+        mirrored: a promise that the second halves of cos and sin repeat the first, which are then not read.
+
+    Returns:
+        q [B, T, H, D], k and v [B, T, G, D], contiguous, in the dtype of `qkv`.
+    """
+    if qkv.device.type == "cuda":
+        return launch_split(qkv, heads, groups, cos, sin, mirrored=mirrored)
+    return reference.split_rotate(qkv, heads, groups, cos, sin)
+
+
+def join_rotated(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, into: Into, *, mirrored: bool = False
+) -> Made:
+    """The gradient of `split_rotate`'s argument, [N, (H + 2G)·D], made as `into` asks without a rounding on the way.
+
+    dq: [B, T, H, D]; dk, dv: [B, T, G, D], in any strides. cos, sin, mirrored: as `split_rotate` was given them.
+    """
+    if dq.device.type == "cuda":
+        return launch_join(dq, dk, dv, cos, sin, into, mirrored=mirrored)
+    return make(reference.join_rotated(dq, dk, dv, cos, sin).flatten(0, 1), into)

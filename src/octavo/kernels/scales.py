@@ -1,0 +1,84 @@
+"""Delayed scaling's update of all tensors of an arena at once, in place: a dozen small passes of PyTorch in one kernel.
+
+A step updates twice, and nothing else runs meanwhile. Histories roll in place, so a program holds all of a block of rows before
+it writes any of it, and goes upwards: what it overwrites has been read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels import reference
+
+_TENSORS, _SLOTS, _WARPS = 8, 1024, 8
+"""Tensors of one program (32 bytes of a row, the least that memory moves), slots of a history that it holds, and its warps."""
+
+
+@triton.jit
+def _update_scales(
+    history_ptr, scale_ptr, fp8_max_ptr, saturated_ptr, length, tensors, stride, shrink, rounding,
+    MOST_RECENT: tl.constexpr, SLOTS: tl.constexpr, TENSORS: tl.constexpr, LARGEST_FLOAT: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * TENSORS + tl.arange(0, TENSORS)
+    real = t < tensors
+    last = tl.load(history_ptr + t, mask=real, other=0.0)
+    scale = tl.load(scale_ptr + t, mask=real, other=1.0)
+    fp8_max = tl.load(fp8_max_ptr + t, mask=real, other=1.0)
+    moves = last != 0.0  # NaN too
+    tl.store(saturated_ptr + t, (last * scale > fp8_max * rounding).to(tl.uint8), mask=real & moves)
+    largest = last
+    nan = last != last
+    for first in range(0, length, SLOTS):
+        i = first + tl.arange(0, SLOTS)
+        at = history_ptr + i[:, None].to(tl.int64) * stride + t[None, :]
+        x = tl.load(at + stride, mask=(i + 1 < length)[:, None] & real[None, :], other=0.0)
+        if not MOST_RECENT:
+            largest = tl.maximum(largest, tl.max(tl.where(x == x, x, 0.0), 0))
+            nan = nan | (tl.max((x != x).to(tl.int32), 0) > 0)
+        rolled = tl.where(i[:, None] == length - 1, last[None, :], x)
+        rolled = tl.where(i[:, None] == 0, 0.0, rolled)
+        tl.debug_barrier()  # the row that one warp overwrites is another's to read
+        tl.store(at, rolled, mask=(i < length)[:, None] & (real & moves)[None, :])
+    usable = (largest > 0.0) & (largest <= LARGEST_FLOAT) & (nan == 0)
+    candidate = tl.div_rn(fp8_max * shrink, tl.where(usable, largest, 1.0))
+    candidate = tl.where(candidate > LARGEST_FLOAT, LARGEST_FLOAT, candidate)
+    tl.store(scale_ptr + t, candidate, mask=real & moves & usable)
+
+
+def launch(
+    history: Tensor, scale: Tensor, fp8_max: Tensor, saturated: Tensor, *, algo: str, margin: int, rounding: float
+) -> None:
+    """Run the kernel; arguments as in `update_scales_`."""
+    length, tensors = history.shape
+    if history.numel() == 0:
+        return
+    _update_scales[(triton.cdiv(tensors, _TENSORS),)](
+        history, scale, fp8_max, saturated.view(torch.uint8), length, tensors, history.stride(0), 2.0**-margin, rounding,
+        MOST_RECENT=algo == "most_recent", SLOTS=min(triton.next_power_of_2(length), _SLOTS), TENSORS=_TENSORS,
+        LARGEST_FLOAT=reference.FLOAT32_MAX, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def update_scales_(
+    history: Tensor, scale: Tensor, fp8_max: Tensor, saturated: Tensor, *, algo: str, margin: int, rounding: float
+) -> None:
+    """`reference.update_scales` in place, bit for bit, and whether the last cast of each tensor saturated.
+
+    Args:
+        history: float32 [L, n], rows in memory as they are numbered.
+        scale: float32 [n]. fp8_max: float32 [n].
+        saturated: bool [n], set where something was recorded (`history[0]` is not 0): whether it was beyond what the scale
+            of that cast brings to `fp8_max` · `rounding`.
+        algo: "max" or "most_recent". margin: an exponent of 2.
+    """
+    if history.device.type == "cuda":
+        launch(history, scale, fp8_max, saturated, algo=algo, margin=margin, rounding=rounding)
+        return
+    last = history[0]
+    saturated.copy_(torch.where(last != 0, last * scale > fp8_max * rounding, saturated))
+    new_history, new_scale = reference.update_scales(history, scale, fp8_max, algo=algo, margin=margin)
+    history.copy_(new_history)
+    scale.copy_(new_scale)

@@ -1,0 +1,281 @@
+"""Fused activations: their definition against float64 autograd, and the kernels in Triton's interpreter against both."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from octavo.fp8.formats import E4M3, E5M2
+from octavo.kernels import activation as act
+from octavo.kernels import reference
+from octavo.kernels.cast import Into, make
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of numpy, in the interpreter
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel"
+)
+
+F32 = Into(torch.float32)
+CURVES = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu2": lambda x: x.relu() ** 2,
+    "swiglu": functional.silu,
+    "geglu": functional.gelu,
+    "geglu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+SHAPES = [(70, 48, 16), (129, 112, 16), (1, 16, 16), (70, 200, 8), (65, 20, 4), (3, 7, 1)]
+"""Rows, activation columns, block."""
+SMALL = [(70, 48, 16), (65, 20, 4), (3, 7, 1)]
+EXTREMES = [0.0, -0.0, 1e4, -1e4, 1e-30, 12.0, -12.0, 90.0, -90.0, 1e13, -1e13, 1e20, -1e20, torch.inf, -torch.inf, torch.nan]
+
+
+def exact(name, x, block):
+    """The activation in x's dtype, with gates and ups picked by the parity of their block."""
+    if not name.split("_")[0].endswith("glu"):
+        return CURVES[name](x)
+    is_gate = (torch.arange(x.shape[1]) // block) % 2 == 0
+    return CURVES[name](x[:, is_gate]) * x[:, ~is_gate]
+
+
+def exact_gradient(name, dy, x, block):
+    x = x.double().requires_grad_()
+    exact(name, x, block).backward(dy.double())
+    return x.grad
+
+
+def case(name, rows, columns, dtype=torch.float32):
+    """dy and x, of values where all of a curve shows."""
+    width = columns * (2 if act.is_gated(name) else 1)
+    return torch.randn(rows, columns).to(dtype), (torch.randn(rows, width) * 3).to(dtype)
+
+
+def put_unusual(name, x, block):
+    """A NaN, and in the last column an infinity: as an up it stands beside a gate of 1, since 0 · ∞ is a matter of rounding."""
+    x[0, 0], x[-1, -1] = torch.nan, torch.inf
+    if act.is_gated(name):
+        x[-1, -1 - block] = 1
+
+
+def into_fp8(fmt, **settings):
+    return Into(fmt.dtype, fmt.max, torch.rand(()) * 20 + 1, torch.tensor(0.125), **settings)
+
+
+def ordinal(q):
+    """FP8 codes in the order of their values, so that neighbours differ by 1."""
+    code = q.contiguous().view(torch.uint8).int()
+    return torch.where(code > 127, -(code & 127), code)
+
+
+def assert_one_step(got, want, scale):
+    """NaN in the same places, nothing further than the next FP8 value, and hardly anything that far.
+
+    1 + erf loses digits where gelu is next to 0, which a large scale shows as more than a step.
+    """
+    nan = want.float().isnan()
+    assert torch.equal(got.float().isnan(), nan)
+    steps = (ordinal(got) - ordinal(want))[~nan].abs()
+    off = (got.float() - want.float())[~nan].abs()
+    assert ((steps <= 1) | (off <= 3e-5 * scale)).all()
+    assert (steps > 0).sum() <= 1 + 0.005 * steps.numel()
+
+
+def assert_made(got, want):
+    """What a kernel made against the definition, and its layouts against each other, bit for bit."""
+    assert_one_step(got.row, want.row, 1 / want.scale_inv)
+    assert torch.equal(got.column.view(torch.uint8), got.row.t().contiguous().view(torch.uint8))
+    assert torch.equal(got.scale_inv, want.scale_inv)
+
+
+@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
+def test_definition_equals_float64(name, rows, columns, block):
+    dy, x = case(name, rows, columns)
+    y = act.activation(name, x, block, F32)
+    dx, again, bias = act.activation_backward(name, dy, x, block, F32, again=F32, bias=True)
+    want = exact_gradient(name, dy, x, block)
+    torch.testing.assert_close(y.row.double(), exact(name, x.double(), block), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx.row.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(bias.double(), want.sum(0), rtol=1e-5, atol=1e-4)
+    assert torch.equal(again.row, y.row)
+    assert act.activation_backward(name, dy, x, block, F32)[1:] == (None, None)
+
+
+def test_swiglu_of_the_decoder():
+    x = torch.randn(5, 64)
+    assert torch.equal(act.activation("swiglu", x, 16, F32).row, reference.swiglu(x, 16))
+
+
+@interpreted
+@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
+def test_kernel_equals_float64(name, rows, columns, block):
+    dy, x = case(name, rows, columns)
+    y = act.launch(name, x, block, F32)
+    dx, again, bias = act.launch_backward(name, dy, x, block, F32, again=F32, bias=True)
+    want = exact_gradient(name, dy, x, block)
+    torch.testing.assert_close(y.row.double(), exact(name, x.double(), block), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx.row.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(bias.double(), want.sum(0), rtol=1e-5, atol=1e-4)
+    assert torch.equal(again.row, y.row)
+    assert (y.column, y.scale_inv, dx.column, dx.scale_inv) == (None,) * 4
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("name", act.ACTIVATIONS)
+def test_forward_in_fp8(exact_casts, name, fmt, dtype):
+    for rows, columns, block in SMALL:
+        _, x = case(name, rows, columns, dtype)
+        put_unusual(name, x, block)
+        into = into_fp8(fmt, column=True)
+        want_amax = into.amax.clone()
+        got = act.launch(name, x, block, into)
+        assert_made(got, make(reference.activation(name, x, block), into._replace(amax=want_amax)))
+        torch.testing.assert_close(into.amax, want_amax)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", act.ACTIVATIONS)
+def test_backward_in_fp8(exact_casts, name, dtype):
+    for rows, columns, block in SMALL:
+        dy, x = case(name, rows, columns, dtype)
+        put_unusual(name, x, block)
+        dy[-1, -1] = torch.nan
+        into, again = into_fp8(E5M2, column=True), into_fp8(E4M3, row=False, column=True)
+        want_amax, forward_amax = into.amax.clone(), again.amax.clone()
+        dx, y, bias = act.launch_backward(name, dy, x, block, into, again=again, bias=True)
+        want = reference.activation_backward(name, dy, x, block)
+        assert_made(dx, make(want, into._replace(amax=want_amax)))
+        torch.testing.assert_close(into.amax, want_amax)
+        torch.testing.assert_close(bias, want.sum(0), rtol=1e-4, atol=1e-3, equal_nan=True)
+        forward = act.launch(name, x, block, again._replace(amax=forward_amax, row=True), tiles=act.Tiles(16, 32, 4))
+        assert y.row is None
+        assert torch.equal(y.column.view(torch.uint8), forward.column.view(torch.uint8))
+        assert torch.equal(y.scale_inv, forward.scale_inv)
+        assert torch.equal(again.amax, forward_amax)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", act.ACTIVATIONS)
+def test_wide_results(exact_casts, name, dtype):
+    dy, x = case(name, 70, 48, dtype)
+    into = Into(dtype, column=True)
+    y = act.launch(name, x, 16, into)
+    dx, again, _ = act.launch_backward(name, dy, x, 16, into, again=into)
+    for got, want in ((y, reference.activation(name, x, 16)), (dx, reference.activation_backward(name, dy, x, 16))):
+        torch.testing.assert_close(got.row, want.to(dtype))
+        assert torch.equal(got.column, got.row.t())
+        assert got.scale_inv is None
+    assert torch.equal(again.row, y.row)
+
+
+@interpreted
+@pytest.mark.parametrize("tiles", [act.Tiles(16, 16, 4), act.Tiles(32, 8, 4), act.Tiles(16, 128, 8)])
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_any_tiles(exact_casts, name, tiles):
+    dy, x = case(name, 70, 48, torch.bfloat16)
+    into = into_fp8(E4M3, column=True)._replace(amax=None)
+    y = act.launch(name, x, 16, into, tiles=tiles)
+    dx, _, bias = act.launch_backward(name, dy, x, 16, into, bias=True, tiles=tiles)
+    assert_made(y, make(reference.activation(name, x, 16), into))
+    assert_made(dx, make(reference.activation_backward(name, dy, x, 16), into))
+    torch.testing.assert_close(bias, reference.activation_backward(name, dy, x, 16).sum(0), rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize(("rows", "columns", "block"), [(68, 48, 16), (4, 20, 4), (132, 7, 1)])
+def test_rows_by_fours_are_those_one_by_one(exact_casts, name, rows, columns, block):
+    dy, x = case(name, rows, columns, torch.bfloat16)
+    put_unusual(name, x, block)
+    results = []
+    for tiles in (None, act.Tiles(16, 32, 4)):
+        into = into_fp8(E5M2, column=True)
+        again = into_fp8(E4M3, row=False, column=True)._replace(amax=None, scale=torch.tensor(3.0))
+        into = into._replace(scale=torch.tensor(7.0))
+        results.append((into, *act.launch_backward(name, dy, x, block, into, again=again, bias=True, tiles=tiles)))
+    (into, dx, y, bias), (want_into, want_dx, want_y, want_bias) = results
+    for got, want in ((dx.row, want_dx.row), (dx.column, want_dx.column), (y.column, want_y.column)):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(dx.row.t().view(torch.uint8), dx.column.view(torch.uint8))
+    for got, want in ((dx.scale_inv, want_dx.scale_inv), (y.scale_inv, want_y.scale_inv), (into.amax, want_into.amax)):
+        assert torch.equal(got, want)
+    torch.testing.assert_close(bias, want_bias, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+@interpreted
+@pytest.mark.parametrize("name", act.ACTIVATIONS)
+def test_extremes(name):
+    """Each beside an up and a gradient of 1: finite stays finite where float32 reaches, and NaN stays where it is."""
+    x = torch.tensor(EXTREMES)[None]
+    dy = torch.ones_like(x)
+    if act.is_gated(name):
+        x = torch.cat((x, torch.ones_like(x)), 1)
+    y = act.launch(name, x, 16, F32).row
+    dx, _, _ = act.launch_backward(name, dy, x, 16, F32)
+    torch.testing.assert_close(y, reference.activation(name, x, 16), equal_nan=True)
+    torch.testing.assert_close(dx.row, reference.activation_backward(name, dy, x, 16), equal_nan=True)
+    beyond = 11 if name == "relu2" else 13  # the square of 1e20 is beyond float32
+    assert y[:, :beyond].isfinite().all()
+    assert dx.row[:, :13].isfinite().all()
+    assert y[:, -1].isnan().all()
+    assert dx.row[:, 15].isnan().all()
+
+
+@interpreted
+@pytest.mark.parametrize("name", act.ACTIVATIONS)
+def test_nan_stays_in_its_element(name):
+    dy, x = case(name, 5, 32)
+    clean, clean_dx = act.launch(name, x, 16, F32).row, act.launch_backward(name, dy, x, 16, F32)[0].row
+    x[2, 3] = torch.nan  # a gate, with its up 16 columns on
+    y, dx = act.launch(name, x, 16, F32).row, act.launch_backward(name, dy, x, 16, F32)[0].row
+    assert y[2, 3].isnan()
+    assert dx[2, 3].isnan()
+    touched = torch.zeros_like(x, dtype=torch.bool)
+    touched[2, 3], touched[2, 19] = True, act.is_gated(name)
+    assert torch.equal(dx[~touched], clean_dx[~touched])
+    y[2, 3] = clean[2, 3]
+    assert torch.equal(y, clean)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["relu2", "swiglu"])
+@pytest.mark.parametrize("view", [lambda x: x.t().contiguous().t(), lambda x: torch.cat((x, x), 1)[:, 3 : 3 + x.shape[1]]])
+def test_views(name, view):
+    dy, x = case(name, 33, 48)
+    dy, x = view(dy), view(x)
+    assert not x.is_contiguous()
+    torch.testing.assert_close(act.launch(name, x, 16, F32).row, reference.activation(name, x, 16))
+    dx, _, _ = act.launch_backward(name, dy, x, 16, F32)
+    torch.testing.assert_close(dx.row, reference.activation_backward(name, dy, x, 16))
+
+
+@interpreted
+@pytest.mark.parametrize("name", act.ACTIVATIONS)
+def test_amax_alone(name):
+    dy, x = case(name, 70, 48, torch.bfloat16)
+    into, again = (Into(E4M3.dtype, E4M3.max, None, torch.zeros(()), row=False) for _ in range(2))
+    assert act.launch(name, x, 16, into) == (None, None, None)
+    torch.testing.assert_close(into.amax, reference.activation(name, x, 16).abs().amax())
+    made = act.launch_backward(name, dy, x, 16, into._replace(amax=into.amax.zero_()), again=again)
+    assert made == ((None, None, None), (None, None, None), None)
+    torch.testing.assert_close(into.amax, reference.activation_backward(name, dy, x, 16).abs().amax())
+    torch.testing.assert_close(again.amax, reference.activation(name, x, 16).abs().amax())
+
+
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_no_rows(name):
+    dy, x = case(name, 0, 48, torch.bfloat16)
+    into = into_fp8(E4M3, column=True)
+    launched = act.launch(name, x, 16, into), act.launch_backward(name, dy, x, 16, into, again=into, bias=True)
+    plain = act.activation(name, x, 16, into), act.activation_backward(name, dy, x, 16, into, again=into, bias=True)
+    for y, (dx, again, bias) in (launched, plain):
+        assert y.row.shape == again.row.shape == (0, 48)
+        assert dx.row.shape == x.shape
+        assert dx.column.shape == (x.shape[1], 0)
+        assert torch.equal(dx.scale_inv, into.scale.reciprocal())
+        assert torch.equal(bias, torch.zeros(x.shape[1]))
+    assert into.amax == 0.125
