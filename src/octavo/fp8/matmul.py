@@ -1,8 +1,8 @@
 """The one autograd function of the FP8 layers: a linear layer's three products, each of FP8 operands.
 
     output          y  [M, N] = x  [M, K] · w [N, K]ᵀ      fast accumulation
-    input gradient  dx [M, K] = dy [M, N] · w [N, K]       precise
-    weight gradient dw [N, K] = dy [M, N]ᵀ · x [M, K]      precise
+    input gradient  dx [M, K] = dy [M, N] · w [N, K]       precise, unless the recipe says otherwise
+    weight gradient dw [N, K] = dy [M, N]ᵀ · x [M, K]      the same
 
 Each operand is cast once and kept in the layouts of the products that read it: `row` as it is, `column` transposed, both with
 the summed dimension last. For backward only FP8 is saved. What a cast is (granularity, history) is the recipe's; nothing here
@@ -22,6 +22,7 @@ from octavo.fp8.scaling import ModuleState
 from octavo.fp8.tensor import Quantized
 from octavo.kernels import gemm, reference
 from octavo.kernels.cast import cast, cast_scaled
+from octavo.kernels.cast_scaled import Scaled, amax, blocks, rows, scale_from_amax
 
 
 def fp8_linear(
@@ -55,7 +56,7 @@ def fp8_linear(
     # The casts stand outside of the autograd function: what they keep between calls would be a side effect inside of it.
     with torch.no_grad(), autocast.unannounced():
         x_row, x_column = _operand(x_MK, Operand.INPUT, state, recipe, record=grads, column=grads and weight.requires_grad)
-        w_row, w_column = state.gathered or _weight_operand(weight, state, recipe, grads, is_first_microbatch)
+        w_row, w_column = state.gathered or weight_operand(weight, state, recipe, grads, is_first_microbatch)
     how = recipe.casts[Operand.GRAD_OUTPUT]
     call = _Call(how, state, recipe, out_dtype, weight.dtype, x.dtype, None if bias is None else bias.dtype)
     place = state.slot(Operand.GRAD_OUTPUT, recipe, x.device).place if how.delayed else None
@@ -88,14 +89,15 @@ def _operand(
     how = recipe.casts[operand]
     place = state.slot(operand, recipe, x.device).place if how.delayed else None
     row, out, scale = quantize(x, how, place=place, record=record, column=column)
-    _observe(state, operand, scale)
+    observe(state, operand, scale)
     assert row is not None
     return row, out
 
 
-def _weight_operand(
+def weight_operand(
     weight: Tensor, state: ModuleState, recipe: Recipe, grads: bool, first: bool | None
 ) -> tuple[Quantized, Quantized | None]:
+    """The FP8 weight as it is and, with `grads`, transposed; one that an earlier micro-batch kept unless `first`."""
     cached = state.weight_cache
     if first is False and cached is not None and (cached[1] is not None or not grads):
         return cached
@@ -107,7 +109,7 @@ def _weight_operand(
     return row, column
 
 
-def _observe(state: ModuleState, operand: Operand, scale: Tensor | None) -> None:
+def observe(state: ModuleState, operand: Operand, scale: Tensor | None) -> None:
     """Remember the last scales for `inspect` where no slot has them; compiled code does not look."""
     if scale is not None and not torch.compiler.is_compiling():
         state.observed[operand] = scale
@@ -127,26 +129,20 @@ def quantize(
         if place is not None:
             q, q_t, scale_inv = scaling.cast_delayed(x, place, dtype, fp8_max, record=record, column=column)
         else:
-            scale = reference.scale_from_amax(reference.amax(x), fp8_max)
+            scale = scale_from_amax(amax(x), fp8_max)
             chosen = cast_scaled if torch.compiler.is_compiling() else _cast
             q, q_t, scale_inv = chosen(x, scale, dtype, fp8_max, column)
         return Quantized(q, scale_inv), Quantized(q_t, scale_inv) if column else None, scale
-    if how.granularity is Granularity.BLOCK_128X128:
-        q, scale = reference.cast_blocks(x, dtype, fp8_max, reference.BLOCK)
-        scale_inv = reference.divide(1.0, scale)
-        across = Quantized(reference.transposed(q), reference.transposed(scale_inv)) if column else None
-        return Quantized(q, scale_inv), across, scale
+    if how.granularity is Granularity.ROW:
+        along, across = rows(x, dtype, fp8_max, row=row, column=column)
+    else:
+        high = reference.BLOCK if how.granularity is Granularity.BLOCK_128X128 else 1
+        along, across = blocks(x, dtype, fp8_max, high, row=row, column=column)
+    return _quantized(along), _quantized(across), next((made.scale for made in (along, across) if made is not None), None)
 
-    def pieces(m: Tensor) -> tuple[Quantized, Tensor]:
-        if how.granularity is Granularity.ROW:
-            q, scale = reference.cast_rows(m, dtype, fp8_max)
-        else:
-            q, scale = reference.cast_blocks(m, dtype, fp8_max, 1)
-        return Quantized(q, reference.divide(1.0, scale)), scale
 
-    along, scale = pieces(x) if row else (None, None)
-    across, scale_across = pieces(x.t()) if column else (None, None)
-    return along, across, scale if scale is not None else scale_across
+def _quantized(made: Scaled | None) -> Quantized | None:
+    return None if made is None else Quantized(made.data, made.scale_inv)
 
 
 def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, column: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,13 +188,14 @@ class _Fp8Linear(torch.autograd.Function):
         dx = dw = db = None
         if want_x or want_w:
             dy_row, dy_column, scale = quantize(dy, call.how, place=place, record=True, row=want_x, column=want_w)
-            _observe(call.state, Operand.GRAD_OUTPUT, scale)
+            observe(call.state, Operand.GRAD_OUTPUT, scale)
+            precise = call.recipe.precise_gradients
             if want_x:
                 assert dy_row is not None
-                dx = gemm.scaled_mm(*dy_row, w_column, w_scale_inv, out_dtype=call.out_dtype, precise=True).to(call.x_dtype)
+                dx = gemm.scaled_mm(*dy_row, w_column, w_scale_inv, out_dtype=call.out_dtype, precise=precise).to(call.x_dtype)
             if want_w:
                 assert dy_column is not None
-                dw = gemm.scaled_mm(*dy_column, x_column, x_scale_inv, out_dtype=call.weight_dtype, precise=True)
+                dw = gemm.scaled_mm(*dy_column, x_column, x_scale_inv, out_dtype=call.weight_dtype, precise=precise)
         if want_bias:
             db = dy.sum(0, dtype=torch.float32).to(call.bias_dtype)
         return dx, dw, db, *(None,) * 10

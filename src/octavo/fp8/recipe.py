@@ -75,6 +75,11 @@ class Recipe:
         """For delayed scaling, what is remembered."""
         return None
 
+    @property
+    def precise_gradients(self) -> bool:
+        """Whether the products of backward add every partial sum in float32, as `octavo.kernels.gemm.scaled_mm` does."""
+        return not getattr(self, "fast_accumulation", False)
+
 
 def _casts(fp8_format: Format, activation: Granularity, weight: Granularity, **how: bool) -> dict[Operand, Cast]:
     return {
@@ -89,7 +94,8 @@ class DelayedScaling(Recipe):
     """One scale a tensor, from the largest |x| of the last `amax_history_len` steps: the cast needs one pass over the tensor.
 
     Names and defaults are Transformer Engine's. `reduce_amax` joins the amaxes over `fp8_group`, so that all ranks that hold
-    parts of a model scale alike; without it each rank keeps its own.
+    parts of a model scale alike; without it each rank keeps its own. `fast_accumulation` takes Hopper's fast mode in backward
+    too, not in forward alone: about 7% off those products, and 0.27% of the norm of a sum over 16,384 tokens.
 
     Raises:
         InputError: a history shorter than 1, an unknown algorithm or format.
@@ -100,6 +106,7 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True
+    fast_accumulation: bool = False
     name: ClassVar[str] = "delayed"
 
     def __post_init__(self) -> None:
@@ -118,9 +125,13 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True)
 class CurrentScaling(Recipe):
-    """One scale a tensor, from its own largest |x|: two passes over the tensor, no state."""
+    """One scale a tensor, from its own largest |x|: two passes over the tensor, no state.
+
+    `fast_accumulation` as in `DelayedScaling`.
+    """
 
     fp8_format: Format = Format.HYBRID
+    fast_accumulation: bool = False
     name: ClassVar[str] = "current"
 
     def __post_init__(self) -> None:

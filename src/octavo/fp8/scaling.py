@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from octavo.errors import InputError
 from octavo.fp8.recipe import History, Operand, Recipe
 from octavo.fp8.tensor import GatheredWeight, Quantized
-from octavo.kernels import reference
 from octavo.kernels.cast import apart, cast, like_cast
+from octavo.kernels.scales import update_scales_
 
 _FIRST_CAPACITY = 64
 _ROUNDING = 1 + 2.0**-20
@@ -108,13 +108,10 @@ class Arena:
         """Roll every history in which something was recorded and compute its scale; see `reference.update_scales`."""
         if reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             dist.all_reduce(self.history[0], op=dist.ReduceOp.MAX, group=group)
-        last = self.history[0]
-        self.saturated.copy_(torch.where(last != 0, last * self.scale > self.fp8_max * _ROUNDING, self.saturated))
-        history, scale = reference.update_scales(
-            self.history, self.scale, self.fp8_max, algo=self.policy.algo, margin=self.policy.margin
-        )
-        self.history.copy_(history)
-        self.scale.copy_(scale)
+        update_scales_(
+            self.history, self.scale, self.fp8_max, self.saturated,
+            algo=self.policy.algo, margin=self.policy.margin, rounding=_ROUNDING,
+        )  # fmt: skip
 
 
 def cast_delayed(
@@ -187,17 +184,30 @@ class ModuleState:
         self.observed: dict[Operand, Tensor] = {}
         self.recipe: Recipe | None = None  # of the last use
         self.skipped = ""  # why this layer stays out of FP8, where it does
+        self.override: Recipe | None = None  # what it runs by in place of an autocast's recipe
+        self.override_by = ""  # and why
         self._module = weakref.ref(module)
         self.weight_name = weight_name
         self.number = 0
         _register(self)
 
     @property
+    def weight(self) -> Tensor | None:
+        """The module's weight [N, K]; None when the module is gone."""
+        module = self._module()
+        return getattr(module, self.weight_name, None) if module is not None else None
+
+    @property
     def device(self) -> torch.device | None:
         """Where the module's weight is; None when the module is gone or on the meta device."""
-        module = self._module()
-        weight = getattr(module, self.weight_name, None) if module is not None else None
+        weight = self.weight
         return None if weight is None or weight.is_meta else weight.device
+
+    def under(self, recipe: Recipe | None) -> Recipe | None:
+        """What this layer runs by where an autocast says `recipe`: its own where it has one; None for high precision."""
+        if recipe is None or self.skipped:
+            return None
+        return recipe if self.override is None else self.override
 
     def prepare(self, recipe: Recipe, device: torch.device) -> None:
         """Make sure that each operand that `recipe` scales by history has a slot; an earlier history is carried over."""
@@ -229,7 +239,7 @@ class ModuleState:
         copy = ModuleState.__new__(ModuleState)
         copy.slots, copy.weight_cache, copy.observed, copy.recipe = {}, None, {}, self.recipe
         copy.gathered = None
-        copy.skipped = self.skipped
+        copy.skipped, copy.override, copy.override_by = self.skipped, self.override, self.override_by
         module = self._module()
         copy._module = weakref.ref(memo.get(id(module), module)) if module is not None else self._module
         copy.weight_name = self.weight_name
@@ -259,13 +269,13 @@ def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
 
 
 def prepare_all(recipe: Recipe) -> None:
-    """Give every new FP8 module its slots, outside of anything that is traced or compiled.
+    """Give every new FP8 module its slots for an autocast of `recipe`, outside of anything that is traced or compiled.
 
     A module that has slots keeps them: it moves to another recipe only when it is used under one.
     """
     if (_registrations, recipe) in _prepared:
         return
-    if recipe.history is not None and _several_ranks() and any(state.device and not state.slots for state in _states):
+    if _several_ranks() and any(_wants_slots(state, recipe) for state in _states):
         gc.collect()  # a model that is gone on one rank and lingers on another would take slots there
     waiting = False
     # In the order of creation: a slot has the same number on every rank, or an all-reduce would join different tensors.
@@ -273,11 +283,16 @@ def prepare_all(recipe: Recipe) -> None:
         device = state.device
         if device is None:
             waiting = True
-        elif not state.slots:
-            state.prepare(recipe, device)
+        elif not state.slots and (own := state.under(recipe)) is not None:
+            state.prepare(own, device)
     if not waiting:
         _prepared.clear()
         _prepared.add((_registrations, recipe))
+
+
+def _wants_slots(state: ModuleState, recipe: Recipe) -> bool:
+    own = state.under(recipe)
+    return own is not None and own.history is not None and not state.slots and state.device is not None
 
 
 def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
@@ -379,7 +394,7 @@ def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: Recipe) -> None:
-    """Put records from `state_records` back, for the modules that run in FP8 under `recipe`.
+    """Put records from `state_records` back, for the modules that run in FP8 under an autocast of `recipe`.
 
     Raises:
         InputError: as `check_state_records`, before anything is changed.
@@ -388,9 +403,10 @@ def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: 
     flush()
     for name, state in states_of(model):
         device = state.device
-        if state.skipped or device is None:
+        own = state.under(recipe)
+        if own is None or device is None:
             continue
-        state.prepare(recipe, device)
+        state.prepare(own, device)
         for operand, slot in state.slots.items():
             key = f"{name}.{operand.value}"
             if f"{key}.scale" in records:
