@@ -1,7 +1,7 @@
 """The whole order of a transformation on one screen: what is replaced, skipped, wrapped, sharded, placed and filled.
 
 1. replace      a known family becomes Octavo's decoder; in any other module eligible `nn.Linear`s are replaced in place
-2. skip         layers that a pattern names stay out of FP8
+2. choose       layers that a pattern names run by another recipe, or stay out of FP8
 3. recompute    blocks keep their input only; offload: what they keep waits in host memory
 4. compile      block by block
 5. shard        over the ranks, block by block; FP8 weights travel as FP8
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from transformers import AutoModelForCausalLM
 
 from octavo.errors import InputError, unknown
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
+from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.description import describe
 from octavo.models.families import FAMILIES
 from octavo.models.fill import Loader
-from octavo.models.replace import replace_linears, skip_modules
+from octavo.models.replace import choose_recipes, replace_linears
 from octavo.models.weights import HeldWeights, WeightFiles, Weights, family_of, hugging_face_names
 from octavo.parallel.fsdp import Sharding, blocks_of, gather_weights_in_fp8, shard
 from octavo.parallel.mesh import Degrees
@@ -51,10 +52,12 @@ def transform(
     device: torch.device | str | None = None,
     config: Any = None,
     skip: Sequence[str] = (),
+    layers: Mapping[str, Any] | None = None,
     load_from: str | Path | None = None,
     load_state_dict_from_rank0: bool = False,
     cp_comm_type: str = "all_gather",
     params_dtype: torch.dtype | None = None,
+    fp8_head: bool = False,
 ) -> nn.Module:
     """Make a model's linear layers run in FP8 under `octavo.fp8_autocast`, and shard it over the ranks of `octavo.init`.
 
@@ -70,16 +73,20 @@ def transform(
         device: where the result lives; where the model is when absent (with several ranks: this rank's device).
         config: the Hugging Face config, when `model.config` is not it.
         skip: patterns of module names (`fnmatch`, by Octavo's or Hugging Face's names) that stay out of FP8.
+        layers: such a pattern → the recipe by which these layers run in place of `fp8_autocast`'s, or None to stay out of FP8.
+            The last pattern that names a layer holds, and `skip` above all. `fp8_autocast` joins amaxes for all of them.
         load_from: a Hugging Face model folder whose weights are taken, by each rank its own rows.
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
         cp_comm_type: how context parallelism communicates; one rank alone has nobody to talk to.
         params_dtype: of parameters; `dtype` when absent. float32 under a bf16 `dtype` is master weights.
+        fp8_head: the output head's logits for a loss and their input gradient are FP8 products too (Octavo's decoder alone).
 
     Raises:
         InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a parameter or
             buffer that would have no value.
     """
     recipe = DelayedScaling() if recipe is None else coerce(recipe)
+    chosen = {pattern: None if own is None else coerce(own) for pattern, own in (layers or {}).items()}
     if cp_comm_type not in ("all_gather", "p2p", "a2a"):
         raise unknown("cp_comm_type", cp_comm_type, ("all_gather", "p2p", "a2a"))
     params_dtype = params_dtype or dtype
@@ -96,14 +103,16 @@ def transform(
     training, original = model.training, model
     buffer_dtype = DTYPES[state.config.buffer_dtype]
     if family is not None:
-        model = Decoder(config, family, dtype=dtype, params_dtype=params_dtype, device="meta", buffer_dtype=buffer_dtype)
+        make: dict[str, Any] = {"dtype": dtype, "params_dtype": params_dtype, "buffer_dtype": buffer_dtype}
+        model = Decoder(config, family, device="meta", fp8_head=fp8_head, **make)
         _keep_frozen(model, original)
-        skip_modules(model, skip)
+        choose_recipes(model, layers=chosen, skip=skip)
         if state.config.sm_activation_offloading:
             model.run_block = offloaded(model.run_block)
     else:
+        _only_the_decoder(type(model).__name__, fp8_head=fp8_head)
         model = replace_linears(model)
-        skip_modules(model, skip)
+        choose_recipes(model, layers=chosen, skip=skip)
         _cast(model, params_dtype, buffer_dtype)
         model = _compute_in(model, dtype, device)
     loader = None if weights is None else Loader(model, weights)
@@ -131,12 +140,17 @@ def build_model(
     compile: bool = False,
     sharding: Sharding | None = None,
     buffer_dtype: torch.dtype = torch.float32,
+    layers: Mapping[str, Recipe | None] | None = None,
+    kept_out: Mapping[str, str] | None = None,
+    fp8_head: bool = False,
+    objective: Objective | None = None,
 ) -> nn.Module:
     """A causal language model for training from its Hugging Face config, with random weights by `seed` or those of `load_from`.
 
     recompute: keep only each block's input for backward. offload: keep what is saved for backward in host memory. compile:
-    `torch.compile` each block. sharding: over several ranks; gradients are then summed. With `device="meta"` nothing is filled,
-    for counting parameters. The other arguments are as in `transform`.
+    `torch.compile` each block. kept_out: names of layers that stay out of FP8, each with its reason. objective: what is
+    minimised in training (Octavo's decoder alone). sharding: over several ranks; gradients are then summed. With
+    `device="meta"` nothing is filled, for counting parameters. The other arguments are as in `transform`.
     """
     device = torch.device(device)
     family, _ = family_of(config)
@@ -147,7 +161,8 @@ def build_model(
         config.use_cache = False
         with delayed_init():
             model = replace_linears(AutoModelForCausalLM.from_config(config, dtype=params_dtype, trust_remote_code=False))
-        skip_modules(model, skip)
+        choose_recipes(model, layers=layers, skip=skip, kept_out=kept_out)
+        _only_the_decoder(config.model_type, fp8_head=fp8_head, objective=objective)
         if offload:
             raise InputError(
                 f"train.offload = true: {config.model_type} keeps its own code, and only the blocks of Octavo's decoder are"
@@ -160,8 +175,10 @@ def build_model(
         _cast(model, params_dtype, buffer_dtype)
         model = _compute_in(model, dtype, device)
     else:
-        model = Decoder(config, family, dtype=dtype, params_dtype=params_dtype, device="meta", buffer_dtype=buffer_dtype)
-        skip_modules(model, skip)
+        make: dict[str, Any] = {"dtype": dtype, "params_dtype": params_dtype, "buffer_dtype": buffer_dtype}
+        model = Decoder(config, family, device="meta", fp8_head=fp8_head, **make)
+        choose_recipes(model, layers=layers, skip=skip, kept_out=kept_out)
+        model.objective = objective
         if recompute:
             model.run_block = recomputed
         if offload:
@@ -224,6 +241,26 @@ def _place(model: nn.Module, device: torch.device, values: Values, sharding: Sha
 def _initial(model: nn.Module, seed: int) -> Values:
     """Values for a model that has none: Octavo's decoder has an initialisation of its own, others have their modules'."""
     return CounterInit(seed, model.config.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
+
+
+def _only_the_decoder(what: str, *, fp8_head: bool, objective: Objective | None = None) -> None:
+    """Refuse what Octavo's own head does, of a model that keeps its own.
+
+    Raises:
+        InputError: naming the key to change.
+    """
+    objective = objective or Objective()
+    asked = {
+        "fp8.head = true": fp8_head,
+        f"train.label_smoothing = {objective.label_smoothing:g}": objective.label_smoothing,
+        f"train.z_loss = {objective.z_loss:g}": objective.z_loss,
+    }
+    if said := [setting for setting, is_asked in asked.items() if is_asked]:
+        defaults = ", ".join(f"{setting.partition(' =')[0]} = {'false' if 'head' in setting else '0.0'}" for setting in said)
+        raise InputError(
+            f"{', '.join(said)}: {what} keeps its own code with its own head and loss, and only those of Octavo's decoder can"
+            f" do that ({', '.join(FAMILIES)}). Set {defaults}."
+        )
 
 
 def _keep_frozen(model: Decoder, original: nn.Module) -> None:

@@ -187,7 +187,7 @@ def test_angles_stay_float32_in_a_bf16_model(rope):
     reference = llama(**SHAPES[rope])
     model = transform(reference, dtype=torch.bfloat16).to(torch.bfloat16)
     at = torch.arange(0, 100, 7)[None]
-    cos, sin = model.rotary(at)
+    cos, sin, _ = model.rotary(at)
     wanted_cos, wanted_sin = reference.model.rotary_emb(torch.zeros(1, 1), at)
     assert cos.dtype == sin.dtype == torch.float32
     torch.testing.assert_close(cos, wanted_cos, rtol=0, atol=1e-6)

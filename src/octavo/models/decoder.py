@@ -16,9 +16,15 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from octavo.fp8.recipe import CurrentScaling, Granularity, Operand
+from octavo.fp8.scaling import ModuleState
+from octavo.kernels.cross_entropy import Objective
 from octavo.models.families import Family
 from octavo.nn import RMSNorm, TransformerLayer
+from octavo.nn.fused import Stream
 from octavo.nn.head import linear_cross_entropy
+from octavo.nn.linear import compute_dtype, recipe_of
+from octavo.nn.products import Products
 
 IGNORED = -100
 """The label of a position that is not predicted, as in Hugging Face."""
@@ -38,20 +44,23 @@ class RotaryAngles:
         else:
             self.inv_freq, self.factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
 
-    def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """position_ids [B, T] → cos, sin: float32 [B, T, D]."""
+    def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """position_ids [B, T] → cos, sin: float32 [B, T, D]; and that the halves of each are the same."""
         if self.inv_freq.device != position_ids.device:
             self.inv_freq = self.inv_freq.to(position_ids.device)
         angles = position_ids[..., None].float() * self.inv_freq
         angles = torch.cat((angles, angles), -1)
-        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
-        return (cos, sin) if self.dtype == torch.float32 else (cos.to(self.dtype).float(), sin.to(self.dtype).float())
+        cos, sin = (table * self.factor for table in (angles.cos(), angles.sin()))
+        if self.dtype != torch.float32:
+            cos, sin = (table.to(self.dtype).float() for table in (cos, sin))
+        return cos, sin, True
 
 
 class Decoder(nn.Module):
     """A causal language model of a known family; `config` is its Hugging Face config.
 
-    Parameters live in `params_dtype`; the residual stream and the products outside FP8 run in `dtype`.
+    Parameters live in `params_dtype`; the residual stream and the products outside FP8 run in `dtype`. `fp8_head`: the logits
+    of a loss and the gradient of their input are FP8 products too.
     """
 
     def __init__(
@@ -63,6 +72,7 @@ class Decoder(nn.Module):
         params_dtype: torch.dtype,
         device: torch.device | str | None = None,
         buffer_dtype: torch.dtype = torch.float32,
+        fp8_head: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.family, self.dtype = config, family, dtype
@@ -89,10 +99,14 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=params_dtype, device=device)
         if config.tie_word_embeddings:
             self.head.weight = self.embedding.weight
+        if fp8_head:
+            vars(self.head)["fp8_state"] = ModuleState(self.head)
         self.rotary = RotaryAngles(config, buffer_dtype)
-        self.run_block: Callable[..., Tensor] = _call
+        self.run_block: Callable[..., Tensor | Stream] = _call
         self.data_group: dist.ProcessGroup | None = None
         """Ranks that see other samples of the same step; gradients must then be summed over them."""
+        self.objective: Objective | None = None
+        """What is minimised in training, where it is not the plain cross entropy; an evaluation gives that always."""
 
     def forward(
         self,
@@ -125,9 +139,11 @@ class Decoder(nn.Module):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         angles = self.rotary(position_ids)
         hidden = functional.embedding(input_ids, self.embedding.weight).to(self.dtype)
+        # Where blocks keep their input for backward, one tensor is less than a stream with its open end.
+        stream: Tensor | Stream = (hidden, None) if self.run_block is _call else hidden
         for layer in self.layers:
-            hidden = self.run_block(layer, hidden, mask, angles, is_first_microbatch)
-        hidden = self.norm(hidden)
+            stream = self.run_block(layer, stream, mask, angles, is_first_microbatch)
+        hidden = self.norm(stream) if isinstance(stream, Tensor) else self.norm(*stream)
         if labels is None:
             return CausalLMOutput(logits=functional.linear(hidden, self.head.weight.to(self.dtype)))
         target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
@@ -137,8 +153,20 @@ class Decoder(nn.Module):
             if joined:
                 dist.all_reduce(num_items_in_batch, group=self.data_group)
         count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=hidden.device)
-        loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, target, count)
+        products = self._fp8_head(hidden, is_first_microbatch)
+        objective = self.objective if self.training else None
+        loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, target, count, objective=objective, fp8=products)
         return CausalLMOutput(loss=_Joined.apply(loss, self.data_group) if joined else loss)
+
+    def _fp8_head(self, hidden: Tensor, first: bool | None) -> Products | None:
+        """The products of a head that runs in FP8 here. Whatever the recipe, its operands have one scale each."""
+        state: ModuleState | None = getattr(self.head, "fp8_state", None)
+        recipe = None if state is None else recipe_of(state, hidden.device)
+        if state is None or recipe is None:
+            return None
+        if recipe.casts[Operand.INPUT].granularity is not Granularity.TENSOR:
+            recipe = CurrentScaling()
+        return Products(state, self.head.weight, recipe, compute_dtype(hidden), first)
 
 
 class _Joined(torch.autograd.Function):
@@ -155,7 +183,7 @@ class _Joined(torch.autograd.Function):
         return grad, None
 
 
-def _call(layer: nn.Module, *args: Any) -> Tensor:
+def _call(layer: nn.Module, *args: Any) -> Tensor | Stream:
     return layer(*args)
 
 

@@ -7,19 +7,24 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from octavo.fp8.scaling import states_of
+from octavo.fp8.recipe import Granularity, Operand
+from octavo.fp8.scaling import ModuleState, states_of
 from octavo.kernels import gemm
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One matrix product of a model: where it is, its shape, whether it runs in FP8, and if not, why."""
+    """One matrix product of a model: where it is, its shape, whether it runs in FP8, and if not, why.
+
+    recipe: the name of the recipe that the layer has of its own; empty where it runs by fp8_autocast's.
+    """
 
     name: str
     kind: str
     shape: tuple[int, ...]
     fp8: bool
     reason: str
+    recipe: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,19 +62,37 @@ def describe(model: nn.Module) -> Description:
                 continue
             label = ".".join(part for part in (name, key.removesuffix("weight").rstrip("_")) if part)
             state = states.get(label)
-            reason = state.skipped if state is not None else _reason(module, name)
-            fp8 = state is not None and not reason
-            layers.append(LayerReport(label, type(module).__name__, tuple(parameter.shape), fp8, reason))
+            kind, shape = type(module).__name__, tuple(parameter.shape)
+            if state is None or state.skipped:
+                reason = _reason(module, name) if state is None else state.skipped
+                layers.append(LayerReport(label, kind, shape, False, reason))
+            else:
+                recipe = "" if state.override is None else state.override.name
+                reason = "; ".join(part for part in (state.override_by, _note(module, name, state)) if part)
+                layers.append(LayerReport(label, kind, shape, True, reason, recipe))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     native = gemm.is_native(device)
     products = "FP8 units, torch._scaled_mm (cuBLAS)" if native else f"emulated exactly on {device.type}, without FP8 units"
     return Description(tuple(layers), _attention(device), products)
 
 
+def _note(module: nn.Module, name: str, state: ModuleState) -> str:
+    if not _is_head(module, name):
+        return ""
+    tensorwise = state.override is None or state.override.casts[Operand.INPUT].granularity is Granularity.TENSOR
+    return "logits and their input gradient; the weight gradient stays in high precision" + (
+        "" if tensorwise else "; one scale a tensor (current scaling)"
+    )
+
+
+def _is_head(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and (name == "head" or name.endswith("lm_head"))
+
+
 def _reason(module: nn.Module, name: str) -> str:
     if isinstance(module, nn.Embedding):
         return "an embedding looks up rows and multiplies nothing"
-    if isinstance(module, nn.Linear) and (name == "head" or name.endswith("lm_head")):
+    if _is_head(module, name):
         return "the output head stays in high precision: its logits feed the loss"
     if isinstance(module, nn.Linear):
         return f"{type(module).__name__} is a subclass with code of its own"

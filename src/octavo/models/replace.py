@@ -1,15 +1,16 @@
-"""FP8 linears in a module that keeps its own code, and patterns of layers that stay out of FP8."""
+"""FP8 linears in a module that keeps its own code, and patterns of layers that run by another recipe or stay out of FP8."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from octavo.errors import InputError, nearest
-from octavo.fp8.scaling import states_of
+from octavo.fp8.recipe import Recipe
+from octavo.fp8.scaling import ModuleState, states_of
 from octavo.models.decoder import Decoder
 from octavo.nn import Linear
 
@@ -23,31 +24,56 @@ def replace_linears(model: nn.Module) -> nn.Module:
     return model
 
 
-def skip_modules(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Take the layers that the patterns name out of FP8.
+def choose_recipes(
+    model: nn.Module,
+    *,
+    layers: Mapping[str, Recipe | None] | None = None,
+    skip: Sequence[str] = (),
+    kept_out: Mapping[str, str] | None = None,
+) -> None:
+    """Say by what each FP8 layer runs where that is not the autocast's recipe.
+
+    Args:
+        layers: a recipe for what a pattern names, or None for high precision; of patterns that name one layer the last holds.
+        skip: patterns of layers that stay out of FP8, whatever `layers` says.
+        kept_out: names of layers that stay out of FP8 too, each with the reason that `describe` gives.
 
     Raises:
         InputError: a pattern matches no FP8 layer.
     """
     states = dict(states_of(model))
-    for pattern in patterns:
-        matched = [name for name in states if any(fnmatch.fnmatchcase(alias, pattern) for alias in _aliases(model, name))]
-        if not matched:
-            guess = nearest(pattern.replace("*", ""), states)
-            hint = f" The nearest layer is {guess!r}." if guess else ""
-            raise InputError(f"fp8.skip pattern {pattern!r} matches no FP8 layer.{hint} octavo.describe(model) names them all.")
-        for name in matched:
-            states[name].skipped = f"skipped by pattern {pattern!r}"
+    for pattern, recipe in (layers or {}).items():
+        for state in _matched(model, states, pattern, "fp8.layers"):
+            state.override, state.override_by = recipe, f"{recipe.name} scaling by pattern {pattern!r}" if recipe else ""
+            state.skipped = "" if recipe else f"in high precision by pattern {pattern!r}"
+    for pattern in skip:
+        for state in _matched(model, states, pattern, "fp8.skip"):
+            state.skipped = f"skipped by pattern {pattern!r}"
+    for name, reason in (kept_out or {}).items():
+        states[name].skipped = states[name].skipped or reason
+
+
+def _matched(model: nn.Module, states: Mapping[str, ModuleState], pattern: str, key: str) -> list[ModuleState]:
+    matched = [
+        state for name, state in states.items() if any(fnmatch.fnmatchcase(alias, pattern) for alias in _aliases(model, name))
+    ]
+    if not matched:
+        guess = nearest(pattern.replace("*", ""), states)
+        hint = f" The nearest layer is {guess!r}." if guess else ""
+        raise InputError(f"{key} pattern {pattern!r} matches no FP8 layer.{hint} octavo.describe(model) names them all.")
+    return matched
 
 
 def _aliases(model: nn.Module, name: str) -> Iterator[str]:
     """The names of a layer that a pattern may mean: Octavo's, its parents, and those of Hugging Face's modules."""
     parts = name.split(".")
     yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
-    if isinstance(model, Decoder):
+    if isinstance(model, Decoder) and parts[0] == "layers":
         prefix = f"{model.family.block_prefix}.{parts[1]}"
         for ours, theirs in model.family.block_names.items():
             if f"layers.{parts[1]}.{ours}".replace("_weight", ".weight") == f"{name}.weight":
                 for matrix in [theirs] if isinstance(theirs, str) else theirs:
                     module = f"{prefix}.{matrix.removesuffix('.weight')}".split(".")
                     yield from (".".join(module[:n]) for n in range(1, len(module) + 1))
+    elif isinstance(model, Decoder) and f"{name}.weight" in model.family.names:
+        yield model.family.names[f"{name}.weight"].removesuffix(".weight")

@@ -2,11 +2,12 @@
 
 from octavo.nn.attention import DotProductAttention, MultiheadAttention
 from octavo.nn.block import TransformerLayer
+from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import LayerNormLinear, Linear
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.norm import LayerNorm, RMSNorm
 
 __all__ = [
-    "DotProductAttention", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm",
-    "TransformerLayer",
+    "DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention",
+    "RMSNorm", "TransformerLayer",
 ]  # fmt: skip

@@ -8,13 +8,17 @@ Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any, overload
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from octavo.errors import InputError
-from octavo.kernels import reference
+from octavo.nn.fused import Angles, Rotation, Stream
 from octavo.nn.linear import LayerNormLinear, Linear
+from octavo.nn.te_arguments import Draws, Init, Tracker, check, check_dropout, check_format, check_mask, cos_and_sin
 
 
 def merge_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
@@ -30,10 +34,17 @@ def split_qkv(qkv: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Ten
     return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
 
 
+def swapped(stream: Stream) -> Stream:
+    """[B, T, ...] as [T, B, ...], and back."""
+    h, pending = stream
+    return h.transpose(0, 1), None if pending is None else pending.transpose(0, 1)
+
+
 class DotProductAttention(nn.Module):
     """softmax(q · kᵀ · scale) · v through PyTorch's `scaled_dot_product_attention`, which takes cuDNN's kernel on Hopper.
 
-    Without a mask it is causal. `attention_dropout` is applied in training only.
+    Without a mask it is what `attn_mask_type` says: "causal" or "no_mask". `attention_dropout` is applied in training only.
+    qkv_format: "bshd" for [B, T, H, D], or "sbhd" for [T, B, H, D].
     """
 
     def __init__(
@@ -42,9 +53,19 @@ class DotProductAttention(nn.Module):
         kv_channels: int,
         num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
+        qkv_format: str = "bshd",
+        attn_mask_type: str = "causal",
+        *,
         softmax_scale: float | None = None,
+        get_rng_state_tracker: Tracker | None = None,
+        **te_arguments: Any,
     ) -> None:
         super().__init__()
+        check("DotProductAttention", te_arguments, DotProductAttention.__init__)
+        check_dropout("attention_dropout", attention_dropout)
+        self.causal = check_mask("attn_mask_type", attn_mask_type)
+        self.sequence_first = check_format("qkv_format", qkv_format)
+        self.draws = Draws(get_rng_state_tracker)
         groups = num_gqa_groups or num_attention_heads
         if num_attention_heads % groups:
             raise InputError(f"{num_attention_heads} attention heads cannot share {groups} key-value heads: use a divisor.")
@@ -52,71 +73,145 @@ class DotProductAttention(nn.Module):
         self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
 
     def forward(
-        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None = None
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        attn_mask_type: str | None = None,
+        **te_arguments: Any,
     ) -> Tensor:
-        """query [B, T, H, D], key and value [B, T, G, D], mask bool [B, 1, T, T] (true: attend) → [B, T, H·D]."""
-        q, k, v = (x.transpose(1, 2) for x in (query_layer, key_layer, value_layer))
-        context = functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=attention_mask,
-            is_causal=attention_mask is None,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            scale=self.softmax_scale,
-            enable_gqa=self.groups != self.heads,
-        )
-        return context.transpose(1, 2).flatten(2)
+        """query [B, T, H, D], key and value [B, T, G, D], mask bool [B, 1, T, T] (true: attend) → [B, T, H·D].
+
+        With "sbhd" T stands before B. attn_mask_type: for this call.
+        """
+        if te_arguments:
+            check("DotProductAttention.forward", te_arguments, DotProductAttention.forward)
+        causal = self.causal if attn_mask_type is None else check_mask("attn_mask_type", attn_mask_type)
+        if query_layer.numel() == 0:  # for which not every kernel of PyTorch's has an answer
+            return query_layer.flatten(2)
+        dropout = self.attention_dropout if self.training else 0.0
+        order = (1, 2, 0, 3) if self.sequence_first else (0, 2, 1, 3)
+        q, k, v = (x.permute(order) for x in (query_layer, key_layer, value_layer))
+        with self.draws() if dropout else contextlib.nullcontext():
+            context = functional.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=attention_mask,
+                is_causal=causal and attention_mask is None,
+                dropout_p=dropout,
+                scale=self.softmax_scale,
+                enable_gqa=self.groups != self.heads,
+            )
+        return context.permute((2, 0, 1, 3) if self.sequence_first else (0, 2, 1, 3)).flatten(2)
 
 
 class MultiheadAttention(nn.Module):
-    """Norm, joint query/key/value product, rotary embedding, attention and output product; without the residual."""
+    """Norm, joint query/key/value product, rotary embedding, attention and output product; without the residual.
+
+    `bias` is that of both products where `qkv_bias` and `proj_bias` say nothing else. With `return_bias` that of the output
+    product is not added but returned behind the result. qkv_format: "bshd", or "sbhd" for hidden states [T, B, hidden].
+    """
 
     def __init__(
         self,
         hidden_size: int,
         num_attention_heads: int,
         kv_channels: int | None = None,
-        num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
         layernorm_epsilon: float = 1e-5,
-        normalization: str = "LayerNorm",
-        qkv_bias: bool = True,
-        proj_bias: bool = True,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
         *,
+        num_gqa_groups: int | None = None,
+        bias: bool = True,
+        qkv_bias: bool | None = None,
+        proj_bias: bool | None = None,
+        normalization: str = "LayerNorm",
+        qkv_format: str = "bshd",
+        return_bias: bool = False,
+        get_rng_state_tracker: Tracker | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        **te_arguments: Any,
     ) -> None:
         super().__init__()
+        check("MultiheadAttention", te_arguments, MultiheadAttention.__init__)
+        self.sequence_first, self.layer_number = check_format("qkv_format", qkv_format), layer_number
+        draw: dict[str, Any] = {"get_rng_state_tracker": get_rng_state_tracker}
+        make: dict[str, Any] = {"params_dtype": params_dtype, "device": device} | draw
         head_dim = kv_channels or hidden_size // num_attention_heads
-        self.core_attention = DotProductAttention(num_attention_heads, head_dim, num_gqa_groups, attention_dropout)
+        self.core_attention = DotProductAttention(
+            num_attention_heads, head_dim, num_gqa_groups, attention_dropout, attn_mask_type=attn_mask_type, **draw
+        )
         self.heads, self.groups, self.head_dim = num_attention_heads, self.core_attention.groups, head_dim
         self.layernorm_qkv = LayerNormLinear(
             hidden_size,
             (self.heads + 2 * self.groups) * head_dim,
             eps=layernorm_epsilon,
-            bias=qkv_bias,
+            bias=bias if qkv_bias is None else qkv_bias,
             normalization=normalization,
-            params_dtype=params_dtype,
-            device=device,
+            init_method=init_method,
+            **make,
         )
-        self.proj = Linear(self.heads * head_dim, hidden_size, proj_bias, params_dtype=params_dtype, device=device)
+        self.proj = Linear(
+            self.heads * head_dim,
+            hidden_size,
+            bias if proj_bias is None else proj_bias,
+            return_bias=return_bias,
+            init_method=output_layer_init_method,
+            **make,
+        )
 
+    @overload
     def forward(
         self,
         hidden_states: Tensor,
+        attention_mask: Tensor | None = ...,
+        rotary_pos_emb: Angles | Tensor | None = ...,
+        is_first_microbatch: bool | None = ...,
+        **te_arguments: Any,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        hidden_states: Stream,
+        attention_mask: Tensor | None = ...,
+        rotary_pos_emb: Angles | Tensor | None = ...,
+        is_first_microbatch: bool | None = ...,
+        **te_arguments: Any,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self,
+        hidden_states: Tensor | Stream,
         attention_mask: Tensor | None = None,
-        rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
+        rotary_pos_emb: Angles | Tensor | None = None,
         is_first_microbatch: bool | None = None,
-    ) -> Tensor:
-        """hidden_states [B, T, hidden], mask bool [B, 1, T, T], rotary (cos, sin) each float32 [B, T, D] → like the input."""
-        qkv = self.layernorm_qkv(hidden_states, is_first_microbatch)
-        per_group = self.heads // self.groups
-        q, k, v = qkv.unflatten(-1, (self.groups, per_group + 2, self.head_dim)).split([per_group, 1, 1], -2)
-        q, k, v = (x.flatten(2, 3) for x in (q, k, v))
-        if rotary_pos_emb is not None:
-            q, k = reference.rope(q, *rotary_pos_emb), reference.rope(k, *rotary_pos_emb)
-        # The rotated queries and keys are tensors of their own. The values become one, or backward would keep the whole joint
-        # product for their sake.
-        context = self.core_attention(q, k, v.contiguous(), attention_mask)
-        return self.proj(context, is_first_microbatch)
+        *,
+        attn_mask_type: str | None = None,
+        **te_arguments: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """hidden_states [B, T, hidden], mask bool [B, 1, T, T], rotary (cos, sin) each float32 [B, T, D] → like the input.
+
+        The mask is True where a query attends to a key, as PyTorch's, and stands in place of the mask type. rotary_pos_emb may
+        also be Transformer Engine's angles, [T, 1, 1, D]. attn_mask_type: for this call. Of a `Stream` the residual stream with
+        nothing left to be added, and the attention.
+        """
+        if te_arguments:
+            check("MultiheadAttention.forward", te_arguments, MultiheadAttention.forward)
+        stream = (hidden_states, None) if isinstance(hidden_states, Tensor) else hidden_states
+        if self.sequence_first:
+            stream = swapped(stream)
+        angles = cos_and_sin(rotary_pos_emb, stream[0].shape[1], self.head_dim)
+        h, *qkv = self.layernorm_qkv(stream, is_first_microbatch, Rotation(self.heads, self.groups, *(angles or (None, None))))
+        context = self.core_attention(*qkv, attention_mask, attn_mask_type=attn_mask_type)
+        if self.sequence_first:
+            h, context = swapped((h, context))
+        attended: Tensor = self.proj(context, is_first_microbatch)
+        return attended if isinstance(hidden_states, Tensor) else (h, attended)

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any, overload
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from octavo.nn.attention import MultiheadAttention
+from octavo.nn.fused import Angles, Stream
 from octavo.nn.mlp import LayerNormMLP
+from octavo.nn.te_arguments import Init, Tracker, check, check_dropout
+
+
+def sum_of(stream: Stream) -> Tensor:
+    """The residual stream with nothing left to be added."""
+    h, pending = stream
+    return h if pending is None else h + pending
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then h + mlp(norm(h)). The residual stream keeps the input's dtype."""
+    """x + attention(norm(x)), then h + mlp(norm(h)). The residual stream keeps the input's dtype.
+
+    With `parallel_attention_mlp` x + attention(norm(x)) + mlp(norm'(x)). `hidden_dropout` is applied to what is added to the
+    residual stream. attn_input_format: "bshd" for hidden states [B, T, hidden], or "sbhd" for [T, B, hidden]. `bias` is that of
+    all products where `qkv_bias` and `mlp_bias` say nothing else. `init_method` fills the weights of the first product of
+    attention and MLP, `output_layer_init_method` those of the second.
+    """
 
     def __init__(
         self,
@@ -19,50 +36,105 @@ class TransformerLayer(nn.Module):
         num_attention_heads: int,
         num_gqa_groups: int | None = None,
         layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.0,
         attention_dropout: float = 0.0,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        layer_number: int | None = None,
         kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        *,
         normalization: str = "LayerNorm",
         bias: bool = True,
-        activation: str = "gelu",
-        *,
         qkv_bias: bool | None = None,
         mlp_bias: bool | None = None,
+        activation: str = "gelu",
+        attn_input_format: str = "bshd",
+        parallel_attention_mlp: bool = False,
+        get_rng_state_tracker: Tracker | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        **te_arguments: Any,
     ) -> None:
         super().__init__()
+        check("TransformerLayer", te_arguments, TransformerLayer.__init__)
+        check_dropout("hidden_dropout", hidden_dropout)
+        self.hidden_dropout, self.parallel, self.layer_number = hidden_dropout, parallel_attention_mlp, layer_number
+        make: dict[str, Any] = {
+            "normalization": normalization, "init_method": init_method, "output_layer_init_method": output_layer_init_method,
+            "get_rng_state_tracker": get_rng_state_tracker, "params_dtype": params_dtype, "device": device,
+        }  # fmt: skip
         self.self_attention = MultiheadAttention(
             hidden_size,
             num_attention_heads,
             kv_channels,
-            num_gqa_groups,
             attention_dropout,
             layernorm_epsilon,
-            normalization,
-            qkv_bias=bias if qkv_bias is None else qkv_bias,
-            proj_bias=bias,
-            params_dtype=params_dtype,
-            device=device,
+            num_gqa_groups=num_gqa_groups,
+            layer_number=layer_number,
+            attn_mask_type=self_attn_mask_type,
+            bias=bias,
+            qkv_bias=qkv_bias,
+            qkv_format=attn_input_format,
+            **make,
         )
         self.layernorm_mlp = LayerNormMLP(
             hidden_size,
             ffn_hidden_size,
             layernorm_epsilon,
-            bias if mlp_bias is None else mlp_bias,
-            normalization,
-            activation,
-            params_dtype=params_dtype,
-            device=device,
+            bias=bias if mlp_bias is None else mlp_bias,
+            activation=activation,
+            **make,
         )
 
+    @overload
     def forward(
         self,
         hidden_states: Tensor,
+        attention_mask: Tensor | None = ...,
+        rotary_pos_emb: Angles | Tensor | None = ...,
+        is_first_microbatch: bool | None = ...,
+        **te_arguments: Any,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        hidden_states: Stream,
+        attention_mask: Tensor | None = ...,
+        rotary_pos_emb: Angles | Tensor | None = ...,
+        is_first_microbatch: bool | None = ...,
+        **te_arguments: Any,
+    ) -> Stream: ...
+
+    def forward(
+        self,
+        hidden_states: Tensor | Stream,
         attention_mask: Tensor | None = None,
-        rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
+        rotary_pos_emb: Angles | Tensor | None = None,
         is_first_microbatch: bool | None = None,
-    ) -> Tensor:
-        """hidden_states [B, T, hidden] → the same shape and dtype; the other arguments as in `MultiheadAttention`."""
-        attended = self.self_attention(hidden_states, attention_mask, rotary_pos_emb, is_first_microbatch)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.layernorm_mlp(hidden_states, is_first_microbatch)
+        *,
+        self_attn_mask_type: str | None = None,
+        **te_arguments: Any,
+    ) -> Tensor | Stream:
+        """hidden_states [B, T, hidden] → the same shape; the other arguments as in `MultiheadAttention`.
+
+        The mask is True where a query attends to a key: the opposite of Transformer Engine's. Given a `Stream` the layer
+        returns one, and leaves its last addition to the norm of the layer behind it.
+        """
+        if te_arguments:
+            check("TransformerLayer.forward", te_arguments, TransformerLayer.forward)
+        stream = (hidden_states, None) if isinstance(hidden_states, Tensor) else hidden_states
+        h, attended = self.self_attention(
+            stream, attention_mask, rotary_pos_emb, is_first_microbatch, attn_mask_type=self_attn_mask_type
+        )
+        if self.parallel:
+            h, out = self.layernorm_mlp((h, None), is_first_microbatch)
+            out = attended + out
+        else:
+            h, out = self.layernorm_mlp((h, self._dropped(attended)), is_first_microbatch)
+        stream = h, self._dropped(out)
+        return sum_of(stream) if isinstance(hidden_states, Tensor) else stream
+
+    def _dropped(self, branch: Tensor) -> Tensor:
+        return functional.dropout(branch, self.hidden_dropout) if self.hidden_dropout and self.training else branch

@@ -1,8 +1,10 @@
 """The output head with its loss, in chunks of tokens: the whole logits never exist.
 
 Loss and gradients are computed together in forward, chunk by chunk, so that only one chunk of logits is alive: 1 GiB instead
-of 12 for 16,384 tokens and 128,256 words. The price is that the head's gradients exist from forward on. Products run in the
-dtype of the hidden states, statistics in float32, and the gradient of the weight is summed in float32.
+of 12 for 16,384 tokens and 128,256 words. The price is that the head's gradients exist from forward on. Statistics are float32,
+and the gradient of the weight is summed in float32. Products run in the dtype of the hidden states, or, where it is asked for,
+logits and the gradient of the hidden states are FP8 products; the gradient of the weight never is, since every rare word's row
+of it is a sum over few tokens.
 
 float16 has no room for a gradient that is divided by the targets of a step, nor for the factor of a scaled loss: there forward
 keeps the gradient of the sum, and backward multiplies in float32 by what is missing.
@@ -10,52 +12,94 @@ keeps the gradient of the sum, and backward multiplies in float32 by what is mis
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from octavo.kernels.cross_entropy import cross_entropy_
+from octavo.fp8.formats import E5M2
+from octavo.kernels import gemm
+from octavo.kernels.cross_entropy import Gradient, Objective, cross_entropy_, scale_
+from octavo.nn.linear import compute_dtype
+from octavo.nn.products import Forms, Given, Products
 
 CHUNK_BYTES = 1 << 30
 """Logits of one chunk: large enough that the products run at full speed."""
+_ALIGNED = 128
+"""Rows of a chunk are a multiple of this, where there are so many: the products' tiles then have no remainder."""
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, num_items: Tensor, *, ignore_index: int = -100
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    num_items: Tensor,
+    *,
+    objective: Objective | None = None,
+    fp8: Products | None = None,
 ) -> Tensor:
-    """Sum over real targets of −log softmax(hidden · weightᵀ)[target], divided by `num_items`: float32 [].
+    """Sum over real targets of the cross entropy with softmax(hidden · weightᵀ), divided by `num_items`: float32 [].
 
-    hidden: [N, K]. weight: [V, K], any float dtype. target: int64 [N], `ignore_index` where nothing is predicted.
-    num_items: float32 [], the number of targets of the whole step.
+    hidden: [N, K]. weight: [V, K], any float dtype. target: int64 [N]. num_items: float32 [], the number of targets of the
+    whole step. fp8: of a head with products in FP8, its products.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, target, num_items, ignore_index, torch.is_grad_enabled())
+    hidden, grads = hidden.to(compute_dtype(hidden)), torch.is_grad_enabled()
+    with torch.autocast(hidden.device.type, enabled=False):  # it would round sums that are kept in float32
+        return _LinearCrossEntropy.apply(hidden, weight, target, num_items, objective or Objective(), fp8, grads)
+
+
+class _Head:
+    """The products of one forward, chunk by chunk: wide, or logits and the gradient of the hidden states in FP8."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, fp8: Products | None) -> None:
+        self.hidden, self.fp8 = hidden, fp8
+        if fp8 is None:
+            self.wide = weight.to(hidden.dtype)
+        else:
+            self.x, _ = fp8.input(Given(hidden), column=False)
+            self.w = fp8.weight(weight, column=True)
+
+    def logits(self, part: slice) -> Tensor:
+        if self.fp8 is None:
+            return self.hidden[part] @ self.wide.t()
+        x = self.x.by_row
+        return self.fp8.output(Forms(x.data[part], x.scale_inv), self.w, None)
+
+    def grad_hidden_(self, grad: Gradient, out: Tensor) -> None:
+        if self.fp8 is None:
+            torch.mm(grad.wide, self.wide, out=out)
+        else:
+            assert grad.fp8 is not None
+            assert grad.scale_inv is not None
+            out.copy_(gemm.scaled_mm(grad.fp8, grad.scale_inv, *self.w.by_column, out_dtype=out.dtype, precise=True))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, num_items: Tensor, ignore_index: int, grads: bool
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, num_items: Tensor, objective: Objective,
+        fp8: Products | None, grads: bool,
+    ) -> Tensor:  # fmt: skip
         want_hidden, want_weight = (grads and need for need in ctx.needs_input_grad[:2])
-        w = weight.to(hidden.dtype)
         loss = hidden.new_zeros((), dtype=torch.float32)
         late = hidden.dtype == torch.float16
         factor = num_items.float().reciprocal()
         grad_scale = (torch.ones_like(factor) if late else factor) if want_hidden or want_weight else None
         d_hidden = torch.empty_like(hidden) if want_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        rows = max(1, CHUNK_BYTES // (w.shape[0] * w.element_size()))
-        for start in range(0, hidden.shape[0], rows):
-            part = slice(start, start + rows)
-            logits = hidden[part] @ w.t()
-            chunk_loss, grad = cross_entropy_(logits, target[part], grad_scale, ignore_index)
+        d_weight: Tensor | None = None
+        head = _Head(hidden, weight, fp8)
+        kind = E5M2.dtype if fp8 is not None and want_hidden else None
+        for part in _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size()):
+            chunk_loss, grad = cross_entropy_(head.logits(part), target[part], grad_scale, objective, kind)
             loss += chunk_loss
             if grad is not None and d_hidden is not None:
-                torch.mm(grad, w, out=d_hidden[part])
-            if grad is not None and d_weight is not None:
-                _add_product_(d_weight, grad, hidden[part])
+                head.grad_hidden_(grad, d_hidden[part])
+            if grad is not None and want_weight:
+                d_weight = _add_product(d_weight, grad.wide, hidden[part])
+            del grad  # a chunk of logits: a gigabyte that must not stand beside the next, or beside d_weight's two forms
+        if want_weight and d_weight is None:
+            d_weight = torch.zeros_like(weight, dtype=torch.float32)
         if d_weight is not None and not late:
             d_weight = d_weight.to(weight.dtype)
         ctx.save_for_backward(d_hidden, d_weight, factor if late else None)
@@ -63,22 +107,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss / num_items
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("the output head has no second derivative: call backward without create_graph=True.")
         *gradients, factor = ctx.saved_tensors
         if factor is None:
-            scaled = [None if d is None else d * grad_loss.to(d.dtype) for d in gradients]
+            # A gradient as large as the vocabulary is not worth a copy, nor a pass over it where the loss is not scaled.
+            again = torch._C._autograd._get_current_graph_task_keep_graph()
+            scaled = [None if d is None else scale_(d.clone() if again else d, grad_loss) for d in gradients]
         else:
             by = factor * grad_loss
             scaled = [None if d is None else (d.float() * by).to(t) for d, t in zip(gradients, ctx.dtypes, strict=True)]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
-def _add_product_(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """total += gradᵀ · hidden, float32 [V, K], without rounding the product to the operands' dtype on a GPU."""
+def _chunks(rows: int, row_bytes: int) -> list[slice]:
+    """Equal parts of `rows`, none of which has more than `CHUNK_BYTES` of logits."""
+    most = max(1, CHUNK_BYTES // row_bytes)
+    size = math.ceil(rows / math.ceil(rows / most)) if rows else 1
+    if size >= _ALIGNED:
+        size = min(most, math.ceil(size / _ALIGNED) * _ALIGNED)
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def _add_product(total: Tensor | None, grad: Tensor, hidden: Tensor) -> Tensor:
+    """total + gradᵀ · hidden, float32 [V, K], in place but for the first; on a GPU the product is not rounded before."""
     if grad.device.type == "cuda" and grad.dtype != torch.float32:
-        torch.addmm(total, grad.t(), hidden, out_dtype=torch.float32, out=total)
-    elif grad.dtype == torch.float16:
-        total += grad.t().float() @ hidden.float()  # a frequent token's sum ends beyond float16
-    else:
-        total += grad.t() @ hidden
+        if total is None:
+            return torch.mm(grad.t(), hidden, out_dtype=torch.float32)
+        return torch.addmm(total, grad.t(), hidden, out_dtype=torch.float32, out=total)
+    # A frequent word's sum ends beyond float16.
+    part = (grad.t().float() @ hidden.float()) if grad.dtype == torch.float16 else (grad.t() @ hidden).float()
+    return part if total is None else total.add_(part)

@@ -1,0 +1,303 @@
+"""Transformer Engine's arguments that Octavo's layers have no code for: which values ask for nothing, and what to do instead.
+
+The layers take the arguments that mean something here under Transformer Engine's names, and hand the rest to `check`. A value
+that changes nothing is accepted, so that a call written for Transformer Engine runs; any other is refused, never ignored.
+Names are those of version 2.20.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import InputError, unknown
+from octavo.kernels import reference
+
+
+class Only(NamedTuple):
+    """The values of an argument that ask for nothing; `instead` says how to get what other values ask for."""
+
+    values: tuple[Any, ...]
+    instead: str = "Octavo's layers have nothing like it."
+
+
+FREE = Only((), "")
+"""Any value. An argument without influence on any result: names for debugging, sizes for a warm-up."""
+
+_TP = "Tensor and sequence parallelism are set for a whole model: octavo.init's tensor_parallel_degree."
+_GRAD = "Gradients are made in backward and go to .grad."
+_OVERLAP = "There is no overlap of tensor-parallel communication to switch on."
+_SPLIT = "A parameter is one matrix here: take slices of its rows."
+_NORM_OUTPUT = "Use a norm and a Linear."
+_SOFTMAX = "Scores are scaled and go through a plain softmax."
+_CONTEXT = "Context parallelism is set for a whole model: octavo.init's context_parallel_degree."
+_DECODER = "There is no cross-attention."
+_CACHE = "These layers train: there is no cache for generation."
+_THD = "Pass [B, T, …] and a mask that keeps documents apart."
+
+_NAME = {"name": FREE}
+_PARALLEL = {
+    "sequence_parallel": Only((False, None), _TP),
+    "tp_group": Only((None,), _TP),
+    "tp_size": Only((1,), _TP),
+    "fuse_wgrad_accumulation": Only((False,), _GRAD),
+    "delay_wgrad_compute": Only((False,), _GRAD),
+    "symmetric_ar_type": Only((None,), _OVERLAP),
+}
+_ROLE = {"parallel_mode": Only((None,), _TP), "ub_name": FREE}
+_ROLES = {"set_parallel_mode": Only((False,), _TP)}
+_UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+_UB = {flag: Only((False,), _OVERLAP) for flag in _UB_FLAGS}
+_GAMMA = {"zero_centered_gamma": Only((False,), "Norm weights are around 1: add 1 to those of a checkpoint.")}
+_GATHERED = {"return_layernorm_output_gathered": Only((False,), _TP)}
+_PARTS = {"parameters_split": Only((None,), _SPLIT)}
+_WARM_UP = {"seq_length": FREE, "micro_batch_size": FREE}
+_ACTIVATION = {"activation_params": Only((None, {}), "No activation here takes parameters.")}
+_SCORES = {
+    "window_size": Only((None, (-1, -1), (-1, 0)), "Pass a mask: attention_mask, True where a query attends to a key."),
+    "bottom_right_diagonal": Only((None, False), "Causal masks are aligned top left."),
+    "softcap": Only((None, 0.0), _SOFTMAX),
+}
+_SINK = {"softmax_type": Only(("vanilla",), _SOFTMAX)}
+_QK_NORM = {
+    "qk_norm_type": Only((None,), "Queries and keys are not normalised."),
+    "qk_norm_eps": FREE,
+    "qk_norm_before_rope": FREE,
+}
+_QKV_LAYOUT = {
+    "fuse_qkv_params": FREE,
+    "qkv_weight_interleaved": Only((True,), "Rows are grouped by key-value head: octavo.nn.attention.merge_qkv."),
+    "rotary_pos_interleaved": Only((False,), "The two halves of a head are rotated: reorder the rows of query and key."),
+}
+_SELF = {"attention_type": Only(("self",), _DECODER)}
+_CP = {"cp_group": Only((None,), _CONTEXT), "cp_global_ranks": FREE, "cp_stream": FREE, "cp_comm_type": FREE}
+_SEQUENCES = {
+    **{f"cu_seqlens_{part}": Only((None,), _THD) for part in ("q", "kv", "q_padded", "kv_padded")},
+    "max_seqlen_q": FREE,
+    "max_seqlen_kv": FREE,
+    "pad_between_seqs": Only((None, False), _THD),
+    "thd_attention_policies": Only((None,), _THD),
+    "thd_attention_policy_dispatch": FREE,
+}
+_CALL = {
+    "checkpoint_core_attention": Only((False,), "Recompute whole layers: torch.utils.checkpoint, or train.recompute."),
+    "core_attention_bias_type": Only(("no_bias",), _SOFTMAX),
+    "core_attention_bias": Only((None,), _SOFTMAX),
+    "alibi_slopes": Only((None,), _SOFTMAX),
+    "inference_params": Only((None,), _CACHE),
+    "fast_zero_fill": FREE,
+}
+_FP8_ATTENTION = {name: Only((False, None), "Attention runs in the compute dtype.") for name in ("fp8_output", "bf16_backward")}
+_CROSS = dict.fromkeys(("enc_dec_attn_mask_type", "enc_dec_window_size", "enc_dec_bottom_right_diagonal"), FREE)
+_ENCODER = {name: Only((None,), _DECODER) for name in ("encoder_output", "enc_dec_attn_mask")} | _CROSS
+_LINEAR = _NAME | _PARALLEL | _ROLE | _UB
+_NORM = _GAMMA | {"sequence_parallel": Only((False, None), _TP), "sm_margin": FREE}
+
+ARGUMENTS: dict[str, dict[str, Only]] = {
+    "Linear": _LINEAR | _PARTS | {"save_original_input": Only((False,), "What is kept for backward is FP8.")},
+    "GroupedLinear": _LINEAR
+    | {
+        "save_original_input": Only((False,), "What is kept for backward is FP8."),
+        "single_grouped_weight": Only((False,), _SPLIT),
+        "single_grouped_bias": Only((False,), _SPLIT),
+        "use_grouped_tensor": FREE,
+    },
+    "GroupedLinear.forward": {name: Only((None,), "Results are new tensors.") for name in ("out", "dgrad_out")},
+    "LayerNormLinear": _LINEAR | _PARTS | _GAMMA | _GATHERED,
+    "LayerNormMLP": _NAME | _PARALLEL | _ROLES | _UB | _GAMMA | _GATHERED | _WARM_UP | _ACTIVATION
+    | {"checkpoint": Only((False,), "The activation's result is never kept; for more: torch.utils.checkpoint.")},
+    "LayerNorm": _NORM,
+    "RMSNorm": _NORM,
+    "DotProductAttention": _NAME | _SCORES | _SINK | _SELF | _CP
+    | {name: _PARALLEL[name] for name in ("sequence_parallel", "tp_group", "tp_size")}
+    | {"layer_number": FREE, "return_max_logit": Only((False,), _SOFTMAX)},
+    "DotProductAttention.forward": _SCORES | _SEQUENCES | _CALL | _FP8_ATTENTION | {"num_splits": FREE}
+    | {f"score_mod{part}": Only((None,), _SOFTMAX) for part in ("", "_bprop", "_tensors", "_bprop_tensors")}
+    | {
+        "qkv_format": Only((None,), "It is an argument of the constructor."),
+        "qkv_layer": Only((None,), _SPLIT),
+        "kv_layer": Only((None,), _SPLIT),
+        "qkv_interleave_dim": FREE,
+    },
+    "MultiheadAttention": _NAME | _PARALLEL | _ROLES | _UB | _GAMMA | _SCORES | _SINK | _SELF | _QKV_LAYOUT | _QK_NORM
+    | _WARM_UP
+    | {
+        "input_layernorm": Only((True,), "The norm is part of this layer; without one: Linear and DotProductAttention."),
+        "return_layernorm_output": Only((False,), _NORM_OUTPUT),
+    },
+    "MultiheadAttention.forward": _SCORES | _SEQUENCES | _CALL | {"encoder_output": Only((None,), _DECODER)},
+    "TransformerLayer": _NAME | _PARALLEL | _ROLES | _GAMMA | _SCORES | _SINK | _QKV_LAYOUT | _QK_NORM | _WARM_UP | _ACTIVATION
+    | dict.fromkeys(_UB_FLAGS, FREE)  # as in Transformer Engine, without effect unless ub_tp_comm_overlap is set
+    | _CROSS
+    | {
+        "ub_tp_comm_overlap": Only((False,), _OVERLAP),
+        "layer_type": Only(("encoder",), _DECODER),
+        "apply_residual_connection_post_layernorm": Only((False,), "The residual is the input of the norm."),
+        "output_layernorm": Only((False,), "Norms stand in front of attention and MLP: put a norm behind the layer."),
+        "drop_path_rate": Only((0.0,), "There is hidden_dropout and attention_dropout."),
+    },
+    "TransformerLayer.forward": _SCORES | _SEQUENCES | _CALL | _ENCODER,
+}  # fmt: skip
+"""Of each layer, the arguments that it accepts at values without effect."""
+
+
+def check(layer: str, given: Mapping[str, Any], method: Callable[..., Any]) -> None:
+    """Accept what `given` asks for if that is nothing. method: it was given to this one, whose own arguments are known too.
+
+    Raises:
+        InputError: a value asks for something that Octavo does not have, or Transformer Engine has no such argument.
+    """
+    arguments = ARGUMENTS[layer]
+    for name, value in given.items():
+        only = arguments.get(name)
+        if only is None:
+            taken = set(inspect.signature(method).parameters) - {"self", "te_arguments"}
+            raise unknown(f"argument of {layer}", name, taken | set(arguments))
+        if not _is_one_of(value, only):
+            values = " or ".join(map(repr, only.values))
+            raise InputError(f"{layer}({name}={_shown(value)}) is not supported: leave it out or pass {values}. {only.instead}")
+
+
+def _is_one_of(value: Any, only: Only) -> bool:
+    if only is FREE:
+        return True
+    value = tuple(value) if isinstance(value, list) else value
+    return not isinstance(value, Tensor) and any(value is one or bool(value == one) for one in only.values)
+
+
+def _shown(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, Tensor) else repr(value)
+
+
+ACTIVATIONS = {
+    "gelu": "gelu_tanh",
+    "geglu": "geglu_tanh",
+    "gelu_exact": "gelu",
+    "geglu_exact": "geglu",
+    "srelu": "relu2",
+} | {name: name for name in reference.ACTIVATIONS if name not in ("gelu", "geglu")}
+"""The `activation` of a layer → its name in `octavo.kernels`.
+
+Transformer Engine's gelu and geglu are ½x(1 + tanh(√(2/π)(x + 0.044715x³))), and so they are here: the same name gives the
+same numbers. PyTorch's `nn.GELU()`, timm's and Hugging Face's "gelu" have the error function instead: "gelu_exact".
+"""
+
+
+def activation_of(name: str) -> str:
+    """The kernels' name of an activation.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    if name not in ACTIVATIONS:
+        raise unknown("activation", name, ACTIVATIONS)
+    return ACTIVATIONS[name]
+
+
+MASKS = ("causal", "no_mask")
+_MASKED = ("padding", "padding_causal", "arbitrary", "causal_bottom_right", "padding_causal_bottom_right")
+
+
+def check_mask(argument: str, name: str) -> bool:
+    """Whether a query attends to no later key.
+
+    Raises:
+        InputError: it is neither of `MASKS`.
+    """
+    if name in _MASKED:
+        raise InputError(
+            f"{argument}={name!r} is not supported: use one of {', '.join(map(repr, MASKS))}, and pass attention_mask, True "
+            "where a query attends to a key: the opposite of Transformer Engine's masks, which are True where it does not."
+        )
+    if name not in MASKS:
+        raise unknown("attention mask type", name, MASKS)
+    return name == "causal"
+
+
+def cos_and_sin(rotary: Any, tokens: int, head_dim: int) -> Any:
+    """Rotary tables for the first `tokens` positions of Transformer Engine's angles, float32 [T, 1, 1, D]; others as they are.
+
+    Raises:
+        InputError: the angles are too few or of another size than the heads.
+    """
+    if isinstance(rotary, tuple) and rotary[0] is rotary[1]:
+        rotary = rotary[0]  # the angles of queries and of keys
+    if not isinstance(rotary, Tensor) and (rotary is None or rotary[0].dim() == 3):
+        return rotary
+    if not isinstance(rotary, Tensor):
+        raise InputError(
+            "rotary_pos_emb with other angles for keys than for queries is not supported: pass one tensor of angles."
+        )
+    if rotary.dim() != 4 or rotary.shape[0] < tokens or rotary.shape[1:] != (1, 1, head_dim):
+        raise InputError(
+            f"rotary_pos_emb has the shape {list(rotary.shape)}: angles are [{tokens} or more, 1, 1, {head_dim}] (sequence and "
+            "head dimension). Or pass (cos, sin), each [batch or 1, sequence, head dimension]."
+        )
+    angles = rotary[:tokens, 0, 0].float()[None]
+    return angles.cos(), angles.sin()
+
+
+FORMATS = ("bshd", "sbhd")
+"""Orders of the dimensions of activations: batch or sequence first."""
+
+
+def check_format(argument: str, name: str) -> bool:
+    """Whether the sequence comes first.
+
+    Raises:
+        InputError: neither the batch nor the sequence does.
+    """
+    if name not in FORMATS:
+        raise InputError(f"{argument}={name!r} is not supported: use one of {', '.join(map(repr, FORMATS))}. {_THD}")
+    return name == "sbhd"
+
+
+def check_dropout(argument: str, rate: float) -> None:
+    """Raise an InputError unless `rate` is a probability below 1."""
+    if not 0 <= rate < 1:
+        raise InputError(f"{argument}={rate!r}: a dropout rate is at least 0 and below 1; 0 drops nothing.")
+
+
+Init = Callable[[Tensor], Any]
+"""Fills a weight in place, as `torch.nn.init.normal_` does."""
+Tracker = Callable[[], Any]
+"""Gives an object whose `fork(name)` is a context with random numbers of its own: `octavo.state.get_rng_state_tracker`."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Called, the context in which a layer draws random numbers: that of its tracker, where it has one."""
+
+    tracker: Tracker | None = None
+    name: str | None = None
+
+    def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        """A context of its own for each use."""
+        if self.tracker is None:
+            return contextlib.nullcontext()
+        fork: contextlib.AbstractContextManager[Any] = self.tracker().fork(*(() if self.name is None else (self.name,)))
+        return fork
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
+        return self  # a tracker belongs to the process, not to a layer
+
+
+def init_with_(init_method: Init, weight: Tensor, bias: Tensor | None) -> None:
+    """What Transformer Engine does with an `init_method`: it fills the weight; biases are zeros."""
+    with torch.no_grad():
+        init_method(weight)
+    if bias is not None:
+        nn.init.zeros_(bias)
+
+
+def results(y: Tensor, bias: Tensor | None, normed: Tensor | None, *, return_bias: bool) -> Any:
+    """What a linear layer returns: y, or in Transformer Engine's order (y, the bias in y's dtype, the norm's output)."""
+    more = [None if bias is None else bias.to(y.dtype)] if return_bias else []
+    more += [] if normed is None else [normed]
+    return (y, *more) if more else y

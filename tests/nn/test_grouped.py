@@ -1,0 +1,283 @@
+"""GroupedLinear beside as many Linear layers, bit for bit: outputs, gradients and the state of every scale."""
+
+import copy
+
+import plain
+import pytest
+import torch
+
+import octavo
+from octavo.errors import InputError
+from octavo.fp8.scaling import load_state_records, state_records
+from octavo.kernels import gemm
+from octavo.models.description import describe
+
+RECIPES = {
+    "none": lambda: None,
+    "delayed": lambda: octavo.recipe.DelayedScaling(amax_history_len=3),
+    "current": octavo.recipe.CurrentScaling,
+    "rowwise": octavo.recipe.RowwiseScaling,
+    "block": octavo.recipe.BlockScaling,
+}
+SPLITS = [[16, 32, 48], [5, 0, 9], [0, 0, 7], [0, 0, 0], [1, 2, 3]]
+
+
+def make(experts, k, n, bias=True, dtype=None):
+    grouped = plain.randomise(octavo.nn.GroupedLinear(experts, k, n, bias=bias, params_dtype=dtype), seed=experts)
+    layers = [octavo.nn.Linear(k, n, bias, params_dtype=dtype) for _ in range(experts)]
+    with torch.no_grad():
+        for i, layer in enumerate(layers):
+            layer.weight.copy_(getattr(grouped, f"weight{i}"))
+            if bias:
+                layer.bias.copy_(getattr(grouped, f"bias{i}"))
+    return grouped, layers
+
+
+def apart(layers):
+    return lambda x, splits, first=None: torch.cat(
+        [layer(part, first) for layer, part in zip(layers, x.split(splits), strict=True)]
+    )
+
+
+def run(module, x, splits, recipe, seed, **how):
+    x = x.clone().requires_grad_()
+    with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+        y = module(x, splits, **how)
+    y.backward(plain.fresh(*y.shape, seed=seed).to(y.dtype))
+    return y, x.grad
+
+
+def assert_alike(grouped, layers):
+    for i, layer in enumerate(layers):
+        for name in ("weight", "bias"):
+            one, other = getattr(grouped, f"{name}{i}"), getattr(layer, name)
+            if other is not None:
+                assert torch.equal(one.grad, other.grad), f"{name}{i}"
+        for operand, entry in octavo.fp8.inspect(layer).items():
+            mine = octavo.fp8.inspect(grouped)[f"weight{i}"][operand]
+            for key in ("scale", "amax_history"):
+                assert (mine[key] is None) == (entry[key] is None)
+                assert entry[key] is None or torch.equal(mine[key], entry[key]), f"weight{i} {operand} {key}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_as_many_linears_bit_for_bit(recipe, splits, bias, dtype):
+    grouped, layers = make(3, 40, 24, bias)
+    recipe = RECIPES[recipe]()
+    for step in range(3):
+        x = (plain.fresh(sum(splits), 40, seed=step) * 2**step).to(dtype)
+        y, dx = run(grouped, x, splits, recipe, step)
+        want_y, want_dx = run(apart(layers), x, splits, recipe, step)
+        assert y.dtype == dtype
+        assert torch.equal(y, want_y)
+        assert torch.equal(dx, want_dx)
+        assert_alike(grouped, layers)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_expert_without_rows_has_gradients_of_zero(recipe):
+    grouped, _ = make(3, 32, 16)
+    run(grouped, plain.fresh(12, 32), [12, 0, 0], RECIPES[recipe](), 0)
+    assert grouped.weight0.grad.abs().sum() > 0
+    for parameter in (grouped.weight1, grouped.bias1, grouped.weight2, grouped.bias2):
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_model_runs_it_eagerly(recipe):
+    grouped, layers = make(3, 32, 16)
+    compiled = torch.compile(grouped, backend="aot_eager")
+    for step, splits in enumerate([[5, 0, 9], [1, 2, 3], [0, 0, 4]]):
+        x = plain.fresh(sum(splits), 32, seed=step)
+        y, dx = run(compiled, x, splits, RECIPES[recipe](), step)
+        want_y, want_dx = run(apart(layers), x, splits, RECIPES[recipe](), step)
+        assert torch.equal(y, want_y)
+        assert torch.equal(dx, want_dx)
+    assert_alike(grouped, layers)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_micro_batches_keep_the_fp8_weight_of_the_first(recipe):
+    grouped, layers = make(3, 32, 16)
+    recipe = RECIPES[recipe]()
+    for step in range(2):
+        for micro in range(3):
+            x = plain.fresh(14, 32, seed=10 * step + micro)
+            y, dx = run(grouped, x, [5, 0, 9], recipe, micro, is_first_microbatch=micro == 0)
+            want_y, want_dx = run(apart(layers), x, [5, 0, 9], recipe, micro, first=micro == 0)
+            assert torch.equal(y, want_y)
+            assert torch.equal(dx, want_dx)
+            with torch.no_grad():
+                for parameter in (*grouped.parameters(), *(p for layer in layers for p in layer.parameters())):
+                    parameter.mul_(1.5)
+        assert_alike(grouped, layers)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(recipe):
+    grouped, layers = make(3, 32, 16)
+    for module in (grouped.weight1, layers[1].weight, grouped.bias0, layers[0].bias):
+        module.requires_grad_(False)
+    x = plain.fresh(14, 32)
+    y, dx = run(grouped, x, [5, 2, 7], RECIPES[recipe](), 1)
+    want_y, want_dx = run(apart(layers), x, [5, 2, 7], RECIPES[recipe](), 1)
+    assert torch.equal(y, want_y)
+    assert torch.equal(dx, want_dx)
+    assert grouped.weight1.grad is grouped.bias0.grad is None
+    for i in (0, 2):
+        assert torch.equal(getattr(grouped, f"weight{i}").grad, layers[i].weight.grad)
+    with octavo.fp8_autocast(enabled=recipe != "none", fp8_recipe=RECIPES[recipe]()):
+        y = grouped(x, [5, 2, 7])  # x wants none: only the parameters are trained
+    y.sum().backward()
+    with torch.no_grad(), octavo.fp8_autocast(enabled=recipe != "none", fp8_recipe=RECIPES[recipe]()):
+        assert grouped(x, [5, 2, 7]).shape == y.shape
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_under_autocast(recipe):
+    grouped, layers = make(2, 32, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, dx = run(grouped, plain.fresh(9, 32), [4, 5], RECIPES[recipe](), 2)
+        want_y, want_dx = run(apart(layers), plain.fresh(9, 32), [4, 5], RECIPES[recipe](), 2)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, want_y)
+    assert torch.equal(dx, want_dx)
+    assert_alike(grouped, layers)
+
+
+def test_one_expert_may_stay_out_of_fp8():
+    grouped, layers = make(3, 32, 16)
+    grouped.weight1_fp8_state.skipped = layers[1].fp8_state.skipped = "by this test"
+    y, dx = run(grouped, plain.fresh(14, 32), [5, 2, 7], octavo.recipe.RowwiseScaling(), 1)
+    want_y, want_dx = run(apart(layers), plain.fresh(14, 32), [5, 2, 7], octavo.recipe.RowwiseScaling(), 1)
+    assert torch.equal(y, want_y)
+    assert torch.equal(dx, want_dx)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recomputation_repeats_it(recipe):
+    grouped, _ = make(3, 32, 16)
+    twin = copy.deepcopy(grouped)
+    again = lambda x, splits: torch.utils.checkpoint.checkpoint(twin, x, splits, use_reentrant=False)  # noqa: E731
+    for step in range(2):
+        x = plain.fresh(14, 32, seed=step)
+        y, dx = run(grouped, x, [5, 0, 9], RECIPES[recipe](), step)
+        other_y, other_dx = run(again, x, [5, 0, 9], RECIPES[recipe](), step)
+        assert torch.equal(y, other_y)
+        assert torch.equal(dx, other_dx)
+    for (name, one), other in zip(grouped.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name
+
+
+@pytest.mark.parametrize("splits", [[4, 0, 5], (4, 0, 5), torch.tensor([4, 0, 5]), torch.tensor([4, 0, 5], dtype=torch.int32)])
+def test_splits_in_any_form_and_dimensions_in_front(splits):
+    grouped, _ = make(3, 32, 16)
+    x = plain.fresh(9, 32)
+    want = torch.cat([part @ w.T + b for part, w, b in zip(x.split([4, 0, 5]), grouped.weights, grouped.biases, strict=True)])
+    torch.testing.assert_close(grouped(x, splits), want)
+    torch.testing.assert_close(grouped(x.view(3, 3, 32), splits), want.view(3, 3, 16))
+
+
+@pytest.mark.parametrize("splits", [[4, 5], [4, 0, 4], [10, 0, -1], []])
+def test_splits_that_do_not_fit_are_refused(splits):
+    with pytest.raises(InputError, match="m_splits"):
+        make(3, 32, 16)[0](plain.fresh(9, 32), splits)
+
+
+def test_return_bias_leaves_it_to_the_caller():
+    grouped, _ = make(2, 32, 16)
+    x = plain.fresh(9, 32)
+    whole, grouped.return_bias = grouped(x, [4, 5]), True
+    y, biases = grouped(x, [4, 5])
+    parts = [part + bias for part, bias in zip(y.split([4, 5]), biases, strict=True)]
+    torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def test_names_are_transformer_engines_and_every_record_says_which_expert():
+    grouped, _ = make(2, 32, 16)
+    assert set(grouped.state_dict()) == {"weight0", "bias0", "weight1", "bias1"}
+    model = torch.nn.ModuleDict({"experts": grouped})
+    run(grouped, plain.fresh(9, 32), [4, 5], RECIPES["delayed"](), 0)
+    assert set(octavo.fp8.inspect(model)) == {"experts.weight0", "experts.weight1"}
+    assert [(layer.name, layer.fp8) for layer in describe(model).layers] == [
+        ("experts.weight0", True),
+        ("experts.weight1", True),
+    ]
+    records = state_records(model)
+    assert {name.rsplit(".", 2)[0] for name in records} == {"experts.weight0", "experts.weight1"}
+    other = torch.nn.ModuleDict({"experts": octavo.nn.GroupedLinear(2, 32, 16)})
+    load_state_records(other, records, RECIPES["delayed"]())
+    again = state_records(other)
+    assert all(torch.equal(records[name], again[name]) for name in records)
+
+
+def test_initial_weights_are_those_of_linear():
+    grouped = octavo.nn.GroupedLinear(3, 400, 300)
+    for weight in grouped.weights:
+        assert 0.97 * 400**-0.5 < weight.abs().max() <= 400**-0.5
+    assert not torch.equal(grouped.weight0, grouped.weight1)
+    filled = octavo.nn.GroupedLinear(2, 8, 4, init_method=torch.nn.init.ones_)
+    assert filled.weight1.unique().item() == 1
+    assert filled.bias1.unique().item() == 0
+
+
+@pytest.mark.parametrize("sizes", [[16, 32], [3, 0, 20]], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_kernels_arguments_when_all_groups_go_in_one_launch(monkeypatch, sizes, bias):
+    """PyTorch's grouped product replaced by its definition: what it is given must satisfy its contract and give the result."""
+
+    def grouped(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum):
+        assert a.stride() == (a.shape[1], 1)
+        assert b.stride()[1:] == (1, b.shape[1])
+        assert scale_a.shape == (a.shape[0],)
+        assert scale_b.shape == (b.shape[0], b.shape[2])
+        assert offs.dtype == torch.int32
+        assert all(end % 16 == 0 for end in offs.tolist())
+        assert offs[-1] == a.shape[0]
+        assert out_dtype == torch.bfloat16
+        assert not use_fast_accum
+        parts = a.float().mul(scale_a[:, None]).tensor_split(offs[:-1].long())
+        return torch.cat([part @ (m.float() * scale) for part, m, scale in zip(parts, b, scale_b, strict=True)]).to(out_dtype)
+
+    draw = [plain.fresh(rows, 32, seed=rows) for rows in sizes]
+    a = [_rows(x) for x in draw]
+    b = [_rows(plain.fresh(48, 32, seed=90 + i)) for i in range(len(sizes))]
+    biases = [plain.fresh(48, seed=i) if bias else None for i in range(len(sizes))]
+    how = {"out_dtype": torch.bfloat16, "precise": True, "biases": biases}
+    want = gemm.grouped_scaled_mm(a, b, **how)
+    monkeypatch.setattr(gemm, "has_grouped_products", lambda device: True)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped)
+    found = gemm.grouped_scaled_mm(a, b, **how)
+    assert found.shape == want.shape == (sum(sizes), 48)
+    torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-6)
+
+
+def _rows(x):
+    """E4M3 with a scale a row."""
+    scale = 448 / x.abs().amax(1, keepdim=True)
+    return (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn), 1 / scale
+
+
+def test_bfloat16_in_one_launch_has_the_gradients_of_the_loop(monkeypatch):
+    grouped, layers = make(3, 32, 16)
+    x = plain.fresh(14, 32).bfloat16()
+    want_y, want_dx = run(apart(layers), x, [5, 0, 9], None, 3)
+    monkeypatch.setattr(gemm, "has_grouped_products", lambda device: True)
+    monkeypatch.setattr(
+        torch,
+        "_grouped_mm",
+        lambda a, b, offs: torch.cat([part @ m for part, m in zip(a.tensor_split(offs[:-1].long()), b, strict=True)]),
+    )
+    y, dx = run(grouped, x, [5, 0, 9], None, 3)
+    close = {"rtol": 2**-6, "atol": 2**-6}
+    torch.testing.assert_close(y, want_y, **close)
+    torch.testing.assert_close(dx, want_dx, **close)
+    for i, layer in enumerate(layers):
+        for name in ("weight", "bias"):
+            found = getattr(grouped, f"{name}{i}").grad
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found, getattr(layer, name).grad, rtol=2**-6, atol=2**-4)
