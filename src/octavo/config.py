@@ -152,9 +152,10 @@ class Fp8Config(Section):
     """Which products run in 8-bit floating point, and with which scales."""
 
     enabled: bool | Literal["auto"] = Field(
-        "auto",
-        description='true and "auto": FP8 where the device multiplies it (a CPU emulates it, exactly), and none on a GPU that '
-        "does not, unless `emulate`; false: none.",
+        True,
+        description="true: FP8 where the device multiplies it (a CPU emulates it, exactly), and none on a GPU that does not, "
+        'unless `emulate`. "auto": in the layers that a measurement at the start finds faster in FP8, and none where FP8 would '
+        "be emulated, unless `emulate`. false: none.",
     )
     recipe: Literal["delayed", "current", "rowwise", "block"] = Field("delayed", description="How scales are chosen.")
     format: Literal["HYBRID", "E4M3"] = Field(
@@ -167,8 +168,25 @@ class Fp8Config(Section):
     margin: int = Field(
         0, ge=-64, le=64, description="Powers of two that a scale stays below the format's maximum (delayed scaling only)."
     )
+    fast_accumulation: bool = Field(
+        False,
+        description="Hopper's fast accumulation in the products of backward too, not in forward alone (delayed and current "
+        "scaling only).",
+    )
     skip: list[str] = Field(default_factory=list, description="Patterns of module names that stay out of FP8 (`fnmatch`).")
-    emulate: bool = Field(False, description="On a GPU without FP8 products, compute FP8's numbers slowly instead of bf16.")
+    layers: dict[str, Literal["bf16", "delayed", "current", "rowwise", "block"]] = Field(
+        default_factory=dict,
+        description='Patterns of module names → the recipe of these layers, or "bf16" for none in place of `recipe`; the last '
+        "pattern that names a layer holds, and `skip` above all.",
+    )
+    head: bool = Field(
+        False,
+        description="The output head's logits and their input gradient are FP8 products too (Octavo's decoder only).",
+    )
+    emulate: bool = Field(
+        False,
+        description='Compute FP8\'s numbers slowly, on a GPU without FP8 products and, with `enabled` = "auto", on a CPU.',
+    )
 
 
 class OptimizerConfig(Section):
@@ -200,13 +218,27 @@ class TrainConfig(Section):
     micro_batch: int | None = Field(None, ge=1, description="Sequences in a forward of one rank; all of its share when absent.")
     recompute: bool = Field(False, description="Keep only each block's input and compute the rest again in backward.")
     offload: bool = Field(False, description="Keep what blocks save for backward in host memory (Octavo's decoder only).")
-    compile: bool | Literal["auto"] = Field("auto", description='torch.compile each block; "auto": on GPUs only.')
+    compile: bool | Literal["auto"] = Field(
+        "auto", description='torch.compile each block, in place of its fused kernels; "auto": no, since those are faster.'
+    )
     seed: int = Field(0, ge=0, description="Of the initial weights and of dropout.")
     deterministic: bool = Field(False, description="Only deterministic kernels on GPUs (a CPU always is).")
     loss_scale: Literal["dynamic"] | float = Field(
         "dynamic",
         description='With model.dtype = "float16" the loss is multiplied by this before backward. "dynamic": halved when a '
         "gradient overflows, doubled after 2,000 steps without; a number stays as it is.",
+    )
+    label_smoothing: float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Share of each target that is spread evenly over all words (Octavo's decoder only; not in validation).",
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0.0,
+        description="Weight of the square of the logits' log-sum-exp in the loss, which keeps logits near 0 (Octavo's decoder "
+        "only; not in validation).",
     )
     compare_bf16: bool = Field(False, description="Train the same steps without FP8 afterwards, and report the gap in loss.")
     validate_every: int = Field(0, ge=0, description="Steps between validations; 0: only at the end.")

@@ -210,11 +210,11 @@ def test_an_overflow_that_an_fp8_cast_would_hide_is_seen_and_leaves_no_trace(tin
     def spoil(gradient):
         gradient = gradient.clone()
         if left and left.pop():
-            gradient[0, 3, 5] = math.inf
+            gradient[0, 3, 1, 5] = math.inf
         return gradient
 
     qkv = stepper.model.layers[0].self_attention.layernorm_qkv
-    handle = qkv.register_forward_hook(lambda module, args, output: output.register_hook(spoil) and None)
+    handle = qkv.register_forward_hook(lambda module, args, output: output[1].register_hook(spoil) and None)
     before = [p.detach().clone() for p in stepper.model.parameters()]
     result = train_step(stepper, 2)
     assert result.skipped

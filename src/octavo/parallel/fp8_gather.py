@@ -28,7 +28,7 @@ from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.fp8.tensor import GatheredWeight, Quantized
 from octavo.kernels import reference
-from octavo.kernels.cast import cast
+from octavo.kernels.cast import cast, transpose
 
 _placeholders: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -168,13 +168,13 @@ class _SharedWeight:
         if backward or self.keep:
             # Saved for backward before it is filled, as FSDP2's own parameters are.
             with _unsafe_preserve_version_counter((self.column,)):
-                self.column.copy_(row.t())
+                transpose(row, self.column)
         self.state.gathered = GatheredWeight(Quantized(row, self.scale_inv), Quantized(self.column, self.scale_inv))
         return _placeholder(rows * columns, dtype, row.device).view(rows, columns), (self.column,)
 
     def _recipe(self) -> Recipe | None:
         """What this forward casts weights by, if weights of that kind can be cast before they are gathered."""
-        recipe = None if self.state.skipped else autocast.current_recipe(self.parameter.device)
+        recipe = self.state.under(autocast.current_recipe(self.parameter.device))
         tensorwise = recipe is not None and recipe.casts[Operand.WEIGHT].granularity is Granularity.TENSOR
         return recipe if tensorwise else None
 

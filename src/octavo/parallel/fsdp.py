@@ -22,12 +22,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from octavo.errors import InputError
 from octavo.fp8.recipe import Granularity, Operand, Recipe
+from octavo.fp8.scaling import states_of
 from octavo.parallel.fp8_gather import gather_in_fp8
 
 
 def travels_in_fp8(recipe: Recipe | None) -> bool:
     """Whether weights under this recipe can be cast before they are gathered: with one scale a tensor they can."""
     return recipe is not None and recipe.casts[Operand.WEIGHT].granularity is Granularity.TENSOR
+
+
+def _travels(part: nn.Module, recipe: Recipe | None) -> bool:
+    """Whether weights of `part` do under an autocast of `recipe`, where a layer may have a recipe of its own."""
+    return travels_in_fp8(recipe) or any(travels_in_fp8(state.under(recipe)) for _, state in states_of(part))
 
 
 @dataclass(frozen=True)
@@ -61,14 +67,16 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding, *, summe
         how: over which ranks, and in which dtypes.
         summed: sum gradients over the ranks; otherwise they are averaged, as data parallelism of mean losses wants it.
     """
-    fp8, mesh = travels_in_fp8(how.recipe), how.mesh
+    mesh = how.mesh
     # FSDP2 wants gradients of one dtype in a group. Those of FP8 products are of the parameters' own, as on one rank, so
     # whatever shares a block with them (norms, biases) is gathered in its own dtype too: it is small.
     outer = MixedPrecisionPolicy(how.param_dtype, how.reduce_dtype, cast_forward_inputs=False)
-    policy = MixedPrecisionPolicy(None, how.reduce_dtype, cast_forward_inputs=False) if fp8 else outer
+    own = MixedPrecisionPolicy(None, how.reduce_dtype, cast_forward_inputs=False)
     for block in blocks:
+        policy = own if _travels(block, how.recipe) else outer
         fully_shard(block, mesh=mesh, reshard_after_forward=how.reshard_after_forward, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=outer if blocks else policy)
+    policy = own if not blocks and _travels(model, how.recipe) else outer
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     _refuse_fsdp1(model)
     if summed:
         for module in sharded_modules(model):
@@ -82,8 +90,9 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding, *, summe
 
 def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:
     """The last step of sharding, once every parameter has storage: let FP8 weights travel as FP8, where `how` allows it."""
-    if travels_in_fp8(how.recipe):
-        gather_in_fp8(model, blocks or [model], keep=not how.reshard_after_forward or not blocks)
+    parts = [part for part in blocks or [model] if _travels(part, how.recipe)]
+    if parts:
+        gather_in_fp8(model, parts, keep=not how.reshard_after_forward or not blocks)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

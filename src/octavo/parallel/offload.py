@@ -28,10 +28,10 @@ class _Away(NamedTuple):
     device: torch.device
 
 
-def offloaded(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def offloaded(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run(block, hidden, …)` with the activations that it saves for backward kept in host memory (pinned, of a GPU's)."""
 
-    def run_offloaded(block: nn.Module, hidden: Tensor, *args: Any) -> Tensor:
+    def run_offloaded(block: nn.Module, hidden: Tensor, *args: Any) -> Any:
         weights: set[int] = set()
 
         def pack(tensor: Tensor) -> Tensor | _Away:

@@ -1,6 +1,7 @@
 """The folder of a run: its layout, its lock, and the record of what ran in it.
 
     run.toml            the resolved run file: `octavo train` on it continues or reproduces the run
+    choices.json        which layers fp8.enabled = "auto" keeps out of FP8
     environment.json    versions, device, code and command of every start
     metrics.jsonl       one object a step
     checkpoints/step-N/
@@ -71,6 +72,11 @@ class RunFolder:
     def environment(self) -> Path:
         """What ran, and on what."""
         return self.path / "environment.json"
+
+    @property
+    def choices(self) -> Path:
+        """What `fp8.enabled = "auto"` chose when the run began."""
+        return self.path / "choices.json"
 
     @property
     def has_checkpoints(self) -> bool:

@@ -30,7 +30,7 @@ from octavo.data.prepared import PreparedData, check_vocabulary, prepare
 from octavo.errors import InputError, RunStopped
 from octavo.parallel.agreement import all_ranks, writing_ranks
 from octavo.parallel.world import init, state
-from octavo.train import closing
+from octavo.train import choices, closing
 from octavo.train.checkpoint import Checkpointer, check_weights, read_state, restore
 from octavo.train.evaluate import perplexity, validation_loss
 from octavo.train.folder import RunFolder, locked, report
@@ -40,7 +40,7 @@ from octavo.train.optimizer import build_optimizer
 from octavo.train.progress import StepProgress
 from octavo.train.randomness import seed_everything
 from octavo.train.resume import check_resumable
-from octavo.train.setup import RunPlan, check
+from octavo.train.setup import RunPlan, check, model_options
 from octavo.train.step import Stepper, train_step
 from octavo.train.stopping import StopRequest
 from octavo.train.trackers import Trackers, numbers, open_trackers
@@ -68,6 +68,7 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
             before = folder.config() if folder.has_checkpoints else None  # what never saved binds nobody
             if before is not None:
                 check_resumable(before, config, folder.path)
+            plan = choices.settled(plan, folder, resumed=before is not None)
             other = without_fp8(plan) if config.train.compare_bf16 and plan.recipe is not None else None
             if other is not None:
                 _check_beside(RunFolder(other.config.output), other.config)  # before an FP8 run that it would be compared with
@@ -102,6 +103,7 @@ def train_one(
         opened.enter_context(checkpoints)  # does not leave while one is being written
         if leads:
             folder.record(config, plan.hf_config, prepared.tokenizer_folder, plan.hardware.name)
+            choices.record(plan, folder)
         _say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
         if latest is not None and leads:
             _warn_of_other_bits(latest, plan)
@@ -190,13 +192,14 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watch | None = None) -> 
         params_dtype=plan.params_dtype,
         device=plan.device,
         seed=config.train.seed,
-        skip=config.fp8.skip,
+        kept_out=plan.kept_out,
         load_from=plan.weights_folder,
         recompute=config.train.recompute,
         offload=config.train.offload or config.parallel.sm_activation_offloading,
         compile=plan.compile,
         sharding=sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype),
         buffer_dtype=DTYPES[config.parallel.buffer_dtype],
+        **model_options(config),
     )
     model.train()
     validation: list[Batch] = []
@@ -266,7 +269,9 @@ def without_fp8(plan: RunPlan) -> RunPlan:
             "train": config.train.model_copy(update={"output": output, "compare_bf16": False}),
         }
     )
-    return dataclasses.replace(plan, config=config, recipe=None, fp8_note="The same steps without FP8, to compare the loss")
+    return dataclasses.replace(
+        plan, config=config, recipe=None, kept_out={}, fp8_note="The same steps without FP8, to compare the loss"
+    )
 
 
 def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "validation"]) -> Loader:

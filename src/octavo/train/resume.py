@@ -77,7 +77,9 @@ def _may_change(key: str, config: RunConfig) -> bool:
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict):
+        if f"{prefix}{key}" == "fp8.layers":  # whose last pattern wins, so that their order counts
+            flat["fp8.layers"] = list(value.items())
+        elif isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value

@@ -216,7 +216,9 @@ class Background:
 
 def _recipe_record(model: nn.Module) -> dict[str, Any] | None:
     """The recipe that the model's FP8 state was made under: without it histories could not be given their places again."""
-    recipe = next((state.recipe for _, state in states_of(model) if state.recipe is not None), None)
+    states = [state for _, state in states_of(model) if state.recipe is not None]
+    # Layers with a recipe of their own have it again when the model is built again; the autocast's is that of the others.
+    recipe = next((state.recipe for state in sorted(states, key=lambda state: state.override is not None)), None)
     if recipe is None:
         return None
     fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.init}

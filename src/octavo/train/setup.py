@@ -7,8 +7,10 @@ named by an id of the Hub come into Hugging Face's own cache, since their names 
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ from octavo.data.prepared import prepared_or_none
 from octavo.data.tokenizer import local_vocab_size
 from octavo.errors import InputError
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Recipe
+from octavo.fp8.scaling import states_of
 from octavo.hardware import Device, describe_device, supports_fp8
+from octavo.kernels.cross_entropy import Objective
+from octavo.models.decoder import Decoder
 from octavo.models.weights import WeightFiles, check_weights, load_config, weights_folder
 from octavo.parallel.mesh import Degrees, fit_batch, fit_degrees
 from octavo.parallel.world import rank_variable
@@ -44,6 +49,8 @@ class RunPlan:
         recipe: of FP8, or None.
         fp8_note: what runs in FP8, or why nothing does, in one line.
         micro_batch, accumulation: sequences in a forward, and forwards in a step.
+        layers: the FP8 layers by name, with the shape and the recipe of each.
+        kept_out: those that stay out of FP8 all the same, and why.
         flops: of one token, or None for a family that is not counted.
         weights: names, shapes and dtypes of parameters and persistent buffers.
         weights_folder: the local folder of the weights that a run starts from; None for random ones.
@@ -58,9 +65,11 @@ class RunPlan:
     fp8_note: str
     micro_batch: int
     accumulation: int
+    layers: Mapping[str, Layer]
     flops: flops.TokenFlops | None
     weights: Layout
     weights_folder: Path | None
+    kept_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,7 +84,7 @@ class RunPlan:
     @property
     def compile(self) -> bool:
         """Whether blocks are compiled."""
-        return self.device.type == "cuda" if self.config.train.compile == "auto" else self.config.train.compile
+        return self.config.train.compile is True
 
     @property
     def tokens_per_step(self) -> int:
@@ -86,11 +95,30 @@ class RunPlan:
         """(TFLOP/s, MFU) of a rank when all ranks do this many tokens a second; None where family or GPU is not known."""
         if self.flops is None:
             return None, None
-        split = self.flops.by_precision(layers="fp8" if self.recipe is not None else "bf16")
-        achieved = {precision: count * tokens_per_second / self.degrees.world for precision, count in split.items()}
+        # Of the head's three products FP8 takes two.
+        fp8 = (
+            0.0 if self.recipe is None else self.flops.layers * self._fp8_share + self.flops.head * self.config.fp8.head * 2 / 3
+        )
+        split = {"bf16": self.flops.total - fp8, "fp8": fp8}
+        achieved = {precision: flop * tokens_per_second / self.degrees.world for precision, flop in split.items() if flop}
         # float16 products run at bfloat16's rate on every GPU of the table; float32 ones have a peak that it does not hold.
         known = self.config.model.dtype in ("bfloat16", "float16")
         return sum(achieved.values()) / 1e12, flops.mfu(achieved, self.hardware.gpu) if known else None
+
+    @property
+    def _fp8_share(self) -> float:
+        """Of the operations in the layers that can run in FP8, those that do."""
+        sizes = {name: math.prod(layer.shape) for name, layer in self.layers.items()}
+        used = (size for name, size in sizes.items() if self.layers[name].recipe is not None and name not in self.kept_out)
+        return sum(used) / max(1, sum(sizes.values()))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A matrix [N, K] that FP8 products can take, and its recipe; None where the run file keeps it out of FP8."""
+
+    shape: tuple[int, int]
+    recipe: Recipe | None
 
 
 def check(config: RunConfig) -> RunPlan:
@@ -126,6 +154,7 @@ def check(config: RunConfig) -> RunPlan:
         degrees=degrees,
         recipe=recipe if use else None,
         fp8_note=note,
+        layers=_layers(model, recipe),
         micro_batch=micro_batch,
         accumulation=accumulation,
         flops=_token_flops(hf_config, config.data.sequence_length),
@@ -134,13 +163,39 @@ def check(config: RunConfig) -> RunPlan:
     )
 
 
-def recipe_of(config: Fp8Config) -> Recipe:
-    """The recipe that a run file's [fp8] section asks for."""
-    if config.recipe == "delayed":
-        return DelayedScaling(config.margin, Format[config.format], config.amax_history_len, config.amax_compute_algo)
-    if config.recipe == "current":
-        return CurrentScaling(Format[config.format])
-    return RECIPES[config.recipe]()
+def recipe_of(config: Fp8Config, name: str | None = None) -> Recipe:
+    """The recipe that a run file's [fp8] section asks for; or another one of this name, with the settings of the section."""
+    name = name or config.recipe
+    if name == "delayed":
+        return DelayedScaling(
+            config.margin,
+            Format[config.format],
+            config.amax_history_len,
+            config.amax_compute_algo,
+            fast_accumulation=config.fast_accumulation,
+        )
+    if name == "current":
+        return CurrentScaling(Format[config.format], config.fast_accumulation)
+    return RECIPES[name]()
+
+
+def model_options(config: RunConfig) -> dict[str, Any]:
+    """What of a run file decides by which recipe a layer runs, and what is minimised, as `build_model` takes it."""
+    return {
+        "skip": config.fp8.skip,
+        "layers": {p: None if name == "bf16" else recipe_of(config.fp8, name) for p, name in config.fp8.layers.items()},
+        "fp8_head": config.fp8.head,
+        "objective": Objective(label_smoothing=config.train.label_smoothing, z_loss=config.train.z_loss),
+    }
+
+
+def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Layer]:
+    """The FP8 layers of a model but its head, which is asked for by itself."""
+    found = {}
+    for name, state in states_of(model):
+        if (weight := state.weight) is not None and not (isinstance(model, Decoder) and name == "head"):
+            found[name] = Layer((weight.shape[0], weight.shape[1]), state.under(recipe))
+    return found
 
 
 def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: bool) -> tuple[bool, str]:
@@ -150,6 +205,11 @@ def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: b
         return False, "FP8 is off (fp8.enabled = false)"
     if native:
         return True, f"FP8 on {hardware.name}: {what}"
+    if hardware.kind == "cpu" and config.enabled == "auto" and not config.emulate:
+        return False, (
+            'no FP8: a CPU emulates it, which is never faster, and fp8.enabled = "auto" takes what is faster. '
+            "Set fp8.enabled = true to compute FP8's numbers all the same"
+        )
     if hardware.kind == "cpu":
         return True, f"FP8 emulated on the CPU, with the same numbers as on a GPU: {what}"
     if config.emulate:
@@ -229,7 +289,7 @@ def _token_flops(hf_config: Any, sequence_length: int) -> flops.TokenFlops | Non
 
 
 def _meta_model(config: RunConfig, hf_config: Any) -> torch.nn.Module:
-    """The model without memory, for the names and shapes of its weights; this also tries the skip patterns."""
+    """The model without memory, for the names and shapes of its weights; this also tries the patterns of layers."""
     params_dtype = _DTYPES[config.model.params_dtype]
     return build_model(
         hf_config,
@@ -237,6 +297,6 @@ def _meta_model(config: RunConfig, hf_config: Any) -> torch.nn.Module:
         params_dtype=params_dtype,
         device=torch.device("meta"),
         seed=config.train.seed,
-        skip=config.fp8.skip,
         offload=config.train.offload,
+        **model_options(config),
     )

@@ -109,7 +109,7 @@ def train_step(run: Stepper, step: int, stop: StopRequest | None = None) -> Step
         total += loss.detach()
 
     run.watch.phase("optimizer")
-    norm = clip_grad_norm_(run.model, run.config.clip, loss_scale=scale)
+    norm = clip_grad_norm_(run.model, run.config.clip, loss_scale=scale, optimizer=run.optimizer)
     hidden = overflow_in_fp8(run.model) if run.loss_scale is not None else None
     joined = torch.stack([total, total.new_tensor(float(stop is not None and stop.received is not None))])
     if run.group is not None:
