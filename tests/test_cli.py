@@ -453,6 +453,11 @@ def test_a_gpu_without_fp8_trains_without_and_says_so():
         assert "\n" not in note
         assert chosen(ampere, False, enabled=enabled, emulate=True)[0]
         assert chosen(hopper, True, enabled=enabled)[0]
-        assert chosen(processor, False, enabled=enabled)[0]
+        assert chosen(processor, False, enabled=enabled, emulate=True)[0]
+    assert chosen(processor, False, enabled=True)[0]
+    use, note = chosen(processor, False, enabled="auto")
+    assert not use
+    assert "never faster" in note
+    assert "fp8.enabled = true" in note
     for device in (ampere, hopper, processor):
         assert not chosen(device, True, enabled=False)[0]

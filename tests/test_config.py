@@ -57,7 +57,7 @@ def test_defaults(run_file):
     parallel = config.parallel
     assert (parallel.hybrid_shard_degree, parallel.tensor_parallel_degree) == (0, 1)
     assert (parallel.context_parallel_degree, parallel.expert_parallel_degree) == (1, 1)
-    assert (config.fp8.enabled, config.fp8.recipe, config.fp8.format, config.fp8.margin) == ("auto", "delayed", "HYBRID", 0)
+    assert (config.fp8.enabled, config.fp8.recipe, config.fp8.format, config.fp8.margin) == (True, "delayed", "HYBRID", 0)
     assert (config.fp8.amax_history_len, config.fp8.amax_compute_algo) == (1024, "max")
     assert config.optimizer.betas == (0.9, 0.95)
     assert config.train.micro_batch is None

@@ -186,15 +186,25 @@ def doctor(as_json: AsJson = False) -> None:
         render(found, _console(stderr=False))
 
 
-@app.command(epilog="Example: octavo bench one-gpu --cases llama-1b --entries octavo-delayed,torch-bf16")
+@app.command(epilog="Example: octavo bench one-gpu --cases llama-1b,vit-huge --peers te --breakdown")
 def bench(
     suite: Annotated[
-        str, typer.Argument(metavar="SUITE", help="What to measure: one-gpu, sharded or checkpoint.", show_default=False)
+        str,
+        typer.Argument(metavar="SUITE", help="What to measure: one-gpu, sharded, checkpoint or kernels.", show_default=False),
     ],
-    cases: Annotated[str | None, typer.Option(metavar="A,B", help="Only these cases.")] = None,
-    entries: Annotated[str | None, typer.Option("--entries", "--peers", metavar="A,B", help="Only these entries.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each entry.")] = 20,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before measuring.")] = 5,
+    cases: Annotated[str | None, typer.Option(metavar="A,B", help="Only these workloads, or kernels.")] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Peers beside Octavo's entries: bf16, torchao, te; all that are installed if absent."),
+    ] = None,
+    entries: Annotated[str | None, typer.Option(metavar="A,B", help="Exactly these entries, such as octavo-delayed.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Measured steps of each entry, or calls of a kernel; 20 or 100 if absent.")
+    ] = None,
+    warmup: Annotated[int | None, typer.Option(min=0, help="Steps before measuring; 5, or 10 of a kernel, if absent.")] = None,
+    breakdown: Annotated[
+        bool, typer.Option("--breakdown", help="Also record where the time of a step goes, by kind of kernel.")
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="A .json file, or a folder for a file a workload."),
@@ -208,7 +218,7 @@ def bench(
     restore_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that restore; half of them if absent.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure Octavo beside its peers in the same run, and its checkpoints."""
+    """Measure Octavo beside its peers in the same run, its checkpoints, and its kernels beside the device's copy."""
     from octavo.bench.run import render, run_suite
 
     console = _console(stderr=as_json)
@@ -216,8 +226,10 @@ def bench(
         suite,
         cases=_names(cases),
         entries=_names(entries),
+        peers=None if peers is None else _names(peers),
         steps=steps,
         warmup=warmup,
+        breakdown=breakdown,
         output=output,
         device=device,
         gpus=gpus,

@@ -68,9 +68,9 @@ PACKAGES = (
 )  # fmt: skip
 
 FP8_MODES = {
-    "native": 'FP8 products run in FP8 units; fp8.enabled = "auto" turns them on',
-    "emulated": 'this CPU computes FP8\'s numbers exactly and slowly, by bf16 products; fp8.enabled = "auto" turns them on',
-    "bf16": 'no FP8 units: fp8.enabled = "auto" trains in bf16; fp8.emulate = true computes FP8\'s numbers, slowly',
+    "native": 'FP8 products run in FP8 units; fp8.enabled = "auto" takes them where a measurement finds them faster',
+    "emulated": 'this CPU computes FP8\'s numbers exactly and slowly, by bf16 products; fp8.enabled = "auto" trains in bf16',
+    "bf16": "no FP8 units: training is in bf16; fp8.emulate = true computes FP8's numbers, slowly",
 }
 """What happens with FP8, by what the device can do."""
 

@@ -1,4 +1,4 @@
-"""Makes `ranks` importable, and a way to break one rank of an entry."""
+"""Makes `ranks` importable, a way to break one rank of an entry, and torchvision on a CPU's torch."""
 
 import os
 import sys
@@ -8,6 +8,21 @@ import pytest
 
 if str(Path(__file__).parent.parent) not in sys.path:
     sys.path.insert(0, str(Path(__file__).parent.parent))
+
+# timm imports torchvision, whose wheel has operators for CUDA only: a torch for CPUs must at least have heard of two of them.
+SHIM = """\
+try:
+    import torchvision
+except ImportError:
+    pass
+except RuntimeError:
+    import torch
+    operators = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+_kept: dict = {}  # the operators go when nobody holds them
+exec(SHIM, _kept)
 
 FAULT = """\
 import os, sys
@@ -30,3 +45,12 @@ def break_rank_1(tmp_path, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
     return breaks
+
+
+@pytest.fixture
+def with_torchvision(tmp_path, monkeypatch):
+    """What `SHIM` does, in the processes of entries too."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SHIM)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

@@ -13,12 +13,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from octavo.bench.cases import Case
+from octavo.bench.cases import AnyCase
 from octavo.bench.group import Answers, Group
 from octavo.bench.peers import Entry
 from octavo.hardware import GIB, Device
-from octavo.plan.flops import matmul_parameters
 
 MEMORY_SHARE = 0.9
 """Of the device's memory, what resident entries and one step may fill together."""
@@ -53,6 +53,7 @@ class Measurement:
         interleaved: whether its turns alternated with other entries'.
         build_seconds: from the start of its process until the model was built and filled; None until it is.
         start_seconds: the same until the end of the first step; None where that was not a step of its own.
+        breakdown: where the time of a step goes, as `octavo.bench.breakdown` tells; empty where nobody asked.
         error: why there are no figures.
     """
 
@@ -63,6 +64,7 @@ class Measurement:
     interleaved: bool = False
     build_seconds: float | None = None
     start_seconds: float | None = None
+    breakdown: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
     @property
@@ -82,7 +84,7 @@ class Measurement:
 class Worker:
     """An entry that is being measured: its processes and what is known of it."""
 
-    def __init__(self, suite: str, entry: Entry, case: Case, place: Place) -> None:
+    def __init__(self, suite: str, entry: Entry, case: AnyCase, place: Place) -> None:
         self.result = Measurement(entry)
         self.group = Group([suite, entry.name, case.name], device=place.where, ranks=place.ranks)
 
@@ -102,6 +104,13 @@ class Worker:
             self.result.take(answers)
         return answers
 
+    def profile(self, steps: int) -> None:
+        """Add where the time of a step goes, unless it has failed before; `steps` 0: nobody asked."""
+        answers = self.group.ask("profile", steps=steps) if steps and self.result.error is None else []
+        self.result.error = self.result.error or self.group.error
+        if answers:
+            self.result.breakdown = answers[0]
+
     def _until_done(self, do: str, **arguments: int) -> float | None:
         """Seconds from the start of the processes until this is done; None where it failed."""
         done = self.group.ask(do, **arguments)
@@ -116,12 +125,13 @@ def largest(answers: Answers, key: str) -> float | None:
 
 def measure_case(
     suite: str,
-    case: Case,
+    case: AnyCase,
     entries: list[Entry],
     *,
     place: Place,
     steps: int,
     warmup: int,
+    profiled: int = 0,
     say: Callable[[str], None],
 ) -> list[Measurement]:
     """Measure every entry on one case; an entry that fails has its error instead of figures.
@@ -133,6 +143,7 @@ def measure_case(
         place: where.
         steps: timed steps of each entry, over both turns.
         warmup: steps before them, which compile.
+        profiled: steps after them, in which the time of each kernel is recorded.
         say: is told what happens, a line at a time.
     """
     later = steps // 2
@@ -152,6 +163,7 @@ def measure_case(
                 )
             if not keep:
                 worker.turn(later)
+                worker.profile(profiled)
                 worker.group.close()
                 if worker.result.error is None:
                     say(f"{case.name}: {entry.name}: {worker.result.step_seconds * 1e3:.1f} ms a step")
@@ -159,6 +171,8 @@ def measure_case(
             for worker in workers:
                 worker.result.interleaved = len(entries) > 1
                 worker.turn(later)
+            for worker in workers:  # only now: a profiler's slowing must not reach anybody's timed steps
+                worker.profile(profiled)
     finally:
         for worker in workers:
             worker.group.close()
@@ -168,13 +182,11 @@ def measure_case(
     return [worker.result for worker in workers]
 
 
-def all_fit(answers: Answers, case: Case, entries: int, place: Place) -> bool:
+def all_fit(answers: Answers, case: AnyCase, entries: int, place: Place) -> bool:
     """Whether all entries can stay resident beside the steps of one, judged by the first that ran."""
     held, needed = (largest(answers, key) for key in ("held_gib", "needed_gib"))
     if held is not None and needed is not None:
         held, needed = held + CONTEXT_GIB, needed + CONTEXT_GIB
-    else:  # a CPU has no allocator to ask: weights, gradients and two moments, in bfloat16, or sharded ones in float32
-        counted = matmul_parameters(case.hf_config())
-        parameters = counted.stored + (0 if case.tied else counted.head)
-        held = needed = parameters * (8 if place.ranks == 1 else 16) / GIB
+    else:  # a CPU has no allocator to ask: weights, gradients and states, or sharded ones with two moments in float32
+        held = needed = case.parameters * (case.state_bytes if place.ranks == 1 else 16) / GIB
     return needed + (entries - 1) * held <= MEMORY_SHARE * place.device.memory_gib

@@ -1,14 +1,18 @@
 """What is compared on one GPU: a table of entries, each a model with a step that trains it.
 
-Every entry does the same work on the same tokens: forward, backward, PyTorch's fused AdamW on parameters and states in
-bfloat16, gradients set to None. The output head multiplies in bfloat16 in all of them; what differs is how the linear layers
-of the blocks do. A peer is imported when its entry is built, so that one that is not installed is a row with an error, and none
-waits for another's imports.
+Every entry does the same work on the same tokens: forward, backward, AdamW on parameters and states in bfloat16 (Octavo's own;
+for the peers PyTorch's fused one), gradients set to None. The output head multiplies in bfloat16 unless an entry's name says
+otherwise; what differs is how the linear layers of the blocks do. A vision transformer trains by SGD with momentum on float32
+weights under autocast.
+
+A peer is imported when its entry is built, so that one that is not installed is a row with an error, and none waits for
+another's imports.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,21 +21,28 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.bench.cases import Case
+from octavo.bench.cases import AnyCase, Case, VisionCase
 from octavo.bench.plain import PlainLlama
+from octavo.bench.vision import Classifier, in_blocks, replace_blocks, timm_model, under_autocast
 
 if TYPE_CHECKING:
+    from octavo.fp8.recipe import Recipe
     from octavo.parallel.fsdp import Sharding
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "fused": True}
 SEED = 0
+ENVIRONMENT = {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0"}
+"""What Transformer Engine reads: cuDNN's attention, and never a slower one that happens to be installed."""
+PEERS = {"bf16": "torch-", "torchao": "ao-", "te": "te-"}
+"""Groups of peers by the name that a user gives them, and how their entries' names begin."""
 
 
 class Trainer(Protocol):
     """What a builder returns."""
 
-    def step(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Train on one batch (B × T token ids) and return its loss, a scalar on the device that is not waited for."""
+    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Train on one batch (token ids, or images with classes) and return its loss, a scalar that is not waited for."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,7 @@ class Entry:
         head: precision of the output head.
         build: makes the trainer for (case, device, whether to compile), its weights by the keyword `seed`.
         package: the distribution whose version is recorded beside the figures; None: Octavo or PyTorch itself.
+        vision: makes the trainer for a case of images; None: the entry has none.
     """
 
     name: str
@@ -51,26 +63,32 @@ class Entry:
     head: str
     build: Callable[..., Trainer]
     package: str | None = None
+    vision: Callable[..., Trainer] | None = None
+
+    def builder(self, case: AnyCase) -> Callable[..., Trainer] | None:
+        """What makes the trainer for this case; None: the entry does not run it."""
+        return self.vision if isinstance(case, VisionCase) else self.build
 
 
 class Training:
-    """A model, its optimizer and what surrounds its forward."""
+    """A model, its optimizer (PyTorch's fused AdamW where none is given) and what surrounds its forward."""
 
     def __init__(
         self,
         model: nn.Module,
         loss: Callable[[Tensor, Tensor], Tensor],
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.model = model
         self.loss = loss
         self.around = around
-        self.optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        self.optimizer = torch.optim.AdamW(model.parameters(), **ADAMW) if optimizer is None else optimizer
 
-    def step(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Forward, backward, AdamW; gradients do not outlive the step."""
+    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Forward, backward, optimizer; gradients do not outlive the step."""
         with self.around():
-            loss = self.loss(input_ids, labels)
+            loss = self.loss(inputs, labels)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -83,15 +101,51 @@ def build_plain(case: Case, device: torch.device, compiled: bool, *, float8: str
     with device:
         model: nn.Module = PlainLlama(case).to(torch.bfloat16)
     if float8 is not None:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        convert_to_float8_training(
-            model,
-            config=Float8LinearConfig.from_recipe_name(float8),
-            module_filter_fn=lambda module, name: name != "lm_head",
-        )
+        _to_float8(model, float8, lambda module, name: name != "lm_head")
     # A whole graph or an error: a peer must not lose its speed to a graph break that nobody sees.
     return Training(model, torch.compile(model, fullgraph=True) if compiled else model)
+
+
+def build_timm(
+    case: VisionCase, device: torch.device, compiled: bool, *, float8: str | None = None, seed: int = SEED
+) -> Training:
+    """timm's model, the linear layers of its blocks converted by torchao where `float8` names one of its recipes."""
+    model = timm_model(case, device, seed)
+    if float8 is not None:
+        _to_float8(model, float8, in_blocks)
+    classifier: nn.Module = Classifier(model)
+    loss = torch.compile(classifier, fullgraph=True) if compiled else classifier
+    return Training(model, loss, under_autocast(device), torch.optim.SGD(model.parameters(), **SGD))
+
+
+def _to_float8(model: nn.Module, recipe: str, where: Callable[[nn.Module, str], bool]) -> None:
+    """Let torchao convert the linear layers that `where` (module, name) takes."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=where)
+
+
+def build_te(case: Case, device: torch.device, compiled: bool, *, recipe: str | None = None, seed: int = SEED) -> Training:
+    """Transformer Engine's layers, in FP8 where `recipe` names one of `octavo.bench.te`."""
+    os.environ.update(ENVIRONMENT)
+    from octavo.bench import te
+
+    torch.manual_seed(seed)
+    model = te.TeLlama(case, device, compiled=compiled)
+    return Training(model, model, te.autocast(recipe))
+
+
+def build_te_vision(
+    case: VisionCase, device: torch.device, compiled: bool, *, recipe: str | None = None, seed: int = SEED
+) -> Training:
+    """timm's model with Transformer Engine's layers for its blocks; they are compiled already."""
+    os.environ.update(ENVIRONMENT)
+    from octavo.bench import te
+
+    model = timm_model(case, device, seed)
+    replace_blocks(model, lambda eps: te.vision_layer(case, eps, device))
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    return Training(model, Classifier(model), under_autocast(device, te.autocast(recipe)), optimizer)
 
 
 def build_octavo(
@@ -100,42 +154,98 @@ def build_octavo(
     compiled: bool,
     *,
     recipe: str | None = None,
+    head: str = "bf16",
+    fast: bool = False,
     params_dtype: torch.dtype = torch.bfloat16,
     sharding: Sharding | None = None,
     seed: int = SEED,
 ) -> Training:
-    """Octavo's model, in FP8 where `recipe` names one of `octavo.recipe`."""
+    """Octavo's model and optimizer, in FP8 where `recipe` names one of `octavo.recipe`; `head` "fp8" takes the head along.
+
+    fast: fast accumulation in backward too. Its layers are fused already: nothing is compiled.
+    """
     from octavo.fp8.autocast import fp8_autocast
-    from octavo.fp8.recipe import RECIPES
+    from octavo.train.adamw import AdamW
     from octavo.transform import build_model
 
-    scaling = RECIPES[recipe]() if recipe else None
+    scaling = _scaling(recipe, fast)
     model = build_model(
         case.hf_config(),
         dtype=torch.bfloat16,
         params_dtype=params_dtype,
         device=device,
         seed=seed,
-        compile=compiled,
         sharding=sharding,
+        fp8_head=head == "fp8",
     )
 
     def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
         return model(input_ids=input_ids, labels=labels).loss
 
-    return Training(model, loss, lambda: fp8_autocast(enabled=scaling is not None, fp8_recipe=scaling))
+    around = partial(fp8_autocast, enabled=scaling is not None, fp8_recipe=scaling)
+    return Training(model, loss, around, AdamW(model.parameters(), **ADAMW))
+
+
+def build_octavo_vision(
+    case: VisionCase,
+    device: torch.device,
+    compiled: bool,
+    *,
+    recipe: str | None = None,
+    fast: bool = False,
+    seed: int = SEED,
+) -> Training:
+    """timm's model with Octavo's layers for its blocks, in FP8 where `recipe` names one; they are fused already."""
+    from octavo.fp8.autocast import fp8_autocast
+    from octavo.nn.block import TransformerLayer
+
+    scaling = _scaling(recipe, fast)
+    shape = (case.hidden_size, case.intermediate_size, case.heads)
+    how: dict[str, Any] = {"self_attn_mask_type": "no_mask", "params_dtype": torch.float32, "device": device}
+    how["activation"] = "gelu_exact"  # timm's
+    model = timm_model(case, device, seed)
+    replace_blocks(model, lambda eps: TransformerLayer(*shape, layernorm_epsilon=eps, **how), streams=True)
+    around = under_autocast(device, lambda: fp8_autocast(enabled=scaling is not None, fp8_recipe=scaling))
+    return Training(model, Classifier(model), around, torch.optim.SGD(model.parameters(), **SGD))
+
+
+def _scaling(recipe: str | None, fast: bool) -> Recipe | None:
+    from octavo.fp8.recipe import RECIPES
+
+    if recipe is None:
+        return None
+    return RECIPES[recipe](**({"fast_accumulation": True} if fast else {}))
+
+
+def _octavo(name: str, layers: str, **how: Any) -> Entry:
+    return Entry(name, layers, "bf16", partial(build_octavo, **how), vision=partial(build_octavo_vision, **how))
+
+
+def _torchao(name: str, recipe: str) -> Entry:
+    return Entry(name, "fp8", "bf16", partial(build_plain, float8=recipe), "torchao", vision=partial(build_timm, float8=recipe))
+
+
+def _te(name: str, layers: str, **how: Any) -> Entry:
+    package = "transformer-engine"
+    return Entry(name, layers, "bf16", partial(build_te, **how), package, vision=partial(build_te_vision, **how))
 
 
 ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry("octavo-bf16", "bf16", "bf16", build_octavo),
-        Entry("octavo-delayed", "fp8", "bf16", partial(build_octavo, recipe="delayed")),
-        Entry("octavo-current", "fp8", "bf16", partial(build_octavo, recipe="current")),
-        Entry("octavo-rowwise", "fp8", "bf16", partial(build_octavo, recipe="rowwise")),
-        Entry("octavo-block", "fp8", "bf16", partial(build_octavo, recipe="block")),
-        Entry("torch-bf16", "bf16", "bf16", build_plain),
-        Entry("ao-tensorwise", "fp8", "bf16", partial(build_plain, float8="tensorwise"), "torchao"),
-        Entry("ao-rowwise", "fp8", "bf16", partial(build_plain, float8="rowwise"), "torchao"),
+        _octavo("octavo-bf16", "bf16"),
+        _octavo("octavo-delayed", "fp8", recipe="delayed"),
+        _octavo("octavo-delayed-fast", "fp8", recipe="delayed", fast=True),
+        _octavo("octavo-current", "fp8", recipe="current"),
+        _octavo("octavo-rowwise", "fp8", recipe="rowwise"),
+        _octavo("octavo-block", "fp8", recipe="block"),
+        Entry("octavo-delayed-fp8-head", "fp8", "fp8", partial(build_octavo, recipe="delayed", head="fp8")),
+        Entry("octavo-delayed-fast-fp8-head", "fp8", "fp8", partial(build_octavo, recipe="delayed", head="fp8", fast=True)),
+        Entry("torch-bf16", "bf16", "bf16", build_plain, vision=build_timm),
+        _torchao("ao-tensorwise", "tensorwise"),
+        _torchao("ao-rowwise", "rowwise"),
+        _te("te-bf16", "bf16"),
+        _te("te-delayed", "fp8", recipe="delayed"),
+        _te("te-current", "fp8", recipe="current"),
     )
 }

@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from octavo.bench.cases import Case
+from octavo.bench.cases import ALL_CASES, AnyCase
 from octavo.bench.measure import Measurement as Measured
 from octavo.bench.measure import Place
 from octavo.bench.peers import Entry
 from octavo.hardware import Device, driver_version
-from octavo.plan.flops import from_hf_config, mfu
+from octavo.plan.flops import mfu
 from octavo.storage import write_atomic
 
 LOG_WIDTH = 160
@@ -43,6 +43,13 @@ SPEED: Columns = (
     ("loss", "loss", "{:.4f}", 1),
     ("start s", "start_seconds", "{:.0f}", 1),
 )
+VISION: Columns = (("img/s", "images_per_second", "{:,.0f}", 1), *SPEED[1:])
+KERNEL: Columns = (
+    ("us", "us", "{:,.1f}", 1),
+    ("MB", "bytes", "{:,.0f}", 1e-6),
+    ("GB/s", "gb_per_s", "{:,.0f}", 1),
+    ("of copy", "share_of_copy", "{:.1%}", 1),
+)
 CHECKPOINT: Columns = (
     ("GB", "bytes", "{:.1f}", 1e-9),
     ("save s", "save_seconds", "{:.1f}", 1),
@@ -56,47 +63,49 @@ CHECKPOINT: Columns = (
 )
 
 
-def row(case: Case, measured: Measured, place: Place) -> dict[str, Any]:
+def row(case: AnyCase, measured: Measured, place: Place) -> dict[str, Any]:
     """The row of one entry: its figures per GPU, or its error."""
     entry = measured.entry
     named = {"workload": case.name, "entry": entry.name, "head": entry.head}
     if measured.error is not None:
         return {**named, "error": measured.error}
-    rate = case.tokens / measured.step_seconds
-    flops = from_hf_config(case.hf_config(), case.sequence_length)
+    rate = case.units / measured.step_seconds
+    flops = case.flops()
     split = flops.by_precision(layers=entry.layers, head=entry.head)
     return {
         **named,
-        "tokens_per_second": rate,
+        case.rate: rate,
         "step_ms": measured.step_seconds * 1e3,
         "tflops": flops.total * rate / 1e12,
         "mfu": mfu({precision: work * rate for precision, work in split.items()}, place.device.gpu),
         "peak_gib": measured.peak_gib,
         "loss": measured.loss,
         "layers": entry.layers,
-        "batch": case.batch,
-        "sequence_length": case.sequence_length,
+        **case.batch_shape,
         "steps": len(measured.seconds),
         "interleaved": measured.interleaved,
         "gpus": place.ranks,
         "build_seconds": measured.build_seconds,
         "start_seconds": measured.start_seconds,
+        **measured.breakdown,
     }
 
 
 def document(suite: str, command: str, place: Place, entries: Iterable[Entry], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A whole run as `benchmarks/` keeps it."""
+    cases = [ALL_CASES[one["workload"]] for one in rows if one["workload"] in ALL_CASES]
+    peers = [package for package in (*(entry.package for entry in entries), *(case.package for case in cases)) if package]
     return {
         "suite": suite,
         "command": command,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(place.device, entries, place.ranks),
+        "machine": machine(place.device, peers, place.ranks),
         "rows": rows,
     }
 
 
-def machine(device: Device, entries: Iterable[Entry], gpus: int = 1) -> dict[str, Any]:
+def machine(device: Device, peers: Iterable[str], gpus: int = 1) -> dict[str, Any]:
     """What the figures were measured on, and the versions of what was compared; `count` is of the GPUs that were used."""
     on_gpu = device.kind == "cuda"
     return {
@@ -106,7 +115,7 @@ def machine(device: Device, entries: Iterable[Entry], gpus: int = 1) -> dict[str
         "driver": driver_version() if on_gpu else None,
         "torch": version("torch"),
         "triton": version("triton"),
-        "peers": {entry.package: version(entry.package) for entry in entries if entry.package},
+        "peers": {package: version(package) for package in peers},
     }
 
 
@@ -133,9 +142,14 @@ def commit() -> str | None:
 
 
 def write(results: dict[str, Any], output: Path) -> list[Path]:
-    """Write a run: into `output` if that is a .json file, else into that folder as SUITE-WORKLOAD.json, one a workload."""
+    """Write a run: into `output` if that is a .json file, else into that folder as SUITE-WORKLOAD.json, one a workload.
+
+    The kernels are one file, kernels.json: each is a few figures, and they are read side by side.
+    """
     if output.suffix == ".json":
         files = {output: results}
+    elif results["suite"] == "kernels":
+        files = {output / "kernels.json": results}
     else:
         files = {
             output / f"{results['suite']}-{workload}.json": {**results, "rows": rows_of(results, workload)}
@@ -159,40 +173,88 @@ def rows_of(results: dict[str, Any], workload: str) -> list[dict[str, Any]]:
 
 def best_peer(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The fastest row that is not Octavo's, or None."""
-    timed = [row for row in rows if "error" not in row and "tokens_per_second" in row]
+    timed = [row for row in rows if "error" not in row and speed(row) is not None]
     peers = [row for row in timed if not row["entry"].startswith("octavo-")]
-    return max(peers, key=lambda row: row["tokens_per_second"], default=None)
+    return max(peers, key=lambda row: speed(row) or 0.0, default=None)
+
+
+def speed(row: dict[str, Any]) -> float | None:
+    """Tokens or images a second; None where the row has neither."""
+    return row.get("tokens_per_second", row.get("images_per_second"))
 
 
 def render(results: dict[str, Any], console: Console) -> None:
     """Print a table for each workload, with each entry's speed over that of the best peer where there is one."""
-    place = results["machine"]
-    columns = CHECKPOINT if results["suite"] == "checkpoint" else SPEED
+    if results["suite"] == "kernels":
+        _print_table(_titled("kernels", results, "kernel", "shape"), results["rows"], KERNEL, console)
+        return
     for workload in workloads(results):
         rows = rows_of(results, workload)
-        best = best_peer(rows)
-        where = f"{place['count']} x {place['gpu']}" if place["count"] > 1 else place["gpu"] or place["cpu"]
-        title = f"{results['suite']} · {workload} · {where} · torch {place['torch']}"
-        table = Table(title=title, box=SIMPLE, pad_edge=False, title_justify="left")
-        table.add_column("entry")
-        table.add_column("head")
-        for name, *_ in columns:
-            table.add_column(name, justify="right")
+        columns = CHECKPOINT if results["suite"] == "checkpoint" else SPEED
+        if any("images_per_second" in entry for entry in rows):
+            columns = VISION
+        _print_table(_titled(f"{results['suite']} · {workload}", results, "entry", "head"), rows, columns, console)
+        if any("kernel_ms" in entry for entry in rows):
+            _print_breakdown(f"{workload} · kernel ms a step", rows, console)
+
+
+def _titled(what: str, results: dict[str, Any], *first: str) -> Table:
+    """An empty table that says where its figures are from, with its first columns."""
+    place = results["machine"]
+    where = f"{place['count']} x {place['gpu']}" if place["count"] > 1 else place["gpu"] or place["cpu"]
+    title = f"{what} · {where} · torch {place['torch']}"
+    table = Table(title=title, box=SIMPLE, pad_edge=False, title_justify="left")
+    for name in first:
+        table.add_column(name)
+    return table
+
+
+def _print_table(table: Table, rows: list[dict[str, Any]], columns: Columns, console: Console) -> None:
+    """Fill and print it: two names a row, the figures, and the ratio to the best peer where there is one."""
+    best = best_peer(rows)
+    for name, *_ in columns:
+        table.add_column(name, justify="right")
+    if best:
+        table.add_column("vs peer", justify="right")
+    for entry in rows:
+        failed = "error" in entry
+        figures = ["failed", *["-"] * (len(columns) - 1)] if failed else [_figure(entry, column) for column in columns]
         if best:
-            table.add_column("vs peer", justify="right")
-        for entry in rows:
-            failed = "error" in entry
-            figures = ["failed", *["-"] * (len(columns) - 1)] if failed else [_figure(entry, column) for column in columns]
-            if best:
-                figures.append("-" if failed else f"{entry['tokens_per_second'] / best['tokens_per_second']:.3f}")
-            table.add_row(entry["entry"], entry["head"], *figures)
-        if not console.is_terminal:
-            wide = Console(width=LOG_WIDTH)
-            table.width = Measurement.get(wide, wide.options, table).maximum
-        console.print(table, crop=console.is_terminal)
-        for entry in rows:
-            if "error" in entry:
-                console.print(f"{entry['entry']}: {entry['error']}", markup=False, highlight=False)
+            figures.append("-" if failed else f"{(speed(entry) or 0.0) / (speed(best) or 1.0):.3f}")
+        table.add_row(*_names(entry), *figures)
+    _print_whole(table, console)
+    for entry in rows:
+        if "error" in entry:
+            console.print(f"{_names(entry)[0]}: {entry['error']}", markup=False, highlight=False)
+
+
+def _names(entry: dict[str, Any]) -> tuple[str, str]:
+    """The first two columns: entry and head, or kernel and shape."""
+    if "shape" in entry:
+        return entry["workload"], " x ".join(f"{size:,}" for size in entry["shape"])
+    return entry["entry"], entry["head"]
+
+
+def _print_breakdown(title: str, rows: list[dict[str, Any]], console: Console) -> None:
+    """Kinds of kernels down, entries across."""
+    told = [entry for entry in rows if "kernel_ms" in entry]
+    table = Table(title=title, box=SIMPLE, pad_edge=False, title_justify="left")
+    table.add_column("kind")
+    for entry in told:
+        table.add_column(entry["entry"], justify="right")
+    most = {kind: max(entry["kernel_ms"].get(kind, 0.0) for entry in told) for entry in told for kind in entry["kernel_ms"]}
+    for kind in sorted(most, key=lambda kind: most[kind], reverse=True):
+        table.add_row(kind, *(f"{entry['kernel_ms'].get(kind, 0.0):.2f}" for entry in told))
+    table.add_row("all", *(f"{sum(entry['kernel_ms'].values()):.2f}" for entry in told))
+    _print_whole(table, console)
+
+
+def _print_whole(table: Table, console: Console) -> None:
+    """Print a table, in what is not a terminal as wide as it needs to be."""
+    if not console.is_terminal:
+        wide = Console(width=LOG_WIDTH)
+        table.width = Measurement.get(wide, wide.options, table).maximum
+    console.print(table, crop=console.is_terminal)
 
 
 def _figure(entry: dict[str, Any], column: tuple[str, str, str, float]) -> str:

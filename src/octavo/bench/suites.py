@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from octavo.bench.cases import ALL_CASES, CASES
+from octavo.bench.kernels import KERNELS
 from octavo.bench.peers import ENTRIES, Entry
 from octavo.bench.sharded import SHARDED
 
@@ -20,6 +23,8 @@ class Suite:
         cases: workloads on GPUs when none is named.
         cpu_cases: the same on a CPU.
         ranks: least and most processes of an entry; None: as many as there are GPUs.
+        known: all workloads that can be named.
+        steps, warmup: timed steps of each entry, and steps before them, where no number is given.
     """
 
     name: str
@@ -28,12 +33,15 @@ class Suite:
     ranks: tuple[int, int | None]
     usual: tuple[str, ...] = ()
     cpu_cases: tuple[str, ...] = ("tiny",)
+    known: Mapping[str, Any] = field(default_factory=lambda: CASES)
+    steps: int = 20
+    warmup: int = 5
 
 
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
-        Suite("one-gpu", ENTRIES, ("llama-1b", "llama-8b-8layers", "llama2-7b-8layers"), (1, 1)),
+        Suite("one-gpu", ENTRIES, ("llama-1b", "llama-8b-8layers", "llama2-7b-8layers", "vit-huge"), (1, 1), known=ALL_CASES),
         Suite("sharded", SHARDED, ("llama-8b-8k", "llama-8b-16k"), (2, None)),
         Suite(
             "checkpoint",
@@ -42,5 +50,7 @@ SUITES: dict[str, Suite] = {
             (1, None),
             usual=("octavo-delayed",),
         ),
+        # No entries: Octavo's kernels stand beside the device's copy.
+        Suite("kernels", {}, tuple(KERNELS), (1, 1), known=KERNELS, steps=100, warmup=10),
     )
 }

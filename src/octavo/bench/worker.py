@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.bench.cases import CASES, Case
+from octavo.bench.cases import AnyCase, Case, VisionCase
 from octavo.bench.peers import SEED, Entry
 from octavo.bench.suites import SUITES
+from octavo.errors import InputError
 from octavo.hardware import GIB
 from octavo.parallel import world
 
@@ -32,12 +33,15 @@ BATCHES = 4
 
 
 class Stand:
-    """A built entry on its device, with the tokens that every entry sees in the same order, on each rank others."""
+    """A built entry on its device, with the batches that every entry sees in the same order, on each rank others."""
 
-    def __init__(self, entry: Entry, case: Case, device: torch.device, *, seed: int = SEED) -> None:
+    def __init__(self, entry: Entry, case: AnyCase, device: torch.device, *, seed: int = SEED) -> None:
         self.device, self.case = device, case
-        self.trainer = entry.build(case, device, device.type == "cuda", seed=seed)
-        self.batches = itertools.cycle(random_batches(case, device, world.state.rank))
+        build = entry.builder(case)
+        if build is None:
+            raise InputError(f"{entry.name} does not run {case.name}")
+        self.trainer = build(case, device, device.type == "cuda", seed=seed)
+        self.batches = itertools.cycle(labelled_batches(case, device, world.state.rank))
         self._wait()
 
     def warm_up(self, steps: int) -> dict[str, Any]:
@@ -67,13 +71,23 @@ class Stand:
         torch.cuda.empty_cache()
         return {"seconds": seconds, "loss": float(loss), **memory, "held_gib": torch.cuda.memory_reserved(self.device) / GIB}
 
+    def profile(self, steps: int) -> dict[str, Any]:
+        """Kernel milliseconds a step by kind, and the largest kernels, in steps that are not timed."""
+        from octavo.bench.breakdown import record
+
+        self._step()
+        self._wait()
+        found = record(self._step, steps, self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return found
+
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _step(self) -> Tensor:
-        tokens = next(self.batches)
-        return self.trainer.step(tokens, tokens)
+        return self.trainer.step(*next(self.batches))
 
     def _time_cuda(self, steps: int) -> tuple[list[float], Tensor]:
         loss = self._step()  # the memory that went back after the last turn is taken again outside of the timed steps
@@ -100,6 +114,17 @@ def random_batches(case: Case, device: torch.device, rank: int = 0) -> list[Tens
     generator = torch.Generator().manual_seed(SEED + rank)
     shape = (BATCHES, case.batch, case.sequence_length)
     return list(torch.randint(case.vocab_size, shape, generator=generator).to(device))
+
+
+def labelled_batches(case: AnyCase, device: torch.device, rank: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """A few batches with labels: random tokens, which are their own; or normal random images and random classes."""
+    if not isinstance(case, VisionCase):
+        return [(tokens, tokens) for tokens in random_batches(case, device, rank)]
+    generator = torch.Generator().manual_seed(SEED + rank)
+    sides = (case.batch, case.channels, case.image_size, case.image_size)
+    images = [torch.randn(sides, generator=generator).to(device) for _ in range(BATCHES)]
+    labels = torch.randint(case.classes, (BATCHES, case.batch), generator=generator).to(device)
+    return list(zip(images, labels, strict=True))
 
 
 def answers(requests: Iterator[str], build: Callable[..., Stand]) -> Iterator[str]:
@@ -145,7 +170,8 @@ def join(device: torch.device, meeting: str) -> None:
 
 def main(arguments: list[str]) -> None:
     """Serve one entry over standard input and output."""
-    suite, name, case, device = SUITES[arguments[0]], arguments[1], CASES[arguments[2]], torch.device(arguments[3])
+    suite, name, device = SUITES[arguments[0]], arguments[1], torch.device(arguments[3])
+    case = suite.known[arguments[2]]
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

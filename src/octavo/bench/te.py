@@ -1,0 +1,110 @@
+"""Transformer Engine's peer: a Llama of its transformer layers, arranged as it is fastest on one GPU.
+
+Norms, products, activation and rotary embedding are Transformer Engine's fused kernels, attention is cuDNN's, query/key/value
+are one parameter. Embedding and output head are PyTorch's in bfloat16, and the loss over the whole logits is one compiled
+kernel. Only a worker that builds such an entry imports this file, after `octavo.bench.peers` has set what `ENVIRONMENT` there
+says: Transformer Engine reads it when its modules are made.
+
+Shapes: B batch, T sequence, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from torch import Tensor, nn
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+
+from octavo.bench.cases import Case, VisionCase
+from octavo.bench.plain import STD, next_token_loss
+
+RECIPES = {
+    # A short history is what its users take; its length has no part in the speed.
+    "delayed": lambda: DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max"),
+    "current": lambda: Float8CurrentScaling(),
+}
+
+
+def autocast(recipe: str | None) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What makes the surroundings of a forward: FP8 by the recipe of this name, one object for all steps, or nothing."""
+    if recipe is None:
+        return contextlib.nullcontext
+    return partial(te.autocast, enabled=True, recipe=RECIPES[recipe]())
+
+
+def llama_layer(case: Case, device: torch.device) -> nn.Module:
+    """One block of a Llama: x [B, T, D] and the angles of its positions → [B, T, D]."""
+    init = partial(nn.init.normal_, std=STD)
+    layer: nn.Module = te.TransformerLayer(
+        case.hidden_size,
+        case.intermediate_size,
+        case.heads,
+        num_gqa_groups=case.kv_heads,
+        kv_channels=case.head_dim,
+        layernorm_epsilon=case.rms_norm_eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method=init,
+        output_layer_init_method=init,
+        self_attn_mask_type="causal",
+        fuse_qkv_params=True,
+        bias=False,
+        activation="swiglu",
+        normalization="RMSNorm",
+        attn_input_format="bshd",
+        params_dtype=torch.bfloat16,
+        device=device,
+    )
+    return layer
+
+
+def vision_layer(case: VisionCase, eps: float, device: torch.device) -> nn.Module:
+    """One block of a vision transformer with weights in float32: x [B, T, D] → the same in the dtype of PyTorch's autocast."""
+    layer: nn.Module = te.TransformerLayer(
+        case.hidden_size,
+        case.intermediate_size,
+        case.heads,
+        layernorm_epsilon=eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        self_attn_mask_type="no_mask",
+        fuse_qkv_params=True,
+        bias=True,
+        activation="gelu",
+        normalization="LayerNorm",
+        attn_input_format="bshd",
+        params_dtype=torch.float32,
+        device=device,
+    )
+    return layer
+
+
+class TeLlama(nn.Module):
+    """A Llama with its loss; parameters in bfloat16, weights drawn from N(0, 0.02²)."""
+
+    def __init__(self, case: Case, device: torch.device, *, compiled: bool) -> None:
+        super().__init__()
+        make: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        self.embed_tokens = nn.Embedding(case.vocab_size, case.hidden_size, **make)
+        self.layers = nn.ModuleList(llama_layer(case, device) for _ in range(case.layers))
+        self.norm = te.RMSNorm(case.hidden_size, eps=case.rms_norm_eps, **make)
+        self.lm_head = nn.Linear(case.hidden_size, case.vocab_size, bias=False, **make)
+        if case.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+        for weight in {self.embed_tokens.weight, self.lm_head.weight}:
+            nn.init.normal_(weight, std=STD)
+        angles = te.RotaryPositionEmbedding(case.head_dim, rotary_base=case.rope_theta)(case.sequence_length)
+        self.register_buffer("angles", angles.to(device), persistent=False)
+        self.loss = torch.compile(next_token_loss, fullgraph=True) if compiled else next_token_loss
+
+    def forward(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        """Mean cross entropy of each next token, in float32."""
+        x_BTD = self.embed_tokens(ids_BT)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, rotary_pos_emb=self.angles)
+        return self.loss(self.lm_head(self.norm(x_BTD)), labels_BT)

@@ -1,0 +1,113 @@
+"""Where a step's time goes: names of kernels as they are written on a Hopper GPU, and the sums that a row keeps."""
+
+import importlib
+import io
+import pkgutil
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import octavo.kernels
+from octavo.bench.breakdown import KINDS, LARGEST, OTHER, Kernel, kind_of, record, summarise
+from octavo.bench.cases import CASES
+from octavo.bench.measure import Place, measure_case
+from octavo.bench.peers import ENTRIES
+from octavo.bench.results import render, row
+from octavo.hardware import describe_device
+
+NAMES = {
+    "nvjet_qqtst_128x256_128x5_2x1_v_bz_coopA_TNT": "fp8 products",
+    "nvjet_sm90_rqtst_192x192_128x4_1x2_h_bz_coopB_TNT": "fp8 products",
+    "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<f8f8bf16_rowwise>>": "fp8 products",
+    "sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128_cublas": "fp8 products",
+    "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN": "bf16 products",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>": "bf16 products",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x64x128": "attention",
+    "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16>": "attention",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>": "attention",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<bfloat16>>": "optimizer",
+    "void transformer_engine::detail::cast_transpose_optimized_kernel<__nv_bfloat16, __nv_fp8_e4m3>": "casts",
+    "void transformer_engine::transpose_kernel<8, 8, __nv_fp8_e4m3>": "casts",
+    "void transformer_engine::gated_act_kernel<float, silu, __nv_bfloat16, __nv_fp8_e4m3>": "activation",
+    "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Kernel_traits<__nv_bfloat16>>": "norms",
+    "void transformer_engine::fused_rope_forward_kernel<__nv_bfloat16>": "rope",
+    "void transformer_engine::delayed_scaling_recipe::kernel_bulk": "scales",
+    "triton_red_fused__log_softmax__to_copy_nll_loss_forward_3": "cross entropy",
+    "triton_poi_fused_mul_silu_7": "activation",
+    "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_4": "norms",
+    "triton_poi_fused_add_cat_mul_neg_slice_5": "rope",
+    "triton_red_fused_abs_amax_2": "casts",
+    "triton_poi_fused_add_0": "copies and elementwise",
+    "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+    "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>>": "copies and elementwise",
+    "Memset (Device)": "copies and elementwise",
+    "something_else": OTHER,
+}
+FAMILIES = {
+    "activation": "activation", "cast": "casts", "cast_scaled": "casts", "cross_entropy": "cross entropy", "norm": "norms",
+    "rope": "rope", "adamw": "optimizer", "scales": "scales",
+}  # fmt: skip
+"""Of the files of kernels, the kind that theirs are."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kernel_is_told_by_its_name(name):
+    assert kind_of(name) == NAMES[name]
+
+
+def launched():
+    """(file, name) of every kernel of Octavo that is launched: the others are functions of those."""
+    for module in pkgutil.iter_modules(octavo.kernels.__path__):
+        path = importlib.import_module(f"octavo.kernels.{module.name}").__file__
+        source = Path(path).read_text(encoding="utf-8")
+        for part in source.split("@triton.jit\ndef ")[1:]:
+            name = part.split("(")[0]
+            if f"{name}[" in source:
+                yield module.name, name
+
+
+def test_octavos_kernels_have_the_kind_of_their_file():
+    found = list(launched())
+    assert ("cast", "_cast_by_fours") in found
+    for file, name in found:
+        expected = "scales" if name == "_scale_of" else FAMILIES[file]
+        assert kind_of(name) == expected, (file, name)
+
+
+def test_sums_are_of_a_step():
+    kernels = [Kernel("nvjet_qqtst_1", 6.0, 4), Kernel("nvjet_tst_1", 2.0, 2), Kernel("nvjet_qqtst_2", 3.0, 2)]
+    kernels += [Kernel(f"unknown_{i}", 0.1, 2) for i in range(20)]
+    found = summarise(kernels, 2)
+    assert found["kernel_ms"] == pytest.approx({"fp8 products": 4.5, "bf16 products": 1.0, OTHER: 1.0})
+    assert next(iter(found["kernel_ms"])) == "fp8 products"
+    assert len(found["largest_kernels"]) == LARGEST
+    assert found["largest_kernels"][0] == {"name": "nvjet_qqtst_1", "kind": "fp8 products", "ms": 3.0, "calls": 2.0}
+    assert len({kind for kind, _ in KINDS} | {OTHER}) == 13
+
+
+def test_a_profile_is_read():
+    x = torch.randn(64, 64)
+    found = record(lambda: torch.softmax(x @ x, -1), 2, torch.device("cpu"))
+    assert {"aten::mm", "aten::_softmax"} <= {kernel["name"] for kernel in found["largest_kernels"]}
+    (product,) = (kernel for kernel in found["largest_kernels"] if kernel["name"] == "aten::mm")
+    assert product["calls"] == 1
+    assert sum(found["kernel_ms"].values()) > 0
+
+
+def test_a_measured_entry_tells_its_breakdown(tmp_path):
+    place = Place(describe_device("cpu"), "cpu")
+    entries = [ENTRIES["torch-bf16"]]
+    case = CASES["tiny"]
+    (measured,) = measure_case("one-gpu", case, entries, place=place, steps=2, warmup=0, profiled=1, say=lambda line: None)
+    assert measured.error is None
+    figures = row(case, measured, place)
+    assert figures["kernel_ms"]
+    assert 0 < len(figures["largest_kernels"]) <= LARGEST
+    text = io.StringIO()
+    machine = {"gpu": None, "cpu": "a CPU", "count": 0, "torch": "2.13"}
+    render({"suite": "one-gpu", "machine": machine, "rows": [figures]}, Console(file=text, width=120))
+    assert "kernel ms a step" in text.getvalue()
+    for kind in figures["kernel_ms"]:
+        assert kind in text.getvalue()

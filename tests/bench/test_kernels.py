@@ -1,0 +1,115 @@
+"""The table of kernels on a CPU: every row runs at a small size, and moves the bytes that it says."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from octavo.bench import run
+from octavo.bench.kernels import KERNELS, measure_kernels
+from octavo.bench.results import render, write
+from octavo.bench.run import run_suite
+from octavo.errors import InputError
+
+CPU = torch.device("cpu")
+TINY = (64, 768)  # one group of four query heads of 128 with their key and value; blocks of 32 columns of gate and up
+
+
+def tensors(result):
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [tensor for part in result or () for tensor in tensors(part)]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_runs_and_moves_what_its_row_says(name):
+    kernel = KERNELS[name]
+    assert kernel.name == name
+    torch.manual_seed(0)
+    work = kernel.make(*TINY, CPU)
+    written = tensors(work.run())
+    assert written
+    passes = 2 if name == "cast-rows-columns" else 1
+    moved = sum(x.nbytes for x in work.reads) * passes + sum(x.nbytes for x in written)
+    # Beyond it: statistics, scales and gradients of norms, which at this size are up to 8%.
+    assert kernel.bytes(*TINY) <= moved <= 1.08 * kernel.bytes(*TINY)
+    assert all(torch.isfinite(x.float()).all() for x in written)
+
+
+def test_shapes_suit_their_kernels():
+    for kernel in KERNELS.values():
+        for rows, columns in kernel.shapes:
+            # Beyond several times the L2 cache, or a figure would be the cache's.
+            assert kernel.bytes(rows, columns) > 100e6, kernel.name
+            assert rows % 128 == columns % 128 == 0 or kernel.name.startswith("gelu")
+
+
+def test_rows_are_shares_of_the_fastest_copy(tmp_path, monkeypatch):
+    times = iter([100.0, 300.0, 50.0, 40.0])
+    monkeypatch.setattr("octavo.bench.kernels.median_us", lambda run, **how: next(times))
+    monkeypatch.setattr("octavo.bench.kernels.COPIED", ((64, 128), (64, 512)))
+    monkeypatch.setattr("octavo.bench.kernels.FLUSHED_BYTES", 4)
+    small = [type(kernel)(kernel.name, kernel.make, kernel.reads, kernel.writes, (TINY,)) for kernel in KERNELS.values()][:2]
+    broken = type(small[0])("broken", lambda *shape: 1 / 0, 1, 1, (TINY,))
+    said = []
+    rows = measure_kernels([small[0], broken, small[1]], CPU, iterations=1, warmup=0, say=said.append)
+    copies, cast, fault, transposed = rows[:2], *rows[2:]
+    assert [row["bytes"] for row in copies] == [64 * 128 * 4, 64 * 512 * 4]
+    ceiling = 64 * 512 * 4 / 300e-6 / 1e9
+    assert copies[1]["gb_per_s"] == pytest.approx(ceiling)
+    assert cast == {
+        "workload": "cast", "entry": "octavo", "shape": [64, 768], "bytes": 64 * 768 * 3, "us": 50.0,
+        "gb_per_s": pytest.approx(64 * 768 * 3 / 50e-6 / 1e9),
+        "share_of_copy": pytest.approx(64 * 768 * 3 / 50e-6 / 1e9 / ceiling),
+    }  # fmt: skip
+    assert fault == {
+        "workload": "broken", "entry": "octavo", "shape": [64, 768], "error": "ZeroDivisionError: division by zero"
+    }  # fmt: skip
+    assert transposed["bytes"] == 64 * 768 * 4
+    assert len(said) == 2
+    machine = {"gpu": "NVIDIA H200", "cpu": None, "count": 1, "torch": "2.11.0"}
+    results = {"suite": "kernels", "machine": machine, "rows": rows}
+    assert write(results, tmp_path) == [tmp_path / "kernels.json"]
+    assert json.loads((tmp_path / "kernels.json").read_text())["rows"][2]["us"] == 50.0
+    text = io.StringIO()
+    render(results, Console(file=text, width=80))
+    assert "64 x 768" in text.getvalue()
+    assert "failed" in text.getvalue()
+    assert "ZeroDivisionError: division by zero" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "the suite kernels times kernels that run on a GPU, and the device is cpu"),
+        ({"cases": ["cast-transposed"]}, "unknown case 'cast-transposed'. Did you mean 'cast-transpose'?"),
+        (
+            {"entries": ["octavo-delayed"]},
+            "the suite kernels has no entries and no peers: choose what it measures with --cases",
+        ),
+        ({"peers": ["te"]}, "the suite kernels has no entries and no peers"),
+        ({"steps": 0}, "(usual: 100 and 10)"),
+    ],
+)
+def test_what_has_no_kernels_to_time_is_refused(tmp_path, change, message):
+    with pytest.raises(InputError) as caught:
+        run_suite("kernels", output=tmp_path / "none", device="cpu", command="octavo bench kernels", **change)
+    assert message in str(caught.value)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_of_kernels_is_written(tmp_path, monkeypatch):
+    def measured(kernels, device, *, iterations, warmup, say):
+        return [{"workload": kernel.name, "entry": "octavo", "calls": [iterations, warmup]} for kernel in kernels]
+
+    monkeypatch.setattr(run, "_check_gpu", lambda *_: None)
+    monkeypatch.setattr(run, "measure_kernels", measured)
+    results = run_suite(
+        "kernels", cases=["cast", "amax"], steps=7, output=tmp_path, device="cpu", command="octavo bench kernels"
+    )
+    assert json.loads((tmp_path / "kernels.json").read_text()) == results
+    assert [row["workload"] for row in results["rows"]] == ["cast", "amax"]
+    assert [row["calls"] for row in results["rows"]] == [[7, 10]] * 2
+    assert results["machine"]["peers"] == {}

@@ -1,0 +1,186 @@
+"""Which peers stand beside Octavo's entries; Transformer Engine's entries, with a package in its place that has its names."""
+
+import inspect
+import math
+import os
+
+import pytest
+import torch
+
+from octavo.bench import run
+from octavo.bench.cases import ALL_CASES, CASES, VISION_CASES
+from octavo.bench.peers import ENTRIES, PEERS, build_octavo
+from octavo.bench.run import run_suite
+from octavo.bench.suites import SUITES
+from octavo.cli import main
+from octavo.errors import InputError
+from octavo.transform import build_model
+
+CPU = torch.device("cpu")
+ONE_GPU = SUITES["one-gpu"]
+OWN = [name for name in ENTRIES if name.startswith("octavo-")]
+
+# The arguments are those of Transformer Engine 2.20; what computes is Octavo's layer, whose parameters have the same names.
+TRANSFORMER_ENGINE = """
+import contextlib, os
+import torch
+from octavo.nn import RMSNorm as Norm
+from octavo.nn import TransformerLayer as Layer
+
+assert os.environ["NVTE_FUSED_ATTN"] == "1" and os.environ["NVTE_FLASH_ATTN"] == "0"
+
+@contextlib.contextmanager
+def autocast(enabled=True, calibrating=False, recipe=None, amax_reduction_group=None):
+    from octavo import fp8_autocast
+    with fp8_autocast(enabled=enabled, fp8_recipe=recipe):
+        yield
+
+class TransformerLayer(torch.nn.Module):
+    def __init__(
+        self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
+        hidden_dropout=0.1, attention_dropout=0.1, init_method=None, output_layer_init_method=None, kv_channels=None,
+        self_attn_mask_type="causal", params_dtype=None, fuse_qkv_params=False, bias=True, activation="gelu",
+        normalization="LayerNorm", device="cuda", attn_input_format="sbhd",
+    ):
+        super().__init__()
+        assert hidden_dropout == attention_dropout == 0 and fuse_qkv_params and attn_input_format == "bshd"
+        layer = Layer(
+            hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, layernorm_epsilon, kv_channels=kv_channels,
+            normalization=normalization, bias=bias, activation=activation, self_attn_mask_type=self_attn_mask_type,
+            params_dtype=params_dtype, device=device,
+        )
+        self.self_attention, self.layernorm_mlp, self.layer = layer.self_attention, layer.layernorm_mlp, [layer]
+
+    def forward(self, hidden_states, attention_mask=None, rotary_pos_emb=None):
+        if rotary_pos_emb is not None:
+            angles = rotary_pos_emb[:, 0].transpose(0, 1)
+            rotary_pos_emb = (angles.cos(), angles.sin())
+        return self.layer[0](hidden_states, attention_mask, rotary_pos_emb)
+
+class RMSNorm(Norm):
+    def __init__(self, normalized_shape, eps=1e-5, device=None, dtype=None):
+        super().__init__(normalized_shape, eps, params_dtype=dtype, device=device)
+
+class RotaryPositionEmbedding(torch.nn.Module):
+    def __init__(self, dim, rotary_base=10000.0):
+        super().__init__()
+        self.inverse = rotary_base ** -(torch.arange(0, dim, 2).float() / dim)
+
+    def forward(self, max_seq_len):
+        return torch.outer(torch.arange(max_seq_len).float(), self.inverse).repeat(1, 2)[:, None, None]
+"""
+RECIPES = "from octavo.fp8.recipe import CurrentScaling as Float8CurrentScaling, DelayedScaling, Format\n"
+
+
+@pytest.fixture
+def transformer_engine(tmp_path, monkeypatch):
+    """A package of that name for the processes of entries."""
+    files = {
+        "__init__.py": "",
+        "pytorch/__init__.py": TRANSFORMER_ENGINE,
+        "common/__init__.py": "",
+        "common/recipe.py": RECIPES,
+    }
+    for name, text in files.items():
+        path = tmp_path / "site" / "transformer_engine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+def test_transformer_engines_entries_train(tmp_path, transformer_engine):
+    results = run_suite(
+        "one-gpu", cases=["tiny"], entries=["te-bf16", "te-delayed", "te-current"], steps=2, warmup=1,
+        output=tmp_path, device="cpu", command="octavo bench",
+    )  # fmt: skip
+    for figures in results["rows"]:
+        assert "error" not in figures, figures
+        assert abs(figures["loss"] - math.log(512)) < 0.2
+    losses = [figures["loss"] for figures in results["rows"]]
+    assert len(set(losses)) == 3  # FP8 by two recipes, and none
+    assert results["machine"]["peers"] == {"transformer-engine": None}
+
+
+def compared(monkeypatch, installed, suite=ONE_GPU, entries=None, peers=None):
+    said = []
+    monkeypatch.setattr(run, "version", lambda package: "1.0" if package in installed else None)
+    return [entry.name for entry in run._compared(suite, entries, peers, said.append)], said
+
+
+def test_peers_that_are_installed_stand_beside_octavo(monkeypatch):
+    assert compared(monkeypatch, {"torchao", "transformer-engine"}) == (list(ENTRIES), [])
+    names, said = compared(monkeypatch, set())
+    assert names == [*OWN, "torch-bf16"]
+    assert said == [
+        "torchao is not installed: without ao-tensorwise, ao-rowwise",
+        "transformer-engine is not installed: without te-bf16, te-delayed, te-current",
+    ]
+
+
+def test_peers_are_chosen_by_group(monkeypatch):
+    # What is asked for and not installed has a row, which says so.
+    assert compared(monkeypatch, set(), peers=["te"]) == ([*OWN, "te-bf16", "te-delayed", "te-current"], [])
+    assert compared(monkeypatch, set(), peers=["torchao", "bf16"])[0] == [*OWN, "torch-bf16", "ao-tensorwise", "ao-rowwise"]
+    assert compared(monkeypatch, set(), peers=[])[0] == OWN
+    assert compared(monkeypatch, set(), entries=["te-bf16", "octavo-bf16"])[0] == ["te-bf16", "octavo-bf16"]
+    sharded = SUITES["sharded"]
+    assert compared(monkeypatch, set(), sharded, peers=["bf16"])[0] == list(sharded.entries)
+    assert compared(monkeypatch, set(), SUITES["checkpoint"])[0] == ["octavo-delayed"]
+    assert set(PEERS) == {"bf16", "torchao", "te"}
+    assert all(name in OWN or any(name.startswith(prefix) for prefix in PEERS.values()) for name in ENTRIES)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peers": ["tee"]}, "unknown group of peers 'tee'. Did you mean 'te'?"),
+        ({"peers": ["te"], "entries": ["te-bf16"]}, "entries te-bf16 are all that is compared: leave --peers out"),
+        ({"suite": "sharded", "peers": ["torchao"]}, "peers = torchao: the suite sharded has only bf16"),
+        ({"suite": "checkpoint", "peers": ["bf16"]}, "peers = bf16: the suite checkpoint has no peers"),
+        ({"suite": "sharded", "cases": ["vit-huge"]}, "unknown case 'vit-huge'"),
+        (
+            {"breakdown": True},
+            "--breakdown reads the kernels of training steps on a GPU: not those of the suite one-gpu on cpu",
+        ),
+        ({"cases": ["tiny-vit"], "entries": ["octavo-delayed-fp8-head"]}, "octavo-delayed-fp8-head: none runs tiny-vit"),
+    ],
+)
+def test_peers_and_cases_that_do_not_fit_are_refused(tmp_path, change, message):
+    asked = {"suite": "one-gpu", "cases": ["tiny"], "device": "cpu", **change}
+    with pytest.raises(InputError) as caught:
+        run_suite(**asked, output=tmp_path / "none", command="octavo bench")
+    assert message in str(caught.value)
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_command_refuses_with_exit_code_2(capsys):
+    assert main(["bench", "one-gpu", "--cases", "tiny", "--peers", "bf16,tee", "--device", "cpu"]) == 2
+    assert "unknown group of peers 'tee'" in capsys.readouterr().err
+    assert main(["bench", "kernels", "--cases", "cast,swiglu-fp8", "--device", "cpu"]) == 2
+    assert "run on a GPU" in capsys.readouterr().err
+
+
+def test_a_workload_whose_model_is_not_installed_is_left_out(monkeypatch):
+    monkeypatch.setattr(run, "version", lambda package: None)
+    said = []
+    gpu = run.Place(run.describe_device("cpu").__class__("a GPU", None, (9, 0), 140.0, "cuda"), "cuda:0")
+    entries = [ENTRIES["octavo-delayed"], ENTRIES["octavo-delayed-fp8-head"]]
+    plan = run._plan(ONE_GPU, None, entries, gpu, said.append)
+    assert [case.name for case, _ in plan] == ["llama-1b", "llama-8b-8layers", "llama2-7b-8layers"]
+    assert said == ["timm is not installed: without vit-huge"]
+    ((case, able),) = run._plan(ONE_GPU, ["vit-huge"], entries, gpu, said.append)
+    assert (case, able) == (VISION_CASES["vit-huge"], entries[:1])
+    assert said[1:] == ["vit-huge: without octavo-delayed-fp8-head"]
+    assert set(ALL_CASES) == set(CASES) | set(VISION_CASES)
+
+
+@pytest.mark.skipif("head_precision" not in inspect.signature(build_model).parameters, reason="the head has one precision")
+def test_the_head_trains_in_fp8_too():
+    case = CASES["tiny"]
+    entry = ENTRIES["octavo-delayed-fp8-head"]
+    assert (entry.layers, entry.head, entry.build.func) == ("fp8", "fp8", build_octavo)
+    trainer = entry.build(case, CPU, False)
+    ids = torch.randint(case.vocab_size, (case.batch, case.sequence_length))
+    losses = [float(trainer.step(ids, ids)) for _ in range(8)]
+    assert abs(losses[0] - math.log(case.vocab_size)) < 0.2
+    assert losses[-1] < losses[0]

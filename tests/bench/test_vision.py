@@ -1,0 +1,103 @@
+"""The vision workload at a small size: its counts, and that a model with other blocks is timm's, gradients included."""
+
+import math
+
+import pytest
+import torch
+
+from octavo.bench.cases import CASES, VISION_CASES
+from octavo.bench.measure import Measurement, Place
+from octavo.bench.peers import ENTRIES
+from octavo.bench.results import best_peer, row
+from octavo.bench.run import run_suite
+from octavo.bench.worker import labelled_batches, random_batches
+from octavo.hardware import Device, lookup
+
+CPU = torch.device("cpu")
+TINY, HUGE = VISION_CASES["tiny-vit"], VISION_CASES["vit-huge"]
+ONE_H200 = Place(Device("NVIDIA H200", lookup("NVIDIA H200"), (9, 0), 139.8, "cuda"), "cuda:0")
+
+
+@pytest.fixture(scope="module")
+def timm():
+    """timm, where it is installed."""
+    return pytest.importorskip("timm", exc_type=ImportError)
+
+
+def test_vit_huge_is_counted():
+    assert HUGE.sequence_length == 257
+    assert HUGE.parameters == 632_045_800  # timm's vit_huge_patch14_224
+    flops = HUGE.flops()
+    assert flops.layers == 6 * 32 * 12 * 1280**2 * 257
+    assert flops.attention == 12 * 32 * 1280 * 257 * 257
+    assert flops.head == 0
+    measured = Measurement(ENTRIES["octavo-delayed"])
+    measured.take([{"seconds": [0.2, 0.2], "loss": 6.9, "peak_gib": 30.0}])
+    figures = row(HUGE, measured, ONE_H200)
+    assert figures["images_per_second"] == pytest.approx(640)
+    assert "tokens_per_second" not in figures
+    assert figures["tflops"] == pytest.approx(640 * flops.total / 1e12)
+    assert (figures["batch"], figures["image_size"], figures["sequence_length"]) == (128, 224, 257)
+    slower = row(HUGE, Measurement(ENTRIES["te-delayed"], seconds=[0.3], loss=6.9), ONE_H200)
+    slowest = row(HUGE, Measurement(ENTRIES["torch-bf16"], seconds=[0.4], loss=6.9), ONE_H200)
+    assert best_peer([figures, slowest, slower])["entry"] == "te-delayed"
+
+
+def test_every_entry_sees_the_same_images():
+    first, second = labelled_batches(TINY, CPU), labelled_batches(TINY, CPU)
+    assert all(torch.equal(a, b) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True))
+    images, labels = first[0]
+    assert (images.shape, labels.shape) == ((2, 3, 32, 32), (2,))
+    assert 0 <= min(int(labels.min()) for _, labels in first) <= max(int(labels.max()) for _, labels in first) < TINY.classes
+    tokens = random_batches(CASES["tiny"], CPU)
+    assert all(
+        torch.equal(a, t) and torch.equal(b, t) for (a, b), t in zip(labelled_batches(CASES["tiny"], CPU), tokens, strict=True)
+    )
+
+
+def gradients(name):
+    trainer = ENTRIES[name].vision(TINY, CPU, False)
+    images, labels = labelled_batches(TINY, CPU)[0]
+    with trainer.around():
+        loss = trainer.loss(images, labels)
+    loss.backward()
+    return loss.item(), trainer.model
+
+
+def test_octavos_model_is_timms(timm):
+    expected, theirs = gradients("torch-bf16")
+    loss, ours = gradients("octavo-bf16")
+    assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters()) == TINY.parameters
+    assert all(p.dtype == torch.float32 for p in ours.parameters())
+    assert loss == pytest.approx(expected, rel=5e-3)
+    for mine, reference in (
+        (ours.patch_embed.proj.weight, theirs.patch_embed.proj.weight),
+        (ours.blocks[0].self_attention.proj.weight, theirs.blocks[0].attn.proj.weight),
+        (ours.blocks[1].layernorm_mlp.fc1_weight, theirs.blocks[1].mlp.fc1.weight),
+        (ours.norm.norm.weight, theirs.norm.weight),
+    ):
+        assert torch.equal(mine, reference)
+        assert (mine.grad - reference.grad).norm() <= 0.03 * reference.grad.norm()
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.vision and name.startswith("octavo-")])
+def test_octavos_entries_train(timm, name):
+    trainer = ENTRIES[name].vision(TINY, CPU, False)
+    images, labels = labelled_batches(TINY, CPU)[0]
+    losses = [float(trainer.step(images, labels)) for _ in range(8)]
+    assert abs(losses[0] - math.log(TINY.classes)) < 1.0
+    assert losses[-1] < losses[0]
+    assert isinstance(trainer.optimizer, torch.optim.SGD)
+
+
+def test_a_run_of_images_is_measured(timm, tmp_path, with_torchvision):
+    results = run_suite(
+        "one-gpu", cases=["tiny-vit"], entries=["octavo-delayed", "octavo-delayed-fp8-head", "torch-bf16"], steps=2, warmup=1,
+        output=tmp_path, device="cpu", command="octavo bench",
+    )  # fmt: skip
+    assert [figures["entry"] for figures in results["rows"]] == ["octavo-delayed", "torch-bf16"]
+    for figures in results["rows"]:
+        assert "error" not in figures, figures
+        assert figures["images_per_second"] == pytest.approx(2 / (figures["step_ms"] / 1e3))
+    assert results["machine"]["peers"]["timm"]
+    assert (tmp_path / "one-gpu-tiny-vit.json").is_file()

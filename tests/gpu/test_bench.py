@@ -1,0 +1,100 @@
+"""Peers on a GPU do the same work as the plain model; profiles and timed kernels have figures."""
+
+import os
+
+import pytest
+import torch
+
+from octavo.bench.breakdown import OTHER, record
+from octavo.bench.cases import Case, VisionCase
+from octavo.bench.kernels import KERNELS, Kernel, measure_kernels
+from octavo.bench.peers import ENTRIES, ENVIRONMENT, build_plain
+from octavo.bench.worker import labelled_batches
+from octavo.nn.attention import merge_qkv
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+CUDA = torch.device("cuda")
+LLAMA = Case("small", 512, 2, 8, 2, 64, 1024, 1024, False, 2, 256)
+VIT = VisionCase("small-vit", 320, 2, 4, 1280, 32, 16, 224, 16)  # heads of 80, as vit-huge has
+
+
+def transformer_engine():
+    os.environ.update(ENVIRONMENT)
+    pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
+
+
+@torch.no_grad()
+def copy_llama(theirs, plain):
+    """The weights of the plain model, as Transformer Engine lays them out."""
+    theirs.embed_tokens.weight.copy_(plain.model.embed_tokens.weight)
+    theirs.lm_head.weight.copy_(plain.lm_head.weight)
+    for layer, block in zip(theirs.layers, plain.model.layers, strict=True):
+        attention, mlp = block.self_attn, block.mlp
+        qkv = merge_qkv(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, LLAMA.kv_heads)
+        layer.self_attention.layernorm_qkv.weight.copy_(qkv)
+        layer.self_attention.proj.weight.copy_(attention.o_proj.weight)
+        layer.layernorm_mlp.fc1_weight.copy_(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+        layer.layernorm_mlp.fc2_weight.copy_(mlp.down_proj.weight)
+
+
+def far(a, b):
+    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("te-bf16", 0.03), ("te-delayed", 0.3), ("te-current", 0.15)])
+def test_transformer_engines_llama_is_the_plain_one(name, tolerance):
+    transformer_engine()
+    plain, theirs = build_plain(LLAMA, CUDA, False), ENTRIES[name].build(LLAMA, CUDA, True)
+    assert sum(p.numel() for p in theirs.model.parameters()) == sum(p.numel() for p in plain.model.parameters())
+    copy_llama(theirs.model, plain.model)
+    ids, labels = labelled_batches(LLAMA, CUDA)[0]
+    for _ in range(3):  # delayed scales begin at 1, and have seen one step behind the first
+        theirs.model.zero_grad()
+        with theirs.around():
+            loss = theirs.loss(ids, labels)
+        loss.backward()
+    expected = plain.loss(ids, labels)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
+    assert far(theirs.model.embed_tokens.weight.grad, plain.model.model.embed_tokens.weight.grad) < tolerance
+    down = (theirs.model.layers[0].layernorm_mlp.fc2_weight, plain.model.model.layers[0].mlp.down_proj.weight)
+    assert far(*(weight.grad for weight in down)) < tolerance
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.vision and name != "torch-bf16"])
+def test_vision_entries_begin_with_timms_loss(name):
+    pytest.importorskip("timm", exc_type=ImportError)
+    if name.startswith("te-"):
+        transformer_engine()
+    if name.startswith("ao-"):
+        pytest.importorskip("torchao", exc_type=ImportError)
+    batch = labelled_batches(VIT, CUDA)[0]
+    expected = float(ENTRIES["torch-bf16"].vision(VIT, CUDA, False).step(*batch))
+    trainer = ENTRIES[name].vision(VIT, CUDA, True)
+    losses = [float(trainer.step(*batch)) for _ in range(4)]
+    assert losses[0] == pytest.approx(expected, rel=0.03)
+    assert losses[-1] < losses[0]
+
+
+def test_a_profile_tells_kernels_of_a_gpu():
+    trainer = build_plain(LLAMA, CUDA, False)
+    batch = labelled_batches(LLAMA, CUDA)[0]
+    found = record(lambda: trainer.step(*batch), 2, CUDA)
+    total = sum(found["kernel_ms"].values())
+    assert total > 0
+    assert {"bf16 products", "optimizer", "attention"} <= set(found["kernel_ms"])
+    assert found["kernel_ms"].get(OTHER, 0.0) < 0.1 * total
+    assert all(kernel["calls"] > 0 and not kernel["name"].startswith("Optimizer") for kernel in found["largest_kernels"])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_is_timed(name):
+    kernel = KERNELS[name]
+    small = Kernel(name, kernel.make, kernel.reads, kernel.writes, ((1024, 1536),))
+    rows = measure_kernels([small], CUDA, iterations=3, warmup=1, say=lambda line: None)
+    assert [row["entry"] for row in rows] == ["torch", "torch", "octavo"]
+    assert "error" not in rows[2], rows[2]
+    # Beyond a copy from memory, a figure would be the cache's or the clock's fault.
+    assert 0 < rows[2]["share_of_copy"] < 1.3
+    assert max(row["share_of_copy"] for row in rows[:2]) == 1
