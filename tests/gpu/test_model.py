@@ -77,7 +77,8 @@ def test_offloading_changes_nothing(recipe, compile, recompute, monkeypatch):
     monkeypatch.setattr("octavo.parallel.offload.SMALLEST_BYTES", 0)
     _, plain = train("cuda", recipe, compile=compile, recompute=recompute)
     _, away = train("cuda", recipe, compile=compile, recompute=recompute, offload=True)
-    torch.testing.assert_close(away, plain, rtol=1e-4, atol=0)  # attention's backward does not repeat bit for bit
+    # Attention's backward does not repeat bit for bit, and an FP8 cast makes a whole step of what is off by a bit.
+    torch.testing.assert_close(away, plain, rtol=1e-4 if recipe is None else 2e-3, atol=0)
 
 
 @pytest.mark.parametrize("compile", [False, True])

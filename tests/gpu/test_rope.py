@@ -38,7 +38,8 @@ def assert_within_a_step(got, want):
     same = got == want
     assert same.float().mean() > 0.99
     step = 0.25 if want.abs().max() > 448 else 0.13
-    torch.testing.assert_close(got, want, rtol=step, atol=1e-6 * want.abs().max().item())
+    # Where a difference of two products is nearly 0, their roundings are all of it.
+    torch.testing.assert_close(got, want, rtol=step, atol=1e-5 * want.abs().max().item())
 
 
 @pytest.mark.parametrize("mirrored", [False, True])

@@ -95,7 +95,7 @@ def summarise(kernels: Iterable[Kernel], steps: int) -> dict[str, Any]:
 def record(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, Any]:
     """Profile `steps` calls of `step` and summarise the kernels; on a CPU, which has none, PyTorch's operators."""
     on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as profiled:
         for _ in range(steps):
             step()
         if on_gpu:

@@ -223,7 +223,7 @@ def measure_kernels(
 ) -> list[dict[str, Any]]:
     """A row for each copy and for each shape of each kernel, or its error; shares are of the fastest copy."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
     scratch = torch.zeros(FLUSHED_BYTES // 4, device=device)
     time = partial(median_us, scratch=scratch, iterations=iterations, warmup=warmup)
     rows = []

@@ -140,7 +140,9 @@ def _cross_entropy_scale(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 def launch_scale(x: Tensor, factor: Tensor) -> Tensor:
     """Run the kernel; see `scale_`."""
     if x.numel():
-        _cross_entropy_scale[(min(triton.cdiv(x.numel(), _BLOCK), _PROGRAMS),)](x, factor, x.numel(), BLOCK=_BLOCK, num_warps=_WARPS)
+        _cross_entropy_scale[(min(triton.cdiv(x.numel(), _BLOCK), _PROGRAMS),)](
+            x, factor, x.numel(), BLOCK=_BLOCK, num_warps=_WARPS
+        )
     return x
 
 
