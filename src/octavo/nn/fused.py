@@ -151,8 +151,9 @@ class _NormLinear(torch.autograd.Function):
         y = products.output(operand, w, bias)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.shape = call, x.shape
+        h = x if pending is None else _shaped(stream.h, x.shape)
         ctx.save_for_backward(
-            stream.h,
+            h,
             stream.stats,
             norm_weight,
             *_kept_input(operand, want_weight),
@@ -160,7 +161,6 @@ class _NormLinear(torch.autograd.Function):
             cos,
             sin,
         )
-        h = x if pending is None else stream.h.view(x.shape)
         y = _shaped(y, (*x.shape[:-1], weight.shape[0]))
         if call.heads is None:
             return h, y
@@ -233,14 +233,14 @@ class _NormMlp(torch.autograd.Function):
         y = call.fc2.output(activated, w2, bias_2)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.shape = call, x.shape
+        h = x if pending is None else _shaped(stream.h, x.shape)
         ctx.save_for_backward(
-            stream.h, stream.stats, norm_weight, hidden if want_hidden or (want_2 and repeat) else None,
+            h, stream.stats, norm_weight, hidden if want_hidden or (want_2 and repeat) else None,
             scale if want_2 and repeat else None, activated.row_scale if want_2 and repeat else None,
             *_kept_input(operand, want_1), *_kept_input(NOTHING if repeat else activated, want_2),
             *(call.fc1.kept_weight(w1, weight_1) if want_x else NOTHING),
             *(call.fc2.kept_weight(w2, weight_2) if want_hidden else NOTHING),
         )  # fmt: skip
-        h = x if pending is None else stream.h.view(x.shape)
         return h, _shaped(y, (*x.shape[:-1], weight_2.shape[0]))
 
     @staticmethod
@@ -318,6 +318,7 @@ def _through_norm(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of the stream (the residual's included) and of the norm's parameters."""
     residual = None if d_stream is None else _rows(d_stream)
+    h = _rows(h)
     want = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
     dx, d_weight, d_bias, _ = norm_backward(kind, d_normed, h, weight, stats, residual, want_weight=want)
     d_weight = d_weight if ctx.needs_input_grad[2] else None
