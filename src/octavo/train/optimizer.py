@@ -8,7 +8,7 @@ parameters on 2 cores), which is elementwise, hence the same bits in every run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -104,17 +104,28 @@ def clip_grad_norm_(
     return norm
 
 
-def check_finite(model: nn.Module, step: int, loss: float, norm: float, *, advice: str = "") -> None:
+def check_finite(
+    model: nn.Module,
+    step: int,
+    loss: float,
+    norm: float,
+    *,
+    advice: str = "",
+    locate: Callable[[], str | None] = lambda: None,
+) -> None:
     """Stop a run whose loss or gradient is no longer a number, before the weights are touched; `advice` comes first.
 
+    locate: is asked then, and then alone, where forward went wrong.
+
     Raises:
-        OctavoError: naming the parameters whose gradients are not finite.
+        OctavoError: naming what `locate` found and the parameters whose gradients are not finite.
     """
     if math.isfinite(loss) and math.isfinite(norm):
         return
     bad = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(local(p.grad)).all()]
     names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-    where = f"; gradients that are not finite: {names}" if bad else ""
+    found = [place for place in (locate(), f"gradients that are not finite: {names}" if bad else None) if place]
+    where = "".join(f"; {place}" for place in found)
     raise OctavoError(
         f"step {step}: loss {loss}, gradient norm {norm}{where}. The weights of the step before are kept. "
         f"{advice}Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.clip, and start again."

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import Recipe
 from octavo.parallel.fsdp import accumulate
 from octavo.train.lossscale import LossScale, forget_overflow, overflow_in_fp8
+from octavo.train.nonfinite import first_nonfinite
 from octavo.train.optimizer import check_finite, clip_grad_norm_, learning_rate, set_learning_rate
 from octavo.train.stopping import StopRequest
 from octavo.train.watch import Watch
@@ -115,7 +118,7 @@ def train_step(run: Stepper, step: int, stop: StopRequest | None = None) -> Step
     if run.group is not None:
         dist.all_reduce(joined, group=run.group)
     loss_value, stopping, norm_value = torch.cat([joined, (norm if hidden is None else norm + hidden)[None]]).tolist()
-    skipped = _skips(run, step, loss_value, norm_value)
+    skipped = _skips(run, step, loss_value, norm_value, partial(_locate, run, batches, targets))
 
     rate = learning_rate(step, run.config, run.steps)
     set_learning_rate(run.optimizer, rate)
@@ -147,16 +150,22 @@ def _all_targets(run: Stepper, batches: Sequence[Batch]) -> int | torch.Tensor:
     return total.clamp(min=1)
 
 
-def _skips(run: Stepper, step: int, loss: float, norm: float) -> bool:
+def _skips(run: Stepper, step: int, loss: float, norm: float, locate: Callable[[], str | None]) -> bool:
     """Whether the step must leave the weights alone; raises where that would not help either."""
     if run.loss_scale is None:
-        check_finite(run.model, step, loss, norm)
+        check_finite(run.model, step, loss, norm, locate=locate)
         return False
     if run.loss_scale.update(loss, norm):
         forget_overflow(run.model)
         return True
-    check_finite(run.model, step, loss, norm, advice=run.loss_scale.advice)
+    check_finite(run.model, step, loss, norm, advice=run.loss_scale.advice, locate=locate)
     return False
+
+
+def _locate(run: Stepper, batches: Sequence[Batch], targets: int | torch.Tensor) -> str | None:
+    """Where the forwards of these micro-batches stop being finite."""
+    how: dict[str, Any] = {"recipe": run.recipe, "device": run.device, "documents": run.documents}
+    return first_nonfinite(run.model, [partial(loss_of, run.model, batch, targets, **how) for batch in batches])
 
 
 def loss_of(
