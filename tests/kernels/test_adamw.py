@@ -73,4 +73,8 @@ def test_one_step_in_other_dtypes_rounds_once(exact_casts, run, param_dtype, gra
 
 @both
 def test_nothing_to_do(run):
-    run(*(torch.zeros(0) for _ in range(4)), step=1.0, **SETTINGS)
+    memory = [torch.randn(5) for _ in range(4)]
+    kept = [x.clone() for x in memory]
+    run(*(x[:0] for x in memory), step=1.0, **SETTINGS)
+    for x, before in zip(memory, kept, strict=True):
+        assert torch.equal(x, before)

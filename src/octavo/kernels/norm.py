@@ -2,7 +2,7 @@
 
 Apart, the addition, the norm and the cast read 8 bytes and write 6 an element of bf16; here they read 5 and write 4. A program
 keeps a row in registers, and the FP8 rows are transposed by a kernel of bytes: one that reads a tile of rows twice, to store
-both layouts at once, moves a byte less and was half as fast. Rows beyond a program's registers are read twice, in tiles.
+both layouts at once, moves a byte less and took nearly twice as long. Rows beyond a program's registers come twice, in tiles.
 Gradients of weight and bias are summed in a fixed order, so they repeat bit for bit on the same GPU.
 """
 
