@@ -27,10 +27,11 @@ from octavo.kernels.cast import (
     store_layouts,
     store_packed,
 )  # fmt: skip
+from octavo.kernels.fast_math import LOG2_E, exp, exp2, reciprocal
 
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
 
-_SQRT_HALF = tl.constexpr(0.5**0.5)
+_BELL = tl.constexpr(-0.5 * LOG2_E.value)
 _NORMAL = tl.constexpr(0.3989422804014327)  # 1 / √(2π)
 _TWICE_SQRT = tl.constexpr(1.5957691216057308)  # 2 · √(2/π)
 
@@ -56,6 +57,24 @@ def is_gated(name: str) -> bool:
 
 
 @triton.jit
+def _normal_below(x, bell):
+    """Φ(x), the share of a normal distribution below x; bell = exp(-x²/2).
+
+    The library's erf alone holds a kernel below half of the copy's speed. Φ(-|x|) / bell is smooth, and a polynomial in
+    t = 1 / (1 + 0.265 |x|), fitted to it for the least relative error, has one of 6.4e-7 in float64 for |x| up to 14.
+    """
+    t = reciprocal(tl.fma(tl.abs(x), 0.265, 1.0))
+    tail = tl.fma(t, -0.06778905, 0.19527978)
+    tail = tl.fma(tail, t, -0.06637155)
+    tail = tl.fma(tail, t, 0.14249876)
+    tail = tl.fma(tail, t, 0.08294492)
+    tail = tl.fma(tail, t, 0.10783699)
+    tail = tl.fma(tail, t, 0.10559983)
+    tail = tail * t * bell
+    return tl.where(x < 0.0, tail, 1.0 - tail)
+
+
+@triton.jit
 def _value_and_slope(x, CURVE: tl.constexpr):
     """f(x) and its derivative, float32. Whatever is not used is not computed.
 
@@ -66,19 +85,20 @@ def _value_and_slope(x, CURVE: tl.constexpr):
         value = positive * positive
         slope = 2.0 * positive
     elif CURVE == "silu":
-        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+        sigmoid = reciprocal(1.0 + exp(-x))
         value = x * sigmoid
         slope = tl.fma(value, 1.0 - sigmoid, sigmoid)
     elif CURVE == "gelu":
-        below = tl.fma(tl.erf(x * _SQRT_HALF), 0.5, 0.5)
+        bell = exp2((x * x) * _BELL)
+        below = _normal_below(x, bell)
         value = x * below
-        slope = tl.fma(x * _NORMAL, tl.exp(-0.5 * (x * x)), below)
+        slope = tl.fma(x * _NORMAL, bell, below)
     else:
         tl.static_assert(CURVE == "gelu_tanh")
         # ½(1 + tanh z) is sigmoid(2z), which is 0 or 1 long before the bound: it keeps ∞ · 0 from finite elements.
         square = tl.minimum(x * x, 1e4)
         twice_z = x * _TWICE_SQRT * tl.fma(square, 0.044715, 1.0)
-        sigmoid = 1.0 / (1.0 + tl.exp(-twice_z))
+        sigmoid = reciprocal(1.0 + exp(-twice_z))
         value = x * sigmoid
         slope = tl.fma(value * (1.0 - sigmoid), tl.fma(square, 0.134145, 1.0) * _TWICE_SQRT, sigmoid)
     return value, slope
@@ -274,7 +294,7 @@ def _backward_by_fours(
         tl.store(row_ptr + rows_at * width + at[None, :], dx.to(row_ptr.dtype.element_ty), mask=inside)
         packed = packed | packed_byte(dx, i, one, column_ptr)
         if y_column_ptr is not None:
-            packed_y = packed_y | packed_byte(y * y_scale, i, one, y_column_ptr)
+            packed_y = packed_y | packed_byte(y, i, y_scale, y_column_ptr)
     if amax_ptr is not None:
         record_amax(amax_ptr, largest)
     store_packed(packed, column_ptr, g, at, rows, inside)
