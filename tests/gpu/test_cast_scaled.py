@@ -13,7 +13,9 @@ from octavo.kernels import cast_scaled, gemm, reference
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-SIZES = pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 20), (130, 257), (1000, 333), (2048, 4096), (3, 40000)])
+SIZES = pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (5, 20), (130, 257), (1000, 333), (1001, 336), (2048, 4096), (3, 40000)]
+)
 LAYOUTS = pytest.mark.parametrize(("row", "column"), [(True, False), (False, True), (True, True)])
 PRODUCTS = pytest.mark.parametrize(("m", "k", "n"), [(4096, 2048, 1024), (200, 336, 80), (512, 1280, 384), (7, 19, 33)])
 
@@ -72,6 +74,15 @@ def test_blocks(troubled, fmt, dtype, rows, columns, row, column, high):
     x = troubled(rows, columns, dtype)
     made = cast_scaled.blocks(x, fmt.dtype, fmt.max, high, row=row, column=column)
     check(made, x, lambda m: reference.cast_blocks(m, fmt.dtype, fmt.max, high), row, column)
+
+
+@FORMATS
+def test_powers_of_two(fmt):
+    """Every exponent, with the mantissas at which the scale halves: 1.75 is both formats' own."""
+    mantissas = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF])
+    x = ((torch.arange(255) << 23)[:, None] + mantissas).to(torch.int32).view(torch.float32).reshape(-1, 1).cuda()
+    made = cast_scaled.blocks(x, fmt.dtype, fmt.max, 1, row=True, column=False)
+    check(made, x, lambda m: reference.cast_blocks(m, fmt.dtype, fmt.max, 1), True, False)
 
 
 @pytest.mark.parametrize("view", ["rows apart", "transposed", "expanded"])

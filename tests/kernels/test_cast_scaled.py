@@ -11,10 +11,12 @@ interpreted = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs it"),
     # An infinite quotient becomes the largest float, as it should; NumPy tells of it.
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    # Nor need it tell of a row of nothing else.
+    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
 ]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-SIZES = pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 20), (130, 257)])
+SIZES = pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 20), (130, 257), (4, 70), (264, 129)])
 LAYOUTS = pytest.mark.parametrize(("row", "column"), [(True, False), (False, True), (True, True)])
 
 
@@ -83,15 +85,24 @@ class TestKernels:
         made = launch_blocks(x, fmt.dtype, fmt.max, high, row=row, column=column)
         check(made, x, lambda m: reference.cast_blocks(m, fmt.dtype, fmt.max, high), row, column)
 
+    @FORMATS
+    def test_powers_of_two(self, exact_casts, fmt):
+        """Every exponent, with the mantissas at which the scale halves: 1.75 is both formats' own."""
+        mantissas = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF])
+        x = ((torch.arange(255) << 23)[:, None] + mantissas).to(torch.int32).view(torch.float32).reshape(-1, 1)
+        made = launch_blocks(x, fmt.dtype, fmt.max, 1, row=True, column=False)
+        check(made, x, lambda m: reference.cast_blocks(m, fmt.dtype, fmt.max, 1), True, False)
+
     def test_inverses_of_pieces_lie_as_the_products_read_them(self, exact_casts):
         along, across = launch_blocks(torch.randn(130, 257), E4M3.dtype, E4M3.max, 1, row=True, column=True)
         assert along.scale_inv.stride() == (1, 130)
         assert across.scale_inv.stride() == (1, 257)
 
+    @pytest.mark.parametrize("rows", [70, 72])
     @pytest.mark.parametrize("view", ["rows apart", "transposed", "expanded"])
-    def test_strides(self, exact_casts, awkward, view):
-        whole = awkward(70, 90, torch.bfloat16)
-        x = {"rows apart": whole[:, 7:70], "transposed": whole.t(), "expanded": whole[:1].expand(70, -1)}[view]
+    def test_strides(self, exact_casts, awkward, view, rows):
+        whole = awkward(rows, 88, torch.bfloat16)
+        x = {"rows apart": whole[:, 7:70], "transposed": whole.t(), "expanded": whole[:1].expand(rows, -1)}[view]
         check(
             launch_rows(x, E4M3.dtype, E4M3.max, row=True, column=True),
             x,

@@ -16,11 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import gemm, reference
-from octavo.kernels.cast import store_layouts
+from octavo.kernels.cast import larger, packed_byte, store_layouts, store_packed
 
 _BLOCK = reference.BLOCK
 # Untuned: (rows, columns, warps) of the tiles that are cast for rows and columns, and those that only measure them.
 _CAST_TILE, _AMAX_TILE = (64, 128, 4), (64, 256, 8)
+# Also untuned, for rows packed by fours as in `cast`: the first of these tiles; and warps and registers for 128 × 128.
+_GROUP_TILE, _GROUP_BLOCK = (128, 64, 4), (8, 128)
 # Elements of the tile that holds whole rows, the longest row that it holds, and warps.
 _ROW_TILE, _LONGEST_ROW, _ROW_WARPS = 8192, 16384, 8
 # Rows and warps of the tiles of 128 columns: when only 1 × 128 pieces are wanted, and when 128 × 128 is needed.
@@ -45,25 +47,34 @@ Both = tuple[Scaled | None, Scaled | None]
 
 @triton.jit
 def _magnitude(x):
-    return tl.where(x == x, tl.abs(x), 0.0)
+    return larger(0.0, x)
+
+
+@triton.jit
+def _amaxes(x):
+    """Amaxes of rows; the maximum of nothing but NaN is NaN."""
+    return _magnitude(tl.max(tl.abs(x.to(tl.float32)), axis=1))
 
 
 @triton.jit
 def _choose_scale(amax, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     good = (amax > 0) & (amax < float("inf"))
-    scale = tl.minimum(tl.div_rn(FP8_MAX, tl.where(good, amax, 1.0)), _FLOAT32_MAX)
     if POWER_OF_TWO:
-        # Rounding down is dropping the mantissa: no scale is subnormal, since FP8_MAX over the largest float is not.
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        # FP8_MAX / amax rounded down needs no division: the exponents' difference, 1 less where amax has the larger mantissa. A
+        # quotient below 1 never rounds to 1. Nor is a scale subnormal, since FP8_MAX over the largest float is not.
+        most = tl.full([], FP8_MAX, tl.float32).to(tl.int32, bitcast=True)
+        of_amax = (amax.to(tl.int32, bitcast=True) + (0x7FFFFF - (most & 0x7FFFFF))) >> 23
+        scale = (tl.minimum(127 + (most >> 23) - of_amax, 254) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.minimum(tl.div_rn(FP8_MAX, tl.where(good, amax, 1.0)), _FLOAT32_MAX)
     return tl.where(good, scale, 1.0)
 
 
 @triton.jit
 def _store_scale(scale, scale_ptr, scale_inv_ptr, place, inside, POWER_OF_TWO: tl.constexpr):
     # The inverse of a scale above 2^126 is subnormal, which Triton's float32 division may flush to 0.
-    if POWER_OF_TWO:
-        exponent = scale.to(tl.int32, bitcast=True) >> 23
-        inverse = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
+    if POWER_OF_TWO:  # exponents sum to 254, and 2^127 alone has a subnormal inverse
+        inverse = tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0x00400000).to(tl.float32, bitcast=True)
     else:
         inverse = (1.0 / scale.to(tl.float64)).to(tl.float32)
     tl.store(scale_ptr + place, scale, mask=inside)
@@ -138,31 +149,60 @@ def _row_column_amaxes(
 
 
 @triton.jit
+def _cast_scales(
+    row_amax_ptr, column_amax_ptr, row_scale_ptr, row_inv_ptr, column_scale_ptr, column_inv_ptr, rows, columns,
+    FP8_MAX: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Apart from the cast, whose tiles would divide for their rows and columns anew: half of all their instructions."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if ROW:
+        amax = tl.load(row_amax_ptr + at, mask=at < rows, other=0).to(tl.float32, bitcast=True)
+        _store_scale(_choose_scale(amax, FP8_MAX, False), row_scale_ptr, row_inv_ptr, at, at < rows, False)
+    amax = tl.load(column_amax_ptr + at, mask=at < columns, other=0).to(tl.float32, bitcast=True)
+    _store_scale(_choose_scale(amax, FP8_MAX, False), column_scale_ptr, column_inv_ptr, at, at < columns, False)
+
+
+@triton.jit
 def _cast_rows_columns(
-    x_ptr, row_amax_ptr, column_amax_ptr,
-    row_ptr, row_scale_ptr, row_inv_ptr, column_ptr, column_scale_ptr, column_inv_ptr,
-    rows, columns, stride, one,
-    FP8_MAX: tl.constexpr, ROW: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    x_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, rows, columns, stride, one,
+    ROW: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     tiles_across = tl.cdiv(columns, TILE_C)
-    tile_r, tile_c = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
-    r = tile_r * TILE_R + tl.arange(0, TILE_R)
-    c = tile_c * TILE_C + tl.arange(0, TILE_C)
+    r = (tl.program_id(0) // tiles_across) * TILE_R + tl.arange(0, TILE_R)
+    c = (tl.program_id(0) % tiles_across) * TILE_C + tl.arange(0, TILE_C)
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
     if ROW:
-        amax = tl.load(row_amax_ptr + r, mask=r < rows, other=0).to(tl.float32, bitcast=True)
-        scale = _choose_scale(amax, FP8_MAX, False)
-        if tile_c == 0:
-            _store_scale(scale, row_scale_ptr, row_inv_ptr, r, r < rows, False)
-        y = x * scale[:, None]
+        y = x * tl.load(row_scale_ptr + r, mask=r < rows, other=0.0)[:, None]
         store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, True, False, False)
-    amax = tl.load(column_amax_ptr + c, mask=c < columns, other=0).to(tl.float32, bitcast=True)
-    scale = _choose_scale(amax, FP8_MAX, False)
-    if tile_r == 0:
-        _store_scale(scale, column_scale_ptr, column_inv_ptr, c, c < columns, False)
-    y = x * scale[None, :]
+    y = x * tl.load(column_scale_ptr + c, mask=c < columns, other=0.0)[None, :]
     store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, False, True, ROW)
+
+
+@triton.jit
+def _cast_rows_columns_by_fours(
+    x_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, rows, columns, stride, one,
+    ROW: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    # What the pass before read last is still in the L2 cache, so the last tile comes first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tiles_across = tl.cdiv(columns, TILE_C)
+    g = (tile // tiles_across) * (TILE_R // 4) + tl.arange(0, TILE_R // 4)
+    c = (tile % tiles_across) * TILE_C + tl.arange(0, TILE_C)
+    there = g * 4 < rows
+    inside = there[:, None] & (c < columns)[None, :]
+    column_scale = tl.load(column_scale_ptr + c, mask=c < columns, other=0.0)[None, :]
+    packed = tl.zeros([TILE_R // 4, TILE_C], tl.int32)
+    for i in tl.static_range(4):
+        r = g * 4 + i
+        at = r[:, None].to(tl.int64)
+        x = tl.load(x_ptr + at * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        if ROW:
+            y = x * tl.load(row_scale_ptr + r, mask=there, other=0.0)[:, None]
+            tl.store(row_ptr + at * columns + c[None, :], y.to(row_ptr.dtype.element_ty), mask=inside)
+        # Rows convert other products, so that no factor is needed to keep the two conversions apart.
+        packed = packed | packed_byte(x * column_scale, i, 1.0, column_ptr)
+    store_packed(packed, column_ptr, g, c, rows, inside)
 
 
 @triton.jit
@@ -199,6 +239,60 @@ def _cast_blocks(
             _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_r.to(tl.int64) * columns + c, c < columns, True)
             y = x * scale[None, :]
             store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, False, True, ROW)
+
+
+@triton.jit
+def _cast_blocks_by_fours(
+    x_ptr, row_ptr, row_scale_ptr, row_inv_ptr, column_ptr, column_scale_ptr, column_inv_ptr,
+    rows, columns, stride, one,
+    FP8_MAX: tl.constexpr, SQUARE: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A tile of 128 × 128 with its transpose, in 32 groups of four rows."""
+    tiles_across = tl.cdiv(columns, BLOCK)
+    tile_r, tile_c = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
+    g = tile_r * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    c = tile_c * BLOCK + tl.arange(0, BLOCK)
+    inside = (g * 4 < rows)[:, None] & (c < columns)[None, :]
+    at = x_ptr + (g * 4)[:, None].to(tl.int64) * stride + c[None, :]
+    step = tl.cast(stride, tl.int64)
+    # Four names, since compiled code keeps no list: the scales are known only when all four are read.
+    x_0 = tl.load(at, mask=inside, other=0.0)
+    x_1 = tl.load(at + step, mask=inside, other=0.0)
+    x_2 = tl.load(at + 2 * step, mask=inside, other=0.0)
+    x_3 = tl.load(at + 3 * step, mask=inside, other=0.0)
+    largest = larger(_magnitude(x_0.to(tl.float32)), x_1.to(tl.float32))
+    largest = larger(larger(largest, x_2.to(tl.float32)), x_3.to(tl.float32))
+    if SQUARE:
+        column_scale = _choose_scale(tl.max(largest), FP8_MAX, True)
+        place = tile_c * tl.cdiv(rows, BLOCK) + tile_r
+        _store_scale(column_scale, column_scale_ptr, column_inv_ptr, place, True, True)
+        if ROW:
+            _store_scale(column_scale, row_scale_ptr, row_inv_ptr, tl.program_id(0), True, True)
+    else:
+        scale = _choose_scale(tl.max(largest, axis=0), FP8_MAX, True)
+        _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_r.to(tl.int64) * columns + c, c < columns, True)
+        column_scale = scale[None, :]
+        if ROW:
+            m_0, m_1, m_2, m_3 = _amaxes(x_0), _amaxes(x_1), _amaxes(x_2), _amaxes(x_3)
+            # In the order of the rows, so that their scales are stored at once.
+            amax = tl.reshape(tl.join(tl.join(m_0, m_2), tl.join(m_1, m_3)), [BLOCK])
+            r = tile_r * BLOCK + tl.arange(0, BLOCK)
+            scale = _choose_scale(amax, FP8_MAX, True)
+            _store_scale(scale, row_scale_ptr, row_inv_ptr, tile_c.to(tl.int64) * rows + r, r < rows, True)
+    packed = tl.zeros([BLOCK // 4, BLOCK], tl.int32)
+    for i in tl.static_range(4):
+        x = (x_0 if i == 0 else x_1 if i == 1 else x_2 if i == 2 else x_3).to(tl.float32)
+        y = x * column_scale
+        if ROW:
+            z = y
+            if not SQUARE:
+                m = m_0 if i == 0 else m_1 if i == 1 else m_2 if i == 2 else m_3
+                z = x * _choose_scale(m, FP8_MAX, True)[:, None]
+            into = row_ptr + (g * 4 + i)[:, None].to(tl.int64) * columns + c[None, :]
+            tl.store(into, z.to(row_ptr.dtype.element_ty), mask=inside)
+        # Unless it is the same scale, the two layouts convert different products: no `one` is needed to keep them apart.
+        packed = packed | packed_byte(y, i, one if SQUARE else 1.0, column_ptr)
+    store_packed(packed, column_ptr, g, c, rows, inside)
 
 
 def launch_amax(x: Tensor, *, block: int = _AMAX_BLOCK, warps: int = _AMAX_WARPS) -> Tensor:
@@ -240,19 +334,14 @@ def _pointers(made: Scaled | None, otherwise: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def launch_rows(
-    x: Tensor,
-    dtype: torch.dtype,
-    fp8_max: float,
-    *,
-    row: bool,
-    column: bool,
-    tile: tuple[int, int, int] = _CAST_TILE,
+    x: Tensor, dtype: torch.dtype, fp8_max: float, *, row: bool, column: bool,
+    tile: tuple[int, int, int] = _CAST_TILE, group_tile: tuple[int, int, int] = _GROUP_TILE,
     amax_tile: tuple[int, int, int] = _AMAX_TILE,
-    row_tile: int = _ROW_TILE,
-    longest_row: int = _LONGEST_ROW,
-    row_warps: int = _ROW_WARPS,
-) -> Both:
-    """Run the kernels; see `rows`. Tiles are (rows, columns, warps); the rest is for whole rows, which need no second tile."""
+    row_tile: int = _ROW_TILE, longest_row: int = _LONGEST_ROW, row_warps: int = _ROW_WARPS,
+) -> Both:  # fmt: skip
+    """Run the kernels; see `rows`. Tiles are (rows, columns, warps), `group_tile` where four divides the rows; the rest is for
+    whole rows, which need no second tile.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, columns = x.shape
     along = _memory(x, dtype, 1, rows) if row else None
@@ -273,37 +362,42 @@ def launch_rows(
     _row_column_amaxes[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
         x, row_amax, column_amax, rows, columns, x.stride(0), ROW=row, TILE_R=tile_r, TILE_C=tile_c, num_warps=warps
     )
+    data, *scales = _pointers(along, x)
+    _cast_scales[(triton.cdiv(max(rows, columns), 128),)](
+        row_amax, column_amax, *scales, across.scale, across.scale_inv, rows, columns, FP8_MAX=fp8_max, ROW=row, BLOCK=128
+    )
+    run, tile = (_cast_rows_columns_by_fours, group_tile) if rows % 4 == 0 else (_cast_rows_columns, tile)
     tile_r, tile_c, warps = tile
-    _cast_rows_columns[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
-        x, row_amax, column_amax, *_pointers(along, x), *_pointers(across, x), rows, columns, x.stride(0), 1.0,
-        FP8_MAX=fp8_max, ROW=row, TILE_R=tile_r, TILE_C=tile_c, num_warps=warps,
+    run[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
+        x, data, scales[0], across.data, across.scale, rows, columns, x.stride(0), 1.0,
+        ROW=row, TILE_R=tile_r, TILE_C=tile_c, num_warps=warps,
     )  # fmt: skip
     return along, across
 
 
 def launch_blocks(
-    x: Tensor,
-    dtype: torch.dtype,
-    fp8_max: float,
-    rows: int,
-    *,
-    row: bool,
-    column: bool,
-    pieces_tile: tuple[int, int] = _PIECES_TILE,
-    square_warps: int = _SQUARE_WARPS,
-) -> Both:
-    """Run the kernel; see `blocks`. pieces_tile: (rows, warps) of a tile that gives 1 × 128 pieces of the row layout only."""
+    x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, row: bool, column: bool,
+    pieces_tile: tuple[int, int] = _PIECES_TILE, square_warps: int = _SQUARE_WARPS, group_block: tuple[int, int] = _GROUP_BLOCK,
+) -> Both:  # fmt: skip
+    """Run the kernel; see `blocks`. pieces_tile: (rows, warps) of a tile that gives 1 × 128 pieces of the row layout only;
+    group_block: (warps, registers of a thread) of one that is transposed, where four divides the rows.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     high, wide = (triton.cdiv(size, _BLOCK) for size in x.shape)
     square = rows == _BLOCK
     along = _memory(x, dtype, wide, high if square else None) if row else None
     across = _memory(x.t(), dtype, high, wide if square else None) if column else None
-    if row or column:
+    pointers = (x, *_pointers(along, x), *_pointers(across, x), *x.shape, x.stride(0), 1.0)
+    if column and x.shape[0] % 4 == 0:
+        warps, registers = group_block
+        _cast_blocks_by_fours[(high * wide,)](
+            *pointers, FP8_MAX=fp8_max, SQUARE=square, ROW=row, BLOCK=_BLOCK, num_warps=warps, maxnreg=registers
+        )
+    elif row or column:
         tile_r, warps = (_BLOCK, square_warps) if square or column else pieces_tile
         _cast_blocks[(triton.cdiv(x.shape[0], tile_r) * wide,)](
-            x, *_pointers(along, x), *_pointers(across, x), *x.shape, x.stride(0), 1.0,
-            FP8_MAX=fp8_max, SQUARE=square, ROW=row, COLUMN=column, TILE_R=tile_r, TILE_C=_BLOCK, num_warps=warps,
-        )  # fmt: skip
+            *pointers, FP8_MAX=fp8_max, SQUARE=square, ROW=row, COLUMN=column, TILE_R=tile_r, TILE_C=_BLOCK, num_warps=warps
+        )
     return along, across
 
 
@@ -326,6 +420,11 @@ def _in_kernels(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and x.numel() > 0 and gemm.is_native(x.device)
 
 
+def _scaled(made: tuple[Tensor, Tensor]) -> Scaled:
+    q, scale = made
+    return Scaled(q, reference.divide(1.0, scale), scale)
+
+
 def rows(x: Tensor, dtype: torch.dtype, fp8_max: float, *, row: bool, column: bool) -> Both:
     """FP8 with one scale a row: of x [R, C] if `row`, and of xᵀ [C, R], a scale for each column of x, if `column`.
 
@@ -333,12 +432,8 @@ def rows(x: Tensor, dtype: torch.dtype, fp8_max: float, *, row: bool, column: bo
     """
     if _in_kernels(x):
         return launch_rows(x, dtype, fp8_max, row=row, column=column)
-
-    def pieces(m: Tensor) -> Scaled:
-        q, scale = reference.cast_rows(m, dtype, fp8_max)
-        return Scaled(q, reference.divide(1.0, scale), scale)
-
-    return pieces(x) if row else None, pieces(x.t()) if column else None
+    along = _scaled(reference.cast_rows(x, dtype, fp8_max)) if row else None
+    return along, _scaled(reference.cast_rows(x.t(), dtype, fp8_max)) if column else None
 
 
 def blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, row: bool, column: bool) -> Both:
@@ -348,13 +443,8 @@ def blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, row: boo
     """
     if _in_kernels(x):
         return launch_blocks(x, dtype, fp8_max, rows, row=row, column=column)
-
-    def pieces(m: Tensor) -> Scaled:
-        q, scale = reference.cast_blocks(m, dtype, fp8_max, rows)
-        return Scaled(q, reference.divide(1.0, scale), scale)
-
+    along = _scaled(reference.cast_blocks(x, dtype, fp8_max, rows)) if row or (column and rows > 1) else None
     if rows == 1:
-        return pieces(x) if row else None, pieces(x.t()) if column else None
-    along = pieces(x) if row or column else None
+        return along, _scaled(reference.cast_blocks(x.t(), dtype, fp8_max, rows)) if column else None
     across = Scaled(*map(reference.transposed, along)) if along is not None and column else None
     return along if row else None, across
