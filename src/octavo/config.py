@@ -181,7 +181,7 @@ class Fp8Config(Section):
     )
     head: bool = Field(
         False,
-        description="The output head's logits and their input gradient are FP8 products too (Octavo's decoder only).",
+        description="The output head's products are FP8 too (Octavo's decoder only).",
     )
     emulate: bool = Field(
         False,

@@ -79,7 +79,7 @@ def transform(
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
         cp_comm_type: how context parallelism communicates; one rank alone has nobody to talk to.
         params_dtype: of parameters; `dtype` when absent. float32 under a bf16 `dtype` is master weights.
-        fp8_head: the output head's logits for a loss and their input gradient are FP8 products too (Octavo's decoder alone).
+        fp8_head: the output head's products for a loss are FP8 too (Octavo's decoder alone).
 
     Raises:
         InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a parameter or

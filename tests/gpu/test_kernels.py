@@ -5,7 +5,8 @@ import torch
 
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import cross_entropy, gemm, reference
-from octavo.kernels.cast import launch, transpose
+from octavo.kernels.cast import launch, row_tiles, transpose
+from octavo.kernels.sums import column_sums
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -91,19 +92,54 @@ def test_cross_entropy(columns, dtype):
     for smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-3)):
         objective = cross_entropy.Objective(label_smoothing=smoothing, z_loss=z_loss)
         want_loss, want_grad = reference.cross_entropy(logits, target, -100, torch.tensor(0.5), smoothing, z_loss)
-        loss, grad = cross_entropy.cross_entropy_(
-            logits.cuda(), target.cuda(), torch.tensor(0.5).cuda(), objective, torch.float8_e5m2
-        )
-        torch.testing.assert_close(loss.cpu(), want_loss, rtol=1e-5, atol=1e-3)
-        torch.testing.assert_close(grad.wide.cpu().float(), want_grad.float(), rtol=1e-2, atol=1e-5)
-        fp8 = reference.dequantize(grad.fp8, grad.scale_inv).cpu()
-        torch.testing.assert_close(fp8, want_grad.float(), rtol=0.13, atol=1e-5)
+        for fp8 in (E5M2.dtype, None):
+            loss, grad = cross_entropy.cross_entropy_(logits.cuda(), target.cuda(), torch.tensor(0.5).cuda(), objective, fp8)
+            torch.testing.assert_close(loss.cpu(), want_loss, rtol=1e-5, atol=1e-3)
+            if fp8 is None:
+                torch.testing.assert_close(grad.wide.cpu().float(), want_grad.float(), rtol=1e-2, atol=1e-5)
+            else:
+                assert grad.wide is None
+                found = reference.dequantize(grad.fp8, grad.scale_inv).cpu()
+                torch.testing.assert_close(found, want_grad.float(), rtol=0.13, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (257, 333), (32_896, 1280), (4096, 3840)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_column_sums(shape, dtype):
+    x = torch.randn(*shape, device="cuda").to(dtype)
+    bound = x.double().abs().sum(0).max().item() * 1e-6
+    found = column_sums(x)
+    torch.testing.assert_close(found.double(), x.double().sum(0), rtol=0, atol=bound)
+    assert torch.equal(found, column_sums(x))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4, 1), (260, 70), (4096, 3840)])
+@pytest.mark.parametrize("row", [True, False])
+def test_a_cast_leaves_partial_sums(rows, columns, row):
+    x, scale = torch.randn(rows, columns, device="cuda").bfloat16(), torch.tensor(2.0, device="cuda")
+    partial = torch.full((row_tiles(x, True), columns), torch.nan, device="cuda")
+    found = launch(x, scale, None, E5M2.dtype, True, row=row, partial=partial)
+    for one, other in zip(found, launch(x, scale, None, E5M2.dtype, True, row=row), strict=True):
+        assert torch.equal(one.float(), other.float())
+    bound = x.double().abs().sum(0).max().item() * 1e-6
+    torch.testing.assert_close(partial.sum(0).double(), x.double().sum(0), rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(4096, 2048), (260, 70), (33, 70)])
 def test_transposes_every_byte(rows, columns):
     q = torch.randint(256, (rows, columns), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     assert torch.equal(transpose(q).view(torch.uint8), q.view(torch.uint8).t())
+
+
+def test_transposes_into_a_part_of_a_matrix():
+    q = torch.randint(256, (260, 70), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    for first, width in ((128, 1000), (4, 264), (3, 265)):  # in words, in words, and neither
+        whole = torch.zeros(70, width, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+        transpose(q, whole[:, first : first + 260])
+        found = whole.view(torch.uint8)
+        assert torch.equal(found[:, first : first + 260], q.view(torch.uint8).t())
+        assert not found[:, :first].any()
+        assert not found[:, first + 260 :].any()
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3])

@@ -119,6 +119,21 @@ def test_in_fp8_chunks_change_no_token(recipe, monkeypatch):
         torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [TOKENS, 40], ids=["ragged", "in fours"])
+def test_in_fp8_a_weights_gradient_in_parts_is_that_of_one_product(tokens, dtype, monkeypatch):
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * WORDS * dtype.itemsize)
+    found = []
+    for kept in (1 << 30, 8 * WORDS, 1):
+        monkeypatch.setattr(head, "KEPT_BYTES", kept)
+        hidden, weight, target, count = drawn(dtype, tokens)
+        loss = linear_cross_entropy(hidden, weight, target, count, fp8=products(weight, RECIPES["current"], dtype))
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, weight.grad))
+    for parts in found[1:]:
+        torch.testing.assert_close(parts, found[0], rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("fp8", [None, *RECIPES])
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen, fp8):

@@ -116,9 +116,12 @@ def packed_byte(x, place: tl.constexpr, one, column_ptr):
 
 
 @triton.jit
-def store_packed(packed, column_ptr, g, c, rows, inside):
-    """Store int32 [groups of four rows, columns] transposed: column c of the matrix is row c of what is stored."""
-    at = column_ptr.to(tl.pointer_type(tl.int32)) + c[:, None].to(tl.int64) * (rows // 4) + g[None, :]
+def store_packed(packed, column_ptr, g, c, stride, inside):
+    """Store int32 [groups of four rows, columns] transposed: column c of the matrix is row c of what is stored.
+
+    stride: bytes from one of those to the next, a multiple of 4; the matrix's rows where nothing stands between.
+    """
+    at = column_ptr.to(tl.pointer_type(tl.int32)) + c[:, None].to(tl.int64) * (stride // 4) + g[None, :]
     tl.store(at, tl.trans(packed), mask=tl.trans(inside))
 
 
@@ -146,7 +149,7 @@ def _cast_one_by_one(
 @triton.jit
 def _cast_by_fours(
     x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
-    rows, columns, stride, one,
+    rows, columns, stride, one, partial_ptr,
     AMAX: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -159,11 +162,14 @@ def _cast_by_fours(
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
     packed = tl.zeros([GROUPS, TILE_C], tl.int32)
     largest = tl.zeros([GROUPS, TILE_C], tl.float32)
+    summed = tl.zeros([GROUPS, TILE_C], tl.float32)
     for i in tl.static_range(4):
         r = (g * 4 + i)[:, None].to(tl.int64)
         x = tl.load(x_ptr + r * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
         if AMAX:
             largest = larger(largest, x)
+        if partial_ptr is not None:
+            summed += x
         x = x * scale
         if ROW:
             tl.store(row_ptr + r * columns + c[None, :], x.to(row_ptr.dtype.element_ty), mask=inside)
@@ -171,10 +177,25 @@ def _cast_by_fours(
     if AMAX:
         record_amax(amax_ptr, largest)
     store_packed(packed, column_ptr, g, c, rows, inside)
+    if partial_ptr is not None:
+        partial = partial_ptr + (tile // tiles_across).to(tl.int64) * columns + c
+        tl.store(partial, tl.sum(summed, 0), mask=c < columns)
+
+
+def row_tiles(x: Tensor, column: bool) -> int | None:
+    """How many partial sums of each column a cast of this matrix can leave; None: it leaves none."""
+    return triton.cdiv(x.shape[0], 4 * _GROUPS) if column and x.shape[0] % 4 == 0 and gemm.is_native(x.device) else None
 
 
 def launch(
-    x: Tensor, scale: Tensor, amax: Tensor | None, dtype: torch.dtype, column: bool, *, row: bool = True
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor | None,
+    dtype: torch.dtype,
+    column: bool,
+    *,
+    row: bool = True,
+    partial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the kernel; arguments and results as in `cast`, but an empty tensor for a layout that was not asked for."""
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -188,7 +209,9 @@ def launch(
     pointers = (x, scale, amax, q, q_t, scale_inv, rows, columns, x.stride(0), 1.0)
     if by_fours:
         grid = (triton.cdiv(rows, 4 * _GROUPS) * triton.cdiv(columns, _GROUP_COLUMNS),)
-        _cast_by_fours[grid](*pointers, AMAX=amax is not None, ROW=row, GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS, num_warps=_WARPS)
+        _cast_by_fours[grid](
+            *pointers, partial, AMAX=amax is not None, ROW=row, GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS, num_warps=_WARPS
+        )
         return q, q_t, scale_inv
     _cast_one_by_one[(triton.cdiv(rows, _TILE_ROWS) * triton.cdiv(columns, _TILE_COLUMNS),)](
         *pointers, COLUMN=column, AMAX=amax is not None, TWICE=x.dtype == torch.float32,
@@ -198,7 +221,7 @@ def launch(
 
 
 @triton.jit
-def _transpose(q_ptr, out_ptr, rows, columns, GROUPS: tl.constexpr, TILE_C: tl.constexpr):
+def _transpose(q_ptr, out_ptr, rows, columns, out_stride, GROUPS: tl.constexpr, TILE_C: tl.constexpr):
     tile = tl.program_id(0)
     tiles_across = tl.cdiv(columns, TILE_C)
     g = (tile // tiles_across) * GROUPS + tl.arange(0, GROUPS)
@@ -208,42 +231,52 @@ def _transpose(q_ptr, out_ptr, rows, columns, GROUPS: tl.constexpr, TILE_C: tl.c
     for i in tl.static_range(4):
         at = q_ptr + (g * 4 + i)[:, None].to(tl.int64) * columns + c[None, :]
         packed = packed | (tl.load(at, mask=inside, other=0).to(tl.int32) << (8 * i))
-    store_packed(packed, out_ptr, g, c, rows, inside)
+    store_packed(packed, out_ptr, g, c, out_stride, inside)
 
 
 def launch_transpose(q: Tensor, out: Tensor) -> Tensor:
-    """Run the kernel; see `transpose`. The rows of `q` must be a multiple of 4, and it contiguous."""
+    """Run the kernel; see `transpose`. `q` is contiguous, its rows and those of `out` begin every multiple of 4 bytes."""
     rows, columns = q.shape
     grid = (triton.cdiv(rows, 4 * _GROUPS) * triton.cdiv(columns, _GROUP_COLUMNS),)
     if q.numel():
         _transpose[grid](
-            q.view(torch.uint8), out.view(torch.uint8), rows, columns,
+            q.view(torch.uint8), out.view(torch.uint8), rows, columns, out.stride(0),
             GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
     return out
 
 
 def transpose(q: Tensor, out: Tensor | None = None) -> Tensor:
-    """An FP8 matrix [R, C] as [C, R] in memory of its own, or in `out`."""
+    """An FP8 matrix [R, C] as [C, R] in memory of its own, or in `out`, whose rows may stand apart."""
     if out is None:
         out = torch.empty(q.shape[1], q.shape[0], dtype=q.dtype, device=q.device)
-    if q.device.type == "cuda" and q.is_contiguous() and q.shape[0] % 4 == 0:
+    in_words = q.shape[0] % 4 == 0 and out.stride(0) % 4 == 0 and out.storage_offset() % 4 == 0
+    if q.device.type == "cuda" and q.is_contiguous() and out.stride(1) == 1 and in_words:
         return launch_transpose(q, out)
     out.view(torch.uint8).copy_(q.view(torch.uint8).t())
     return out
 
 
 def cast(
-    x: Tensor, scale: Tensor, amax: Tensor | None, dtype: torch.dtype, fp8_max: float, column: bool, *, row: bool = True
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor | None,
+    dtype: torch.dtype,
+    fp8_max: float,
+    column: bool,
+    *,
+    row: bool = True,
+    partial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cast with a known scale, and record the amax.
 
-    x: [R, C]. scale: float32 []. amax: float32 [], raised to the largest |x| in place; None records nothing.
+    x: [R, C]. scale: float32 []. amax: float32 [], raised to the largest |x| in place; None records nothing. partial: float32
+    [`row_tiles`, C], which is filled with sums of the columns of x over tiles of rows; where that is None it must be too.
     Returns FP8 [R, C], its transpose [C, R] if `column` asks for it (else an empty tensor), and 1 / scale. Without `row` the
     first may be empty.
     """
     if gemm.is_native(x.device):
-        return launch(x, scale, amax, dtype, column, row=row)
+        return launch(x, scale, amax, dtype, column, row=row, partial=partial)
     if amax is not None:
         amax.copy_(torch.maximum(amax, reference.amax(x)))
     q = reference.cast(x, scale, dtype, fp8_max)

@@ -59,8 +59,8 @@ class RotaryAngles:
 class Decoder(nn.Module):
     """A causal language model of a known family; `config` is its Hugging Face config.
 
-    Parameters live in `params_dtype`; the residual stream and the products outside FP8 run in `dtype`. `fp8_head`: the logits
-    of a loss and the gradient of their input are FP8 products too.
+    Parameters live in `params_dtype`; the residual stream and the products outside FP8 run in `dtype`. `fp8_head`: the
+    head's products for a loss are FP8 too.
     """
 
     def __init__(

@@ -73,6 +73,12 @@ class Linear(NamedTuple):
     products: Products
 
 
+def linear(x: Tensor, of: Linear) -> Tensor:
+    """x · weightᵀ + bias by a recipe's FP8 products, [..., K] → [..., N]."""
+    with autocast.unannounced():
+        return _Linear.apply(x, of.weight, of.bias, of.products)
+
+
 def norm_linear(
     x: Tensor, pending: Tensor | None, of: Norm, linear: Linear, rotation: Rotation | None = None
 ) -> tuple[Tensor, ...]:
@@ -130,6 +136,32 @@ class _Stream:
         return made
 
 
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
+        want_x, want_weight = ctx.needs_input_grad[:2]
+        operand, _ = products.input(Given(_rows(x)), column=want_weight)
+        w = products.weight(weight)
+        y = products.output(operand, w, bias)
+        ctx.products, ctx.shape, ctx.dtype = products, x.shape, x.dtype
+        kept_weight = products.kept_weight(w, weight) if want_x else NOTHING
+        ctx.save_for_backward(*_kept_input(operand, want_weight), *kept_weight)
+        return _shaped(y, (*x.shape[:-1], weight.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        products: Products = ctx.products
+        products.begin_backward()
+        want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
+        kept = ctx.saved_tensors
+        x, w = Forms(*kept[:4]), Forms(*kept[4:])
+        given = Given(_rows(dy), sums=want_bias)
+        forms = products.grad_output(given, row=want_x, column=want_weight)
+        dw = products.grad_weight(forms, x) if want_weight else None
+        dx = products.grad_input(forms, products.weight_again(w)).to(ctx.dtype).view(ctx.shape) if want_x else None
+        return dx, dw, given.sum() if want_bias else None, None
+
+
 class _NormLinearCall(NamedTuple):
     kind: str
     eps: float
@@ -180,7 +212,7 @@ class _NormLinear(torch.autograd.Function):
         if call.heads is None:
             (dy,) = grads
             assert dy is not None
-            joined = Given(_rows(dy))
+            joined = Given(_rows(dy), sums=want_bias)
         else:
             *heads, mirrored = call.heads
             dq, dk, dv = _all_three(grads, *heads)
@@ -188,11 +220,10 @@ class _NormLinear(torch.autograd.Function):
             def joined(into: Into) -> Made:
                 return _join(dq, dk, dv, cos, sin, into, mirrored)
 
-        d_bias = None
-        if want_bias:
-            dy = joined(Into(products.out_dtype)).row
-            d_bias, joined = _sum(dy), Given(dy)
+            if want_bias:
+                joined = Given(joined(Into(products.out_dtype)).row, sums=True)
         forms = products.grad_output(joined, row=want_x, column=want_weight)
+        d_bias = joined.sum() if want_bias else None
         dw = products.grad_weight(forms, x) if want_weight else None
         dx = d_norm_weight = d_norm_bias = None
         if want_x:
@@ -256,9 +287,9 @@ class _NormMlp(torch.autograd.Function):
         want_x = any(ctx.needs_input_grad[:4])
         want_w1, want_b1, want_w2, want_b2 = ctx.needs_input_grad[4:8]
         want_hidden = want_x or want_w1 or want_b1
-        dy = _rows(dy)
-        d_b2 = _sum(dy) if want_b2 else None
-        forms = fc2.grad_output(Given(dy), row=want_hidden, column=want_w2)
+        given = Given(_rows(dy), sums=want_b2)
+        forms = fc2.grad_output(given, row=want_hidden, column=want_w2)
+        d_b2 = given.sum() if want_b2 else None
         again = fc2.again(scale) if want_w2 and fc2.repeatable else None
         dx = d_norm_weight = d_norm_bias = d_w1 = d_b1 = d_w2 = None
         if want_hidden:
@@ -354,11 +385,6 @@ def _kept_input(x: Forms, wanted: bool) -> tuple[Tensor | None, ...]:
 
 def _repeated(made: Made, scale_inv: Tensor | None) -> Forms:
     return Forms(made.row) if made.column is None else Forms(column=made.column, column_scale=scale_inv)
-
-
-def _sum(dy: Tensor) -> Tensor:
-    """Gradient of a bias: the sum over the rows in float32."""
-    return dy.sum(0, dtype=torch.float32)
 
 
 def _all_three(grads: tuple[Tensor | None, ...], heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:

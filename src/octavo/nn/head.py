@@ -2,9 +2,9 @@
 
 Loss and gradients are computed together in forward, chunk by chunk, so that only one chunk of logits is alive: 1 GiB instead
 of 12 for 16,384 tokens and 128,256 words. The price is that the head's gradients exist from forward on. Statistics are float32,
-and the gradient of the weight is summed in float32. Products run in the dtype of the hidden states, or, where it is asked for,
-logits and the gradient of the hidden states are FP8 products; the gradient of the weight never is, since every rare word's row
-of it is a sum over few tokens.
+and the gradient of the weight is summed in float32. Products run in the dtype of the hidden states or, where it is asked for,
+all three in FP8. An FP8 product cannot add to what it writes, so the weight's sums over many chunks at once: their gradients
+are kept until then, in FP8 and transposed, which takes as much memory as a float32 sum of a large head.
 
 float16 has no room for a gradient that is divided by the targets of a step, nor for the factor of a scaled loss: there forward
 keeps the gradient of the sum, and backward multiplies in float32 by what is missing.
@@ -13,19 +13,22 @@ keeps the gradient of the sum, and backward multiplies in float32 by what is mis
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from octavo.fp8.formats import E5M2
 from octavo.kernels import gemm
+from octavo.kernels.cast import transpose
 from octavo.kernels.cross_entropy import Gradient, Objective, cross_entropy_, scale_
 from octavo.nn.linear import compute_dtype
 from octavo.nn.products import Forms, Given, Products
 
 CHUNK_BYTES = 1 << 30
 """Logits of one chunk: large enough that the products run at full speed."""
+KEPT_BYTES = 4 << 30
+"""Transposed FP8 gradients of logits that wait for one product."""
 _ALIGNED = 128
 """Rows of a chunk are a multiple of this, where there are so many: the products' tiles then have no remainder."""
 
@@ -49,30 +52,117 @@ def linear_cross_entropy(
         return _LinearCrossEntropy.apply(hidden, weight, target, num_items, objective or Objective(), fp8, grads)
 
 
-class _Head:
-    """The products of one forward, chunk by chunk: wide, or logits and the gradient of the hidden states in FP8."""
+class _Sum(Protocol):
+    """The gradient of the weight, chunk by chunk."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, fp8: Products | None) -> None:
-        self.hidden, self.fp8 = hidden, fp8
-        if fp8 is None:
-            self.wide = weight.to(hidden.dtype)
-        else:
-            self.x, _ = fp8.input(Given(hidden), column=False)
-            self.w = fp8.weight(weight, column=True)
+    def add(self, grad: Gradient, part: slice) -> None:
+        """Add that of the tokens `part`."""
+
+    def total(self) -> Tensor | None:
+        """The sum, [V, K]; None of no tokens."""
+
+
+class _Head:
+    """Of one forward the logits and the gradient of the hidden states, chunk by chunk, in the hidden states' dtype."""
+
+    gradient_dtype: torch.dtype | None = None
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        self.hidden, self.weight = hidden, weight.to(hidden.dtype)
 
     def logits(self, part: slice) -> Tensor:
-        if self.fp8 is None:
-            return self.hidden[part] @ self.wide.t()
-        x = self.x.by_row
-        return self.fp8.output(Forms(x.data[part], x.scale_inv), self.w, None)
+        return self.hidden[part] @ self.weight.t()
 
     def grad_hidden_(self, grad: Gradient, out: Tensor) -> None:
-        if self.fp8 is None:
-            torch.mm(grad.wide, self.wide, out=out)
-        else:
-            assert grad.fp8 is not None
-            assert grad.scale_inv is not None
-            out.copy_(gemm.scaled_mm(grad.fp8, grad.scale_inv, *self.w.by_column, out_dtype=out.dtype, precise=True))
+        torch.mm(_wide(grad), self.weight, out=out)
+
+    def sum(self, chunk: int, dtype: torch.dtype) -> _Sum:
+        return _WideSum(self.hidden)
+
+
+class _Fp8Head:
+    """`_Head` in FP8."""
+
+    gradient_dtype = E5M2.dtype
+
+    def __init__(self, hidden: Tensor, weight: Tensor, products: Products, want_hidden: bool, want_weight: bool) -> None:
+        self.products, self.rows = products, hidden.shape[0]
+        self.x, _ = products.input(Given(hidden), column=want_weight)
+        self.w = products.weight(weight, column=want_hidden)
+
+    def logits(self, part: slice) -> Tensor:
+        x = self.x.by_row
+        return self.products.output(Forms(x.data[part], x.scale_inv), self.w, None)
+
+    def grad_hidden_(self, grad: Gradient, out: Tensor) -> None:
+        out.copy_(self.products.grad_input(Forms(*_fp8(grad)), self.w))
+
+    def sum(self, chunk: int, dtype: torch.dtype) -> _Sum:
+        return _Fp8Sum(self.products, self.x, self.rows, chunk, dtype)
+
+
+class _WideSum:
+    """A product a chunk, added up in float32."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+        self.so_far: Tensor | None = None
+
+    def add(self, grad: Gradient, part: slice) -> None:
+        self.so_far = _add_product(self.so_far, _wide(grad), self.hidden[part])
+
+    def total(self) -> Tensor | None:
+        return self.so_far
+
+
+class _Fp8Sum:
+    """A product of as many chunks of `chunk` tokens as `KEPT_BYTES` hold; the sum of several is float32, one is `dtype`."""
+
+    def __init__(self, products: Products, x: Forms, rows: int, chunk: int, dtype: torch.dtype) -> None:
+        self.products, self.x, self.rows, self.chunk, self.dtype = products, x, rows, chunk, dtype
+        self.kept: Tensor | None = None
+        self.first = 0
+        self.so_far: Tensor | None = None
+
+    def add(self, grad: Gradient, part: slice) -> None:
+        data, scale_inv = _fp8(grad)
+        if self.kept is None:
+            most = max(1, KEPT_BYTES // (data.shape[1] * self.chunk)) * self.chunk
+            self.kept, self.first = data.new_empty(data.shape[1], min(most, self.rows - part.start)), part.start
+        end = part.start - self.first + len(data)
+        transpose(data, self.kept[:, part.start - self.first : end])
+        if end == self.kept.shape[1]:
+            self._multiply(self.kept, scale_inv)
+            self.kept = None
+
+    def _multiply(self, kept: Tensor, scale_inv: Tensor) -> None:
+        several = kept.shape[1] < self.rows
+        x = self.x.by_column
+        # Rows of a part of x need not begin where cuBLAS wants them to.
+        data = x.data[:, self.first : self.first + kept.shape[1]].contiguous()
+        product = gemm.scaled_mm(
+            kept,
+            scale_inv,
+            data,
+            x.scale_inv,
+            out_dtype=torch.float32 if several else self.dtype,
+            precise=self.products.precise,
+        )
+        self.so_far = product if self.so_far is None else self.so_far.add_(product)
+
+    def total(self) -> Tensor | None:
+        return self.so_far
+
+
+def _wide(grad: Gradient) -> Tensor:
+    assert grad.wide is not None
+    return grad.wide
+
+
+def _fp8(grad: Gradient) -> tuple[Tensor, Tensor]:
+    assert grad.fp8 is not None
+    assert grad.scale_inv is not None
+    return grad.fp8, grad.scale_inv
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -87,17 +177,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = num_items.float().reciprocal()
         grad_scale = (torch.ones_like(factor) if late else factor) if want_hidden or want_weight else None
         d_hidden = torch.empty_like(hidden) if want_hidden else None
-        d_weight: Tensor | None = None
-        head = _Head(hidden, weight, fp8)
-        kind = E5M2.dtype if fp8 is not None and want_hidden else None
-        for part in _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size()):
-            chunk_loss, grad = cross_entropy_(head.logits(part), target[part], grad_scale, objective, kind)
+        head = _Head(hidden, weight) if fp8 is None else _Fp8Head(hidden, weight, fp8, want_hidden, want_weight)
+        chunks = _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size())
+        weights = head.sum(chunks[0].stop, torch.float32 if late else weight.dtype) if want_weight and chunks else None
+        for part in chunks:
+            chunk_loss, grad = cross_entropy_(head.logits(part), target[part], grad_scale, objective, head.gradient_dtype)
             loss += chunk_loss
             if grad is not None and d_hidden is not None:
                 head.grad_hidden_(grad, d_hidden[part])
-            if grad is not None and want_weight:
-                d_weight = _add_product(d_weight, grad.wide, hidden[part])
+            if grad is not None and weights is not None:
+                weights.add(grad, part)
             del grad  # a chunk of logits: a gigabyte that must not stand beside the next, or beside d_weight's two forms
+        d_weight = None if weights is None else weights.total()
+        del weights
         if want_weight and d_weight is None:
             d_weight = torch.zeros_like(weight, dtype=torch.float32)
         if d_weight is not None and not late:

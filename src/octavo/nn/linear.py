@@ -56,6 +56,8 @@ def product(
 ) -> Tensor:
     """x · weightᵀ + bias, in FP8 where an autocast says so, else in `out_dtype`. x [..., K], weight [N, K] → [..., N]."""
     recipe = recipe_of(state, x.device)
+    if recipe is not None and not torch.compiler.is_compiling():
+        return fused.linear(x, fused.Linear(weight, bias, Products(state, weight, recipe, out_dtype, is_first_microbatch)))
     if recipe is not None:
         return fp8_linear(x, weight, bias, state, recipe, out_dtype=out_dtype, is_first_microbatch=is_first_microbatch)
     bias = None if bias is None else bias.to(out_dtype)

@@ -11,7 +11,6 @@ it is and transposed, or the compute dtype) is decided here and nowhere in the l
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,14 +23,15 @@ from octavo.fp8.recipe import Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.fp8.tensor import Quantized
 from octavo.kernels import gemm
-from octavo.kernels.cast import Into, Made, cast
+from octavo.kernels.cast import Into, Made, cast, row_tiles
 from octavo.kernels.cast_scaled import amax, scale_from_amax
+from octavo.kernels.sums import column_sums
 
 Kernel = Callable[[Into], Made]
 
 
-def cast_into(x: Tensor, into: Into) -> Made:
-    """What `into` asks for, made of a matrix [R, C] that is there already."""
+def cast_into(x: Tensor, into: Into, partial: Tensor | None = None) -> Made:
+    """What `into` asks for, made of a matrix [R, C] that is there already; `partial` as in `octavo.kernels.cast.cast`."""
     if into.scale is None and (into.row or into.column):
         wide = x.to(into.dtype)
         return Made(wide if into.row else None, wide.t().contiguous() if into.column else None, None)
@@ -39,19 +39,30 @@ def cast_into(x: Tensor, into: Into) -> Made:
         if into.amax is not None:
             into.amax.copy_(torch.maximum(into.amax, amax(x)))
         return Made(None, None, None)
-    row, column, scale_inv = cast(x, into.scale, into.amax, into.dtype, into.fp8_max, into.column, row=into.row)
+    row, column, scale_inv = cast(
+        x, into.scale, into.amax, into.dtype, into.fp8_max, into.column, row=into.row, partial=partial
+    )
     return Made(row if into.row else None, column if into.column else None, scale_inv)
 
 
-@dataclass(frozen=True)
 class Given:
-    """A matrix [R, C] that is there already, as a kernel that an operand comes out of."""
+    """A matrix [R, C] that is there already, as a kernel that an operand comes out of; `sums`: its `sum` will be asked for."""
 
-    matrix: Tensor
+    def __init__(self, matrix: Tensor, *, sums: bool = False) -> None:
+        self.matrix = matrix
+        self._sums = sums
+        self._partial: Tensor | None = None
 
     def __call__(self, into: Into) -> Made:
         """What `into` asks for."""
-        return cast_into(self.matrix, into)
+        tiles = row_tiles(self.matrix, into.column) if self._sums and into.scale is not None else None
+        if tiles is not None:
+            self._partial = self.matrix.new_empty(tiles, self.matrix.shape[1], dtype=torch.float32)
+        return cast_into(self.matrix, into, None if tiles is None else self._partial)
+
+    def sum(self) -> Tensor:
+        """Over the rows, float32 [C]: the gradient of a bias. Costs no pass where a cast has left partial sums."""
+        return column_sums(self.matrix) if self._partial is None else self._partial.sum(0)
 
 
 class Forms(NamedTuple):
@@ -109,6 +120,11 @@ class Products:
     def repeatable(self) -> bool:
         """Whether a cast of the input can be repeated in backward with the scale that forward used."""
         return self.recipe is None or self.recipe.casts[Operand.INPUT].granularity is Granularity.TENSOR
+
+    @property
+    def precise(self) -> bool:
+        """Whether FP8 products of gradients add up precisely."""
+        return self.recipe is None or self.recipe.precise_gradients
 
     def input(self, run: Kernel, *, column: bool) -> tuple[Forms, Tensor | None]:
         """The first operand of the output, `column` for the weight gradient too; and the scale of a cast to repeat."""
@@ -174,13 +190,13 @@ class Products:
         """dx [M, K] in `out_dtype`."""
         if self.recipe is None:
             return dy.wide @ w.wide
-        return gemm.scaled_mm(*dy.by_row, *w.by_column, out_dtype=self.out_dtype, precise=self.recipe.precise_gradients)
+        return gemm.scaled_mm(*dy.by_row, *w.by_column, out_dtype=self.out_dtype, precise=self.precise)
 
     def grad_weight(self, dy: Forms, x: Forms) -> Tensor:
         """dw [N, K] in the dtype of the weight."""
         if self.recipe is None:
             return gemm.wide_mm(dy.wide.t(), x.wide, self.weight_dtype)
-        return gemm.scaled_mm(*dy.by_column, *x.by_column, out_dtype=self.weight_dtype, precise=self.recipe.precise_gradients)
+        return gemm.scaled_mm(*dy.by_column, *x.by_column, out_dtype=self.weight_dtype, precise=self.precise)
 
     def begin_backward(self) -> None:
         """Call first in a backward.

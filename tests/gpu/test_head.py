@@ -1,0 +1,48 @@
+"""The output head on a GPU, wide and in FP8, beside float64."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import octavo
+from octavo.fp8.scaling import ModuleState
+from octavo.nn import head
+from octavo.nn.products import Products
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+RECIPES = {
+    "bf16": None,
+    "delayed": octavo.recipe.DelayedScaling(amax_history_len=2),
+    "fast": octavo.recipe.DelayedScaling(amax_history_len=2, fast_accumulation=True),
+    "current": octavo.recipe.CurrentScaling(),
+}
+
+
+@pytest.mark.parametrize("chunk_tokens", [128, 10_000])
+@pytest.mark.parametrize("tokens", [1024, 1001])
+@pytest.mark.parametrize("kept_tokens", [256, 10_000])
+@pytest.mark.parametrize("name", RECIPES)
+def test_loss_and_gradients(name, kept_tokens, tokens, chunk_tokens, monkeypatch):
+    words, width, recipe = 5000, 512, RECIPES[name]
+    monkeypatch.setattr(head, "CHUNK_BYTES", chunk_tokens * words * 2)
+    monkeypatch.setattr(head, "KEPT_BYTES", kept_tokens * words)
+    hidden = torch.randn(tokens, width, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(words, width, device="cuda") * 0.1).bfloat16().requires_grad_()
+    target = torch.randint(words, (tokens,), device="cuda")
+    target[::7] = -100
+    count = (target != -100).sum().float()
+    module = torch.nn.Linear(width, words, bias=False, device="meta")
+    module.weight = weight
+    products = None if recipe is None else Products(ModuleState(module), weight, recipe, torch.bfloat16, None)
+    for _ in range(3):  # delayed scaling finds its scales
+        hidden.grad = weight.grad = None
+        with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            loss = head.linear_cross_entropy(hidden, weight, target, count, fp8=products)
+        loss.backward()
+    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    wanted = functional.cross_entropy(h @ w.t(), target, reduction="sum") / count
+    wanted.backward()
+    assert abs(loss.item() / wanted.item() - 1) < (1e-3 if recipe is None else 5e-3)
+    for found, exact in ((hidden.grad, h.grad), (weight.grad, w.grad)):
+        assert (found.double() - exact).norm() < (0.01 if recipe is None else 0.1) * exact.norm()
