@@ -190,18 +190,25 @@ def doctor(as_json: AsJson = False) -> None:
 def bench(
     suite: Annotated[
         str,
-        typer.Argument(metavar="SUITE", help="What to measure: one-gpu, sharded, checkpoint or kernels.", show_default=False),
+        typer.Argument(
+            metavar="SUITE", help="What to measure: one-gpu, sharded, checkpoint, kernels or layers.", show_default=False
+        ),
     ],
-    cases: Annotated[str | None, typer.Option(metavar="A,B", help="Only these workloads, or kernels.")] = None,
+    cases: Annotated[str | None, typer.Option(metavar="A,B", help="Only these workloads, kernels or layers.")] = None,
     peers: Annotated[
         str | None,
         typer.Option(metavar="A,B", help="Peers beside Octavo's entries: bf16, torchao, te; all that are installed if absent."),
     ] = None,
     entries: Annotated[str | None, typer.Option(metavar="A,B", help="Exactly these entries, such as octavo-delayed.")] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Measured steps of each entry, or calls of a kernel; 20 or 100 if absent.")
+        int | None,
+        typer.Option(
+            min=1, help="Measured steps of each entry, calls of a kernel, or seeds of a layer; 20, 100 or 3 if absent."
+        ),
     ] = None,
-    warmup: Annotated[int | None, typer.Option(min=0, help="Steps before measuring; 5, or 10 of a kernel, if absent.")] = None,
+    warmup: Annotated[
+        int | None, typer.Option(min=0, help="Steps before measuring; 5, 10 of a kernel or 20 of a layer if absent.")
+    ] = None,
     breakdown: Annotated[
         bool, typer.Option("--breakdown", help="Also record where the time of a step goes, by kind of kernel.")
     ] = False,
@@ -218,7 +225,7 @@ def bench(
     restore_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that restore; half of them if absent.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure Octavo beside its peers in the same run, its checkpoints, and its kernels beside the device's copy."""
+    """Measure Octavo beside its peers in the same run: its steps, checkpoints, kernels, and the errors of its layers."""
     from octavo.bench.run import render, run_suite
 
     console = _console(stderr=as_json)

@@ -3,6 +3,8 @@
 import inspect
 import math
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ OWN = [name for name in ENTRIES if name.startswith("octavo-")]
 TRANSFORMER_ENGINE = """
 import contextlib, os
 import torch
+from octavo.nn import DotProductAttention, LayerNormLinear, LayerNormMLP, Linear
 from octavo.nn import RMSNorm as Norm
 from octavo.nn import TransformerLayer as Layer
 
@@ -69,6 +72,14 @@ class RotaryPositionEmbedding(torch.nn.Module):
     def forward(self, max_seq_len):
         return torch.outer(torch.arange(max_seq_len).float(), self.inverse).repeat(1, 2)[:, None, None]
 """
+UTILS = """
+import torch
+
+class SplitAlongDim:
+    @staticmethod
+    def apply(x, dim, sizes):
+        return torch.split(x, sizes, dim)
+"""
 RECIPES = "from octavo.fp8.recipe import CurrentScaling as Float8CurrentScaling, DelayedScaling, Format\n"
 
 
@@ -78,6 +89,7 @@ def transformer_engine(tmp_path, monkeypatch):
     files = {
         "__init__.py": "",
         "pytorch/__init__.py": TRANSFORMER_ENGINE,
+        "pytorch/utils.py": UTILS,
         "common/__init__.py": "",
         "common/recipe.py": RECIPES,
     }
@@ -99,6 +111,42 @@ def test_transformer_engines_entries_train(tmp_path, transformer_engine):
     losses = [figures["loss"] for figures in results["rows"]]
     assert len(set(losses)) == 3  # FP8 by two recipes, and none
     assert results["machine"]["peers"] == {"transformer-engine": None}
+
+
+VISION = """
+import os
+import torch
+from octavo.bench.cases import VISION_CASES
+from octavo.bench.peers import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)
+from octavo.bench import te
+from octavo.nn import TransformerLayer
+
+cpu, case = torch.device("cpu"), VISION_CASES["tiny-vit"]
+theirs = te.VisionLayer(case, 1e-6, cpu)
+whole = TransformerLayer(
+    case.hidden_size, case.intermediate_size, case.heads, layernorm_epsilon=1e-6, self_attn_mask_type="no_mask"
+)
+whole.load_state_dict(theirs.state_dict())
+x, grad = torch.randn(2, 2, case.sequence_length, case.hidden_size)
+outputs = []
+for layer in (theirs, whole):
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(leaf.bfloat16())
+    y.backward(grad.bfloat16())
+    assert y.dtype == torch.bfloat16
+    outputs.append([y, leaf.grad, *(p.grad for _, p in sorted(layer.named_parameters()))])
+for found, expected in zip(*outputs, strict=True):
+    assert (found - expected).norm() <= 0.02 * expected.norm()
+"""
+
+
+def test_transformer_engines_vision_block_is_its_layer(transformer_engine):
+    # A process of its own: the package that stands in for Transformer Engine must not stay.
+    run_it = subprocess.run([sys.executable, "-c", VISION], capture_output=True, text=True, check=False)
+    assert run_it.returncode == 0, run_it.stderr
 
 
 def compared(monkeypatch, installed, suite=ONE_GPU, entries=None, peers=None):

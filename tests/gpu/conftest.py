@@ -1,7 +1,23 @@
-"""Makes helper modules importable: `ranks`, `sharded`, the Llamas of the models' tests, and fused layers by hand."""
+"""Makes helper modules importable: `ranks`, `sharded`, the Llamas of the models' tests, and fused layers by hand.
 
+And loads Transformer Engine, where it is installed, before any test runs: its library refuses a process in which PyTorch has
+used cuDNN. pytest imports this file when it collects the folder, in every worker of pytest-xdist too, and no other folder's
+tests run on a GPU.
+"""
+
+import contextlib
+import importlib.util
 import sys
+import warnings
 from pathlib import Path
+
+import torch
 
 for folder in ("", "parallel", "models", "nn"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
+
+if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None:
+    # It warns of a Jax without its own part. Where it cannot be imported, the tests that need it say so.
+    with warnings.catch_warnings(), contextlib.suppress(ImportError, OSError):
+        warnings.simplefilter("ignore")
+        import transformer_engine.pytorch  # noqa: F401

@@ -93,7 +93,7 @@ def row(case: AnyCase, measured: Measured, place: Place) -> dict[str, Any]:
 
 def document(suite: str, command: str, place: Place, entries: Iterable[Entry], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A whole run as `benchmarks/` keeps it."""
-    cases = [ALL_CASES[one["workload"]] for one in rows if one["workload"] in ALL_CASES]
+    cases = [ALL_CASES[name] for one in rows if (name := one.get("workload")) in ALL_CASES]
     peers = [package for package in (*(entry.package for entry in entries), *(case.package for case in cases)) if package]
     return {
         "suite": suite,
@@ -144,12 +144,12 @@ def commit() -> str | None:
 def write(results: dict[str, Any], output: Path) -> list[Path]:
     """Write a run: into `output` if that is a .json file, else into that folder as SUITE-WORKLOAD.json, one a workload.
 
-    The kernels are one file, kernels.json: each is a few figures, and they are read side by side.
+    The kernels are one file, kernels.json, as the layers are: each is a few figures, and they are read side by side.
     """
     if output.suffix == ".json":
         files = {output: results}
-    elif results["suite"] == "kernels":
-        files = {output / "kernels.json": results}
+    elif results["suite"] in ("kernels", "layers"):
+        files = {output / f"{results['suite']}.json": results}
     else:
         files = {
             output / f"{results['suite']}-{workload}.json": {**results, "rows": rows_of(results, workload)}
@@ -187,6 +187,9 @@ def render(results: dict[str, Any], console: Console) -> None:
     """Print a table for each workload, with each entry's speed over that of the best peer where there is one."""
     if results["suite"] == "kernels":
         _print_table(_titled("kernels", results, "kernel", "shape"), results["rows"], KERNEL, console)
+        return
+    if results["suite"] == "layers":
+        _print_errors(results, console)
         return
     for workload in workloads(results):
         rows = rows_of(results, workload)
@@ -247,6 +250,42 @@ def _print_breakdown(title: str, rows: list[dict[str, Any]], console: Console) -
         table.add_row(kind, *(f"{entry['kernel_ms'].get(kind, 0.0):.2f}" for entry in told))
     table.add_row("all", *(f"{sum(entry['kernel_ms'].values()):.2f}" for entry in told))
     _print_whole(table, console)
+
+
+def _print_errors(results: dict[str, Any], console: Console) -> None:
+    """A table for each layer, tensors down; for each recipe both libraries' errors and Octavo's over the other's."""
+    rows = results["rows"]
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    for layer in dict.fromkeys(row["layer"] for row in rows):
+        table = _titled(f"layers · {layer} · relative error", results, "tensor")
+        for recipe in recipes:
+            for title in (recipe, "te", "ratio"):
+                table.add_column(title, justify="right")
+        of = {(row["tensor"], row["recipe"]): row for row in rows if row["layer"] == layer}
+        for tensor in dict.fromkeys(tensor for tensor, _ in of):
+            table.add_row(tensor, *(text for recipe in recipes for text in _errors(of[tensor, recipe])))
+        _print_whole(table, console)
+        failures = {f"{recipe}: {one[key]}" for (_, recipe), one in of.items() for key in one if key.endswith("_failed")}
+        for text in sorted(failures):
+            console.print(text, markup=False, highlight=False)
+    compared = [row for row in rows if _ratio(row) is not None]
+    if compared:
+        worst = max(compared, key=lambda row: _ratio(row) or 0.0)
+        where = ", ".join(worst[key] for key in ("layer", "recipe", "tensor"))
+        console.print(f"largest ratio to Transformer Engine's error: {_ratio(worst):.3f} ({where})", highlight=False)
+
+
+def _errors(row: dict[str, Any]) -> list[str]:
+    """Both errors and their ratio, "-" for what is not there."""
+    found = [row["octavo_error"], row["te_error"]]
+    ratio = _ratio(row)
+    return [*("-" if one is None else f"{one:.3%}" for one in found), "-" if ratio is None else f"{ratio:.3f}"]
+
+
+def _ratio(row: dict[str, Any]) -> float | None:
+    """Octavo's error over Transformer Engine's; None where one of them is not there, or nothing to compare with."""
+    octavo, te = row["octavo_error"], row["te_error"]
+    return octavo / te if octavo is not None and te else None
 
 
 def _print_whole(table: Table, console: Console) -> None:

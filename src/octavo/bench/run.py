@@ -11,8 +11,9 @@ from typing import Any
 
 from octavo.bench.checkpoint import Storing, measure_checkpoints
 from octavo.bench.kernels import KERNELS, measure_kernels
+from octavo.bench.layers import LAYERS, OCTAVO, measure_layers, transformer_engine
 from octavo.bench.measure import Place, measure_case
-from octavo.bench.peers import PEERS, Entry
+from octavo.bench.peers import ENTRIES, PEERS, Entry
 from octavo.bench.results import document, render, row, version, write
 from octavo.bench.suites import SUITES, Suite
 from octavo.errors import InputError, unknown
@@ -52,12 +53,12 @@ def run_suite(
 
     Args:
         suite: a name from `SUITES`.
-        cases: workloads of the suite, or kernels; none: the usual ones that suit the device and are installed.
+        cases: workloads of the suite, kernels or layers; none: the usual ones that suit the device and are installed.
         entries: of the suite's, exactly these; none: Octavo's own, or the usual ones, and peers. Entries that fail have a row
             with "error".
         peers: groups from `PEERS` that stand beside Octavo's entries; None: all that are installed.
-        steps: timed steps of each entry, or calls of a kernel, whose median counts; None: the suite's number.
-        warmup: steps before them, which compile; None: the suite's number.
+        steps: timed steps of each entry, calls of a kernel, or seeds of a layer, whose median counts; None: the suite's number.
+        warmup: steps before them, which compile, or settle the scales of a layer; None: the suite's number.
         breakdown: record where each entry's time on the GPU goes, in a few more steps.
         output: a .json file, or a folder for one file a workload; None: `benchmarks/`.
         device: as torch names it; None: the GPU if there is one.
@@ -80,8 +81,9 @@ def run_suite(
     place = _place(chosen, device, gpus)
     _check_gpu(chosen, place, breakdown)
     output = output or FOLDER
-    if suite == "kernels":
-        return _run_kernels(cases or chosen.cases, place, steps, warmup, output, command, say)
+    if suite in ("kernels", "layers"):
+        run = _run_kernels if suite == "kernels" else _run_layers
+        return run(cases or chosen.cases, place, steps, warmup, output, command, say)
     compared = _compared(chosen, entries, peers, say)
     rows: list[dict[str, Any]] = []
     for case, able in _plan(chosen, cases, compared, place, say):
@@ -110,6 +112,22 @@ def _run_kernels(
     device = torch.device(place.where)
     rows = measure_kernels([KERNELS[name] for name in names], device, iterations=steps, warmup=warmup, say=say)
     results = document("kernels", command, place, [], rows)
+    for path in write(results, output):
+        say(f"wrote {path}")
+    return results
+
+
+def _run_layers(
+    names: Sequence[str], place: Place, seeds: int, settling: int, output: Path, command: str, say: Say
+) -> dict[str, Any]:
+    """The layers of these names, in this process."""
+    import torch
+
+    device = torch.device(place.where)
+    theirs = transformer_engine(device, say)
+    libraries = [OCTAVO] if theirs is None else [OCTAVO, theirs]
+    rows = measure_layers([LAYERS[name] for name in names], device, libraries, seeds=seeds, settling=settling, say=say)
+    results = document("layers", command, place, [] if theirs is None else [ENTRIES["te-bf16"]], rows)
     for path in write(results, output):
         say(f"wrote {path}")
     return results

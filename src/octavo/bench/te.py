@@ -1,9 +1,9 @@
-"""Transformer Engine's peer: a Llama of its transformer layers, arranged as it is fastest on one GPU.
+"""Transformer Engine's peers, arranged as they are fastest on one GPU: a Llama, and the blocks of a vision transformer.
 
 Norms, products, activation and rotary embedding are Transformer Engine's fused kernels, attention is cuDNN's, query/key/value
-are one parameter. Embedding and output head are PyTorch's in bfloat16, and the loss over the whole logits is one compiled
-kernel. Only a worker that builds such an entry imports this file, after `octavo.bench.peers` has set what `ENVIRONMENT` there
-says: Transformer Engine reads it when its modules are made.
+are one parameter. The Llama's embedding and output head are PyTorch's in bfloat16, and its loss over the whole logits is one
+compiled kernel. Nothing but what runs Transformer Engine imports this file, after it has set what `octavo.bench.peers` calls
+`ENVIRONMENT`: Transformer Engine reads it when its modules are made.
 
 Shapes: B batch, T sequence, D hidden size, V vocabulary.
 """
@@ -19,9 +19,11 @@ import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.pytorch.utils import SplitAlongDim
 
 from octavo.bench.cases import Case, VisionCase
 from octavo.bench.plain import STD, next_token_loss
+from octavo.bench.vision import ToAutocast
 
 RECIPES = {
     # A short history is what its users take; its length has no part in the speed.
@@ -63,25 +65,52 @@ def llama_layer(case: Case, device: torch.device) -> nn.Module:
     return layer
 
 
-def vision_layer(case: VisionCase, eps: float, device: torch.device) -> nn.Module:
-    """One block of a vision transformer with weights in float32: x [B, T, D] → the same in the dtype of PyTorch's autocast."""
-    layer: nn.Module = te.TransformerLayer(
-        case.hidden_size,
-        case.intermediate_size,
-        case.heads,
-        layernorm_epsilon=eps,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        self_attn_mask_type="no_mask",
-        fuse_qkv_params=True,
-        bias=True,
-        activation="gelu",
-        normalization="LayerNorm",
-        attn_input_format="bshd",
-        params_dtype=torch.float32,
-        device=device,
-    )
-    return layer
+class VisionAttention(nn.Module):
+    """Norm, joint query/key/value product, attention without a mask, output product; without the residual."""
+
+    def __init__(self, case: VisionCase, eps: float, device: torch.device) -> None:
+        super().__init__()
+        make: dict[str, Any] = {"params_dtype": torch.float32, "device": device}
+        self.heads, self.head_dim = case.heads, case.hidden_size // case.heads
+        self.layernorm_qkv = te.LayerNormLinear(case.hidden_size, 3 * case.hidden_size, eps=eps, **make)
+        self.core_attention = te.DotProductAttention(
+            case.heads, self.head_dim, qkv_format="bshd", attn_mask_type="no_mask", attention_dropout=0.0
+        )
+        self.proj = te.Linear(case.hidden_size, case.hidden_size, **make)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Attend; returns B × T × D."""
+        qkv = self.layernorm_qkv(x_BTD).unflatten(-1, (self.heads, 3, self.head_dim))
+        # Views whose layout attention recognises by their pointers, and so gives its gradients out of one tensor, which the
+        # split's backward hands on as it stands.
+        q, k, v = (part.squeeze(-2) for part in SplitAlongDim.apply(qkv, -2, (1, 1, 1)))
+        attended: Tensor = self.proj(self.core_attention(q, k, v))
+        return attended
+
+
+class VisionLayer(nn.Module):
+    """One block of a vision transformer: `te.TransformerLayer`'s parts, names and function, without its passes over memory.
+
+    That layer hands attention the joint product whole, which takes it apart by slices: backward then fills a tensor of zeros
+    for each of query, key and value, copies the gradient into it, and adds the three. And it leaves the biases of the second
+    products to an operation of their own, whose backward sums the gradient once more. Each of these is a pass over a tensor,
+    in every layer.
+    """
+
+    def __init__(self, case: VisionCase, eps: float, device: torch.device) -> None:
+        super().__init__()
+        self.to_autocast = ToAutocast()
+        self.self_attention = VisionAttention(case, eps, device)
+        self.layernorm_mlp = te.LayerNormMLP(
+            case.hidden_size, case.intermediate_size, eps=eps, activation="gelu", params_dtype=torch.float32, device=device
+        )
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Returns B × T × D in the dtype of PyTorch's autocast."""
+        h_BTD = self.to_autocast(x_BTD)
+        h_BTD = h_BTD + self.self_attention(h_BTD)
+        out: Tensor = h_BTD + self.layernorm_mlp(h_BTD)
+        return out
 
 
 class TeLlama(nn.Module):

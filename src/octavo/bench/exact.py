@@ -1,0 +1,87 @@
+"""The layers in float64 and plain PyTorch: what their errors are measured against.
+
+A layer is a function of its parameters, by the names that Octavo and Transformer Engine both give them. Rows of a joint
+query/key/value matrix stand by key-value head, and all gates of a gated activation above all ups, as in Transformer Engine.
+
+Shapes: B batch, T tokens, K features, H query heads, G key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Parameters = Mapping[str, Tensor]
+EPS = 1e-5
+"""The default of both libraries."""
+
+
+class Heads(NamedTuple):
+    """Attention: query heads, key-value heads, and the angles of causal attention [T, D] (None: every key is seen)."""
+
+    queries: int
+    groups: int
+    angles: Tensor | None
+
+
+def part(parameters: Parameters, prefix: str) -> Parameters:
+    """The parameters below a prefix, by what stands behind it."""
+    return {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
+
+
+def norm(p: Parameters, x: Tensor, kind: str) -> Tensor:
+    """RMSNorm or LayerNorm of [..., K]."""
+    if kind == "LayerNorm":
+        return functional.layer_norm(x, x.shape[-1:], p["layer_norm_weight"], p["layer_norm_bias"], EPS)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * p["layer_norm_weight"]
+
+
+def linear(p: Parameters, x: Tensor) -> Tensor:
+    """x · weightᵀ + bias."""
+    return functional.linear(x, p["weight"], p.get("bias"))
+
+
+def mlp(p: Parameters, x: Tensor, kind: str, activation: str) -> Tensor:
+    """Norm, product, activation ("gelu" with the tanh, or "swiglu"), product."""
+    hidden = functional.linear(norm(p, x, kind), p["fc1_weight"], p.get("fc1_bias"))
+    if activation == "swiglu":
+        gate, up = hidden.chunk(2, -1)
+        hidden = functional.silu(gate) * up
+    else:
+        hidden = functional.gelu(hidden, approximate="tanh")
+    return functional.linear(hidden, p["fc2_weight"], p.get("fc2_bias"))
+
+
+def attention(p: Parameters, x: Tensor, kind: str, heads: Heads) -> Tensor:
+    """Norm, queries/keys/values [B, T, (H + 2G)·D], rotation, softmax(q · kᵀ / √D) · v, product."""
+    per_group = heads.queries // heads.groups
+    qkv_BTGPD = linear(part(p, "layernorm_qkv."), norm(part(p, "layernorm_qkv."), x, kind)).unflatten(
+        -1, (heads.groups, per_group + 2, -1)
+    )
+    q_BTGPD, k_BTGPD, v_BTGPD = qkv_BTGPD.split([per_group, 1, 1], -2)
+    if heads.angles is not None:
+        q_BTGPD, k_BTGPD = rotate(q_BTGPD, heads.angles), rotate(k_BTGPD, heads.angles)
+    scores = torch.einsum("btgpd,bsgd->bgpts", q_BTGPD, k_BTGPD.squeeze(-2)) / math.sqrt(q_BTGPD.shape[-1])
+    if heads.angles is not None:
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        scores = scores.masked_fill(unseen, -math.inf)
+    context = torch.einsum("bgpts,bsgd->btgpd", scores.softmax(-1), v_BTGPD.squeeze(-2))
+    return linear(part(p, "proj."), context.flatten(2))
+
+
+def rotate(x_BTGPD: Tensor, angles_TD: Tensor) -> Tensor:
+    """Turn each pair (k, k + D/2) by its position's angle."""
+    cos, sin = angles_TD.cos()[:, None, None], angles_TD.sin()[:, None, None]
+    low, high = x_BTGPD.chunk(2, -1)
+    return x_BTGPD * cos + torch.cat((-high, low), -1) * sin
+
+
+def block(p: Parameters, x: Tensor, kind: str, activation: str, heads: Heads) -> Tensor:
+    """A transformer layer: attention and MLP, each added to the residual."""
+    h = x + attention(part(p, "self_attention."), x, kind, heads)
+    return h + mlp(part(p, "layernorm_mlp."), h, kind, activation)

@@ -1,0 +1,337 @@
+"""Errors of layers: how far Octavo's and Transformer Engine's are from float64, output and each gradient.
+
+Both libraries' layers are made by the same call, with the same random weights in bfloat16, and run on the same random inputs
+and output gradients. The error of a tensor is ‖found − exact‖ / ‖exact‖, the norms over all elements and in float64; exact is
+`octavo.bench.exact` on the same rounded values. Delayed scaling repeats forward and backward on the same tensors until its
+scales are theirs, and until its history holds nothing of the steps in which they were not. The median over the seeds counts.
+
+Both run in this process. Transformer Engine's library does not load once PyTorch has used cuDNN, hence `transformer_engine`
+has to be called before anything else runs on the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import octavo.nn
+from octavo.bench import exact
+from octavo.bench.peers import ENVIRONMENT
+from octavo.fp8.autocast import fp8_autocast
+from octavo.fp8.recipe import CurrentScaling, DelayedScaling
+from octavo.nn.mlp import deinterleave, interleave
+
+HISTORY = 16
+"""Steps, as many as Transformer Engine's recipe in `octavo.bench.te` has."""
+SETTLING = HISTORY + 4
+"""Steps until no amax of a step with unfit scales is left."""
+RECIPES: dict[str, Callable[[], Any] | None] = {
+    "bf16": None,
+    "delayed": lambda: DelayedScaling(amax_history_len=HISTORY),
+    "current": CurrentScaling,
+}
+ROPE_BASE = 500_000.0
+
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the layers of the table are made for: sequences and their length, features, heads."""
+
+    batch: int
+    tokens: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries, keys and values."""
+        return self.hidden // self.heads
+
+
+ON_GPU = Size(2, 1024, 2048, 8192, 32, 8)
+"""A layer of Llama-3.2-1B."""
+ON_CPU = Size(2, 32, 64, 128, 4, 2)
+"""It shows that the suite runs; the emulation's numbers are Octavo's, its speed is not."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One row of the table.
+
+    Attributes:
+        name: as the results name it.
+        kind: the class, of either library.
+        normalization, activation, bias: as its constructor takes them, where it does.
+        llama: of a transformer layer, whether attention is causal, with rotary embedding and shared key-value heads.
+    """
+
+    name: str
+    kind: str
+    normalization: str = "LayerNorm"
+    activation: str = "gelu"
+    bias: bool = True
+    llama: bool = False
+
+    def arguments(self, size: Size) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """What its constructor is called with, in either library."""
+        how: dict[str, Any] = {"bias": self.bias}
+        if self.kind == "Linear":
+            return (size.hidden, size.hidden), how
+        how["normalization"] = self.normalization
+        if self.kind == "LayerNormLinear":
+            return (size.hidden, size.hidden), how
+        how["activation"] = self.activation
+        if self.kind == "LayerNormMLP":
+            return (size.hidden, size.ffn), how
+        how |= {
+            "num_gqa_groups": self._groups(size),
+            "self_attn_mask_type": "causal" if self.llama else "no_mask",
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "fuse_qkv_params": True,
+            "attn_input_format": "bshd",
+        }
+        return (size.hidden, size.ffn, size.heads), how
+
+    def exact(self, parameters: exact.Parameters, x: Tensor, size: Size) -> Tensor:
+        """The same function in the dtype of its arguments."""
+        if self.kind == "Linear":
+            return exact.linear(parameters, x)
+        if self.kind == "LayerNormLinear":
+            return exact.linear(parameters, exact.norm(parameters, x, self.normalization))
+        if self.kind == "LayerNormMLP":
+            return exact.mlp(parameters, x, self.normalization, self.activation)
+        # Angles are float32 for everybody: another rounding of them would be another function.
+        angles = angles_of(size, x.device).to(x.dtype) if self.llama else None
+        heads = exact.Heads(size.heads, self._groups(size), angles)
+        return exact.block(parameters, x, self.normalization, self.activation, heads)
+
+    def call(self, size: Size, device: torch.device) -> dict[str, Any]:
+        """What forward takes beside the input, in either library."""
+        return {"rotary_pos_emb": angles_of(size, device)[:, None, None]} if self.llama else {}
+
+    def _groups(self, size: Size) -> int:
+        return size.groups if self.llama else size.heads
+
+
+LAYERS: dict[str, Layer] = {
+    layer.name: layer
+    for layer in (
+        Layer("linear", "Linear"),
+        Layer("layernorm-linear", "LayerNormLinear"),
+        Layer("rmsnorm-linear", "LayerNormLinear", "RMSNorm", bias=False),
+        Layer("mlp-gelu", "LayerNormMLP"),
+        Layer("mlp-swiglu", "LayerNormMLP", "RMSNorm", "swiglu", bias=False),
+        Layer("vit-layer", "TransformerLayer"),
+        Layer("llama-layer", "TransformerLayer", "RMSNorm", "swiglu", bias=False, llama=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    """Whose layers are measured.
+
+    Attributes:
+        name: how the keys of a row begin.
+        layers: has the classes.
+        around: of a recipe's name, what makes the surroundings of a forward, one maker for all steps.
+        interleaved: whether gates and ups alternate in blocks of rows.
+    """
+
+    name: str
+    layers: Any
+    around: Callable[[str], Around]
+    interleaved: bool = False
+
+    def make(self, layer: Layer, size: Size, device: torch.device) -> nn.Module:
+        """The layer, its parameters in bfloat16."""
+        sizes, how = layer.arguments(size)
+        made: nn.Module = getattr(self.layers, layer.kind)(*sizes, **how, params_dtype=torch.bfloat16, device=device)
+        return made
+
+    def _alternates(self, name: str, layer: Layer) -> bool:
+        return self.interleaved and "fc1_" in name and layer.activation == "swiglu"
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, layer: Layer, drawn: Tensors) -> None:
+        """Copy the drawn parameters, in which gates stand above ups."""
+        for name, parameter in module.named_parameters():
+            value = drawn[name]
+            parameter.copy_(interleave(*value.chunk(2)) if self._alternates(name, layer) else value)
+
+    def gradients(self, module: nn.Module, layer: Layer) -> Tensors:
+        """The gradients of the parameters, in the order of rows in which they were drawn."""
+        found = {}
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None, name
+            rows = deinterleave(parameter.grad) if self._alternates(name, layer) else (parameter.grad,)
+            found[f"{name}.grad"] = torch.cat(rows)
+        return found
+
+
+def _octavo_around(recipe: str) -> Around:
+    make = RECIPES[recipe]
+    return partial(fp8_autocast, enabled=make is not None, fp8_recipe=make and make())
+
+
+OCTAVO = Library("octavo", octavo.nn, _octavo_around, interleaved=True)
+
+
+def transformer_engine(device: torch.device, say: Callable[[str], None]) -> Library | None:
+    """Transformer Engine's layers; None, and a line that says why, where they cannot run."""
+    if device.type != "cuda":
+        say("Transformer Engine needs a GPU: only Octavo's errors")
+        return None
+    os.environ.update(ENVIRONMENT)
+    try:
+        import transformer_engine.pytorch as layers
+
+        from octavo.bench import te
+    except (ImportError, OSError) as error:
+        say(f"Transformer Engine cannot be imported ({error}): only Octavo's errors")
+        return None
+    return Library("te", layers, lambda recipe: te.autocast(None if recipe == "bf16" else recipe))
+
+
+def angles_of(size: Size, device: torch.device) -> Tensor:
+    """Angles of rotary embedding [T, D], float32, of which the second half repeats the first."""
+    inverse = ROPE_BASE ** -(torch.arange(0, size.head_dim, 2, device=device).float() / size.head_dim)
+    return torch.outer(torch.arange(size.tokens, device=device).float(), inverse).repeat(1, 2)
+
+
+def draw(layer: Layer, size: Size, device: torch.device, seed: int) -> tuple[Tensors, Tensor, Tensor]:
+    """Parameters by name, input and output gradient, all in bfloat16: norms around 1, matrices by 1/√fan_in."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    parameters = {}
+    for name, parameter in OCTAVO.make(layer, size, device).named_parameters():
+        noise = normal(*parameter.shape)
+        if name.endswith("layer_norm_weight"):
+            value = 1 + 0.1 * noise
+        else:
+            value = noise * (0.1 if parameter.dim() == 1 else parameter.shape[1] ** -0.5)
+        parameters[name] = value.bfloat16()
+    x, grad = (normal(size.batch, size.tokens, size.hidden).bfloat16() for _ in range(2))
+    return parameters, x, grad
+
+
+def exact_tensors(layer: Layer, size: Size, parameters: Tensors, x: Tensor, grad: Tensor) -> Tensors:
+    """Output and gradients in float64."""
+    leaves = {name: value.double().requires_grad_() for name, value in parameters.items()}
+    x = x.double().requires_grad_()
+    y = layer.exact(leaves, x, size)
+    gradients = torch.autograd.grad(y, [x, *leaves.values()], grad.double())
+    return dict(zip(("output", "input.grad", *(f"{name}.grad" for name in leaves)), (y.detach(), *gradients), strict=True))
+
+
+def found_tensors(
+    library: Library, layer: Layer, size: Size, recipe: str, parameters: Tensors, x: Tensor, grad: Tensor, settling: int
+) -> Tensors:
+    """Output and gradients of a library's layer, after `settling` passes over the same tensors."""
+    module, around = library.make(layer, size, x.device), library.around(recipe)
+    library.fill(module, layer, parameters)
+    call = layer.call(size, x.device)
+    for _ in range(settling + 1):
+        module.zero_grad(set_to_none=True)
+        leaf = x.detach().clone().requires_grad_()
+        with around():
+            y = module(leaf, **call)
+        y.backward(grad)
+    assert leaf.grad is not None
+    return {"output": y.detach(), "input.grad": leaf.grad, **library.gradients(module, layer)}
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖ in float64."""
+    if found.shape != expected.shape:
+        raise ValueError(f"shape {list(found.shape)} instead of {list(expected.shape)}")
+    far = float((found.double() - expected).norm() / expected.norm())
+    if not math.isfinite(far):
+        raise ValueError(f"a relative error of {far}")
+    return far
+
+
+def measure_layers(
+    layers: Iterable[Layer],
+    device: torch.device,
+    libraries: Sequence[Library],
+    *,
+    seeds: int,
+    settling: int,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """A row for each tensor of each layer under each recipe; a library that fails has None and NAME_failed.
+
+    Args:
+        layers: of the table.
+        device: where.
+        libraries: whose layers.
+        seeds: draws of weights, inputs and output gradients, whose median counts.
+        settling: passes of delayed scaling before the one that counts.
+        say: is told what happens, a line at a time.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+    size = ON_GPU if device.type == "cuda" else ON_CPU
+    rows = []
+    for layer in layers:
+        say(layer.name)
+        errors: dict[tuple[str, str, str], list[float]] = {}
+        failed: dict[tuple[str, str], str] = {}
+        tensors: list[str] = []
+        for seed in range(seeds):
+            drawn = draw(layer, size, device, seed)
+            expected = exact_tensors(layer, size, *drawn)
+            tensors = list(expected)
+            for recipe in RECIPES:
+                for library in libraries:
+                    if (recipe, library.name) in failed:
+                        continue
+                    try:
+                        passes = settling if recipe == "delayed" else 0
+                        found = found_tensors(library, layer, size, recipe, *drawn, passes)
+                        for name in tensors:
+                            errors.setdefault((recipe, name, library.name), []).append(error(found[name], expected[name]))
+                    except Exception as fault:  # what a peer cannot do must not take the others' figures along
+                        text = f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0] or 'no message'}"
+                        failed[recipe, library.name] = text
+                        say(f"{layer.name}, {recipe}: {library.name} failed: {text}")
+        rows += [_row(layer, size, recipe, name, seeds, errors, failed) for recipe in RECIPES for name in tensors]
+    return rows
+
+
+def _row(
+    layer: Layer,
+    size: Size,
+    recipe: str,
+    tensor: str,
+    seeds: int,
+    errors: dict[tuple[str, str, str], list[float]],
+    failed: dict[tuple[str, str], str],
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"layer": layer.name, "recipe": recipe, "tensor": tensor}
+    for library in ("octavo", "te"):
+        found = errors.get((recipe, tensor, library))
+        lost = failed.get((recipe, library))
+        row[f"{library}_error"] = statistics.median(found) if found and lost is None else None
+        if lost is not None:
+            row[f"{library}_failed"] = lost
+    return {**row, "batch": size.batch, "sequence_length": size.tokens, "hidden_size": size.hidden, "seeds": seeds}
