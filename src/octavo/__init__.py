@@ -24,6 +24,7 @@ _HOME = {
     "load": "octavo.train.checkpoint",
     "export": "octavo.train.export",
     "clip_grad_norm_": "octavo.train.optimizer",
+    "graphed": "octavo.train.graphed",
 }
 _MODULES = {"fp8", "nn", "errors", "config"}
 _ALIASES = {"recipe": "octavo.fp8.recipe"}
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
     from octavo.parallel.world import init, shutdown, state
     from octavo.train.checkpoint import load, save
     from octavo.train.export import export
+    from octavo.train.graphed import graphed
     from octavo.train.optimizer import clip_grad_norm_
     from octavo.transform import describe, transform
 
 __all__ = [
-    "clip_grad_norm_", "config", "delayed_init", "describe", "errors", "export", "fp8", "fp8_autocast", "init", "load", "nn",
-    "recipe", "save", "shutdown", "state", "transform",
+    "clip_grad_norm_", "config", "delayed_init", "describe", "errors", "export", "fp8", "fp8_autocast", "graphed", "init",
+    "load", "nn", "recipe", "save", "shutdown", "state", "transform",
 ]  # fmt: skip
 
 

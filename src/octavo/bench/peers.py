@@ -71,7 +71,10 @@ class Entry:
 
 
 class Training:
-    """A model, its optimizer (PyTorch's fused AdamW where none is given) and what surrounds its forward."""
+    """A model, its optimizer (PyTorch's fused AdamW where none is given) and what surrounds its forward.
+
+    graph: forward and backward are one CUDA graph.
+    """
 
     def __init__(
         self,
@@ -79,19 +82,33 @@ class Training:
         loss: Callable[[Tensor, Tensor], Tensor],
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         optimizer: torch.optim.Optimizer | None = None,
+        *,
+        graph: bool = False,
     ) -> None:
         self.model = model
         self.loss = loss
         self.around = around
         self.optimizer = torch.optim.AdamW(model.parameters(), **ADAMW) if optimizer is None else optimizer
+        self.gradients: Callable[[Tensor, Tensor], Tensor] = self._gradients
+        if graph:
+            from octavo.train.graphed import graphed
+
+            self.gradients = graphed(self._loss, model.parameters())
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Forward, backward, optimizer; gradients do not outlive the step."""
-        with self.around():
-            loss = self.loss(inputs, labels)
-        loss.backward()
+        loss = self.gradients(inputs, labels)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        with self.around():
+            return self.loss(inputs, labels)
+
+    def _gradients(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        loss = self._loss(inputs, labels)
+        loss.backward()
         return loss.detach()
 
 
@@ -143,7 +160,7 @@ def build_te_vision(
     from octavo.bench import te
 
     model = timm_model(case, device, seed)
-    replace_blocks(model, lambda eps: te.vision_layer(case, eps, device))
+    replace_blocks(model, lambda eps: te.VisionLayer(case, eps, device))
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     return Training(model, Classifier(model), under_autocast(device, te.autocast(recipe)), optimizer)
 
@@ -195,7 +212,10 @@ def build_octavo_vision(
     fast: bool = False,
     seed: int = SEED,
 ) -> Training:
-    """timm's model with Octavo's layers for its blocks, in FP8 where `recipe` names one; they are fused already."""
+    """timm's model with Octavo's layers for its blocks, in FP8 where `recipe` names one; they are fused already.
+
+    Their kernels are shorter than what Python needs to launch them, so that forward and backward are a CUDA graph.
+    """
     from octavo.fp8.autocast import fp8_autocast
     from octavo.nn.block import TransformerLayer
 
@@ -206,7 +226,7 @@ def build_octavo_vision(
     model = timm_model(case, device, seed)
     replace_blocks(model, lambda eps: TransformerLayer(*shape, layernorm_epsilon=eps, **how), streams=True)
     around = under_autocast(device, lambda: fp8_autocast(enabled=scaling is not None, fp8_recipe=scaling))
-    return Training(model, Classifier(model), around, torch.optim.SGD(model.parameters(), **SGD))
+    return Training(model, Classifier(model), around, torch.optim.SGD(model.parameters(), **SGD), graph=True)
 
 
 def _scaling(recipe: str | None, fast: bool) -> Recipe | None:

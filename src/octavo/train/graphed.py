@@ -1,0 +1,110 @@
+"""Forward and backward as one CUDA graph: for models whose kernels end sooner than Python can launch them.
+
+A step of ViT-Huge launches some two thousand kernels. A graph launches all of them at once, with the addresses that they had
+when they were recorded: inputs are copied to where the recording found them, and gradients appear where it left them. The
+optimizer stays outside, so that any optimizer, clipping and schedule can follow.
+
+    step = octavo.graphed(loss, model.parameters())
+    for images, labels in loader:
+        step(images, labels)          # what loss(images, labels).backward() would do
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from octavo.errors import InputError
+
+WARM_UP = 3
+"""Calls that run eagerly before one is recorded: kernels are chosen and compiled, and FP8 histories come into being."""
+
+
+class Graphed:
+    """Calls `loss(*inputs)` and its backward, eagerly at first and then as a recorded graph; see `graphed`."""
+
+    def __init__(self, loss: Callable[..., Tensor], parameters: Iterable[Tensor], warmup: int) -> None:
+        self._loss, self._parameters, self._left = loss, list(parameters), warmup
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        self._gradients: list[Tensor | None] = []
+        self._result: Tensor | None = None
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """The loss, detached; gradients are in the parameters' `grad`. A GPU's next call overwrites both."""
+        if any(parameter.grad is not None for parameter in self._parameters):
+            raise InputError(
+                "a graphed step writes gradients and adds to none: call optimizer.zero_grad(set_to_none=True) before it."
+            )
+        if self._stream is None:
+            return self._eager(*inputs)
+        if self._graph is None and self._left:
+            self._left -= 1
+            with _aside(self._stream):  # where it will be recorded, so that libraries prepare that stream
+                return self._eager(*inputs)
+        if self._graph is None:
+            self._record(inputs)
+        return self._replay(inputs)
+
+    def _eager(self, *inputs: Tensor) -> Tensor:
+        loss = self._loss(*inputs)
+        loss.backward()
+        return loss.detach()
+
+    def _record(self, inputs: tuple[Tensor, ...]) -> None:
+        self._inputs = tuple(tensor.detach().clone() for tensor in inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            self._result = self._eager(*self._inputs)
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        self._graph = graph
+
+    def _replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        assert self._graph is not None
+        assert self._result is not None
+        wanted, given = ([(tuple(tensor.shape), tensor.dtype) for tensor in of] for of in (self._inputs, inputs))
+        if wanted != given:
+            raise InputError(
+                f"a graphed step takes inputs of {wanted}, as those that it was recorded with, and got {given}: drop the last, "
+                "smaller batch (drop_last=True), or call the loss itself for it."
+            )
+        for own, other in zip(self._inputs, inputs, strict=True):
+            own.copy_(other, non_blocking=True)
+        self._graph.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        return self._result
+
+
+@contextlib.contextmanager
+def _aside(stream: torch.cuda.Stream) -> Iterator[None]:
+    """On a stream that begins where the current one is, and that the current one waits for at the end."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def graphed(loss: Callable[..., Tensor], parameters: Iterable[Tensor], *, warmup: int = WARM_UP) -> Graphed:
+    """`loss(*inputs)` and its backward as one callable, which a GPU runs as a CUDA graph from the call after `warmup` on.
+
+    Args:
+        loss: takes tensors and returns a scalar. It may open `fp8_autocast` and `torch.autocast`; it must not wait for the
+            device (`.item()`, printing a tensor), and what Python does in it happens while recording and never again.
+        parameters: whose gradients a call leaves in `grad`. They keep their memory and are updated in place.
+        warmup: calls that run eagerly first. They are steps like any other.
+
+    Inputs keep their shapes and dtypes. Each call gives the numbers that an eager one would. On a CPU all calls are eager.
+
+    Raises:
+        InputError: from a call, where gradients are left from the last one, or inputs have other shapes or dtypes.
+    """
+    if warmup < 1:
+        raise InputError(f"warmup = {warmup}: at least 1 call must run before one is recorded (usual: {WARM_UP}).")
+    return Graphed(loss, parameters, warmup)
