@@ -62,6 +62,7 @@ def test_a_cpu_emulates_and_misses_nothing(found):
     assert found["fp8"]["mode"] == "emulated"
     assert found["attention"]["device"] == "cpu"
     assert set(found["attention"]["chosen"].values()) <= {"math", "flash"}
+    assert "up to 512 tokens" in found["attention"]["octavo"]
     assert "emulated" in found["products"]["fp8"]
     text = rendered(found)
     assert f"octavo {__version__}" in text
@@ -144,7 +145,8 @@ def test_an_unknown_gpu_is_named_and_called_unknown(on_gpu):
 
 
 def test_a_hopper_without_cudnn_attention_and_without_a_compiler_is_told_so(on_gpu, monkeypatch):
-    monkeypatch.setattr(doctor, "_attention", lambda: {"device": "cuda", "chosen": {"head_dim 128": "flash"}, "allowed": []})
+    found = {"device": "cuda", "chosen": {"head_dim 128": "flash"}, "allowed": [], "octavo": "-"}
+    monkeypatch.setattr(doctor, "_attention", lambda: found)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     found = on_gpu("NVIDIA H200", (9, 0), True)
     missing = {item["what"]: item for item in found["missing"]}

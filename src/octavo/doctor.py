@@ -181,6 +181,8 @@ def _attention() -> dict[str, Any]:
     import torch
     from torch.nn.attention import SDPBackend
 
+    from octavo.kernels.attention import LONGEST
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = {}
     for width in (64, 128):
@@ -195,7 +197,8 @@ def _attention() -> dict[str, Any]:
         "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
         "math": torch.backends.cuda.math_sdp_enabled(),
     }
-    return {"device": device, "chosen": chosen, "allowed": [name for name, on in allowed.items() if on]}
+    own = f"without rotation, mask and dropout, up to {LONGEST} tokens in 16 bits"
+    return {"device": device, "chosen": chosen, "allowed": [name for name, on in allowed.items() if on], "octavo": own}
 
 
 def _products() -> dict[str, Any]:
@@ -268,7 +271,9 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "system": lambda s: f"{s['cpu']}, {s['cores']} cores, {s['memory_gib']:.0f} GiB; Python {s['python']}; {s['platform']}",
         "torch": lambda t: f"CUDA {t['cuda'] or 'none'}, cuDNN {t['cudnn'] or 'none'}, NCCL {t['nccl'] or 'none'}",
         "fp8": lambda f: f["means"],
-        "attention": lambda a: ", ".join(f"{kernel} ({shape})" for shape, kernel in a["chosen"].items()),
+        "attention": lambda a: ", ".join(
+            [*(f"{kernel} ({shape})" for shape, kernel in a["chosen"].items()), f"Octavo's own ({a['octavo']})"]
+        ),
         "products": lambda p: "; ".join(f"{kind}: {_words(kernel)}" for kind, kernel in p.items()),
     }
     for part, write in text.items():

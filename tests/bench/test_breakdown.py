@@ -47,7 +47,8 @@ NAMES = {
 }
 FAMILIES = {
     "activation": "activation", "cast": "casts", "cast_scaled": "casts", "cross_entropy": "cross entropy", "norm": "norms",
-    "rope": "rope", "adamw": "optimizer", "scales": "scales",
+    "attention": "attention", "attention_forward": "attention", "attention_backward": "attention",
+    "sums": "copies and elementwise", "rope": "rope", "adamw": "optimizer", "scales": "scales",
 }  # fmt: skip
 """Of the files of kernels, the kind that theirs are."""
 

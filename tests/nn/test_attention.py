@@ -6,6 +6,7 @@ import torch
 
 import octavo
 from octavo.errors import InputError
+from octavo.nn import attention
 from octavo.nn.attention import merge_qkv, split_qkv
 from octavo.nn.mlp import deinterleave
 
@@ -161,3 +162,62 @@ def test_the_residual_keeps_the_dtype_of_the_input():
     layer = octavo.nn.TransformerLayer(16, 20, 4, params_dtype=torch.float32)
     assert layer(plain.fresh(2, 9, 16).bfloat16()).dtype == torch.bfloat16
     assert layer(plain.fresh(2, 9, 16)).dtype == torch.float32
+
+
+def attended(layer, x, cotangent, **how):
+    """The result and gradients of one call."""
+    x = x.clone().requires_grad_()
+    y = layer(x, **how)
+    gradients = torch.autograd.grad(y, (x, *layer.parameters()), cotangent)
+    return y.detach(), *gradients
+
+
+def calls_of_the_short_kernel(monkeypatch):
+    calls = []
+    monkeypatch.setattr(attention, "_lengths", set())
+    inner = attention.short.short_attention
+    monkeypatch.setattr(attention.short, "short_attention", lambda qkv, *how: calls.append(qkv.shape[1]) or inner(qkv, *how))
+    return calls
+
+
+@pytest.mark.parametrize("sequence_first", [False, True])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("recipe", [None, octavo.recipe.CurrentScaling()], ids=["bf16", "fp8"])
+def test_short_sequences_without_rotation_give_what_long_ones_do(recipe, groups, sequence_first, monkeypatch):
+    calls = calls_of_the_short_kernel(monkeypatch)
+    layer = octavo.nn.MultiheadAttention(
+        64, 4, num_gqa_groups=groups, attn_mask_type="no_mask", qkv_format="sbhd" if sequence_first else "bshd"
+    ).bfloat16()
+    x, cotangent = (plain.fresh(3, 9, 64, seed=seed).bfloat16() for seed in (1, 2))
+    if sequence_first:
+        x, cotangent = x.transpose(0, 1), cotangent.transpose(0, 1)
+    found = []
+    for most in (4, 0):
+        monkeypatch.setattr(attention, "MOST_LENGTHS", most)
+        attention._lengths.clear()
+        with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            found.append(attended(layer, x, cotangent))
+    assert calls == [9]
+    for short, long in zip(*found, strict=True):
+        assert short.shape == long.shape
+        assert (short.float() - long.float()).norm() <= (0.02 if recipe is None else 0.08) * long.float().norm()
+
+
+@pytest.mark.parametrize("why", ["causal", "mask", "rotation", "dropout", "float32", "too long", "empty"])
+def test_what_the_short_kernel_does_not_take_goes_to_pytorch(why, monkeypatch):
+    calls = calls_of_the_short_kernel(monkeypatch)
+    layer = octavo.nn.MultiheadAttention(
+        32, 2, attn_mask_type="causal" if why == "causal" else "no_mask", attention_dropout=0.1 * (why == "dropout")
+    ).to(torch.float32 if why == "float32" else torch.bfloat16)
+    x = torch.randn(0 if why == "empty" else 1, 513 if why == "too long" else 5, 32).to(layer.proj.weight.dtype)
+    angles = tuple(torch.randn(1, 5, 16) for _ in range(2)) if why == "rotation" else None
+    assert layer(x, torch.ones(1, 1, 5, 5, dtype=torch.bool) if why == "mask" else None, angles).shape == x.shape
+    assert not calls
+
+
+def test_a_process_compiles_few_lengths(monkeypatch):
+    calls = calls_of_the_short_kernel(monkeypatch)
+    layer = octavo.nn.MultiheadAttention(32, 2, attn_mask_type="no_mask").bfloat16()
+    for tokens in (3, 4, 5, 6, 7, 8, 3, 6):
+        layer(torch.randn(1, tokens, 32).bfloat16())
+    assert calls == [3, 4, 5, 6, 3, 6]

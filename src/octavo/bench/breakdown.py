@@ -26,7 +26,8 @@ _PRODUCT = r"gemm|cutlass|scaled_mm|matmul|cublas|triton_tem"
 KINDS: tuple[tuple[str, str], ...] = (
     # Octavo's own are whole names.
     ("norms", r"^_(norm|backward)_(rows|tiles)$"),
-    ("activation", r"^_(forward|backward)$"),
+    ("activation", r"^_(forward|backward)(_by_fours)?$"),
+    ("attention", r"^(attention_forward|backward_(queries|keys))$"),
     ("scales", r"^_(scale_of|update_scales)$"),
     ("casts", r"^_(cast_\w+|row_column_amaxes|amax_of)$"),
     ("communication", r"nccl|all_?gather|reduce_?scatter|all_?reduce|symm_mem"),
@@ -43,7 +44,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("casts", rf"cast|quantize|transpose|amax|{_FP8}"),
     (
         "copies and elementwise",
-        r"memcpy|memset|elementwise|copy|fill|cat|index|embedding|reduce|triton|distribution|scatter|add|mul",
+        r"memcpy|memset|elementwise|copy|fill|cat|index|embedding|reduce|column_sums|triton|distribution|scatter|add|mul",
     ),
 )
 """Kind and the pattern of its kernels' names, in lower case; the first that is found counts."""

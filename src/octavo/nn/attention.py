@@ -16,9 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from octavo.errors import InputError
+from octavo.kernels import attention as short
 from octavo.nn.fused import Angles, Rotation, Stream
-from octavo.nn.linear import LayerNormLinear, Linear
+from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
 from octavo.nn.te_arguments import Draws, Init, Tracker, check, check_dropout, check_format, check_mask, cos_and_sin
+
+MOST_LENGTHS = 4
+"""Sequence lengths for which a process compiles the kernel of short sequences."""
+_lengths: set[int] = set()
 
 
 def merge_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
@@ -209,9 +214,27 @@ class MultiheadAttention(nn.Module):
         if self.sequence_first:
             stream = swapped(stream)
         angles = cos_and_sin(rotary_pos_emb, stream[0].shape[1], self.head_dim)
-        h, *qkv = self.layernorm_qkv(stream, is_first_microbatch, Rotation(self.heads, self.groups, *(angles or (None, None))))
-        context = self.core_attention(*qkv, attention_mask, attn_mask_type=attn_mask_type)
+        if angles is None and attention_mask is None and self._is_short(stream[0], attn_mask_type):
+            h, *parts = self.layernorm_qkv(stream, is_first_microbatch)
+            context = short.short_attention(parts[0], self.heads, self.groups, self.core_attention.softmax_scale)
+        else:
+            rotation = Rotation(self.heads, self.groups, *(angles or (None, None)))
+            h, *parts = self.layernorm_qkv(stream, is_first_microbatch, rotation)
+            context = self.core_attention(*parts, attention_mask, attn_mask_type=attn_mask_type)
         if self.sequence_first:
-            h, context = swapped((h, context))
+            h, context = h.transpose(0, 1), context.transpose(0, 1)
         attended: Tensor = self.proj(context, is_first_microbatch)
         return attended if isinstance(hidden_states, Tensor) else (h, attended)
+
+    def _is_short(self, x: Tensor, attn_mask_type: str | None) -> bool:
+        """Whether the kernel of short sequences takes the joint product of x [B, T, hidden] as it is."""
+        core, tokens = self.core_attention, x.shape[1]
+        causal = core.causal if attn_mask_type is None else check_mask("attn_mask_type", attn_mask_type)
+        if causal or (core.attention_dropout and self.training) or torch.compiler.is_compiling() or x.numel() == 0:
+            return False
+        if not short.takes(compute_dtype(x), tokens, self.head_dim):
+            return False
+        if tokens not in _lengths and len(_lengths) >= MOST_LENGTHS:
+            return False
+        _lengths.add(tokens)
+        return True
