@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.formats import E4M3, E5M2
-from octavo.kernels import activation, adamw, cast, cast_scaled, cross_entropy, norm, rope
+from octavo.kernels import activation, adamw, cast, cast_scaled, cross_entropy, norm, rope, sums
 from octavo.kernels.cast import Into
 
 EPS = 1e-5
@@ -161,6 +161,11 @@ def _amax(rows: int, columns: int, device: torch.device) -> Work:
     return Work(lambda: cast_scaled.amax(x), (x,))
 
 
+def _column_sums(rows: int, columns: int, device: torch.device) -> Work:
+    x = _random(rows, columns, device)
+    return Work(lambda: sums.column_sums(x), (x,))
+
+
 def _rows(rows: int, columns: int, device: torch.device, *, column: bool) -> Work:
     x = _random(rows, columns, device)
     return Work(lambda: cast_scaled.rows(x, E4M3.dtype, E4M3.max, row=True, column=column), (x,))
@@ -202,12 +207,13 @@ TABLE: tuple[Kernel, ...] = (
     Kernel("split-rotate", _split_rotate, 2, 2, QKV),
     Kernel("join-rotated", partial(_join_rotated, fp8=False), 2, 2, QKV),
     Kernel("join-rotated-fp8", partial(_join_rotated, fp8=True), 2, 2, QKV),
-    # The second read of a row comes out of the L2 cache.
-    Kernel("cross-entropy", partial(_cross_entropy, fp8=False), 2, 2, LOGITS),
-    Kernel("cross-entropy-fp8", partial(_cross_entropy, fp8=True), 2, 1, LOGITS),
+    # A row is read twice: statistics, then gradient.
+    Kernel("cross-entropy", partial(_cross_entropy, fp8=False), 4, 2, LOGITS),
+    Kernel("cross-entropy-fp8", partial(_cross_entropy, fp8=True), 4, 1, LOGITS),
     Kernel("adamw", partial(_adamw, dtype=torch.bfloat16), 8, 6),
     Kernel("adamw-float32", partial(_adamw, dtype=torch.float32), 16, 12),
     Kernel("amax", _amax, 2, 0),
+    Kernel("column-sums", _column_sums, 2, 0),
     Kernel("cast-rows", partial(_rows, column=False), 2, 1),
     # A scale for each row and one for each column: two passes.
     Kernel("cast-rows-columns", partial(_rows, column=True), 4, 2),

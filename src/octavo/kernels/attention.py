@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
 
 
 FORWARD = Tiles(64, 64, warps=4)
-QUERIES, KEYS = Tiles(64, 32, warps=4), Tiles(32, 64, warps=4)
+QUERIES, KEYS = Tiles(64, 32, warps=4), Tiles(32, 64, warps=4, stages=3)
 """Tiles of the backward kernels: a program of QUERIES goes over keys, one of KEYS over queries."""
 
 

@@ -2,8 +2,8 @@
 
 The first pass keeps a running maximum and a running sum of exponentials (float32), the second writes the gradient in place or,
 for a head whose gradients are FP8 products, in FP8 into memory of its own: its values are probabilities, so their scale is
-known without looking. PyTorch needs a float32 copy of the logits and four passes. One program a row, of so many threads that
-few rows are under way at once: then the second read comes from the L2 cache. The reference runs where Triton does not.
+known without looking. PyTorch needs a float32 copy of the logits and four passes. One program a row, which is longer than a
+multiprocessor can keep; with all of them at work the L2 cache cannot either. The reference runs where Triton does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.fast_math import LOG2_E, exp2
 
-_BLOCK, _WARPS = 8192, 32
+_BLOCK, _WARPS = 8192, 8
 _SCALE_BLOCK, _SCALE_WARPS, _PROGRAMS = 8192, 16, 1024
 
 

@@ -4,7 +4,9 @@ Loss and gradients are computed together in forward, chunk by chunk, so that onl
 of 12 for 16,384 tokens and 128,256 words. The price is that the head's gradients exist from forward on. Statistics are float32,
 and the gradient of the weight is summed in float32. Products run in the dtype of the hidden states or, where it is asked for,
 all three in FP8. An FP8 product cannot add to what it writes, so the weight's sums over many chunks at once: their gradients
-are kept until then, in FP8 and transposed, which takes as much memory as a float32 sum of a large head.
+are kept until then, in FP8 and transposed, which takes as much memory as a float32 sum of a large head. Both products of the
+gradient accumulate precisely whatever the recipe says: they add small probabilities to a target's −1, and the fast mode would
+cut those off.
 
 float16 has no room for a gradient that is divided by the targets of a step, nor for the factor of a scaled loss: there forward
 keeps the gradient of the sum, and backward multiplies in float32 by what is missing.
@@ -95,10 +97,10 @@ class _Fp8Head:
         return self.products.output(Forms(x.data[part], x.scale_inv), self.w, None)
 
     def grad_hidden_(self, grad: Gradient, out: Tensor) -> None:
-        out.copy_(self.products.grad_input(Forms(*_fp8(grad)), self.w))
+        out.copy_(gemm.scaled_mm(*_fp8(grad), *self.w.by_column, out_dtype=out.dtype, precise=True))
 
     def sum(self, chunk: int, dtype: torch.dtype) -> _Sum:
-        return _Fp8Sum(self.products, self.x, self.rows, chunk, dtype)
+        return _Fp8Sum(self.x, self.rows, chunk, dtype)
 
 
 class _WideSum:
@@ -118,8 +120,8 @@ class _WideSum:
 class _Fp8Sum:
     """A product of as many chunks of `chunk` tokens as `KEPT_BYTES` hold; the sum of several is float32, one is `dtype`."""
 
-    def __init__(self, products: Products, x: Forms, rows: int, chunk: int, dtype: torch.dtype) -> None:
-        self.products, self.x, self.rows, self.chunk, self.dtype = products, x, rows, chunk, dtype
+    def __init__(self, x: Forms, rows: int, chunk: int, dtype: torch.dtype) -> None:
+        self.x, self.rows, self.chunk, self.dtype = x, rows, chunk, dtype
         self.kept: Tensor | None = None
         self.first = 0
         self.so_far: Tensor | None = None
@@ -146,7 +148,7 @@ class _Fp8Sum:
             data,
             x.scale_inv,
             out_dtype=torch.float32 if several else self.dtype,
-            precise=self.products.precise,
+            precise=True,
         )
         self.so_far = product if self.so_far is None else self.so_far.add_(product)
 

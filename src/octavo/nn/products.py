@@ -121,11 +121,6 @@ class Products:
         """Whether a cast of the input can be repeated in backward with the scale that forward used."""
         return self.recipe is None or self.recipe.casts[Operand.INPUT].granularity is Granularity.TENSOR
 
-    @property
-    def precise(self) -> bool:
-        """Whether FP8 products of gradients add up precisely."""
-        return self.recipe is None or self.recipe.precise_gradients
-
     def input(self, run: Kernel, *, column: bool) -> tuple[Forms, Tensor | None]:
         """The first operand of the output, `column` for the weight gradient too; and the scale of a cast to repeat."""
         return self._make(Operand.INPUT, run, row=True, column=column and self.grads)
@@ -190,13 +185,13 @@ class Products:
         """dx [M, K] in `out_dtype`."""
         if self.recipe is None:
             return dy.wide @ w.wide
-        return gemm.scaled_mm(*dy.by_row, *w.by_column, out_dtype=self.out_dtype, precise=self.precise)
+        return gemm.scaled_mm(*dy.by_row, *w.by_column, out_dtype=self.out_dtype, precise=self.recipe.precise_gradients)
 
     def grad_weight(self, dy: Forms, x: Forms) -> Tensor:
         """dw [N, K] in the dtype of the weight."""
         if self.recipe is None:
             return gemm.wide_mm(dy.wide.t(), x.wide, self.weight_dtype)
-        return gemm.scaled_mm(*dy.by_column, *x.by_column, out_dtype=self.weight_dtype, precise=self.precise)
+        return gemm.scaled_mm(*dy.by_column, *x.by_column, out_dtype=self.weight_dtype, precise=self.recipe.precise_gradients)
 
     def begin_backward(self) -> None:
         """Call first in a backward.
