@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.fp8.formats import E4M3, E5M2
-from octavo.kernels import reference, rope
+from octavo.kernels import reference
 from octavo.kernels.cast import Into, make
 from octavo.kernels.rope import join_rotated, launch_join, launch_split, split_rotate
 
@@ -17,8 +17,6 @@ SHAPES = [  # batch, tokens, heads, groups, head dimension, rotated
     (2, 300, 12, 4, 96, 24),
     (2, 129, 5, 1, 80, 20),
     (2, 65, 6, 2, 128, None),
-    (4, 65, 6, 2, 80, 80),
-    (4, 257, 16, 16, 80, None),
 ]
 
 
@@ -93,25 +91,6 @@ def test_both_layouts_agree_to_the_bit_for_any_tile(fmt, hold, tile):
     got = launch_join(*grads, None, None, into, tokens=tokens, heads_each=heads_each, hold=hold, warps=warps)
     assert torch.equal(got.row.view(torch.uint8), want.row.view(torch.uint8))
     assert torch.equal(got.column.view(torch.uint8), want.column.view(torch.uint8))
-
-
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
-@pytest.mark.parametrize("tile", [(8, 4, 4), (16, 2, 4), (32, 1, 4), (32, 4, 8)], ids=str)
-@pytest.mark.parametrize(("batch", "tokens", "dim"), [(1, 1000, 128), (4, 251, 80), (4, 65, 64)])
-def test_rows_by_fours_are_those_one_by_one(monkeypatch, fmt, tile, batch, tokens, dim):
-    for name, value in zip(("FOURS_GROUPS", "FOURS_HEADS", "FOURS_WARPS"), tile, strict=True):
-        monkeypatch.setattr(rope, name, value)
-    grads = [torch.randn(batch, n, tokens, dim, device="cuda").transpose(1, 2) for n in (8, 2, 2)]
-    for tables in (cuda(*angles(1, tokens, dim)), (None, None)):
-        amaxes = torch.zeros(2, device="cuda")
-        into = Into(fmt.dtype, fmt.max, torch.tensor(16.0, device="cuda"), amaxes[0], True, True)
-        got = launch_join(*grads, *tables, into)
-        want = launch_join(*grads, *tables, into._replace(amax=amaxes[1]), tokens=32)
-        assert torch.equal(got.row.view(torch.uint8), got.column.view(torch.uint8).t())
-        assert torch.equal(got.row.view(torch.uint8), want.row.view(torch.uint8))
-        assert torch.equal(got.column.view(torch.uint8), want.column.view(torch.uint8))
-        assert amaxes[0] == amaxes[1]
-        assert got.scale_inv == want.scale_inv
 
 
 def test_join_in_bfloat16():

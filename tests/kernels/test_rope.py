@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.fp8.formats import E4M3, E5M2
-from octavo.kernels import reference, rope
+from octavo.kernels import reference
 from octavo.kernels.cast import Into, make
 from octavo.kernels.rope import join_rotated, launch_join, launch_split, split_rotate
 from octavo.nn.attention import split_qkv
@@ -106,39 +106,6 @@ def test_join_casts_exactly(exact_casts, fmt, batch, tokens, heads, groups, dim,
             assert (one is None) == (other is None)
             if one is not None:
                 assert torch.equal(one.float().nan_to_num(nan=1e6), other.float().nan_to_num(nan=1e6))
-
-
-@interpreted
-@pytest.mark.parametrize(("fmt", "mirrored"), [(E4M3, False), (E5M2, True)])
-@pytest.mark.parametrize(
-    ("batch", "tokens", "heads", "groups", "dim", "rotated"),
-    [
-        (1, 40, 4, 2, 16, 16),
-        (4, 33, 2, 2, 80, 80),  # four tokens of which some are the next sequence's
-        (2, 6, 6, 2, 40, 20),
-        (4, 5, 5, 1, 64, 16),
-        (4, 1, 1, 1, 2, 2),
-        (2, 34, 3, 3, 80, None),
-        (4, 9, 5, 1, 12, None),
-    ],
-)
-def test_join_by_fours(exact_casts, monkeypatch, fmt, mirrored, batch, tokens, heads, groups, dim, rotated):
-    monkeypatch.setattr(rope, "FOURS_HEADS", 2)
-    monkeypatch.setattr(rope, "_join_rotated", None)
-    grads = gradients(batch, tokens, heads, groups, dim, torch.bfloat16)
-    grads[0] = grads[0].contiguous()  # strides of its own
-    grads[2][-1, -1, -1, -1] = torch.nan
-    grads[1][0, 0, 0, 1] = -torch.inf
-    grads[2][0, 0, 0, 0] = 1000.0  # saturates
-    cos, sin = angles(batch if mirrored else 1, tokens, rotated)
-    got_amax, want_amax = torch.tensor(0.5), torch.tensor(0.5)
-    into = Into(fmt.dtype, fmt.max, torch.tensor(371.0), got_amax, True, True)
-    want = make(reference.join_rotated(*grads, cos, sin).flatten(0, 1), into._replace(amax=want_amax))
-    for amax in (got_amax, None) if tokens < 10 else (got_amax,):
-        got = launch_join(*grads, cos, sin, into._replace(amax=amax), mirrored=mirrored)
-        for one, other in zip(got, want, strict=True):
-            assert torch.equal(one.float().nan_to_num(nan=1e6), other.float().nan_to_num(nan=1e6))
-    assert torch.equal(got_amax, want_amax)
 
 
 @interpreted

@@ -17,26 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import reference
-from octavo.kernels.cast import (
-    Into,
-    Made,
-    larger,
-    make,
-    outputs,
-    packed_byte,
-    record_amax,
-    store_layouts,
-    store_packed,
-)  # fmt: skip
+from octavo.kernels.cast import Into, Made, make, outputs, record_amax, store_layouts
 
 SPLIT_TOKENS, SPLIT_HEADS, SPLIT_WARPS = 16, 8, 4
 """Tokens and heads of one program that takes apart, and its warps."""
 JOIN_TOKENS, JOIN_HEADS, JOIN_HOLD, JOIN_WARPS = 32, 4, False, 4
 """The same where gradients are joined, and whether a program keeps cos and sin in registers; a column is stored `JOIN_TOKENS`
 elements at a time."""
-FOURS_GROUPS, FOURS_HEADS, FOURS_WARPS, FOURS_REGISTERS = 16, 4, 4, 128
-"""Where gradients are joined in FP8 in both layouts, four tokens at a time: groups of them, heads, warps, and registers of a
-thread, of which addresses that are kept for the next head would take more. Untuned."""
 
 
 @triton.jit
@@ -217,124 +204,6 @@ def _join_rotated(
         )  # fmt: skip
 
 
-@triton.jit
-def _turned_by_fours(
-    grad_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, scale, g, rows, tokens, grad_b, grad_t, grad_h,
-    batch_stride, token_stride, one, first_head, largest,
-    HEADS: tl.constexpr, PER_GROUP: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
-    ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr, HEADS_EACH: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """`_join_part` for heads that rotate, their rows by fours. Returns the larger of `largest` and what was joined."""
-    a, b = _halves(D, ROTATED, HALF)
-    inside = (g * 4 < rows)[:, None] & (tl.arange(0, HALF) < D // 2)[None, :]
-    for i in range(tl.minimum(HEADS_EACH, HEADS - first_head)):
-        head = first_head + i
-        column = ((head // PER_GROUP) * SLOTS + SLOT + head % PER_GROUP) * D
-        packed_x = tl.zeros([g.shape[0], HALF], tl.int32)
-        packed_y = tl.zeros([g.shape[0], HALF], tl.int32)
-        for j in tl.static_range(4):
-            n = g * 4 + j
-            at = grad_ptr + ((n // tokens).to(tl.int64) * grad_b + (n % tokens).to(tl.int64) * grad_t)[:, None]
-            at += head.to(tl.int64) * grad_h
-            x = tl.load(at + a[None, :], mask=inside, other=0.0).to(tl.float32)
-            y = tl.load(at + b[None, :], mask=inside, other=0.0).to(tl.float32)
-            cos_1, sin_1, cos_2, sin_2 = _angles(
-                cos_ptr, sin_ptr, n, rows, tokens, batch_stride, token_stride, ROTATED, HALF, MIRRORED
-            )
-            turned = x * cos_1 + y * sin_2
-            y = y * cos_2 - x * sin_1
-            largest = larger(larger(largest, turned), y)
-            x = turned * scale
-            y = y * scale
-            into = row_ptr + n[:, None].to(tl.int64) * WIDTH + column
-            tl.store(into + a[None, :], x.to(row_ptr.dtype.element_ty), mask=inside)
-            tl.store(into + b[None, :], y.to(row_ptr.dtype.element_ty), mask=inside)
-            packed_x = packed_x | packed_byte(x, j, one, column_ptr)
-            packed_y = packed_y | packed_byte(y, j, one, column_ptr)
-        store_packed(packed_x, column_ptr, g, column + a, rows, inside)
-        store_packed(packed_y, column_ptr, g, column + b, rows, inside)
-    return largest
-
-
-@triton.jit
-def _copied_by_fours(
-    grad_ptr, row_ptr, column_ptr, scale, g, rows, tokens, grad_b, grad_t, grad_h, one, first_head, largest,
-    HEADS: tl.constexpr, PER_GROUP: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
-    HALF: tl.constexpr, HEADS_EACH: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """`_turned_by_fours` for heads that do not rotate: their columns run on, so that no tile is half empty where D is 80."""
-    last = tl.minimum(first_head + HEADS_EACH, HEADS) * D
-    for first in range(first_head * D, last, HALF):
-        c = first + tl.arange(0, HALF)
-        inside = (g * 4 < rows)[:, None] & (c < last)[None, :]
-        head = c // D
-        column = ((head // PER_GROUP) * SLOTS + SLOT + head % PER_GROUP) * D + c % D
-        packed = tl.zeros([g.shape[0], HALF], tl.int32)
-        for j in tl.static_range(4):
-            n = g * 4 + j
-            at = grad_ptr + ((n // tokens).to(tl.int64) * grad_b + (n % tokens).to(tl.int64) * grad_t)[:, None]
-            at += (head.to(tl.int64) * grad_h + c % D)[None, :]
-            x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            largest = larger(largest, x)
-            x = x * scale
-            into = row_ptr + n[:, None].to(tl.int64) * WIDTH + column[None, :]
-            tl.store(into, x.to(row_ptr.dtype.element_ty), mask=inside)
-            packed = packed | packed_byte(x, j, one, column_ptr)
-        store_packed(packed, column_ptr, g, column, rows, inside)
-    return largest
-
-
-@triton.jit
-def _join_rotated_by_fours(
-    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, scale_ptr, scale_inv_ptr, amax_ptr,
-    rows, tokens, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, batch_stride, token_stride, one,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr,
-    AMAX: tl.constexpr, TOKENS: tl.constexpr, HEADS_EACH: tl.constexpr,
-):  # fmt: skip
-    """`_join_rotated` into FP8 in both layouts, four tokens at a time: their bytes are packed before they are transposed."""
-    g = tl.program_id(0) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
-    part = tl.program_id(1)
-    queries: tl.constexpr = (H + HEADS_EACH - 1) // HEADS_EACH
-    keys: tl.constexpr = (G + HEADS_EACH - 1) // HEADS_EACH
-    P: tl.constexpr = H // G
-    WIDTH: tl.constexpr = (H + 2 * G) * D
-    scale = tl.load(scale_ptr)
-    if (tl.program_id(0) == 0) & (part == 0):
-        tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
-    largest = tl.zeros([TOKENS // 4, HALF], tl.float32)
-    if part < queries:
-        if ROTATED:
-            largest = _turned_by_fours(
-                dq_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, scale, g, rows, tokens, q_b, q_t, q_h,
-                batch_stride, token_stride, one, part * HEADS_EACH, largest,
-                H, P, 0, P + 2, D, ROTATED, HALF, MIRRORED, HEADS_EACH, WIDTH,
-            )  # fmt: skip
-        else:
-            largest = _copied_by_fours(
-                dq_ptr, row_ptr, column_ptr, scale, g, rows, tokens, q_b, q_t, q_h, one, part * HEADS_EACH, largest,
-                H, P, 0, P + 2, D, HALF, HEADS_EACH, WIDTH,
-            )  # fmt: skip
-    elif part < queries + keys:
-        if ROTATED:
-            largest = _turned_by_fours(
-                dk_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, scale, g, rows, tokens, k_b, k_t, k_h,
-                batch_stride, token_stride, one, (part - queries) * HEADS_EACH, largest,
-                G, 1, P, P + 2, D, ROTATED, HALF, MIRRORED, HEADS_EACH, WIDTH,
-            )  # fmt: skip
-        else:
-            largest = _copied_by_fours(
-                dk_ptr, row_ptr, column_ptr, scale, g, rows, tokens, k_b, k_t, k_h, one, (part - queries) * HEADS_EACH,
-                largest, G, 1, P, P + 2, D, HALF, HEADS_EACH, WIDTH,
-            )  # fmt: skip
-    else:
-        largest = _copied_by_fours(
-            dv_ptr, row_ptr, column_ptr, scale, g, rows, tokens, v_b, v_t, v_h, one, (part - queries - keys) * HEADS_EACH,
-            largest, G, 1, P + 1, P + 2, D, HALF, HEADS_EACH, WIDTH,
-        )  # fmt: skip
-    if AMAX:
-        record_amax(amax_ptr, largest)
-
-
 def _strides(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, int]:
     """The tables with contiguous rows and the same strides, and the strides of a sequence (0: all share one) and a token."""
     if cos is None or sin is None:
@@ -371,7 +240,7 @@ def launch_join(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, into: Into, *, mirrored: bool = False,
     tokens: int | None = None, heads_each: int | None = None, hold: bool | None = None, warps: int | None = None,
 ) -> Made:  # fmt: skip
-    """Run the kernel; arguments and results as in `join_rotated`, and a program's share. `tokens`: one by one, so many."""
+    """Run the kernel; arguments and results as in `join_rotated`, and a program's share."""
     (batch, length, heads, head_dim), groups = dq.shape, dk.shape[2]
     rows = batch * length
     made = outputs(into, rows, (heads + 2 * groups) * head_dim, dq.device)
@@ -381,21 +250,15 @@ def launch_join(
         return made
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
     cos, sin, batch_stride, token_stride = _strides(cos, sin)
-    by_fours = tokens is None and rows % 4 == 0 and into.scale is not None and into.row and into.column
-    if by_fours:
-        tokens, heads_each, warps = 4 * FOURS_GROUPS, heads_each or FOURS_HEADS, warps or FOURS_WARPS
-    else:
-        tokens, heads_each, warps = tokens or JOIN_TOKENS, heads_each or JOIN_HEADS, warps or JOIN_WARPS
-    others = {"SCALED": made.scale_inv is not None, "ROW": into.row, "COLUMN": into.column}
-    others["HOLD"] = JOIN_HOLD if hold is None else hold
+    tokens, heads_each = tokens or JOIN_TOKENS, heads_each or JOIN_HEADS
     grid = (triton.cdiv(rows, tokens), triton.cdiv(heads, heads_each) + 2 * triton.cdiv(groups, heads_each))
-    run, forms = (_join_rotated_by_fours, {"maxnreg": FOURS_REGISTERS}) if by_fours else (_join_rotated, others)
-    run[grid](
+    _join_rotated[grid](
         dq, dk, dv, cos, sin, made.row, made.column, into.scale, made.scale_inv, into.amax,
         rows, length, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], batch_stride, token_stride, 1.0,
         H=heads, G=groups, D=head_dim, ROTATED=0 if cos is None else cos.shape[-1],
-        HALF=triton.next_power_of_2(head_dim // 2), MIRRORED=mirrored, AMAX=into.amax is not None,
-        TOKENS=tokens, HEADS_EACH=heads_each, num_warps=warps, **forms,
+        HALF=triton.next_power_of_2(head_dim // 2), MIRRORED=mirrored,
+        SCALED=made.scale_inv is not None, AMAX=into.amax is not None, ROW=into.row, COLUMN=into.column,
+        TOKENS=tokens, HEADS_EACH=heads_each, HOLD=JOIN_HOLD if hold is None else hold, num_warps=warps or JOIN_WARPS,
     )  # fmt: skip
     return made
 
