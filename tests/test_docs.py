@@ -32,6 +32,21 @@ def test_the_keys_that_may_change_are_the_table_of_resume():
     assert set(re.findall(r"`([a-z_]+\.[a-z0-9_*]+)`", part)) - {"train.steps"} == set(CHANGEABLE)
 
 
+def rows_of(name):
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+
+
+def test_figures_of_the_kernels_are_in_benchmarks():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    for row in rows_of("kernels"):
+        if row["workload"] != "copy":
+            shape = " × ".join(f"{n:,}" for n in row["shape"])
+            share = 100 * row["share_of_copy"]
+            found = re.search(rf"^\| {row['workload']} \| {shape} \| {row['us']:.0f} \| {share:.0f}% \| (.+) \|$", text, re.M)
+            assert found, row["workload"]
+            assert (found[1] == "–") == (share >= 80), row["workload"]
+
+
 def test_figures_of_the_readme_are_in_benchmarks():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     names = ("one-gpu-llama-1b", "one-gpu-llama-1b-beside-te")
@@ -54,5 +69,13 @@ def test_figures_of_the_readme_are_in_benchmarks():
     gaps = {
         row["run"]: row["gap_percent"] for row in json.loads((ROOT / "benchmarks" / "loss-llama-1b.json").read_text())["rows"]
     }
+    longer = {row["run"]: row["gap_percent"] for row in rows_of("loss-llama-1b-1000-steps")}
+    assert f"Current scaling ends {longer['current']:.2f}% above bf16" in readme
+    assert f"summation {longer['bf16-again']:.2f}%." in readme
+    assert f"1,024 steps, ends {longer['delayed']:.2f}% above" in readme
+    peer = next(row["images_per_second"] for row in rows_of("one-gpu-vit-huge") if row["entry"] == "te-delayed")
+    for row in rows_of("one-gpu-vit-huge"):
+        figures = f"{row['images_per_second']:.0f} | {row['step_ms']:.0f} | {row['tflops']:.0f}"
+        assert f"| {figures} | {row['images_per_second'] / peer:.3f} |" in readme.replace("**", ""), row["entry"]
     assert f"{gaps['fp8-delayed']:.2f}% above bf16" in readme
     assert f"summation {gaps['bf16-again']:.2f}%" in readme

@@ -33,7 +33,7 @@ def test_loss_and_gradients(name, kept_tokens, tokens, chunk_tokens, monkeypatch
     target[::7] = -100
     count = (target != -100).sum().float()
     module = torch.nn.Linear(width, words, bias=False, device="meta")
-    module.weight = weight
+    module.weight = torch.nn.Parameter(weight.detach())
     products = None if recipe is None else Products(ModuleState(module), weight, recipe, torch.bfloat16, None)
     for _ in range(3):  # delayed scaling finds its scales
         hidden.grad = weight.grad = None

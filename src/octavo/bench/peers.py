@@ -39,7 +39,13 @@ PEERS = {"bf16": "torch-", "torchao": "ao-", "te": "te-"}
 
 
 class Trainer(Protocol):
-    """What a builder returns."""
+    """What a builder returns.
+
+    Attributes:
+        graph: whether its steps replay a CUDA graph.
+    """
+
+    graph: bool
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Train on one batch (token ids, or images with classes) and return its loss, a scalar that is not waited for."""
@@ -89,6 +95,7 @@ class Training:
         self.loss = loss
         self.around = around
         self.optimizer = torch.optim.AdamW(model.parameters(), **ADAMW) if optimizer is None else optimizer
+        self.graph = graph
         self.gradients: Callable[[Tensor, Tensor], Tensor] = self._gradients
         if graph:
             from octavo.train.graphed import graphed

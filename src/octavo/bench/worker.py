@@ -49,8 +49,9 @@ class Stand:
         for _ in range(steps):
             self._step()
         self._wait()
-        if self.device.type == "cuda":
-            # From here on: what a step needs, without what compiling and trying kernels needed.
+        if self.device.type == "cuda" and not self.trainer.graph:
+            # From here on: what a step needs, without what compiling and trying kernels needed. A graph's memory was taken when
+            # it was recorded, and its replays are not counted.
             torch.cuda.reset_peak_memory_stats(self.device)
         return {}
 
