@@ -40,11 +40,11 @@ def test_figures_of_the_kernels_are_in_benchmarks():
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     for row in rows_of("kernels"):
         if row["workload"] != "copy":
-            shape = " × ".join(f"{n:,}" for n in row["shape"])
+            shape = " \u00d7 ".join(f"{n:,}" for n in row["shape"])
             share = 100 * row["share_of_copy"]
             found = re.search(rf"^\| {row['workload']} \| {shape} \| {row['us']:.0f} \| {share:.0f}% \| (.+) \|$", text, re.M)
             assert found, row["workload"]
-            assert (found[1] == "–") == (share >= 80), row["workload"]
+            assert (found[1] == "\u2013") == (share >= 80), row["workload"]
 
 
 def test_figures_of_the_readme_are_in_benchmarks():
