@@ -1,4 +1,6 @@
-"""The one autograd function of the FP8 layers: a linear layer's three products, each of FP8 operands.
+"""A linear layer's three products of FP8 operands as one autograd function that a compiler can read.
+
+Eagerly the same casts and products run in the fused layers (`octavo.nn.fused`).
 
     output          y  [M, N] = x  [M, K] · w [N, K]ᵀ      fast accumulation
     input gradient  dx [M, K] = dy [M, N] · w [N, K]       precise, unless the recipe says otherwise
