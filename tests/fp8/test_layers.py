@@ -204,16 +204,18 @@ def test_a_compiled_layer_trains_as_an_eager_one(activation):
 
 
 @torch_warns_of_itself
+@pytest.mark.parametrize("rows", [5, 1, 0])
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_compiled_linear_gives_the_numbers_of_an_eager_one(recipe, inside):
+def test_a_compiled_linear_gives_the_numbers_of_an_eager_one(recipe, inside, rows):
     """The update at the end of the context must not reach the scales that a compiled forward saved for its backward."""
+    torch.compiler.reset()
     torch.manual_seed(10)
     layer, twin = octavo.nn.Linear(20, 12), octavo.nn.Linear(20, 12)
     twin.load_state_dict(layer.state_dict())
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
     for number in range(3):
-        x, g = torch.randn(5, 20) * 2**number, torch.randn(5, 12)
+        x, g = torch.randn(rows, 20) * 2**number, torch.randn(rows, 12)
         results = []
         for forward in (layer, compiled):
             own_x = x.clone().requires_grad_()
@@ -226,7 +228,7 @@ def test_a_compiled_linear_gives_the_numbers_of_an_eager_one(recipe, inside):
             results.append([y, own_x.grad, *gradients(layer if forward is layer else twin).values()])
         for name, eager, other in zip(("output", "dx", "dw", "db"), *results, strict=True):
             torch.testing.assert_close(other, eager, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-        if recipe == "delayed":
+        if recipe == "delayed" and rows:  # of nothing a compiler casts no weight
             assert snapshot(twin) == snapshot(layer)
 
 

@@ -297,7 +297,10 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, column: bool
 def apart(results: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The results of `cast` in memory of their own: an operator may not return views of one tensor."""
     q, q_t, scale_inv = results
-    return q, q_t if q_t.is_contiguous() else q_t.contiguous(), scale_inv
+    # A transposed view of one row, or of none, is contiguous as well.
+    if not q_t.is_contiguous() or q_t.untyped_storage().data_ptr() == q.untyped_storage().data_ptr():
+        q_t = q_t.clone(memory_format=torch.contiguous_format)
+    return q, q_t, scale_inv
 
 
 def like_cast(x: Tensor, dtype: torch.dtype, column: bool) -> tuple[Tensor, Tensor, Tensor]:
