@@ -165,7 +165,7 @@ def test_the_head_is_described_as_it_runs():
     assert "high precision" in head_of(build()).reason
     report = head_of(build(fp8_head=True))
     assert report.fp8
-    assert report.reason == "logits and their input gradient; the weight gradient stays in high precision"
+    assert report.reason == "gradients accumulate precisely"
     for name in ("head", "lm_head"):
         assert head_of(build(fp8_head=True, skip=[name])).reason == f"skipped by pattern {name!r}"
         assert not head_of(build(fp8_head=True, layers={name: None})).fp8

@@ -9,7 +9,8 @@ Shapes: B batch, T tokens, H query heads, G key-value heads of P = H/G query hea
 import triton
 import triton.language as tl
 
-from octavo.kernels.attention_forward import LN2, LOG2E, inner, load, outer, row_sums, store, zeros
+from octavo.kernels.attention_forward import LN2, inner, load, outer, row_sums, store, zeros
+from octavo.kernels.fast_math import LOG2_E
 
 
 @triton.jit
@@ -38,7 +39,7 @@ def _queries_tile(
     q1, q2 = load(q_ptr, m, stride, T, D, D1, D2, FULL)
     do1, do2 = load(do_ptr, m, do_stride, T, D, D1, D2, FULL)
     o1, o2 = load(out_ptr, m, H * D, T, D, D1, D2, FULL)
-    lse = tl.load(lse_ptr + m, mask=m < T, other=float("inf")) * LOG2E  # probabilities beyond T are 0
+    lse = tl.load(lse_ptr + m, mask=m < T, other=float("inf")) * LOG2_E  # probabilities beyond T are 0
     delta = row_sums(do1, do2, o1, o2, D2)
     tl.store(rows_ptr + m, lse, mask=m < T)
     tl.store(rows_ptr + T + m, delta, mask=m < T)

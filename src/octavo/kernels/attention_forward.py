@@ -14,7 +14,6 @@ import triton.language as tl
 
 from octavo.kernels.fast_math import reciprocal
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 

@@ -80,9 +80,7 @@ def _note(module: nn.Module, name: str, state: ModuleState) -> str:
     if not _is_head(module, name):
         return ""
     tensorwise = state.override is None or state.override.casts[Operand.INPUT].granularity is Granularity.TENSOR
-    return "logits and their input gradient; the weight gradient stays in high precision" + (
-        "" if tensorwise else "; one scale a tensor (current scaling)"
-    )
+    return "gradients accumulate precisely" + ("" if tensorwise else "; one scale a tensor (current scaling)")
 
 
 def _is_head(module: nn.Module, name: str) -> bool:
