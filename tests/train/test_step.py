@@ -9,11 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from octavo.config import RunConfig
 from octavo.data.prepared import prepare
+from octavo.fp8 import scaling
 from octavo.train.evaluate import perplexity, validation_loss
 from octavo.train.loop import build
 from octavo.train.randomness import seed_everything
 from octavo.train.setup import check
-from octavo.train.step import count_targets, train_step
+from octavo.train.step import begin_histories, count_targets, loss_of, train_step
 
 
 def built(run, *overrides):
@@ -102,6 +103,38 @@ def test_fp8_is_what_runs(tiny_run):
     a, b = train_step(with_fp8, 1), train_step(without, 1)
     assert a.loss != b.loss
     assert a.loss == pytest.approx(b.loss, rel=1e-2)
+
+
+def gradient(run):
+    """Of the first samples, for the matrices of the blocks, in a step of a thousand times as many targets."""
+    batch = run.loader.step(0)[0]
+    how = {"recipe": run.recipe, "device": run.device, "documents": run.documents}
+    loss_of(run.model, batch, 1000 * count_targets(batch.labels), **how).backward()
+    return torch.cat([p.grad.double().flatten() for p in run.model.layers.parameters() if p.dim() == 2])
+
+
+@pytest.mark.parametrize("how", [(), ("train.micro_batch=2",), ("model.dtype=float16",)])
+def test_the_first_step_of_delayed_scaling_is_as_exact_as_current_scaling(tiny_run, how):
+    run, recipes = tiny_run(), ("fp8.enabled=false", "fp8.recipe=current", "fp8.amax_history_len=8", "fp8.amax_history_len=8")
+    *others, delayed = (built(run, *how, recipe)[0] for recipe in recipes)
+    before = [p.detach().clone() for p in delayed.model.parameters()]
+    begin_histories(delayed)
+    for now, was in zip(delayed.model.parameters(), before, strict=True):
+        assert now.grad is None
+        assert torch.equal(now, was)
+    wide, *fp8 = (gradient(run) for run in (*others, delayed))
+    current, cold, begun = ((one - wide).norm() for one in fp8)
+    assert begun < 1.2 * current
+    assert cold > 2 * current
+
+
+def test_histories_begin_for_the_layers_that_have_them(tiny_run):
+    run, _ = built(tiny_run(), "fp8.recipe=current", 'fp8.layers={"*.proj" = "delayed"}')
+    begin_histories(run)
+    scaling.flush()
+    slots = {name: state.slots for name, state in scaling.states_of(run.model)}
+    assert {name for name, of in slots.items() if of} == {f"layers.{i}.self_attention.proj" for i in (0, 1)}
+    assert all((slot.history[-2:] != 0).all() for of in slots.values() for slot in of.values())
 
 
 def test_a_perplexity_is_the_exponential_even_where_a_float_ends():

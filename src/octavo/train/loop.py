@@ -41,7 +41,7 @@ from octavo.train.progress import StepProgress
 from octavo.train.randomness import seed_everything
 from octavo.train.resume import check_resumable
 from octavo.train.setup import RunPlan, check, model_options
-from octavo.train.step import Stepper, train_step
+from octavo.train.step import Stepper, begin_histories, train_step
 from octavo.train.stopping import StopRequest
 from octavo.train.trackers import Trackers, numbers, open_trackers
 from octavo.train.watch import Watch
@@ -113,6 +113,8 @@ def train_one(
             found = describe(run.model)
             share = f"{found.fp8_layers} of {len(found.layers)} matrices"
             _say(console, f"{label}: {share} run in FP8 (octavo.describe names them)")
+        if latest is None:
+            begin_histories(run)
         seed_everything(config.train.seed + state.dp_rank)
         if latest is not None:
             saved = restore(latest, run.model, run.optimizer)  # random states last: nothing may draw after it

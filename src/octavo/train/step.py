@@ -26,6 +26,7 @@ from octavo.data.ahead import ReadAhead
 from octavo.data.loader import Batch
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import Recipe
+from octavo.fp8.scaling import states_of
 from octavo.parallel.fsdp import accumulate
 from octavo.train.lossscale import LossScale, forget_overflow, overflow_in_fp8
 from octavo.train.nonfinite import first_nonfinite
@@ -85,6 +86,28 @@ class StepResult:
     loss_scale: float | None = None
     skipped: bool = False
     stopping: bool = False
+
+
+def begin_histories(run: Stepper) -> None:
+    """Let delayed scaling see the samples of the first step before that step; all ranks call it, before they draw a number.
+
+    A history begins empty and its scale at 1, behind which gradients vanish: the first steps would train on what is left of
+    them, and a model that starts from loaded weights would lose by it. Weights and optimizer stay as they are.
+    """
+    by = [state.under(run.recipe) for _, state in states_of(run.model)]
+    if all(recipe is None or recipe.history is None for recipe in by):
+        return
+    batch = run.loader.step(0)[0]
+    accumulate(run.model, last=True)
+    # A product's gradient shows its size once the cast behind it, in the same block, has a scale: two casts, so two passes.
+    for _ in range(2):
+        loss = loss_of(
+            run.model, batch, _all_targets(run, [batch]), recipe=run.recipe, device=run.device, documents=run.documents
+        )
+        (loss if run.loss_scale is None else loss * run.loss_scale.scale).backward()
+        run.optimizer.zero_grad()
+        if run.loss_scale is not None:
+            forget_overflow(run.model)
 
 
 def train_step(run: Stepper, step: int, stop: StopRequest | None = None) -> StepResult:
