@@ -216,7 +216,11 @@ class TrainConfig(Section):
     steps: int = Field(ge=1, description="Optimizer steps.")
     global_batch: int = Field(ge=1, description="Sequences in an optimizer step, over all ranks.")
     micro_batch: int | None = Field(None, ge=1, description="Sequences in a forward of one rank; all of its share when absent.")
-    recompute: bool = Field(False, description="Keep only each block's input and compute the rest again in backward.")
+    recompute: bool | Literal["mlp"] = Field(
+        False,
+        description='true: keep only each block\'s input and compute the rest again in backward. "mlp": keep all but the '
+        "largest, the first product of each MLP (Octavo's decoder only; not with compile).",
+    )
     offload: bool = Field(False, description="Keep what blocks save for backward in host memory (Octavo's decoder only).")
     compile: bool | Literal["auto"] = Field(
         "auto", description='torch.compile each block, in place of its fused kernels; "auto": no, since those are faster.'
@@ -245,6 +249,14 @@ class TrainConfig(Section):
     validate_batches: int = Field(
         16, ge=1, description="Micro-batches in a validation, over all ranks; fewer where the split is smaller."
     )
+
+    @model_validator(mode="after")
+    def _a_compiler_keeps_what_it_likes(self) -> TrainConfig:
+        if self.recompute == "mlp" and self.compile is True:
+            raise ValueError(
+                'train.recompute = "mlp" is for the fused kernels: set train.compile = false, or train.recompute = true'
+            )
+        return self
 
 
 class CheckpointConfig(Section):

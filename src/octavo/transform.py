@@ -2,7 +2,7 @@
 
 1. replace      a known family becomes Octavo's decoder; in any other module eligible `nn.Linear`s are replaced in place
 2. choose       layers that a pattern names run by another recipe, or stay out of FP8
-3. recompute    blocks keep their input only; offload: what they keep waits in host memory
+3. recompute    blocks keep their input only, or all but one product; offload: what they keep waits in host memory
 4. compile      block by block
 5. shard        over the ranks, block by block; FP8 weights travel as FP8
 6. materialise  storage for what this rank holds
@@ -15,7 +15,7 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from octavo.models.families import FAMILIES
 from octavo.models.fill import Loader
 from octavo.models.replace import choose_recipes, replace_linears
 from octavo.models.weights import HeldWeights, WeightFiles, Weights, family_of, hugging_face_names
+from octavo.nn.mlp import LayerNormMLP
 from octavo.parallel.fsdp import Sharding, blocks_of, gather_weights_in_fp8, shard
 from octavo.parallel.mesh import Degrees
 from octavo.parallel.meta import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
@@ -135,7 +136,7 @@ def build_model(
     seed: int,
     skip: Sequence[str] = (),
     load_from: str | Path | None = None,
-    recompute: bool = False,
+    recompute: bool | Literal["mlp"] = False,
     offload: bool = False,
     compile: bool = False,
     sharding: Sharding | None = None,
@@ -147,10 +148,11 @@ def build_model(
 ) -> nn.Module:
     """A causal language model for training from its Hugging Face config, with random weights by `seed` or those of `load_from`.
 
-    recompute: keep only each block's input for backward. offload: keep what is saved for backward in host memory. compile:
-    `torch.compile` each block. kept_out: names of layers that stay out of FP8, each with its reason. objective: what is
-    minimised in training (Octavo's decoder alone). sharding: over several ranks; gradients are then summed. With
-    `device="meta"` nothing is filled, for counting parameters. The other arguments are as in `transform`.
+    recompute: keep only each block's input for backward, or with "mlp" all but the first product of each MLP. offload: keep
+    what is saved for backward in host memory. compile: `torch.compile` each block. kept_out: names of layers that stay out of
+    FP8, each with its reason. objective: what is minimised in training (Octavo's decoder alone). sharding: over several ranks;
+    gradients are then summed. With `device="meta"` nothing is filled, for counting parameters. The other arguments are as in
+    `transform`.
     """
     device = torch.device(device)
     family, _ = family_of(config)
@@ -168,6 +170,11 @@ def build_model(
                 f"train.offload = true: {config.model_type} keeps its own code, and only the blocks of Octavo's decoder are"
                 f" offloaded ({', '.join(FAMILIES)}). Use train.recompute = true instead."
             )
+        if recompute == "mlp":
+            raise InputError(
+                f'train.recompute = "mlp": {config.model_type} keeps its own code, and only the MLPs of Octavo\'s decoder make'
+                f" their first product again ({', '.join(FAMILIES)}). Use train.recompute = true instead."
+            )
         if recompute:
             # transformers 5.2x gave the same switch a new name and warns of the old one
             name = "activation_checkpointing_enable" if hasattr(model, "activation_checkpointing_enable") else _OLD_SWITCH
@@ -179,7 +186,11 @@ def build_model(
         model = Decoder(config, family, device="meta", fp8_head=fp8_head, **make)
         choose_recipes(model, layers=layers, skip=skip, kept_out=kept_out)
         model.objective = objective
-        if recompute:
+        if recompute == "mlp":
+            for module in model.modules():
+                if isinstance(module, LayerNormMLP):
+                    module.checkpoint = True
+        elif recompute:
             model.run_block = recomputed
         if offload:
             model.run_block = offloaded(model.run_block)

@@ -56,13 +56,16 @@ def assert_same_bits(one, other):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_recomputation_changes_no_bit(recipe, dropout):
-    runs = [train(RECIPES[recipe], recompute, dropout=dropout) for recompute in (False, True)]
-    assert_same_bits(*runs)
+    kept, *again = (train(RECIPES[recipe], recompute, dropout=dropout) for recompute in (False, True, "mlp"))
+    for run in again:
+        assert_same_bits(kept, run)
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "block"])
 def test_recomputation_changes_no_bit_in_bf16(recipe):
-    assert_same_bits(*(train(RECIPES[recipe], r, dropout=0.1, dtype=torch.bfloat16) for r in (False, True)))
+    kept, *again = (train(RECIPES[recipe], r, dropout=0.1, dtype=torch.bfloat16) for r in (False, True, "mlp"))
+    for run in again:
+        assert_same_bits(kept, run)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
@@ -71,7 +74,9 @@ def test_recomputation_inside_the_autocast_changes_no_bit(recipe):
 
 
 def test_recomputation_with_kept_weights_changes_no_bit():
-    assert_same_bits(*(train(RECIPES["delayed"], r, micro_batches=3) for r in (False, True)))
+    kept, *again = (train(RECIPES["delayed"], r, micro_batches=3) for r in (False, True, "mlp"))
+    for run in again:
+        assert_same_bits(kept, run)
 
 
 def test_dropout_drops_in_training_only():
@@ -85,7 +90,7 @@ def test_dropout_drops_in_training_only():
 
 def test_a_recomputed_model_keeps_less_for_backward():
     kept = []
-    for recompute in (False, True):
+    for recompute in (False, "mlp", True):
         model = build_model(
             llama_config(), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute
         )
@@ -93,10 +98,12 @@ def test_a_recomputed_model_keeps_less_for_backward():
         with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
             model(input_ids=tokens(8, 64), labels=tokens(8, 64))
         kept.append(sum(sizes))
-    assert kept[1] < kept[0] / 2
+    config, rows = llama_config(), 8 * 64
+    assert kept[0] - kept[1] == config.num_hidden_layers * rows * 2 * config.intermediate_size  # gates and ups
+    assert kept[2] < kept[0] / 2
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "mlp"])
 @pytest.mark.parametrize("recipe", ["none", "delayed", "rowwise"])
 def test_offloading_changes_no_bit_and_keeps_nothing_of_a_block_but_on_the_host(recipe, recompute, monkeypatch):
     kept = []
@@ -114,7 +121,9 @@ def test_offloading_changes_no_bit_and_keeps_nothing_of_a_block_but_on_the_host(
     assert not any(copy.is_pinned() for copy in kept)
 
 
-def test_a_model_that_keeps_its_own_code_is_not_offloaded():
+def test_a_model_that_keeps_its_own_code_is_not_offloaded_and_keeps_its_mlps_whole():
     neo = GPTNeoConfig(hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]], vocab_size=50)
     with pytest.raises(InputError, match=r"gpt_neo keeps its own code.*Use train\.recompute = true"):
         build_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, offload=True)
+    with pytest.raises(InputError, match=r'train.recompute = "mlp": gpt_neo keeps its own code.*Use train\.recompute = true'):
+        build_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, recompute="mlp")

@@ -136,8 +136,10 @@ def split_case(kind="RMSNorm", bias=True, rotate=True, sizes=SMALL):
     return Case(module, call, by_hand)
 
 
-def mlp_case(kind="RMSNorm", bias=True, activation="swiglu", sizes=SMALL):
-    module = octavo.nn.LayerNormMLP(sizes.hidden, sizes.ffn, eps=EPS, bias=bias, normalization=kind, activation=activation)
+def mlp_case(kind="RMSNorm", bias=True, activation="swiglu", sizes=SMALL, again=False):
+    module = octavo.nn.LayerNormMLP(
+        sizes.hidden, sizes.ffn, eps=EPS, bias=bias, normalization=kind, activation=activation, checkpoint=again
+    )
     return Case(
         plain.randomise(module),
         lambda m, x, pending: m((x, pending)),
@@ -182,7 +184,10 @@ def tables_for(angles, x):
     return None if angles is None else tuple(table.float().to(x.device) for table in angles)
 
 
-CASES = {"norm": norm_case, "linear": linear_case, "split": split_case, "mlp": mlp_case, "layer": layer_case}
+CASES = {
+    "norm": norm_case, "linear": linear_case, "split": split_case, "mlp": mlp_case, "layer": layer_case,
+    "mlp again": functools.partial(mlp_case, again=True),
+}  # fmt: skip
 
 
 def run(case, x, pending, recipe, *, used=None, module=None, dtype=None):

@@ -190,7 +190,7 @@ FROZEN = {
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 @pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("which", ["linear", "split", "mlp"])
+@pytest.mark.parametrize("which", ["linear", "split", "mlp", "mlp again"])
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(which, frozen, recipe):
     case, twin = (CASES[which]("LayerNorm") for _ in range(2))
     names = {name for name, _ in case.module.named_parameters()} | {"x", "pending"}
@@ -257,6 +257,22 @@ def test_checkpoints_and_offloading_change_no_bit(which, recipe, away, monkeypat
 
     for _ in range(3):
         same_bits(run(case._replace(call=call), *inputs(), RECIPES[recipe]), run(twin, *inputs(), RECIPES[recipe]))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_a_first_product_that_is_made_again_changes_no_bit_and_is_not_kept(activation, recipe):
+    cases = [CASES[which]("LayerNorm", activation=activation) for which in ("mlp", "mlp again")]
+    hidden = (SMALL.batch * SMALL.tokens, len(cases[0].module.fc1_bias))
+    for _ in range(3):
+        found, kept = [], []
+        for case in cases:
+            shapes = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, to=shapes: to.append(t.shape) or t, lambda t: t):
+                found.append(run(case, *inputs(), RECIPES[recipe]))
+            kept.append(shapes.count(hidden))
+        same_bits(*found)
+        assert kept == [1, 0]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

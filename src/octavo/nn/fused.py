@@ -95,14 +95,15 @@ def norm_linear(
 
 
 def norm_mlp(
-    x: Tensor, pending: Tensor | None, of: Norm, fc1: Linear, fc2: Linear, name: str, block: int
+    x: Tensor, pending: Tensor | None, of: Norm, fc1: Linear, fc2: Linear, name: str, block: int, *, recompute: bool = False
 ) -> tuple[Tensor, Tensor]:
     """h = x + pending, then activation(norm(h) · w1ᵀ + b1) · w2ᵀ + b2; returns h and that, [..., K].
 
-    name, block: as in `octavo.kernels.activation`.
+    name, block: as in `octavo.kernels.activation`. recompute: the first product is made again in backward, from the same
+    operands, rather than kept.
     """
     x = _promoted(x, pending)
-    call = _MlpCall(of.kind, of.eps, fc1.products, fc2.products, name, block)
+    call = _MlpCall(of.kind, of.eps, fc1.products, fc2.products, name, block, recompute)
     with autocast.unannounced():
         return _NormMlp.apply(x, pending, of.weight, of.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, call)
 
@@ -239,6 +240,7 @@ class _MlpCall(NamedTuple):
     fc2: Products
     name: str
     block: int
+    recompute: bool
 
 
 class _NormMlp(torch.autograd.Function):
@@ -250,8 +252,9 @@ class _NormMlp(torch.autograd.Function):
         want_1, want_2 = ctx.needs_input_grad[4], ctx.needs_input_grad[6]
         want_x = any(ctx.needs_input_grad[:4])
         want_hidden = want_x or want_1 or ctx.needs_input_grad[5]
+        want_again = call.recompute and (want_hidden or (want_2 and call.fc2.repeatable))
         stream = _Stream(x, pending, Norm(call.kind, norm_weight, norm_bias, call.eps))
-        operand, _ = call.fc1.input(stream, column=want_1)
+        operand, _ = call.fc1.input(stream, column=want_1 and not (want_again and call.fc1.repeatable))
         w1 = call.fc1.weight(weight_1)
         hidden = call.fc1.output(operand, w1, bias_1)
         repeat = call.fc2.repeatable
@@ -266,10 +269,11 @@ class _NormMlp(torch.autograd.Function):
         ctx.call, ctx.shape = call, x.shape
         h = x if pending is None else _shaped(stream.h, x.shape)
         ctx.save_for_backward(
-            h, stream.stats, norm_weight, hidden if want_hidden or (want_2 and repeat) else None,
+            h, stream.stats, norm_weight, None if want_again or not (want_hidden or (want_2 and repeat)) else hidden,
+            bias_1 if want_again else None,
             scale if want_2 and repeat else None, activated.row_scale if want_2 and repeat else None,
-            *_kept_input(operand, want_1), *_kept_input(NOTHING if repeat else activated, want_2),
-            *(call.fc1.kept_weight(w1, weight_1) if want_x else NOTHING),
+            *(operand if want_again else _kept_input(operand, want_1)), *_kept_input(NOTHING if repeat else activated, want_2),
+            *(call.fc1.kept_weight(w1, weight_1, row=want_again) if want_x or want_again else NOTHING),
             *(call.fc2.kept_weight(w2, weight_2) if want_hidden else NOTHING),
         )  # fmt: skip
         return h, _shaped(y, (*x.shape[:-1], weight_2.shape[0]))
@@ -282,7 +286,7 @@ class _NormMlp(torch.autograd.Function):
             products.begin_backward()
         if dy is None:
             return d_stream, d_stream if ctx.needs_input_grad[1] else None, *(None,) * 7
-        h, stats, norm_weight, hidden, scale, scale_inv, *kept = ctx.saved_tensors
+        h, stats, norm_weight, hidden, bias_1, scale, scale_inv, *kept = ctx.saved_tensors
         x, activated, w1, w2 = (Forms(*kept[i : i + 4]) for i in (0, 4, 8, 12))
         want_x = any(ctx.needs_input_grad[:4])
         want_w1, want_b1, want_w2, want_b2 = ctx.needs_input_grad[4:8]
@@ -291,6 +295,10 @@ class _NormMlp(torch.autograd.Function):
         forms = fc2.grad_output(given, row=want_hidden, column=want_w2)
         d_b2 = given.sum() if want_b2 else None
         again = fc2.again(scale) if want_w2 and fc2.repeatable else None
+        if hidden is None and (want_hidden or again is not None):
+            w1 = fc1.weight_again(w1, row=True)
+            hidden = fc1.output(x, w1, bias_1)
+            x = x.with_column() if want_w1 else NOTHING
         dx = d_norm_weight = d_norm_bias = d_w1 = d_b1 = d_w2 = None
         if want_hidden:
             d_activated = fc2.grad_input(forms, fc2.weight_again(w2))

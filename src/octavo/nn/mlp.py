@@ -12,6 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from octavo.errors import InputError
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
 from octavo.kernels.activation import is_gated
@@ -49,7 +50,11 @@ class LayerNormMLP(nn.Module):
     Parameters: layer_norm_weight, layer_norm_bias (LayerNorm only), fc1_weight [F or 2F, hidden_size] (gated activations have
     both halves), fc1_bias, fc2_weight [hidden_size, F], fc2_bias. activation: a name of `octavo.nn.te_arguments.ACTIVATIONS`,
     where "gelu" is Transformer Engine's, with the tanh. `return_bias` (of fc2) and `return_layernorm_output` are as in
-    `LayerNormLinear`, and `output_layer_init_method` is the `init_method` of fc2.
+    `LayerNormLinear`, and `output_layer_init_method` is the `init_method` of fc2. `checkpoint`: the first product is not kept
+    for backward but made again, to the same bits; where `torch.compile` reads the layer, it decides what is kept.
+
+    Raises:
+        InputError: an argument or a value that this layer does not take, or `checkpoint` with `return_layernorm_output`.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class LayerNormMLP(nn.Module):
         activation: str = "gelu",
         return_bias: bool = False,
         return_layernorm_output: bool = False,
+        checkpoint: bool = False,
         init_method: Init | None = None,
         output_layer_init_method: Init | None = None,
         get_rng_state_tracker: Tracker | None = None,
@@ -73,8 +79,13 @@ class LayerNormMLP(nn.Module):
         super().__init__()
         check("LayerNormMLP", te_arguments, LayerNormMLP.__init__)
         check_norm(normalization)
+        if checkpoint and return_layernorm_output:
+            raise InputError(
+                "LayerNormMLP(checkpoint=True, return_layernorm_output=True): the parts of the layer run one by one then. "
+                "Leave one out, or wrap the layer in torch.utils.checkpoint."
+            )
         activation = activation_of(activation)
-        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.return_bias, self.return_layernorm_output, self.checkpoint = return_bias, return_layernorm_output, checkpoint
         self.init_methods, self.draws = (init_method, output_layer_init_method), Draws(get_rng_state_tracker)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.eps, self.normalization, self.activation = eps, normalization, activation
@@ -145,7 +156,8 @@ class LayerNormMLP(nn.Module):
             )
         )
         norm = fused.Norm(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        return fused.norm_mlp(input, pending, norm, fc1, fc2, self.activation, gate_up_block(self.ffn_hidden_size))
+        block = gate_up_block(self.ffn_hidden_size)
+        return fused.norm_mlp(input, pending, norm, fc1, fc2, self.activation, block, recompute=self.checkpoint)
 
     def extra_repr(self) -> str:
         """Shape and activation, for `print(model)`."""

@@ -23,7 +23,7 @@ from octavo.fp8.recipe import Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.fp8.tensor import Quantized
 from octavo.kernels import gemm
-from octavo.kernels.cast import Into, Made, cast, row_tiles
+from octavo.kernels.cast import Into, Made, cast, row_tiles, transpose
 from octavo.kernels.cast_scaled import amax, scale_from_amax
 from octavo.kernels.sums import column_sums
 
@@ -96,6 +96,13 @@ class Forms(NamedTuple):
         assert self.row is not None
         return self.row
 
+    def with_column(self) -> Forms:
+        """The same with the other layout of an FP8 operand of one scale, turned if it is not there."""
+        if self.row_scale is None or self.column is not None:
+            return self
+        assert self.row is not None
+        return self._replace(column=transpose(self.row), column_scale=self.row_scale)
+
 
 NOTHING = Forms()
 
@@ -153,23 +160,23 @@ class Products:
         tensorwise = self.recipe is not None and self.recipe.casts[Operand.WEIGHT].granularity is Granularity.TENSOR
         return tensorwise and self.first is None and self.state.gathered is None
 
-    def kept_weight(self, w: Forms, weight: Tensor) -> Forms:
-        """Of a weight what `weight_again` needs; the parameter itself takes no memory of its own."""
+    def kept_weight(self, w: Forms, weight: Tensor, *, row: bool = False) -> Forms:
+        """Of a weight what `weight_again` needs, `row` too; the parameter itself takes no memory of its own."""
         if self.recipe is None:
             return Forms(weight)
         if w.column is None:
             return Forms(weight, w.row_scale, None, w.column_scale)
-        return Forms(None, None, w.column, w.column_scale)
+        return w if row else Forms(None, None, w.column, w.column_scale)
 
-    def weight_again(self, w: Forms) -> Forms:
-        """The weight for the input gradient, from what `kept_weight` gave."""
+    def weight_again(self, w: Forms, *, row: bool = False) -> Forms:
+        """The weight for the input gradient and, with `row`, for the output, from what `kept_weight` gave."""
         if self.recipe is None:
             return Forms(w.wide.to(self.out_dtype))
         if w.column is not None:
             return w
         kind = self.recipe.casts[Operand.WEIGHT].format
-        made = cast_into(w.wide, Into(kind.dtype, kind.max, w.column_scale, row=False, column=True))
-        return Forms(column=made.column, column_scale=w.row_scale)
+        made = cast_into(w.wide, Into(kind.dtype, kind.max, w.column_scale, row=row, column=True))
+        return Forms(made.row, w.row_scale if row else None, made.column, w.row_scale)
 
     def grad_output(self, run: Kernel, *, row: bool, column: bool) -> Forms:
         """The gradient of the output for both gradients; a wide one is a single matrix."""

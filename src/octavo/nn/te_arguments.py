@@ -110,8 +110,7 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
     },
     "GroupedLinear.forward": {name: Only((None,), "Results are new tensors.") for name in ("out", "dgrad_out")},
     "LayerNormLinear": _LINEAR | _PARTS | _GAMMA | _GATHERED,
-    "LayerNormMLP": _NAME | _PARALLEL | _ROLES | _UB | _GAMMA | _GATHERED | _WARM_UP | _ACTIVATION
-    | {"checkpoint": Only((False,), "The activation's result is never kept; for more: torch.utils.checkpoint.")},
+    "LayerNormMLP": _NAME | _PARALLEL | _ROLES | _UB | _GAMMA | _GATHERED | _WARM_UP | _ACTIVATION,
     "LayerNorm": _NORM,
     "RMSNorm": _NORM,
     "DotProductAttention": _NAME | _SCORES | _SINK | _SELF | _CP

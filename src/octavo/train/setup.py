@@ -294,6 +294,7 @@ def _meta_model(config: RunConfig, hf_config: Any) -> torch.nn.Module:
         params_dtype=params_dtype,
         device=torch.device("meta"),
         seed=config.train.seed,
+        recompute=config.train.recompute,
         offload=config.train.offload,
         **model_options(config),
     )
