@@ -179,9 +179,10 @@ class Fp8Config(Section):
         description='Patterns of module names → the recipe of these layers, or "bf16" for none in place of `recipe`; the last '
         "pattern that names a layer holds, and `skip` above all.",
     )
-    head: bool = Field(
+    head: bool | Literal["backward"] = Field(
         False,
-        description="The output head's products are FP8 too (Octavo's decoder only).",
+        description='true: the output head\'s products are FP8 too. "backward": those of its gradients, which leaves the loss '
+        "as it is (Octavo's decoder only).",
     )
     emulate: bool = Field(
         False,

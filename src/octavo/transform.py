@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -58,7 +59,7 @@ def transform(
     load_state_dict_from_rank0: bool = False,
     cp_comm_type: str = "all_gather",
     params_dtype: torch.dtype | None = None,
-    fp8_head: bool = False,
+    fp8_head: bool | Literal["backward"] = False,
 ) -> nn.Module:
     """Make a model's linear layers run in FP8 under `octavo.fp8_autocast`, and shard it over the ranks of `octavo.init`.
 
@@ -80,7 +81,8 @@ def transform(
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
         cp_comm_type: how context parallelism communicates; one rank alone has nobody to talk to.
         params_dtype: of parameters; `dtype` when absent. float32 under a bf16 `dtype` is master weights.
-        fp8_head: the output head's products for a loss are FP8 too (Octavo's decoder alone).
+        fp8_head: the output head's products for a loss are FP8 too, or with "backward" those of its gradients, which leaves
+            logits and loss in `dtype` (Octavo's decoder alone).
 
     Raises:
         InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a parameter or
@@ -143,7 +145,7 @@ def build_model(
     buffer_dtype: torch.dtype = torch.float32,
     layers: Mapping[str, Recipe | None] | None = None,
     kept_out: Mapping[str, str] | None = None,
-    fp8_head: bool = False,
+    fp8_head: bool | Literal["backward"] = False,
     objective: Objective | None = None,
 ) -> nn.Module:
     """A causal language model for training from its Hugging Face config, with random weights by `seed` or those of `load_from`.
@@ -254,7 +256,7 @@ def _initial(model: nn.Module, seed: int) -> Values:
     return CounterInit(seed, model.config.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
 
 
-def _only_the_decoder(what: str, *, fp8_head: bool, objective: Objective | None = None) -> None:
+def _only_the_decoder(what: str, *, fp8_head: bool | Literal["backward"], objective: Objective | None = None) -> None:
     """Refuse what Octavo's own head does, of a model that keeps its own.
 
     Raises:
@@ -262,7 +264,7 @@ def _only_the_decoder(what: str, *, fp8_head: bool, objective: Objective | None 
     """
     objective = objective or Objective()
     asked = {
-        "fp8.head = true": fp8_head,
+        f"fp8.head = {json.dumps(fp8_head)}": fp8_head,
         f"train.label_smoothing = {objective.label_smoothing:g}": objective.label_smoothing,
         f"train.z_loss = {objective.z_loss:g}": objective.z_loss,
     }

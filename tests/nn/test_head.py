@@ -88,16 +88,18 @@ def test_of_16_bits(dtype, objective):
     assert_head(loss, hidden, weight, (wanted[0], *(grad * factor for grad in wanted[1:])), loss_off=0.005, off=0.015)
 
 
+@pytest.mark.parametrize("logits", [True, False], ids=["all", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_in_fp8_it_is_float64_but_for_its_rounding(recipe, objective, dtype):
+def test_in_fp8_it_is_float64_but_for_its_rounding(recipe, objective, dtype, logits):
     hidden, weight, target, count = drawn(dtype)
-    uses = products(weight, RECIPES[recipe], dtype)
+    uses, how = products(weight, RECIPES[recipe], dtype), {"objective": OBJECTIVES[objective]}
     for _ in range(2):
         hidden.grad = weight.grad = None
-        loss = linear_cross_entropy(hidden, weight, target, count, objective=OBJECTIVES[objective], fp8=uses)
+        loss = linear_cross_entropy(hidden, weight, target, count, **how, fp8=uses, fp8_logits=logits)
         loss.backward()
+    assert torch.equal(loss, linear_cross_entropy(hidden, weight, target, count, **how)) != logits
     wanted = by_hand(hidden, weight, target, count, OBJECTIVES[objective])
     # Logits are off by two roundings to E4M3; the gradient of the hidden states by one to E5M2 and one to E4M3 more.
     assert_head(loss, hidden, weight, wanted, loss_off=0.01, off=0.08)
@@ -106,13 +108,15 @@ def test_in_fp8_it_is_float64_but_for_its_rounding(recipe, objective, dtype):
     assert weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("logits", [True, False], ids=["all", "backward"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_in_fp8_chunks_change_no_token(recipe, monkeypatch):
+def test_in_fp8_chunks_change_no_token(recipe, logits, monkeypatch):
     found = []
     for chunk in (1 << 30, 7 * WORDS * 4):
         monkeypatch.setattr(head, "CHUNK_BYTES", chunk)
         hidden, weight, target, count = drawn()
-        loss = linear_cross_entropy(hidden, weight, target, count, fp8=products(weight, RECIPES[recipe], torch.float32))
+        uses = products(weight, RECIPES[recipe], torch.float32)
+        loss = linear_cross_entropy(hidden, weight, target, count, fp8=uses, fp8_logits=logits)
         loss.backward()
         found.append((loss, hidden.grad, weight.grad))
     for whole, parts in zip(*found, strict=True):
@@ -134,15 +138,16 @@ def test_in_fp8_a_weights_gradient_in_parts_is_that_of_one_product(tokens, dtype
         torch.testing.assert_close(parts, found[0], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("logits", [True, False], ids=["all", "backward"])
 @pytest.mark.parametrize("fp8", [None, *RECIPES])
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen, fp8):
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen, fp8, logits):
     def gradients(hidden_trains, weight_trains):
         hidden, weight, target, count = drawn()
         hidden.requires_grad_(hidden_trains)
         weight.requires_grad_(weight_trains)
         uses = None if fp8 is None else products(weight, RECIPES[fp8], torch.float32)
-        loss = linear_cross_entropy(hidden, weight, target, count, fp8=uses)
+        loss = linear_cross_entropy(hidden, weight, target, count, fp8=uses, fp8_logits=logits)
         if hidden_trains or weight_trains:
             loss.backward()
         else:
@@ -155,13 +160,14 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen, fp8):
     assert found[2] is None if frozen != "hidden" else torch.equal(found[2], wanted[2])
 
 
+@pytest.mark.parametrize("logits", [True, False], ids=["all", "backward"])
 @pytest.mark.parametrize("fp8", [None, *RECIPES])
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_nothing_to_predict(tokens, fp8):
+def test_nothing_to_predict(tokens, fp8, logits):
     hidden, weight, target, _ = drawn(tokens=tokens)
     target.fill_(-100)
     uses = None if fp8 is None else products(weight, RECIPES[fp8], torch.float32)
-    loss = linear_cross_entropy(hidden, weight, target, torch.tensor(1.0), fp8=uses)
+    loss = linear_cross_entropy(hidden, weight, target, torch.tensor(1.0), fp8=uses, fp8_logits=logits)
     loss.backward()
     assert loss == 0
     assert (hidden.grad == 0).all()
@@ -222,12 +228,14 @@ def train(model, steps, recipe, start=0, rate=0.3):
 ALL_RECIPES = {**RECIPES, "rowwise": octavo.recipe.RowwiseScaling(), "block": octavo.recipe.BlockScaling()}
 
 
+@pytest.mark.parametrize("fp8_head", [True, "backward"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("recipe", ALL_RECIPES)
-def test_a_decoder_with_a_head_in_fp8_learns_as_one_without(recipe, tied):
-    found, wanted = (train(decoder(fp8, tie_word_embeddings=tied), 12, ALL_RECIPES[recipe]) for fp8 in (True, False))
+def test_a_decoder_with_a_head_in_fp8_learns_as_one_without(recipe, tied, fp8_head):
+    found, wanted = (train(decoder(fp8, tie_word_embeddings=tied), 12, ALL_RECIPES[recipe]) for fp8 in (fp8_head, False))
     assert wanted[-1] < 0.8 * wanted[0]
     assert found != wanted
+    assert (found[0] == wanted[0]) == (fp8_head == "backward")
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=0.03, atol=0)
 
 
@@ -253,6 +261,10 @@ def test_describe_names_the_head():
     (found,) = [layer for layer in octavo.describe(decoder(True)).layers if layer.name == "head"]
     assert found.fp8
     assert found.shape == (WORDS, 32)
+    assert "logits" not in found.reason
+    (found,) = [layer for layer in octavo.describe(decoder("backward")).layers if layer.name == "head"]
+    assert found.fp8
+    assert "logits in high precision" in found.reason
 
 
 def test_a_decoder_with_a_head_in_fp8_goes_on_where_it_was():
@@ -298,12 +310,13 @@ def test_a_frozen_head_or_body(frozen, recipe):
 
 def test_outside_of_an_autocast_and_for_logits_the_head_is_wide():
     ids = batch(0)
-    plain_head, fp8_head = decoder(False), decoder(True)
-    losses = [model(input_ids=ids, labels=ids).loss for model in (plain_head, fp8_head)]
-    assert torch.equal(*losses)
+    plain_head, *fp8_heads = decoder(False), decoder(True), decoder("backward")
+    losses = [model(input_ids=ids, labels=ids).loss for model in (plain_head, *fp8_heads)]
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(losses[0], losses[2])
     with octavo.fp8_autocast(fp8_recipe=RECIPES["current"]):
-        logits = [model(input_ids=ids).logits for model in (plain_head, fp8_head)]
-    assert torch.equal(*logits)
+        wanted, *found = (model(input_ids=ids).logits for model in (plain_head, *fp8_heads))
+    assert all(torch.equal(logits, wanted) for logits in found)
 
 
 def test_an_evaluation_leaves_no_trace_in_the_heads_history():

@@ -141,6 +141,9 @@ def test_mfu_is_ideal_time_over_measured_time():
     assert sum(split.values()) == flops.total
     assert split == {"fp8": flops.layers, "bf16": flops.head + flops.attention}
     assert flops.by_precision() == {"bf16": flops.total}
+    split = flops.by_precision(layers="fp8", head="fp8", head_forward="bf16")
+    assert split["fp8"] == pytest.approx(flops.layers + flops.head * 2 / 3)
+    assert sum(split.values()) == pytest.approx(flops.total)
     # A step in which every product runs at its own peak has utilisation 1.
     seconds = split["fp8"] / 1979e12 + split["bf16"] / 989e12
     assert mfu({precision: work / seconds for precision, work in split.items()}, h200) == pytest.approx(1.0)

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,7 @@ class Entry:
         name: as the results name it.
         layers: precision in which the blocks' linear layers multiply on a device that can: "bf16" or "fp8".
         head: precision of the output head.
+        head_forward: that of its product of forward, where it is another.
         build: makes the trainer for (case, device, whether to compile), its weights by the keyword `seed`.
         package: the distribution whose version is recorded beside the figures; None: Octavo or PyTorch itself.
         vision: makes the trainer for a case of images; None: the entry has none.
@@ -70,6 +71,7 @@ class Entry:
     build: Callable[..., Trainer]
     package: str | None = None
     vision: Callable[..., Trainer] | None = None
+    head_forward: str | None = None
 
     def builder(self, case: AnyCase) -> Callable[..., Trainer] | None:
         """What makes the trainer for this case; None: the entry does not run it."""
@@ -178,13 +180,13 @@ def build_octavo(
     compiled: bool,
     *,
     recipe: str | None = None,
-    head: str = "bf16",
+    head: bool | Literal["backward"] = False,
     fast: bool = False,
     params_dtype: torch.dtype = torch.bfloat16,
     sharding: Sharding | None = None,
     seed: int = SEED,
 ) -> Training:
-    """Octavo's model and optimizer, in FP8 where `recipe` names one of `octavo.recipe`; `head` "fp8" takes the head along.
+    """Octavo's model and optimizer, in FP8 where `recipe` names one of `octavo.recipe`; head: as `fp8.head`.
 
     fast: fast accumulation in backward too. Its layers are fused already: nothing is compiled.
     """
@@ -200,7 +202,7 @@ def build_octavo(
         device=device,
         seed=seed,
         sharding=sharding,
-        fp8_head=head == "fp8",
+        fp8_head=head,
     )
 
     def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -266,8 +268,15 @@ ENTRIES: dict[str, Entry] = {
         _octavo("octavo-current", "fp8", recipe="current"),
         _octavo("octavo-rowwise", "fp8", recipe="rowwise"),
         _octavo("octavo-block", "fp8", recipe="block"),
-        Entry("octavo-delayed-fp8-head", "fp8", "fp8", partial(build_octavo, recipe="delayed", head="fp8")),
-        Entry("octavo-delayed-fast-fp8-head", "fp8", "fp8", partial(build_octavo, recipe="delayed", head="fp8", fast=True)),
+        Entry("octavo-delayed-fp8-head", "fp8", "fp8", partial(build_octavo, recipe="delayed", head=True)),
+        Entry("octavo-delayed-fast-fp8-head", "fp8", "fp8", partial(build_octavo, recipe="delayed", head=True, fast=True)),
+        Entry(
+            "octavo-delayed-fast-fp8-head-backward",
+            "fp8",
+            "fp8",
+            partial(build_octavo, recipe="delayed", head="backward", fast=True),
+            head_forward="bf16",
+        ),
         Entry("torch-bf16", "bf16", "bf16", build_plain, vision=build_timm),
         _torchao("ao-tensorwise", "tensorwise"),
         _torchao("ao-rowwise", "rowwise"),

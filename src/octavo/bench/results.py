@@ -67,11 +67,13 @@ def row(case: AnyCase, measured: Measured, place: Place) -> dict[str, Any]:
     """The row of one entry: its figures per GPU, or its error."""
     entry = measured.entry
     named = {"workload": case.name, "entry": entry.name, "head": entry.head}
+    if entry.head_forward is not None:
+        named["head_forward"] = entry.head_forward
     if measured.error is not None:
         return {**named, "error": measured.error}
     rate = case.units / measured.step_seconds
     flops = case.flops()
-    split = flops.by_precision(layers=entry.layers, head=entry.head)
+    split = flops.by_precision(layers=entry.layers, head=entry.head, head_forward=entry.head_forward)
     return {
         **named,
         case.rate: rate,

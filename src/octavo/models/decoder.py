@@ -7,7 +7,7 @@ that one is and returns the same kind of output. Shapes: B batch, T tokens, V vo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class Decoder(nn.Module):
     """A causal language model of a known family; `config` is its Hugging Face config.
 
     Parameters live in `params_dtype`; the residual stream and the products outside FP8 run in `dtype`. `fp8_head`: the
-    head's products for a loss are FP8 too.
+    head's products for a loss are FP8 too, or with "backward" those of its gradients.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         params_dtype: torch.dtype,
         device: torch.device | str | None = None,
         buffer_dtype: torch.dtype = torch.float32,
-        fp8_head: bool = False,
+        fp8_head: bool | Literal["backward"] = False,
     ) -> None:
         super().__init__()
         self.config, self.family, self.dtype = config, family, dtype
@@ -101,6 +101,8 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
         if fp8_head:
             vars(self.head)["fp8_state"] = ModuleState(self.head)
+        self.fp8_logits = fp8_head is True
+        """Whether the head's product of forward is FP8 where those of backward are."""
         self.rotary = RotaryAngles(config, buffer_dtype)
         self.run_block: Callable[..., Tensor | Stream] = _call
         self.data_group: dist.ProcessGroup | None = None
@@ -155,7 +157,10 @@ class Decoder(nn.Module):
         count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=hidden.device)
         products = self._fp8_head(hidden, is_first_microbatch)
         objective = self.objective if self.training else None
-        loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, target, count, objective=objective, fp8=products)
+        loss = linear_cross_entropy(
+            hidden.flatten(0, 1), self.head.weight, target, count,
+            objective=objective, fp8=products, fp8_logits=self.fp8_logits,
+        )  # fmt: skip
         return CausalLMOutput(loss=_Joined.apply(loss, self.data_group) if joined else loss)
 
     def _fp8_head(self, hidden: Tensor, first: bool | None) -> Products | None:

@@ -68,7 +68,8 @@ def describe(model: nn.Module) -> Description:
                 layers.append(LayerReport(label, kind, shape, False, reason))
             else:
                 recipe = "" if state.override is None else state.override.name
-                reason = "; ".join(part for part in (state.override_by, _note(module, name, state)) if part)
+                note = _head_note(model, state) if _is_head(module, name) else ""
+                reason = "; ".join(part for part in (state.override_by, note) if part)
                 layers.append(LayerReport(label, kind, shape, True, reason, recipe))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     native = gemm.is_native(device)
@@ -76,11 +77,17 @@ def describe(model: nn.Module) -> Description:
     return Description(tuple(layers), _attention(device), products)
 
 
-def _note(module: nn.Module, name: str, state: ModuleState) -> str:
-    if not _is_head(module, name):
-        return ""
+def _head_note(model: nn.Module, state: ModuleState) -> str:
     tensorwise = state.override is None or state.override.casts[Operand.INPUT].granularity is Granularity.TENSOR
-    return "gradients accumulate precisely" + ("" if tensorwise else "; one scale a tensor (current scaling)")
+    return "; ".join(
+        note
+        for note, holds in (
+            ("logits in high precision", not getattr(model, "fp8_logits", True)),
+            ("gradients accumulate precisely", True),
+            ("one scale a tensor (current scaling)", not tensorwise),
+        )
+        if holds
+    )
 
 
 def _is_head(module: nn.Module, name: str) -> bool:

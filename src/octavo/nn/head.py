@@ -3,10 +3,10 @@
 Loss and gradients are computed together in forward, chunk by chunk, so that only one chunk of logits is alive: 1 GiB instead
 of 12 for 16,384 tokens and 128,256 words. The price is that the head's gradients exist from forward on. Statistics are float32,
 and the gradient of the weight is summed in float32. Products run in the dtype of the hidden states or, where it is asked for,
-all three in FP8. An FP8 product cannot add to what it writes, so the weight's sums over many chunks at once: their gradients
-are kept until then, in FP8 and transposed, which takes as much memory as a float32 sum of a large head. Both products of the
-gradient accumulate precisely whatever the recipe says: they add small probabilities to a target's −1, and the fast mode would
-cut those off.
+in FP8: all three, or those of backward, which leaves the loss as it is. An FP8 product cannot add to what it writes, so the
+weight's sums over many chunks at once: their gradients are kept until then, in FP8 and transposed, which takes as much memory
+as a float32 sum of a large head. Both products of the gradient accumulate precisely whatever the recipe says: they add small
+probabilities to a target's −1, and the fast mode would cut those off.
 
 float16 has no room for a gradient that is divided by the targets of a step, nor for the factor of a scaled loss: there forward
 keeps the gradient of the sum, and backward multiplies in float32 by what is missing.
@@ -25,7 +25,7 @@ from octavo.kernels import gemm
 from octavo.kernels.cast import transpose
 from octavo.kernels.cross_entropy import Gradient, Objective, cross_entropy_, scale_
 from octavo.nn.linear import compute_dtype
-from octavo.nn.products import Forms, Given, Products
+from octavo.nn.products import NOTHING, Forms, Given, Products
 
 CHUNK_BYTES = 1 << 30
 """Logits of one chunk: large enough that the products run at full speed."""
@@ -43,15 +43,16 @@ def linear_cross_entropy(
     *,
     objective: Objective | None = None,
     fp8: Products | None = None,
+    fp8_logits: bool = True,
 ) -> Tensor:
     """Sum over real targets of the cross entropy with softmax(hidden · weightᵀ), divided by `num_items`: float32 [].
 
     hidden: [N, K]. weight: [V, K], any float dtype. target: int64 [N]. num_items: float32 [], the number of targets of the
-    whole step. fp8: of a head with products in FP8, its products.
+    whole step. fp8: of a head with products in FP8, its products; fp8_logits: that of forward too.
     """
     hidden, grads = hidden.to(compute_dtype(hidden)), torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):  # it would round sums that are kept in float32
-        return _LinearCrossEntropy.apply(hidden, weight, target, num_items, objective or Objective(), fp8, grads)
+        return _LinearCrossEntropy.apply(hidden, weight, target, num_items, objective or Objective(), fp8, fp8_logits, grads)
 
 
 class _Sum(Protocol):
@@ -101,6 +102,19 @@ class _Fp8Head:
 
     def sum(self, chunk: int, dtype: torch.dtype) -> _Sum:
         return _Fp8Sum(self.x, self.rows, chunk, dtype)
+
+
+class _Fp8Backward(_Fp8Head):
+    """`_Fp8Head` with logits in the hidden states' dtype."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, products: Products, want_hidden: bool, want_weight: bool) -> None:
+        self.products, self.rows = products, hidden.shape[0]
+        self.wide = _Head(hidden, weight)
+        self.x = products.input(Given(hidden), row=False, column=True)[0] if want_weight else NOTHING
+        self.w = products.weight(weight, column=True) if want_hidden else NOTHING
+
+    def logits(self, part: slice) -> Tensor:
+        return self.wide.logits(part)
 
 
 class _WideSum:
@@ -167,11 +181,20 @@ def _fp8(grad: Gradient) -> tuple[Tensor, Tensor]:
     return grad.fp8, grad.scale_inv
 
 
+def _head(
+    hidden: Tensor, weight: Tensor, fp8: Products | None, fp8_logits: bool, want_hidden: bool, want_weight: bool
+) -> _Head | _Fp8Head:
+    if fp8 is None or not (fp8_logits or want_hidden or want_weight):
+        return _Head(hidden, weight)
+    kind = _Fp8Head if fp8_logits else _Fp8Backward
+    return kind(hidden, weight, fp8, want_hidden, want_weight)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, num_items: Tensor, objective: Objective,
-        fp8: Products | None, grads: bool,
+        fp8: Products | None, fp8_logits: bool, grads: bool,
     ) -> Tensor:  # fmt: skip
         want_hidden, want_weight = (grads and need for need in ctx.needs_input_grad[:2])
         loss = hidden.new_zeros((), dtype=torch.float32)
@@ -179,7 +202,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = num_items.float().reciprocal()
         grad_scale = (torch.ones_like(factor) if late else factor) if want_hidden or want_weight else None
         d_hidden = torch.empty_like(hidden) if want_hidden else None
-        head = _Head(hidden, weight) if fp8 is None else _Fp8Head(hidden, weight, fp8, want_hidden, want_weight)
+        head = _head(hidden, weight, fp8, fp8_logits, want_hidden, want_weight)
         chunks = _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size())
         weights = head.sum(chunks[0].stop, torch.float32 if late else weight.dtype) if want_weight and chunks else None
         for part in chunks:
@@ -212,7 +235,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             by = factor * grad_loss
             scaled = [None if d is None else (d.float() * by).to(t) for d, t in zip(gradients, ctx.dtypes, strict=True)]
-        return *scaled, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None
 
 
 def _chunks(rows: int, row_bytes: int) -> list[slice]:

@@ -128,9 +128,9 @@ class Products:
         """Whether a cast of the input can be repeated in backward with the scale that forward used."""
         return self.recipe is None or self.recipe.casts[Operand.INPUT].granularity is Granularity.TENSOR
 
-    def input(self, run: Kernel, *, column: bool) -> tuple[Forms, Tensor | None]:
+    def input(self, run: Kernel, *, column: bool, row: bool = True) -> tuple[Forms, Tensor | None]:
         """The first operand of the output, `column` for the weight gradient too; and the scale of a cast to repeat."""
-        return self._make(Operand.INPUT, run, row=True, column=column and self.grads)
+        return self._make(Operand.INPUT, run, row=row, column=column and self.grads)
 
     def again(self, scale: Tensor | None) -> Into:
         """What a repeated forward kernel makes for the weight gradient: the bits that forward's would have been."""

@@ -74,11 +74,16 @@ class TokenFlops:
         """All operations of a token."""
         return self.layers + self.router + self.head + self.attention
 
-    def by_precision(self, *, layers: str = "bf16", head: str = "bf16") -> dict[str, float]:
-        """Operations in "bf16" and "fp8", when the linear layers and the head run in the given ones."""
+    def by_precision(self, *, layers: str = "bf16", head: str = "bf16", head_forward: str | None = None) -> dict[str, float]:
+        """Operations in "bf16" and "fp8", when the linear layers and the head run in the given ones.
+
+        head_forward: of the head's forward, where that is another.
+        """
         split = {"bf16": self.router + self.attention, "fp8": 0.0}
         split[layers] += self.layers
-        split[head] += self.head
+        forward = 0.0 if head_forward is None else self.head / 3
+        split[head_forward or head] += forward
+        split[head] += self.head - forward
         return {precision: flops for precision, flops in split.items() if flops}
 
 

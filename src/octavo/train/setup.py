@@ -95,7 +95,8 @@ class RunPlan:
         """(TFLOP/s, MFU) of a rank when all ranks do this many tokens a second; None where family or GPU is not known."""
         if self.flops is None:
             return None, None
-        fp8 = 0.0 if self.recipe is None else self.flops.layers * self._fp8_share + self.flops.head * self.config.fp8.head
+        head = 2 / 3 if self.config.fp8.head == "backward" else float(self.config.fp8.head)
+        fp8 = 0.0 if self.recipe is None else self.flops.layers * self._fp8_share + self.flops.head * head
         split = {"bf16": self.flops.total - fp8, "fp8": fp8}
         achieved = {precision: flop * tokens_per_second / self.degrees.world for precision, flop in split.items() if flop}
         # float16 products run at bfloat16's rate on every GPU of the table; float32 ones have a peak that it does not hold.
