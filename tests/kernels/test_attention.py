@@ -6,7 +6,20 @@ from torch.nn import functional
 from triton.runtime import interpreter
 
 from octavo.errors import InputError
-from octavo.kernels.attention import Tiles, backward, forward, launch, launch_backward, short_attention, takes
+from octavo.fp8.formats import E4M3, E5M2
+from octavo.kernels import reference
+from octavo.kernels.attention import (
+    Tiles,
+    backward,
+    backward_into,
+    forward,
+    launch,
+    launch_backward,
+    launch_backward_into,
+    short_attention,
+    takes,
+)
+from octavo.kernels.cast import Into, make
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
 
@@ -158,6 +171,172 @@ def test_nothing_at_all():
     assert out.shape == (0, 5, 32)
     assert lse.shape == (0, 2, 5)
     assert launch_backward(d_out, qkv, out, lse, 2, 2, scale).shape == qkv.shape
+
+
+FP8_SHAPES = [  # batch, tokens, heads, groups, head dimension
+    (2, 37, 2, 2, 80),
+    (1, 65, 2, 2, 80),
+    (3, 17, 2, 2, 64),
+    (1, 50, 4, 2, 72),
+    (2, 33, 6, 2, 8),
+    (1, 64, 2, 1, 32),
+    (4, 1, 1, 1, 16),
+]
+LAYOUTS = [(True, True), (True, False), (False, True), (False, False)]
+formats = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+
+
+def backward_case(*shape):
+    """What a backward is given, and its gradient in float64 as a matrix."""
+    (heads, groups), (qkv, d_out, scale) = shape[2:4], case(*shape)
+    out, lse = launch(qkv, heads, groups, scale)
+    return (d_out, qkv, out, lse, heads, groups, scale), exact(qkv, heads, groups, scale, d_out)[2].flatten(0, 1)
+
+
+def bits(x):
+    return x.view(torch.uint8)
+
+
+def assert_within_a_step(fp8, scale_inv, want, fmt, rounding):
+    """Of FP8 numbers between which the exact one lies; `rounding`: what the float32 gradient is off, of its norm an element."""
+    coarse, smallest = {"E4M3": (2**-3, 2**-9), "E5M2": (2**-2, 2**-16)}[fmt.name]
+    got = reference.dequantize(fp8, scale_inv).double()
+    noise = 8 * rounding * want.norm() / want.numel() ** 0.5
+    torch.testing.assert_close(got, want, rtol=coarse, atol=(smallest * scale_inv + noise).item())
+
+
+@interpreted
+@formats
+@pytest.mark.parametrize("shape", FP8_SHAPES, ids=str)
+def test_fp8_is_made_of_the_float32_gradient(exact_casts, fmt, shape):
+    arguments, want = backward_case(*shape)
+    wide, _ = launch_backward_into(*arguments, Into(torch.float32))
+    assert off(wide.row, want) < ROUNDING[torch.float16]
+    scale = torch.tensor(fmt.max / 2) / wide.row.abs().max()
+    cast = make(wide.row, Into(fmt.dtype, fmt.max, scale, None, True, True))
+    for row, column in LAYOUTS:
+        amax = torch.zeros(())
+        made, _ = launch_backward_into(*arguments, Into(fmt.dtype, fmt.max, scale, amax, row, column))
+        assert torch.equal(amax, wide.row.abs().max())
+        assert (made.row is not None, made.column is not None) == (row, column)
+        assert (made.scale_inv is None) == (not row and not column)
+        for one, other in zip(made[:2], cast[:2], strict=True):
+            assert one is None or torch.equal(bits(one), bits(other))
+    assert_within_a_step(cast.row, cast.scale_inv, want, fmt, ROUNDING[torch.float16])
+
+
+@interpreted
+@pytest.mark.parametrize("shape", FP8_SHAPES, ids=str)
+def test_sums_of_columns(exact_casts, shape):
+    arguments, want = backward_case(*shape)
+    wide, _ = launch_backward_into(*arguments, Into(torch.float32))
+    for into in (Into(E5M2.dtype, E5M2.max, torch.tensor(64.0), None, True, True), Into(torch.float16)):
+        _, summed = launch_backward_into(*arguments, into, bias=True)
+        assert summed.dtype == torch.float32
+        torch.testing.assert_close(summed, wide.row.sum(0), rtol=1e-5, atol=1e-5)
+    assert (summed.double() - want.sum(0)).abs().max() <= ROUNDING[torch.float16] * want.abs().sum(0).max()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(SMALL, SMALL), (Tiles(64, 32, 4), Tiles(16, 16, 4)), (Tiles(16, 32, 4), Tiles(32, 64, 4))], ids=str
+)
+def test_fp8_of_other_tiles(exact_casts, queries, keys):
+    arguments, _ = backward_case(2, 37, 2, 2, 80)
+    into = Into(E4M3.dtype, E4M3.max, torch.tensor(20.0), torch.zeros(()), True, True)
+    made, summed = launch_backward_into(*arguments, into, bias=True, queries=queries, keys=keys)
+    wide = launch_backward_into(*arguments, Into(torch.float32), queries=queries, keys=keys)[0].row
+    cast = make(wide, into._replace(amax=None))
+    assert torch.equal(bits(made.row), bits(cast.row))
+    assert torch.equal(bits(made.column), bits(cast.column))
+    assert torch.equal(into.amax, wide.abs().max())
+    torch.testing.assert_close(summed, wide.sum(0), rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("batch", [2, 4])
+def test_fp8_turned_afterwards_is_the_same(exact_casts, batch):
+    """37 tokens: of two sequences rows that are no multiple of four, of four they are."""
+    arguments, _ = backward_case(batch, 37, 2, 2, 16)
+    for row in (True, False):
+        into = Into(E4M3.dtype, E4M3.max, torch.tensor(20.0), None, row, True)
+        want, got = (launch_backward_into(*arguments, into, bias=True, turned=turned) for turned in (False, True))
+        assert (got[0].row is None) == (not row)
+        assert not row or torch.equal(bits(got[0].row), bits(want[0].row))
+        assert torch.equal(bits(got[0].column), bits(want[0].column))
+        assert torch.equal(got[1], want[1])
+        assert torch.equal(got[0].scale_inv, want[0].scale_inv)
+
+
+@interpreted
+def test_wide_results_in_both_layouts(exact_casts):
+    arguments, _ = backward_case(2, 37, 2, 2, 80)
+    made, summed = launch_backward_into(*arguments, Into(torch.float16, column=True))
+    assert torch.equal(made.row, launch_backward(*arguments).flatten(0, 1))
+    assert torch.equal(made.column, made.row.t())
+    assert made.scale_inv is None
+    assert summed is None
+
+
+@interpreted
+def test_the_amax_grows_and_knows_no_nan(exact_casts):
+    """Of tokens beyond the last there are probabilities: large values must not let those into the amax."""
+    arguments, _ = backward_case(2, 37, 2, 2, 16)
+    arguments[0][1, :, 16:].mul_(50)
+    arguments[0][0, 5, 3] = torch.nan
+    wide = launch_backward_into(*arguments, Into(torch.float32))[0].row
+    assert wide.isnan().any()
+    for before in (0.0, 1e6):
+        into = Into(E4M3.dtype, E4M3.max, torch.tensor(1.0), torch.tensor(before), True, True)
+        made, summed = launch_backward_into(*arguments, into, bias=True)
+        assert into.amax == max(wide.nan_to_num(nan=0.0).abs().max(), before)
+        assert torch.equal(made.row.float().isnan(), wide.isnan())
+        assert torch.equal(made.column.float().isnan(), wide.isnan().t())
+        assert torch.equal(summed.isnan(), wide.isnan().any(0))
+
+
+@interpreted
+def test_fp8_of_rows_with_strides(exact_casts):
+    arguments, _ = backward_case(2, 37, 2, 2, 16)
+    into = Into(E5M2.dtype, E5M2.max, torch.tensor(100.0), None, True, True)
+    want, _ = launch_backward_into(*arguments, into)
+    d_out, qkv = (torch.cat((x, x), -1)[..., : x.shape[-1]] for x in arguments[:2])
+    got, _ = launch_backward_into(d_out, qkv, *arguments[2:], into)
+    assert torch.equal(bits(got.row), bits(want.row))
+    assert torch.equal(bits(got.column), bits(want.column))
+
+
+@interpreted
+@pytest.mark.parametrize("turned", [False, True])
+def test_fp8_of_nothing_at_all(turned):
+    qkv, d_out, scale = case(0, 5, 2, 2, 16)
+    out, lse = launch(qkv, 2, 2, scale)
+    into = Into(E4M3.dtype, E4M3.max, torch.tensor(4.0), torch.zeros(()), True, True)
+    made, summed = launch_backward_into(d_out, qkv, out, lse, 2, 2, scale, into, bias=True, turned=turned)
+    assert made.row.shape == (0, 96)
+    assert made.column.shape == (96, 0)
+    assert made.scale_inv == 0.25
+    assert into.amax == 0
+    assert torch.equal(summed, torch.zeros(96))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", FP8_SHAPES, ids=str)
+def test_definition_of_what_is_asked_for(dtype, shape):
+    heads, groups = shape[2:4]
+    qkv, d_out, scale = case(*shape, dtype)
+    arguments = (d_out, qkv, *forward(qkv, heads, groups, scale), heads, groups, scale)
+    want = exact(qkv, heads, groups, scale, d_out)[2].flatten(0, 1)
+    wide, summed = backward_into(*arguments, Into(torch.float32), bias=True)
+    assert off(wide.row, want) < ROUNDING[dtype]
+    assert torch.equal(wide.row.to(dtype), backward(*arguments).flatten(0, 1))
+    torch.testing.assert_close(summed, wide.row.sum(0))
+    into = Into(E4M3.dtype, E4M3.max, torch.tensor(20.0), torch.zeros(()), True, True)
+    made, nothing = backward_into(*arguments, into)
+    assert nothing is None
+    assert torch.equal(bits(made.row), bits(reference.cast(wide.row, into.scale, E4M3.dtype, E4M3.max)))
+    assert torch.equal(bits(made.column), bits(made.row).t())
+    assert torch.equal(into.amax, wide.row.abs().max())
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2)])
