@@ -1,21 +1,13 @@
-"""Attention and whole transformer layers outside FP8 beside float64 by hand, and the layout of the joint qkv matrix.
-
-And short attention, which is one function with the norm and the product in front, beside the same in pieces.
-"""
+"""Attention and whole transformer layers outside FP8 beside float64 by hand, and the layout of the joint qkv matrix."""
 
 import plain
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.errors import InputError
-from octavo.fp8.scaling import state_records
-from octavo.kernels.attention import short_attention
 from octavo.nn import attention
 from octavo.nn.attention import merge_qkv, split_qkv
-from octavo.nn.fused import Rotation
 from octavo.nn.mlp import deinterleave
 
 HEADS = [(4, 4), (4, 2), (4, 1), (6, 3)]
@@ -183,8 +175,8 @@ def attended(layer, x, cotangent, **how):
 def calls_of_the_short_kernel(monkeypatch):
     calls = []
     monkeypatch.setattr(attention, "_lengths", set())
-    inner = attention.short.forward
-    monkeypatch.setattr(attention.short, "forward", lambda qkv, *how: calls.append(qkv.shape[1]) or inner(qkv, *how))
+    inner = attention.short.short_attention
+    monkeypatch.setattr(attention.short, "short_attention", lambda qkv, *how: calls.append(qkv.shape[1]) or inner(qkv, *how))
     return calls
 
 
@@ -229,232 +221,3 @@ def test_a_process_compiles_few_lengths(monkeypatch):
     for tokens in (3, 4, 5, 6, 7, 8, 3, 6):
         layer(torch.randn(1, tokens, 32).bfloat16())
     assert calls == [3, 4, 5, 6, 3, 6]
-
-
-RECIPES = {
-    "none": None,
-    "delayed": octavo.recipe.DelayedScaling(amax_history_len=3),
-    "current": octavo.recipe.CurrentScaling(),
-    "rowwise": octavo.recipe.RowwiseScaling(),
-    "block": octavo.recipe.BlockScaling(),
-}
-
-
-def short_layer(groups=2, bias=True, dtype=torch.bfloat16, kind="LayerNorm", seed=0):
-    torch.manual_seed(seed)
-    return octavo.nn.MultiheadAttention(
-        64, 4, num_gqa_groups=groups, attn_mask_type="no_mask", bias=bias, normalization=kind, params_dtype=dtype
-    )
-
-
-def whole(layer, stream):
-    return layer(stream)
-
-
-def in_pieces(layer, stream):
-    """Norm and product, then attention, each a function of autograd's."""
-    h, qkv = layer.layernorm_qkv(stream)
-    return h, layer.proj(short_attention(qkv, layer.heads, layer.groups))
-
-
-def stepped(run, layer, recipe, *, dtype=torch.bfloat16, tokens=9, steps=3, wrap=None):
-    """Outputs and gradients of the last of several steps, each with inputs of its own."""
-    for step in range(steps):
-        x, pending = (plain.fresh(3, tokens, 64, seed=10 * step + i).to(dtype).requires_grad_() for i in (1, 2))
-        cotangents = [plain.fresh(3, tokens, 64, seed=10 * step + i).to(dtype) for i in (3, 4)]
-        layer.zero_grad()
-        with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
-            outputs = run(layer, (x, pending)) if wrap is None else wrap(lambda a, b: run(layer, (a, b)), x, pending)
-        torch.autograd.backward(outputs, cotangents)
-    found = {"h": outputs[0].detach(), "attended": outputs[1].detach(), "x": x.grad, "pending": pending.grad}
-    return found | {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
-
-
-def assert_like_pieces(found, wanted, *, same_bits):
-    assert found.keys() == wanted.keys()
-    for name, expected in wanted.items():
-        assert found[name].dtype == expected.dtype, name
-        if same_bits or name in ("h", "attended"):
-            assert torch.equal(found[name], expected), name
-        else:  # FP8 made of float32, or of what was rounded to 16 bits before: now and then the number beside
-            assert (found[name].float() - expected.float()).norm() <= 0.05 * expected.float().norm() + 1e-4, name
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("bias", [True, False], ids=["biases", "no biases"])
-@pytest.mark.parametrize("groups", [4, 2])
-def test_short_attention_is_what_its_pieces_are(groups, bias, recipe):
-    layer, twin = (short_layer(groups, bias) for _ in range(2))
-    found, wanted = stepped(whole, layer, RECIPES[recipe]), stepped(in_pieces, twin, RECIPES[recipe])
-    assert_like_pieces(found, wanted, same_bits=recipe != "delayed")
-
-
-@pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 37])
-def test_short_attention_with_master_weights(tokens, dtype, recipe):
-    layer, twin = (short_layer(kind="RMSNorm", dtype=torch.float32) for _ in range(2))
-    found, wanted = (stepped(run, m, RECIPES[recipe], dtype=dtype, tokens=tokens)
-                     for run, m in ((whole, layer), (in_pieces, twin)))  # fmt: skip
-    assert found["layernorm_qkv.weight"].dtype == torch.float32
-    # Of one token the softmax is 1, and the gradients of queries and keys are nothing but rounding.
-    if tokens == 1:
-        for of in (found, wanted):
-            of["layernorm_qkv.weight"], of["layernorm_qkv.bias"] = (
-                split_qkv(of[f"layernorm_qkv.{name}"], 4, 2)[2] for name in ("weight", "bias")
-            )
-    assert_like_pieces(found, wanted, same_bits=recipe != "delayed")
-
-
-@pytest.mark.parametrize("recipe", ["none", "delayed"])
-def test_short_attention_under_torch_autocast(recipe):
-    layer, twin = (short_layer(dtype=torch.float32) for _ in range(2))
-
-    def under(run):
-        def inner(m, stream):
-            with torch.autocast("cpu", torch.bfloat16):
-                return run(m, stream)
-
-        return inner
-
-    found, wanted = (stepped(under(run), m, RECIPES[recipe], dtype=torch.float32)
-                     for run, m in ((whole, layer), (in_pieces, twin)))  # fmt: skip
-    assert found["h"].dtype == torch.float32
-    assert found["attended"].dtype == torch.bfloat16
-    assert_like_pieces(found, wanted, same_bits=recipe == "none")
-
-
-def test_histories_of_short_attention_are_those_of_its_pieces():
-    layer, twin = (short_layer() for _ in range(2))
-    for run, module in ((whole, layer), (in_pieces, twin)):
-        stepped(run, module, RECIPES["delayed"])
-    records, wanted = state_records(layer), state_records(twin)
-    assert records.keys() == wanted.keys()
-    for name, record in records.items():
-        rounding = 2**-7 if name.startswith("layernorm_qkv.grad_output") else 0
-        torch.testing.assert_close(record, wanted[name], rtol=rounding, atol=0, msg=lambda m, n=name: f"{n}: {m}")
-    assert (records["layernorm_qkv.grad_output.amax_history"] != 0).sum() == 2  # the newest waits in slot 0 no more
-
-
-def test_delayed_scaling_runs_the_backward_of_short_attention_once_and_into_fp8(monkeypatch):
-    asked = []
-    backward, backward_into = attention.short.backward, attention.short.backward_into
-    monkeypatch.setattr(attention.short, "backward", lambda *args: asked.append("wide") or backward(*args))
-    monkeypatch.setattr(
-        attention.short, "backward_into", lambda *args, **how: asked.append("fp8") or backward_into(*args, **how)
-    )
-    for recipe in RECIPES.values():
-        stepped(whole, short_layer(), recipe, steps=1)
-    assert asked == ["wide", "fp8", "wide", "wide", "wide"]
-
-
-@pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
-@pytest.mark.parametrize(
-    "trained", [["layernorm_qkv.bias"], ["layernorm_qkv.weight"], ["layernorm_qkv.layer_norm_weight"], ["proj.weight"]], ids=str
-)
-def test_what_is_frozen_around_short_attention_gets_no_gradient(trained, recipe):
-    found = []
-    for run in (whole, in_pieces):
-        layer = short_layer()
-        for name, parameter in layer.named_parameters():
-            parameter.requires_grad_(name in trained)
-        for _ in range(2):
-            layer.zero_grad()
-            with octavo.fp8_autocast(enabled=recipe != "none", fp8_recipe=RECIPES[recipe]):
-                y = run(layer, (plain.fresh(3, 9, 64).bfloat16(), None))[1]
-            y.backward(plain.fresh(3, 9, 64, seed=1).bfloat16())
-        found.append({name: p.grad for name, p in layer.named_parameters() if p.grad is not None})
-    assert list(found[0]) == trained
-    for name in trained:
-        assert (found[0][name].float() - found[1][name].float()).norm() <= 0.05 * found[1][name].float().norm()
-
-
-@pytest.mark.parametrize("recipe", ["none", "delayed"])
-@pytest.mark.parametrize("used", [0, 1])
-def test_only_the_stream_or_only_short_attention_is_used(used, recipe):
-    found = []
-    for run in (whole, in_pieces):
-        layer = short_layer()
-        x = plain.fresh(3, 9, 64).bfloat16().requires_grad_()
-        with octavo.fp8_autocast(enabled=recipe != "none", fp8_recipe=RECIPES[recipe]):
-            y = run(layer, (x, None))[used]
-        y.backward(plain.fresh(3, 9, 64, seed=1).bfloat16())
-        found.append({"x": x.grad} | {n: p.grad for n, p in layer.named_parameters() if p.grad is not None})
-    if used == 0:
-        assert list(found[0]) == ["x"]
-    assert_like_pieces(*found, same_bits=recipe == "none" or used == 0)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_short_attention_keeps_what_its_pieces_keep(recipe):
-    found = []
-    for run in (whole, in_pieces):
-        layer, kept = short_layer(), []
-        memory = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-
-        def pack(tensor, kept=kept, memory=memory):
-            if tensor.untyped_storage().data_ptr() not in memory:
-                memory.add(tensor.untyped_storage().data_ptr())
-                kept.append((str(tensor.dtype), tensor.untyped_storage().nbytes()))
-            return tensor
-
-        x, pending = (plain.fresh(3, 9, 64, seed=seed).bfloat16().requires_grad_() for seed in (1, 2))
-        fp8 = octavo.fp8_autocast(enabled=recipe != "none", fp8_recipe=RECIPES[recipe])
-        with fp8, saved_tensors_hooks(pack, lambda t: t):
-            outputs = run(layer, (x, pending))
-        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
-        found.append(sorted(kept))
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("recipe", ["none", "delayed"])
-def test_a_second_derivative_of_short_attention_is_refused(recipe):
-    layer = short_layer()
-    x = plain.fresh(2, 5, 64).bfloat16().requires_grad_()
-    with octavo.fp8_autocast(enabled=recipe != "none", fp8_recipe=RECIPES[recipe]):
-        _, context = layer.layernorm_qkv((x, None), None, Rotation(4, 2, None, None, softmax_scale=0.25))
-    with pytest.raises(RuntimeError, match="no second derivative: call backward without create_graph=True"):
-        torch.autograd.grad(context.float().square().sum(), x, create_graph=True)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_checkpoint_around_short_attention_changes_no_bit(recipe):
-    def again(call, x, pending):
-        return checkpoint(call, x, pending, use_reentrant=False)
-
-    layer, twin = (short_layer() for _ in range(2))
-    found, wanted = stepped(whole, layer, RECIPES[recipe], wrap=again), stepped(whole, twin, RECIPES[recipe])
-    assert_like_pieces(found, wanted, same_bits=True)
-
-
-@pytest.mark.parametrize("recipe", ["none", "delayed"])
-def test_short_attention_without_gradients_leaves_no_trace(recipe):
-    layer, twin = (short_layer() for _ in range(2))
-    with torch.no_grad(), octavo.fp8_autocast(enabled=recipe != "none", fp8_recipe=RECIPES[recipe]):
-        _, y = layer((plain.fresh(3, 9, 64, size=30.0).bfloat16(), None))
-    assert not y.requires_grad
-    assert_like_pieces(stepped(whole, layer, RECIPES[recipe]), stepped(whole, twin, RECIPES[recipe]), same_bits=True)
-
-
-def test_hooks_around_short_attention_see_the_stream_and_its_result():
-    layer, seen = short_layer(), []
-    layer.layernorm_qkv.register_forward_hook(lambda module, args, output: seen.append([tuple(y.shape) for y in output]))
-    layer(plain.fresh(3, 9, 64).bfloat16())
-    assert seen == [[(3, 9, 64), (3, 9, 64)]]
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiled_product_leaves_attention_to_pytorch():
-    layer, twin = (short_layer() for _ in range(2))
-    torch.compiler.reset()
-    layer.layernorm_qkv.compile(backend="aot_eager")
-    found, wanted = stepped(whole, layer, None), stepped(whole, twin, None)
-    for name, expected in wanted.items():
-        assert (found[name].float() - expected.float()).norm() <= 0.02 * expected.float().norm(), name
-
-
-def test_a_scale_that_short_attention_does_not_take_is_refused():
-    layer = short_layer()
-    layer.core_attention.softmax_scale = -1.0
-    with pytest.raises(InputError, match="more than 0"):
-        layer(plain.fresh(2, 5, 64).bfloat16())

@@ -214,14 +214,13 @@ class MultiheadAttention(nn.Module):
         if self.sequence_first:
             stream = swapped(stream)
         angles = cos_and_sin(rotary_pos_emb, stream[0].shape[1], self.head_dim)
-        rotation = Rotation(self.heads, self.groups, *(angles or (None, None)))
         if angles is None and attention_mask is None and self._is_short(stream[0], attn_mask_type):
-            scale = short.checked_scale(self.core_attention.softmax_scale, self.head_dim)
-            rotation = rotation._replace(softmax_scale=scale)
-        h, *parts = self.layernorm_qkv(stream, is_first_microbatch, rotation)
-        if len(parts) == 3:  # also of a short sequence, where a compiler was given `layernorm_qkv` alone
-            parts = [self.core_attention(*parts, attention_mask, attn_mask_type=attn_mask_type)]
-        (context,) = parts
+            h, *parts = self.layernorm_qkv(stream, is_first_microbatch)
+            context = short.short_attention(parts[0], self.heads, self.groups, self.core_attention.softmax_scale)
+        else:
+            rotation = Rotation(self.heads, self.groups, *(angles or (None, None)))
+            h, *parts = self.layernorm_qkv(stream, is_first_microbatch, rotation)
+            context = self.core_attention(*parts, attention_mask, attn_mask_type=attn_mask_type)
         if self.sequence_first:
             h, context = h.transpose(0, 1), context.transpose(0, 1)
         attended: Tensor = self.proj(context, is_first_microbatch)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from octavo.fp8 import autocast
-from octavo.kernels import attention, reference
+from octavo.kernels import reference
 from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.cast import Into, Made
 from octavo.kernels.norm import norm, norm_backward
-from octavo.nn.fused_attention import AttentionGradient, all_three, join, split
-from octavo.nn.products import NOTHING, Forms, Given, Products
+from octavo.kernels.rope import join_rotated, split_rotate
+from octavo.nn.products import NOTHING, Forms, Given, Products, cast_into
 
 Stream = tuple[Tensor, Tensor | None]
 """A residual stream and what is still to be added to it, both [..., K]: the next norm adds it while it reads."""
@@ -45,8 +45,6 @@ class Rotation(NamedTuple):
     """How a joint query/key/value product comes apart; cos and sin float32 [B or 1, T, D], None to rotate nothing.
 
     mirrored: a promise that the second halves of both tables repeat their first, of which half need then be read.
-    softmax_scale: of the attention of short sequences, into which the product then goes as it is, where nothing rotates and
-    every query attends to every key.
     """
 
     heads: int
@@ -54,7 +52,6 @@ class Rotation(NamedTuple):
     cos: Tensor | None
     sin: Tensor | None
     mirrored: bool = False
-    softmax_scale: float | None = None
 
     def apart(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same in PyTorch, which a compiler reads: qkv [B, T, (H + 2G)·D] → q [B, T, H, D], k and v [B, T, G, D]."""
@@ -88,12 +85,11 @@ def norm_linear(
     """h = x + pending, then norm(h) · weightᵀ + bias.
 
     x, pending: [..., K]. Returns h and the product [..., N]; with a rotation (x: [B, T, K]) h and q [B, T, H, D], k and v
-    [B, T, G, D], queries and keys rotated; with its `softmax_scale` h and what `octavo.kernels.attention` makes of the product,
-    [B, T, H·D].
+    [B, T, G, D], queries and keys rotated.
     """
     x = _promoted(x, pending)
     cos, sin = (None, None) if rotation is None else (rotation.cos, rotation.sin)
-    call = _NormLinearCall(of.kind, of.eps, linear.products, rotation and rotation._replace(cos=None, sin=None))
+    call = _NormLinearCall(of.kind, of.eps, linear.products, rotation and (rotation.heads, rotation.groups, rotation.mirrored))
     with autocast.unannounced():
         return _NormLinear.apply(x, pending, of.weight, of.bias, linear.weight, linear.bias, cos, sin, call)
 
@@ -171,7 +167,7 @@ class _NormLinearCall(NamedTuple):
     kind: str
     eps: float
     products: Products
-    how: Rotation | None  # without its tables, which autograd has to see
+    heads: tuple[int, int, bool] | None
 
 
 class _NormLinear(torch.autograd.Function):
@@ -189,11 +185,6 @@ class _NormLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.shape = call, x.shape
         h = x if pending is None else _shaped(stream.h, x.shape)
-        y = _shaped(y, (*x.shape[:-1], weight.shape[0]))
-        how = call.how
-        attended: tuple[Tensor, ...] = ()
-        if how is not None and how.softmax_scale is not None:
-            attended = (y, *attention.forward(y, how.heads, how.groups, how.softmax_scale))
         ctx.save_for_backward(
             h,
             stream.stats,
@@ -202,11 +193,11 @@ class _NormLinear(torch.autograd.Function):
             *(products.kept_weight(w, weight) if want_x else NOTHING),
             cos,
             sin,
-            *attended,
         )
-        if how is None:
+        y = _shaped(y, (*x.shape[:-1], weight.shape[0]))
+        if call.heads is None:
             return h, y
-        return (h, attended[1]) if attended else (h, *split(y, how.heads, how.groups, cos, sin, how.mirrored))
+        return h, *_split(y, call.heads, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, d_stream: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -214,25 +205,21 @@ class _NormLinear(torch.autograd.Function):
         products = call.products
         products.begin_backward()
         h, stats, norm_weight, *kept = ctx.saved_tensors
-        x, w, (cos, sin, *attended) = Forms(*kept[:4]), Forms(*kept[4:8]), kept[8:]
+        x, w, (cos, sin) = Forms(*kept[:4]), Forms(*kept[4:8]), kept[8:]
         want_x, (want_weight, want_bias) = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4:6]
         if all(grad is None for grad in grads):
             return d_stream, d_stream if ctx.needs_input_grad[1] else None, *(None,) * 7
         joined: Any
-        how = call.how
-        if how is None:
+        if call.heads is None:
             (dy,) = grads
             assert dy is not None
             joined = Given(_rows(dy), sums=want_bias)
-        elif how.softmax_scale is not None:
-            (d_out,) = grads
-            assert d_out is not None
-            joined = AttentionGradient(d_out, *attended, how=(how.heads, how.groups, how.softmax_scale), sums=want_bias)
         else:
-            dq, dk, dv = all_three(grads, how.heads, how.groups)
+            *heads, mirrored = call.heads
+            dq, dk, dv = _all_three(grads, *heads)
 
             def joined(into: Into) -> Made:
-                return join(dq, dk, dv, cos, sin, into, how.mirrored)
+                return _join(dq, dk, dv, cos, sin, into, mirrored)
 
             if want_bias:
                 joined = Given(joined(Into(products.out_dtype)).row, sums=True)
@@ -397,6 +384,20 @@ def _shaped(y: Tensor, shape: Sequence[int]) -> Tensor:
     return reshaped
 
 
+def _split(qkv: Tensor, how: tuple[int, int, bool], cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """`split_rotate`, whose kernel takes heads in halves; PyTorch takes those that have none."""
+    heads, groups, mirrored = how
+    if qkv.shape[-1] // (heads + 2 * groups) % 2:
+        return reference.split_rotate(qkv, heads, groups, cos, sin)
+    return split_rotate(qkv, heads, groups, cos, sin, mirrored=mirrored)
+
+
+def _join(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, into: Into, mirrored: bool) -> Made:
+    if dq.shape[-1] % 2:
+        return cast_into(reference.join_rotated(dq, dk, dv, cos, sin).flatten(0, 1), into)
+    return join_rotated(dq, dk, dv, cos, sin, into, mirrored=mirrored)
+
+
 def _kept_input(x: Forms, wanted: bool) -> tuple[Tensor | None, ...]:
     """Of an input what the weight gradient reads."""
     if not wanted:
@@ -406,3 +407,11 @@ def _kept_input(x: Forms, wanted: bool) -> tuple[Tensor | None, ...]:
 
 def _repeated(made: Made, scale_inv: Tensor | None) -> Forms:
     return Forms(made.row) if made.column is None else Forms(column=made.column, column_scale=scale_inv)
+
+
+def _all_three(grads: tuple[Tensor | None, ...], heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, zeros where one was not used."""
+    some = next(grad for grad in grads if grad is not None)
+    shapes = [(*some.shape[:2], count, some.shape[3]) for count in (heads, groups, groups)]
+    q, k, v = (some.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True))
+    return q, k, v
