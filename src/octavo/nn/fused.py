@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.fp8 import autocast
 from octavo.kernels import reference
-from octavo.kernels.activation import activation, activation_backward, is_gated
+from octavo.kernels.activation import activation, activation_backward
 from octavo.kernels.cast import Into, Made
 from octavo.kernels.norm import norm, norm_backward
 from octavo.kernels.rope import join_rotated, split_rotate
@@ -242,19 +242,6 @@ class _MlpCall(NamedTuple):
     block: int
     recompute: bool
 
-    @property
-    def turns(self) -> bool:
-        """Whether the activation's FP8 result is kept as it is, and transposed in backward.
-
-        Of a gated activation that costs what making it again does; of others, whose input is no larger, half.
-        """
-        return self.fc2.recipe is not None and self.fc2.repeatable and not (is_gated(self.name) or self.recompute)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the activation's result is made again in backward."""
-        return self.fc2.repeatable and not self.turns
-
 
 class _NormMlp(torch.autograd.Function):
     @staticmethod
@@ -265,14 +252,14 @@ class _NormMlp(torch.autograd.Function):
         want_1, want_2 = ctx.needs_input_grad[4], ctx.needs_input_grad[6]
         want_x = any(ctx.needs_input_grad[:4])
         want_hidden = want_x or want_1 or ctx.needs_input_grad[5]
-        want_again = call.recompute and (want_hidden or (want_2 and call.repeats))
+        want_again = call.recompute and (want_hidden or (want_2 and call.fc2.repeatable))
         stream = _Stream(x, pending, Norm(call.kind, norm_weight, norm_bias, call.eps))
         operand, _ = call.fc1.input(stream, column=want_1 and not (want_again and call.fc1.repeatable))
         w1 = call.fc1.weight(weight_1)
         hidden = call.fc1.output(operand, w1, bias_1)
-        repeat = call.repeats
+        repeat = call.fc2.repeatable
         activated, scale = call.fc2.input(
-            lambda into: activation(call.name, hidden, call.block, into), column=want_2 and not (repeat or call.turns)
+            lambda into: activation(call.name, hidden, call.block, into), column=want_2 and not repeat
         )
         if repeat and scale is not None and call.fc2.grads:
             scale = scale.clone()  # the slot moves on before backward
@@ -285,8 +272,7 @@ class _NormMlp(torch.autograd.Function):
             h, stream.stats, norm_weight, None if want_again or not (want_hidden or (want_2 and repeat)) else hidden,
             bias_1 if want_again else None,
             scale if want_2 and repeat else None, activated.row_scale if want_2 and repeat else None,
-            *(operand if want_again else _kept_input(operand, want_1)),
-            *(activated if call.turns and want_2 else _kept_input(NOTHING if repeat else activated, want_2)),
+            *(operand if want_again else _kept_input(operand, want_1)), *_kept_input(NOTHING if repeat else activated, want_2),
             *(call.fc1.kept_weight(w1, weight_1, row=want_again) if want_x or want_again else NOTHING),
             *(call.fc2.kept_weight(w2, weight_2) if want_hidden else NOTHING),
         )  # fmt: skip
@@ -308,7 +294,7 @@ class _NormMlp(torch.autograd.Function):
         given = Given(_rows(dy), sums=want_b2)
         forms = fc2.grad_output(given, row=want_hidden, column=want_w2)
         d_b2 = given.sum() if want_b2 else None
-        again = fc2.again(scale) if want_w2 and call.repeats else None
+        again = fc2.again(scale) if want_w2 and fc2.repeatable else None
         if hidden is None and (want_hidden or again is not None):
             w1 = fc1.weight_again(w1, row=True)
             hidden = fc1.output(x, w1, bias_1)
@@ -336,7 +322,7 @@ class _NormMlp(torch.autograd.Function):
         if again is not None:
             activated = _repeated(activation(call.name, hidden, call.block, again), scale_inv)
         if want_w2:
-            d_w2 = fc2.grad_weight(forms, activated.with_column())
+            d_w2 = fc2.grad_weight(forms, activated)
         if want_w1:
             d_w1 = fc1.grad_weight(d_hidden, x)
         if want_x:
