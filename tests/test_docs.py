@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from octavo.config import RunConfig, known_keys
 from octavo.train.resume import CHANGEABLE
 
@@ -47,35 +49,61 @@ def test_figures_of_the_kernels_are_in_benchmarks():
             assert (found[1] == "\u2013") == (share >= 80), row["workload"]
 
 
+def figures_of(row):
+    figures = (
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['step_ms']:,.0f}",
+        f"{row['tflops']:.0f}",
+        f"{100 * row['mfu']:.1f}%",
+        f"{row['peak_gib']:.1f}",
+    )
+    return f"| {' | '.join(figures)} |"
+
+
+def test_figures_of_the_page_on_performance_are_in_benchmarks():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8").replace("**", "")
+    for row in rows_of("one-gpu-llama-1b"):
+        assert figures_of(row) in text, row["entry"]
+    gaps = {row["run"]: row["gap_percent"] for row in rows_of("loss-llama-1b")}
+    assert f"{gaps['fp8-delayed']:.2f}% above bf16" in text
+    assert f"summation {gaps['bf16-again']:.2f}%" in text
+
+
+@pytest.mark.parametrize("name", ["one-gpu-llama-1b-beside-te", "one-gpu-llama-8b-8layers", "one-gpu-vit-huge"])
+def test_where_a_step_goes_is_in_benchmarks(name):
+    """Each column of a table of kinds of kernels, and its sum, is an entry's."""
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    table = text.split(f"benchmarks/{name}.json")[1].split("| kind |")[1].split("\n\n")[0].splitlines()
+    cells = {line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:] for line in table[2:]}
+    columns = [dict(zip(cells, column, strict=True)) for column in zip(*cells.values(), strict=True)]
+    assert len(columns) >= 3
+    entries = [row["kernel_ms"] | {"all": sum(row["kernel_ms"].values())} for row in rows_of(name)]
+    for column in columns:
+        assert column in [{kind: f"{kernels.get(kind, 0):.1f}" for kind in cells} for kernels in entries]
+
+
 def test_figures_of_the_readme_are_in_benchmarks():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    names = ("one-gpu-llama-1b", "one-gpu-llama-1b-beside-te")
-    for row in [row for name in names for row in json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())["rows"]]:
-        figures = (
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['step_ms']:,.0f}",
-            f"{row['tflops']:.0f}",
-            f"{100 * row['mfu']:.1f}%",
-            f"{row['peak_gib']:.1f}",
-        )
-        assert f"{' | '.join(figures)} |" in readme.replace("**", ""), row["entry"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "")
+    for name in ("one-gpu-llama-1b-beside-te", "one-gpu-llama-8b-8layers"):
+        peer = next(row["tokens_per_second"] for row in rows_of(name) if row["entry"] == "te-delayed")
+        for row in rows_of(name):
+            assert f"{figures_of(row)} {row['tokens_per_second'] / peer:.3f} |" in readme, row["entry"]
     sharded = {}
     for workload in ("llama-8b-16k", "llama-8b-8k"):
-        for row in json.loads((ROOT / "benchmarks" / f"sharded-{workload}.json").read_text())["rows"]:
+        for row in rows_of(f"sharded-{workload}"):
             figures = f"{row['tokens_per_second']:,.0f} | {row['tflops']:.0f} | {row['peak_gib']:.1f}"
             sharded.setdefault(row["entry"], []).append(figures)
     for entry, figures in sharded.items():
-        assert f"| {' | '.join(figures)} |" in readme.replace("**", ""), entry
-    gaps = {
-        row["run"]: row["gap_percent"] for row in json.loads((ROOT / "benchmarks" / "loss-llama-1b.json").read_text())["rows"]
-    }
-    longer = {row["run"]: row["gap_percent"] for row in rows_of("loss-llama-1b-1000-steps")}
-    assert f"Current scaling ends {longer['current']:.2f}% above bf16" in readme
-    assert f"summation {longer['bf16-again']:.2f}%." in readme
-    assert f"1,024 steps, ends {longer['delayed']:.2f}% above" in readme
+        assert f"| {' | '.join(figures)} |" in readme, entry
+    earlier, latest = (
+        {row["run"]: row["gap_percent"] for row in rows_of(f"loss-llama-1b-{name}")} for name in ("1000-steps", "history-32")
+    )
+    assert f"32 steps ends {latest['delayed']:.2f}% above bf16" in readme
+    assert f"summation {latest['bf16-again']:.2f}%" in readme
+    assert f"current scaling ended {earlier['current']:.2f}% above bf16" in readme
+    assert f"a second bf16 run {earlier['bf16-again']:.2f}%" in readme
+    assert f"empty {earlier['delayed']:.2f}%" in readme
     peer = next(row["images_per_second"] for row in rows_of("one-gpu-vit-huge") if row["entry"] == "te-delayed")
     for row in rows_of("one-gpu-vit-huge"):
         figures = f"{row['images_per_second']:.0f} | {row['step_ms']:.0f} | {row['tflops']:.0f}"
-        assert f"| {figures} | {row['images_per_second'] / peer:.3f} |" in readme.replace("**", ""), row["entry"]
-    assert f"{gaps['fp8-delayed']:.2f}% above bf16" in readme
-    assert f"summation {gaps['bf16-again']:.2f}%" in readme
+        assert f"| {figures} | {row['images_per_second'] / peer:.3f} |" in readme, row["entry"]

@@ -81,8 +81,7 @@ def transform(
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
         cp_comm_type: how context parallelism communicates; one rank alone has nobody to talk to.
         params_dtype: of parameters; `dtype` when absent. float32 under a bf16 `dtype` is master weights.
-        fp8_head: the output head's products for a loss are FP8 too, or with "backward" those of its gradients, which leaves
-            logits and loss in `dtype` (Octavo's decoder alone).
+        fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients (Octavo's decoder alone).
 
     Raises:
         InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a parameter or
