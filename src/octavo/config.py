@@ -255,7 +255,8 @@ class TrainConfig(Section):
     def _a_compiler_keeps_what_it_likes(self) -> TrainConfig:
         if self.recompute == "mlp" and self.compile is True:
             raise ValueError(
-                'train.recompute = "mlp" is for the fused kernels: set train.compile = false, or train.recompute = true'
+                'train.recompute = "mlp" with train.compile = true: a compiler decides what is kept. '
+                "Set train.compile = false, or train.recompute = true"
             )
         return self
 

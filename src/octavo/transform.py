@@ -155,6 +155,8 @@ def build_model(
     gradients are then summed. With `device="meta"` nothing is filled, for counting parameters. The other arguments are as in
     `transform`.
     """
+    if recompute not in (False, True, "mlp"):
+        raise InputError(f'recompute = {recompute!r} is not supported: use False, True, or "mlp".')
     device = torch.device(device)
     family, _ = family_of(config)
     model: nn.Module

@@ -203,6 +203,7 @@ def test_the_objective_is_of_training_alone_and_is_pytorchs(fp8_head):
     ("asked", "words"),
     [
         ({"fp8_head": True}, ["fp8.head = true", "gpt_neo", "Set fp8.head = false"]),
+        ({"fp8_head": "backward"}, ['fp8.head = "backward"', "gpt_neo", "Set fp8.head = false"]),
         ({"objective": Objective(label_smoothing=0.1)}, ["train.label_smoothing = 0.1", "Set train.label_smoothing = 0.0"]),
         ({"objective": Objective(z_loss=1e-4), "fp8_head": True}, ["train.z_loss = 0.0001", "fp8.head = true"]),
     ],

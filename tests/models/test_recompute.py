@@ -125,5 +125,7 @@ def test_a_model_that_keeps_its_own_code_is_not_offloaded_and_keeps_its_mlps_who
     neo = GPTNeoConfig(hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]], vocab_size=50)
     with pytest.raises(InputError, match=r"gpt_neo keeps its own code.*Use train\.recompute = true"):
         build_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, offload=True)
+    with pytest.raises(InputError, match=r"recompute = 'mpl' is not supported: use False, True, or \"mlp\""):
+        build_model(llama_config(), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, recompute="mpl")
     with pytest.raises(InputError, match=r'train.recompute = "mlp": gpt_neo keeps its own code.*Use train\.recompute = true'):
         build_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, recompute="mlp")

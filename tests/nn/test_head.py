@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 import octavo
+from octavo.errors import InputError
 from octavo.fp8.scaling import ModuleState, load_state_records, state_records
 from octavo.kernels.cross_entropy import Objective
 from octavo.nn import head
@@ -317,6 +318,11 @@ def test_outside_of_an_autocast_and_for_logits_the_head_is_wide():
     with octavo.fp8_autocast(fp8_recipe=RECIPES["current"]):
         wanted, *found = (model(input_ids=ids).logits for model in (plain_head, *fp8_heads))
     assert all(torch.equal(logits, wanted) for logits in found)
+
+
+def test_another_kind_of_head_is_refused():
+    with pytest.raises(InputError, match="fp8_head = 'backwards' is not supported: use False, True, or \"backward\""):
+        decoder("backwards")
 
 
 def test_an_evaluation_leaves_no_trace_in_the_heads_history():

@@ -108,3 +108,8 @@ def test_master_weights_compute_in_the_dtype_of_the_input():
 def test_an_unknown_activation_is_refused_with_the_nearest():
     with pytest.raises(InputError, match="Did you mean 'swiglu'"):
         octavo.nn.LayerNormMLP(4, 8, activation="swigl")
+
+
+def test_a_layer_that_gives_its_norm_away_keeps_its_first_product():
+    with pytest.raises(InputError, match=r"checkpoint=True, return_layernorm_output=True.*Leave one out"):
+        octavo.nn.LayerNormMLP(8, 8, checkpoint=True, return_layernorm_output=True)

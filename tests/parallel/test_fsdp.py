@@ -75,10 +75,12 @@ def test_delayed_scaling_in_float32_is_one_rank_s_to_rounding(on_one_rank):
     assert many[0][1].keys() == one[1].keys()
 
 
-@pytest.mark.parametrize("settings", [{"reshard_after_forward": False}, {"recompute": True}, {"tied": True}])
+@pytest.mark.parametrize(
+    "settings", [{"reshard_after_forward": False}, {"recompute": True}, {"recompute": "mlp"}, {"tied": True}]
+)
 @pytest.mark.parametrize("recipe", [None, "delayed"])
 def test_variants_equal_one_rank(settings, recipe):
-    options = {"recompute": True} if "recompute" in settings else {}
+    options = {"recompute": settings["recompute"]} if "recompute" in settings else {}
     options |= {"sizes": {"tie_word_embeddings": True}} if "tied" in settings else {}
     setting = ({}, torch.float32, recipe, 1)
     one = sharded.train(*setting, steps=3, **options)

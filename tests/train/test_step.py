@@ -105,16 +105,18 @@ def test_fp8_is_what_runs(tiny_run):
     assert a.loss == pytest.approx(b.loss, rel=1e-2)
 
 
-def gradient(run):
-    """Of the first samples, for the matrices of the blocks, in a step of a thousand times as many targets."""
+def gradient(run, targets):
+    """Of the first samples, for the matrices of the blocks, as a part of a step of so many targets."""
     batch = run.loader.step(0)[0]
     how = {"recipe": run.recipe, "device": run.device, "documents": run.documents}
-    loss_of(run.model, batch, 1000 * count_targets(batch.labels), **how).backward()
+    loss_of(run.model, batch, targets, **how).backward()
     return torch.cat([p.grad.double().flatten() for p in run.model.layers.parameters() if p.dim() == 2])
 
 
-@pytest.mark.parametrize("how", [(), ("train.micro_batch=2",), ("model.dtype=float16",)])
-def test_the_first_step_of_delayed_scaling_is_as_exact_as_current_scaling(tiny_run, how):
+@pytest.mark.parametrize("targets", [2**17, 2**23])
+@pytest.mark.parametrize("how", [("model.config.num_hidden_layers=6",), ("train.micro_batch=2",)])
+def test_the_first_step_of_delayed_scaling_is_as_exact_as_current_scaling(tiny_run, how, targets, monkeypatch):
+    monkeypatch.setattr("octavo.train.step._all_targets", lambda run, batches: targets)
     run, recipes = tiny_run(), ("fp8.enabled=false", "fp8.recipe=current", "fp8.amax_history_len=8", "fp8.amax_history_len=8")
     *others, delayed = (built(run, *how, recipe)[0] for recipe in recipes)
     before = [p.detach().clone() for p in delayed.model.parameters()]
@@ -122,10 +124,25 @@ def test_the_first_step_of_delayed_scaling_is_as_exact_as_current_scaling(tiny_r
     for now, was in zip(delayed.model.parameters(), before, strict=True):
         assert now.grad is None
         assert torch.equal(now, was)
-    wide, *fp8 = (gradient(run) for run in (*others, delayed))
+    wide, *fp8 = (gradient(run, targets) for run in (*others, delayed))
     current, cold, begun = ((one - wide).norm() for one in fp8)
     assert begun < 1.2 * current
     assert cold > 2 * current
+
+
+def test_histories_begin_in_float16_with_the_scaled_loss(tiny_run):
+    run, _ = built(tiny_run(), "model.dtype=float16", "fp8.amax_history_len=8", "train.loss_scale=256.0")
+    begin_histories(run)
+    scaling.flush()
+    began = {name: slot.scale.clone() for name, slot in slots_of(run)}
+    train_step(run, 1)
+    scaling.flush()
+    for name, slot in slots_of(run):
+        assert 0.25 < slot.scale / began[name] < 4, name
+
+
+def slots_of(run):
+    return [(f"{name}.{of.value}", slot) for name, state in scaling.states_of(run.model) for of, slot in state.slots.items()]
 
 
 def test_histories_begin_for_the_layers_that_have_them(tiny_run):

@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from octavo.errors import InputError
 from octavo.fp8.recipe import CurrentScaling, Granularity, Operand
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.cross_entropy import Objective
@@ -61,6 +62,9 @@ class Decoder(nn.Module):
 
     Parameters live in `params_dtype`; the residual stream and the products outside FP8 run in `dtype`. `fp8_head`: the
     head's products for a loss are FP8 too, or with "backward" those of its gradients.
+
+    Raises:
+        InputError: another `fp8_head`.
     """
 
     def __init__(
@@ -75,6 +79,10 @@ class Decoder(nn.Module):
         fp8_head: bool | Literal["backward"] = False,
     ) -> None:
         super().__init__()
+        if fp8_head not in (False, True, "backward"):
+            raise InputError(
+                f'fp8_head = {fp8_head!r} is not supported: use False, True, or "backward" for its gradients alone.'
+            )
         self.config, self.family, self.dtype = config, family, dtype
         make: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=params_dtype, device=device)
@@ -101,8 +109,8 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
         if fp8_head:
             vars(self.head)["fp8_state"] = ModuleState(self.head)
-        self.fp8_logits = fp8_head is True
-        """Whether the head's product of forward is FP8 where those of backward are."""
+        self.fp8_logits = fp8_head != "backward"
+        """Whether a head in FP8 has its product of forward in FP8 too."""
         self.rotary = RotaryAngles(config, buffer_dtype)
         self.run_block: Callable[..., Tensor | Stream] = _call
         self.data_group: dist.ProcessGroup | None = None

@@ -88,22 +88,26 @@ class StepResult:
     stopping: bool = False
 
 
+BEGINNING = 4
+"""Passes over the first samples from which histories begin. A cast has its scale once the casts behind it have theirs: two in a
+branch of a block, and the gradient of the stream a pass later, since branches add to it; one more for longer branches."""
+
+
 def begin_histories(run: Stepper) -> None:
     """Let delayed scaling see the samples of the first step before that step; all ranks call it, before they draw a number.
 
     A history begins empty and its scale at 1, behind which gradients vanish: the first steps would train on what is left of
-    them, and a model that starts from loaded weights would lose by it. Weights and optimizer stay as they are.
+    them, and a model that starts from loaded weights would lose by it. Weights and optimizer stay as they are. Of a loss scale
+    that overflows in float16 nothing is learnt.
     """
     by = [state.under(run.recipe) for _, state in states_of(run.model)]
     if all(recipe is None or recipe.history is None for recipe in by):
         return
-    batch = run.loader.step(0)[0]
+    batches = run.loader.loader.step(0)  # not through what reads ahead, which is to begin with the first step
+    targets = _all_targets(run, batches)
     accumulate(run.model, last=True)
-    # A product's gradient shows its size once the cast behind it, in the same block, has a scale: two casts, so two passes.
-    for _ in range(2):
-        loss = loss_of(
-            run.model, batch, _all_targets(run, [batch]), recipe=run.recipe, device=run.device, documents=run.documents
-        )
+    for _ in range(BEGINNING):
+        loss = loss_of(run.model, batches[0], targets, recipe=run.recipe, device=run.device, documents=run.documents)
         (loss if run.loss_scale is None else loss * run.loss_scale.scale).backward()
         run.optimizer.zero_grad()
         if run.loss_scale is not None:
