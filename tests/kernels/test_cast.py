@@ -32,7 +32,7 @@ def test_records_nothing_when_not_asked(exact_casts):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
-@pytest.mark.parametrize(("rows", "columns"), [(128, 64), (4, 1), (132, 70), (0, 8)])
+@pytest.mark.parametrize(("rows", "columns"), [(128, 64), (4, 4), (132, 72), (260, 200), (0, 8)])
 def test_transposes_every_byte(rows, columns):
     q = torch.randint(256, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
     for out in (launch_transpose(q, q.new_empty(columns, rows)), transpose(q)):

@@ -22,12 +22,11 @@ from octavo.kernels.cast import (
     larger,
     make,
     outputs,
-    packed_byte,
     record_amax,
     store_layouts,
-    store_packed,
 )  # fmt: skip
 from octavo.kernels.fast_math import LOG2_E, exp, exp2, reciprocal
+from octavo.kernels.fours import groups_inside, load_fours, packed_row, store_packed
 
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
 
@@ -236,7 +235,7 @@ def _backward(
 def _backward_by_fours(
     dy_ptr, x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
     y_scale_ptr, y_amax_ptr, y_row_ptr, y_column_ptr, y_scale_inv_ptr, partial_ptr,
-    rows, columns, dy_stride, x_stride, one,
+    rows, columns, dy_stride, x_stride,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
@@ -246,12 +245,16 @@ def _backward_by_fours(
     tiles_across = tl.cdiv(columns, TILE_C)
     g = (tile // tiles_across) * GROUPS_R + tl.arange(0, GROUPS_R)
     c = (tile % tiles_across) * TILE_C + tl.arange(0, TILE_C)
-    inside = (g * 4 < rows)[:, None] & (c < columns)[None, :]
+    inside = groups_inside(g, c, rows, columns)
     at = c
     width = columns
     if GATED:
         at = _gate_columns(c, BLOCK)
         width = 2 * columns
+    dys = load_fours(dy_ptr, g, c, dy_stride, inside)
+    xs = load_fours(x_ptr, g, at, x_stride, inside)
+    if GATED:
+        ups = load_fours(x_ptr, g, at + BLOCK, x_stride, inside)
     scale = tl.load(scale_ptr)
     if tile == 0:
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
@@ -259,18 +262,16 @@ def _backward_by_fours(
         y_scale = tl.load(y_scale_ptr)
         if tile == 0:
             tl.store(y_scale_inv_ptr, tl.div_rn(1.0, y_scale))
-        packed_y = tl.zeros([GROUPS_R, TILE_C], tl.int32)
-    packed = tl.zeros([GROUPS_R, TILE_C], tl.int32)
-    packed_up = tl.zeros([GROUPS_R, TILE_C], tl.int32)
-    largest = tl.zeros([GROUPS_R, TILE_C], tl.float32)
-    summed = tl.zeros([GROUPS_R, TILE_C], tl.float32)
-    summed_up = tl.zeros([GROUPS_R, TILE_C], tl.float32)
+    none = tl.zeros([GROUPS_R, TILE_C], tl.float32)
+    before, before_up, before_y, largest, summed, summed_up = none, none, none, none, none, none
+    empty = tl.zeros([GROUPS_R, TILE_C], tl.int32)
+    packed, packed_up, packed_y = empty, empty, empty
     for i in tl.static_range(4):
         r = g * 4 + i
         rows_at = r[:, None].to(tl.int64)
-        dy = tl.load(dy_ptr + rows_at * dy_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        dy = dys[i].to(tl.float32)
         if GATED:
-            gate, up = _load_gated(x_ptr, r, c, columns, x_stride, inside, BLOCK)
+            gate, up = xs[i].to(tl.float32), ups[i].to(tl.float32)
             value, slope = _value_and_slope(gate, CURVE)
             y = value * up
             dx = dy * up * slope
@@ -281,10 +282,10 @@ def _backward_by_fours(
                 summed_up += d_up
             d_up = d_up * scale
             tl.store(row_ptr + rows_at * width + (at + BLOCK)[None, :], d_up.to(row_ptr.dtype.element_ty), mask=inside)
-            packed_up = packed_up | packed_byte(d_up, i, one, column_ptr)
+            packed_up = packed_row(packed_up, before_up, d_up, i, column_ptr.dtype.element_ty)
+            before_up = d_up
         else:
-            x = tl.load(x_ptr + rows_at * x_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
-            y, slope = _value_and_slope(x, CURVE)
+            y, slope = _value_and_slope(xs[i].to(tl.float32), CURVE)
             dx = dy * slope
         if amax_ptr is not None:
             largest = larger(largest, dx)
@@ -292,9 +293,12 @@ def _backward_by_fours(
             summed += dx
         dx = dx * scale
         tl.store(row_ptr + rows_at * width + at[None, :], dx.to(row_ptr.dtype.element_ty), mask=inside)
-        packed = packed | packed_byte(dx, i, one, column_ptr)
+        packed = packed_row(packed, before, dx, i, column_ptr.dtype.element_ty)
+        before = dx
         if y_column_ptr is not None:
-            packed_y = packed_y | packed_byte(y, i, y_scale, y_column_ptr)
+            y = y * y_scale
+            packed_y = packed_row(packed_y, before_y, y, i, y_column_ptr.dtype.element_ty)
+            before_y = y
     if amax_ptr is not None:
         record_amax(amax_ptr, largest)
     store_packed(packed, column_ptr, g, at, rows, inside)
@@ -367,9 +371,9 @@ def launch_backward(
         y_into, y = again or Into(torch.float32), made_y or Made(None, None, None)
         pointers = (dy, x, into.scale, into.amax, made.row, made.column, made.scale_inv)
         y_pointers = (y_into.scale, y_into.amax, y.row, y.column, y.scale_inv)
-        run, forms = (_backward_by_fours, {}) if by_fours else (_backward, {"AGAIN": again is not None})
+        run, forms = (_backward_by_fours, {}) if by_fours else (_backward, {"one": 1.0, "AGAIN": again is not None})
         run[(row_tiles * triton.cdiv(columns, tiles.columns),)](
-            *pointers, *y_pointers, partial, rows, columns, dy.stride(0), x.stride(0), 1.0,
+            *pointers, *y_pointers, partial, rows, columns, dy.stride(0), x.stride(0),
             CURVE=curve, GATED=gated, BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps, **forms,
         )  # fmt: skip
     return made, made_y, None if partial is None else partial.sum(0)

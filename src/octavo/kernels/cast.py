@@ -16,10 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import gemm, reference
+from octavo.kernels.fours import groups_inside, load_fours, packed_row, store_packed, turned
 
 # Of the tiles tried at 16384 × 4096 on an H200 the fastest: 3.3 TB/s in groups of four rows, 2.7 with rows one by one.
 _GROUPS, _GROUP_COLUMNS = 32, 64
 _TILE_ROWS, _TILE_COLUMNS, _WARPS = 64, 128, 4
+_TURN_TILE = (32, 16, 4)
 
 
 class Into(NamedTuple):
@@ -106,26 +108,6 @@ def store_layouts(
 
 
 @triton.jit
-def packed_byte(x, place: tl.constexpr, one, column_ptr):
-    """A float32 tile as FP8 in byte `place` of int32: one of the four rows of which a transposed store takes 4 bytes at once.
-
-    `one` as in `store_layouts`, for the same reason.
-    """
-    q = (x * one).to(column_ptr.dtype.element_ty)
-    return q.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * place)
-
-
-@triton.jit
-def store_packed(packed, column_ptr, g, c, stride, inside):
-    """Store int32 [groups of four rows, columns] transposed: column c of the matrix is row c of what is stored.
-
-    stride: bytes from one of those to the next, a multiple of 4; the matrix's rows where nothing stands between.
-    """
-    at = column_ptr.to(tl.pointer_type(tl.int32)) + c[:, None].to(tl.int64) * (stride // 4) + g[None, :]
-    tl.store(at, tl.trans(packed), mask=tl.trans(inside))
-
-
-@triton.jit
 def _cast_one_by_one(
     x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
     rows, columns, stride, one,
@@ -149,23 +131,25 @@ def _cast_one_by_one(
 @triton.jit
 def _cast_by_fours(
     x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
-    rows, columns, stride, one, partial_ptr,
+    rows, columns, stride, partial_ptr,
     AMAX: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     tiles_across = tl.cdiv(columns, TILE_C)
     g = (tile // tiles_across) * GROUPS + tl.arange(0, GROUPS)
     c = (tile % tiles_across) * TILE_C + tl.arange(0, TILE_C)
-    inside = (g * 4 < rows)[:, None] & (c < columns)[None, :]
+    inside = groups_inside(g, c, rows, columns)
+    fours = load_fours(x_ptr, g, c, stride, inside)
     scale = tl.load(scale_ptr)
     if tile == 0:
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
     packed = tl.zeros([GROUPS, TILE_C], tl.int32)
+    before = tl.zeros([GROUPS, TILE_C], tl.float32)
     largest = tl.zeros([GROUPS, TILE_C], tl.float32)
     summed = tl.zeros([GROUPS, TILE_C], tl.float32)
     for i in tl.static_range(4):
         r = (g * 4 + i)[:, None].to(tl.int64)
-        x = tl.load(x_ptr + r * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = fours[i].to(tl.float32)
         if AMAX:
             largest = larger(largest, x)
         if partial_ptr is not None:
@@ -173,7 +157,8 @@ def _cast_by_fours(
         x = x * scale
         if ROW:
             tl.store(row_ptr + r * columns + c[None, :], x.to(row_ptr.dtype.element_ty), mask=inside)
-        packed = packed | packed_byte(x, i, one, column_ptr)
+        packed = packed_row(packed, before, x, i, column_ptr.dtype.element_ty)
+        before = x
     if AMAX:
         record_amax(amax_ptr, largest)
     store_packed(packed, column_ptr, g, c, rows, inside)
@@ -206,7 +191,7 @@ def launch(
     scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
     if x.numel() == 0:
         return q, q_t, scale_inv.copy_(reference.divide(1.0, scale))
-    pointers = (x, scale, amax, q, q_t, scale_inv, rows, columns, x.stride(0), 1.0)
+    pointers = (x, scale, amax, q, q_t, scale_inv, rows, columns, x.stride(0))
     if by_fours:
         grid = (triton.cdiv(rows, 4 * _GROUPS) * triton.cdiv(columns, _GROUP_COLUMNS),)
         _cast_by_fours[grid](
@@ -214,34 +199,34 @@ def launch(
         )
         return q, q_t, scale_inv
     _cast_one_by_one[(triton.cdiv(rows, _TILE_ROWS) * triton.cdiv(columns, _TILE_COLUMNS),)](
-        *pointers, COLUMN=column, AMAX=amax is not None, TWICE=x.dtype == torch.float32,
+        *pointers, 1.0, COLUMN=column, AMAX=amax is not None, TWICE=x.dtype == torch.float32,
         TILE_R=_TILE_ROWS, TILE_C=_TILE_COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
     return q, q_t, scale_inv
 
 
 @triton.jit
-def _transpose(q_ptr, out_ptr, rows, columns, out_stride, GROUPS: tl.constexpr, TILE_C: tl.constexpr):
+def _transpose(q_ptr, out_ptr, rows, words, out_stride, GROUPS: tl.constexpr, WORDS: tl.constexpr):
+    """Bytes [rows, 4 words], read as int32, of which a square of four rows and four columns is turned in registers."""
     tile = tl.program_id(0)
-    tiles_across = tl.cdiv(columns, TILE_C)
+    tiles_across = tl.cdiv(words, WORDS)
     g = (tile // tiles_across) * GROUPS + tl.arange(0, GROUPS)
-    c = (tile % tiles_across) * TILE_C + tl.arange(0, TILE_C)
-    inside = (g * 4 < rows)[:, None] & (c < columns)[None, :]
-    packed = tl.zeros([GROUPS, TILE_C], tl.int32)
+    w = (tile % tiles_across) * WORDS + tl.arange(0, WORDS)
+    inside = groups_inside(g, w, rows, words)
+    a, b, c, d = load_fours(q_ptr, g, w, words, inside)
+    columns = turned(a, b, c, d)
     for i in tl.static_range(4):
-        at = q_ptr + (g * 4 + i)[:, None].to(tl.int64) * columns + c[None, :]
-        packed = packed | (tl.load(at, mask=inside, other=0).to(tl.int32) << (8 * i))
-    store_packed(packed, out_ptr, g, c, out_stride, inside)
+        store_packed(columns[i], out_ptr, g, w * 4 + i, out_stride, inside)
 
 
-def launch_transpose(q: Tensor, out: Tensor) -> Tensor:
-    """Run the kernel; see `transpose`. `q` is contiguous, its rows and those of `out` begin every multiple of 4 bytes."""
-    rows, columns = q.shape
-    grid = (triton.cdiv(rows, 4 * _GROUPS) * triton.cdiv(columns, _GROUP_COLUMNS),)
+def launch_transpose(q: Tensor, out: Tensor, *, tile: tuple[int, int, int] = _TURN_TILE) -> Tensor:
+    """Run the kernel; see `transpose`. `q` is contiguous; tile: groups of four rows, of four columns, and warps a program."""
+    rows, words = q.shape[0], q.shape[1] // 4
+    groups, group_words, warps = tile
     if q.numel():
-        _transpose[grid](
-            q.view(torch.uint8), out.view(torch.uint8), rows, columns, out.stride(0),
-            GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS, num_warps=_WARPS,
+        _transpose[(triton.cdiv(rows, 4 * groups) * triton.cdiv(words, group_words),)](
+            q.view(torch.int32), out.view(torch.uint8), rows, words, out.stride(0),
+            GROUPS=groups, WORDS=group_words, num_warps=warps,
         )  # fmt: skip
     return out
 
@@ -250,7 +235,7 @@ def transpose(q: Tensor, out: Tensor | None = None) -> Tensor:
     """An FP8 matrix [R, C] as [C, R] in memory of its own, or in `out`, whose rows may stand apart."""
     if out is None:
         out = torch.empty(q.shape[1], q.shape[0], dtype=q.dtype, device=q.device)
-    in_words = q.shape[0] % 4 == 0 and out.stride(0) % 4 == 0 and out.storage_offset() % 4 == 0
+    in_words = not any(n % 4 for n in (*q.shape, q.storage_offset(), out.stride(0), out.storage_offset()))
     if q.device.type == "cuda" and q.is_contiguous() and out.stride(1) == 1 and in_words:
         return launch_transpose(q, out)
     out.view(torch.uint8).copy_(q.view(torch.uint8).t())

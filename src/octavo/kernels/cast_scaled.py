@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import gemm, reference
-from octavo.kernels.cast import larger, packed_byte, store_layouts, store_packed
+from octavo.kernels.cast import larger, store_layouts
+from octavo.kernels.fours import groups_inside, load_fours, packed_row, store_packed
 
 _BLOCK = reference.BLOCK
 # Untuned: (rows, columns, warps) of the tiles that are cast for rows and columns, and those that only measure them.
@@ -181,7 +182,7 @@ def _cast_rows_columns(
 
 @triton.jit
 def _cast_rows_columns_by_fours(
-    x_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, rows, columns, stride, one,
+    x_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, rows, columns, stride,
     ROW: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     # What the pass before read last is still in the L2 cache, so the last tile comes first.
@@ -189,19 +190,21 @@ def _cast_rows_columns_by_fours(
     tiles_across = tl.cdiv(columns, TILE_C)
     g = (tile // tiles_across) * (TILE_R // 4) + tl.arange(0, TILE_R // 4)
     c = (tile % tiles_across) * TILE_C + tl.arange(0, TILE_C)
-    there = g * 4 < rows
-    inside = there[:, None] & (c < columns)[None, :]
+    inside = groups_inside(g, c, rows, columns)
+    fours = load_fours(x_ptr, g, c, stride, inside)
     column_scale = tl.load(column_scale_ptr + c, mask=c < columns, other=0.0)[None, :]
     packed = tl.zeros([TILE_R // 4, TILE_C], tl.int32)
+    before = tl.zeros([TILE_R // 4, TILE_C], tl.float32)
     for i in tl.static_range(4):
         r = g * 4 + i
-        at = r[:, None].to(tl.int64)
-        x = tl.load(x_ptr + at * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = fours[i].to(tl.float32)
         if ROW:
-            y = x * tl.load(row_scale_ptr + r, mask=there, other=0.0)[:, None]
-            tl.store(row_ptr + at * columns + c[None, :], y.to(row_ptr.dtype.element_ty), mask=inside)
-        # Rows convert other products, so that no factor is needed to keep the two conversions apart.
-        packed = packed | packed_byte(x * column_scale, i, 1.0, column_ptr)
+            y = x * tl.load(row_scale_ptr + r, mask=g < rows // 4, other=0.0)[:, None]
+            into = row_ptr + r[:, None].to(tl.int64) * columns + c[None, :]
+            tl.store(into, y.to(row_ptr.dtype.element_ty), mask=inside)
+        x = x * column_scale
+        packed = packed_row(packed, before, x, i, column_ptr.dtype.element_ty)
+        before = x
     store_packed(packed, column_ptr, g, c, rows, inside)
 
 
@@ -244,7 +247,7 @@ def _cast_blocks(
 @triton.jit
 def _cast_blocks_by_fours(
     x_ptr, row_ptr, row_scale_ptr, row_inv_ptr, column_ptr, column_scale_ptr, column_inv_ptr,
-    rows, columns, stride, one,
+    rows, columns, stride,
     FP8_MAX: tl.constexpr, SQUARE: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of 128 × 128 with its transpose, in 32 groups of four rows."""
@@ -252,14 +255,9 @@ def _cast_blocks_by_fours(
     tile_r, tile_c = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
     g = tile_r * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     c = tile_c * BLOCK + tl.arange(0, BLOCK)
-    inside = (g * 4 < rows)[:, None] & (c < columns)[None, :]
-    at = x_ptr + (g * 4)[:, None].to(tl.int64) * stride + c[None, :]
-    step = tl.cast(stride, tl.int64)
-    # Four names, since compiled code keeps no list: the scales are known only when all four are read.
-    x_0 = tl.load(at, mask=inside, other=0.0)
-    x_1 = tl.load(at + step, mask=inside, other=0.0)
-    x_2 = tl.load(at + 2 * step, mask=inside, other=0.0)
-    x_3 = tl.load(at + 3 * step, mask=inside, other=0.0)
+    inside = groups_inside(g, c, rows, columns)
+    fours = load_fours(x_ptr, g, c, stride, inside)
+    x_0, x_1, x_2, x_3 = fours
     largest = larger(_magnitude(x_0.to(tl.float32)), x_1.to(tl.float32))
     largest = larger(larger(largest, x_2.to(tl.float32)), x_3.to(tl.float32))
     if SQUARE:
@@ -273,25 +271,25 @@ def _cast_blocks_by_fours(
         _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_r.to(tl.int64) * columns + c, c < columns, True)
         column_scale = scale[None, :]
         if ROW:
-            m_0, m_1, m_2, m_3 = _amaxes(x_0), _amaxes(x_1), _amaxes(x_2), _amaxes(x_3)
+            amaxes = (_amaxes(x_0), _amaxes(x_1), _amaxes(x_2), _amaxes(x_3))
             # In the order of the rows, so that their scales are stored at once.
-            amax = tl.reshape(tl.join(tl.join(m_0, m_2), tl.join(m_1, m_3)), [BLOCK])
+            amax = tl.reshape(tl.join(tl.join(amaxes[0], amaxes[2]), tl.join(amaxes[1], amaxes[3])), [BLOCK])
             r = tile_r * BLOCK + tl.arange(0, BLOCK)
             scale = _choose_scale(amax, FP8_MAX, True)
             _store_scale(scale, row_scale_ptr, row_inv_ptr, tile_c.to(tl.int64) * rows + r, r < rows, True)
     packed = tl.zeros([BLOCK // 4, BLOCK], tl.int32)
+    before = tl.zeros([BLOCK // 4, BLOCK], tl.float32)
     for i in tl.static_range(4):
-        x = (x_0 if i == 0 else x_1 if i == 1 else x_2 if i == 2 else x_3).to(tl.float32)
+        x = fours[i].to(tl.float32)
         y = x * column_scale
         if ROW:
             z = y
             if not SQUARE:
-                m = m_0 if i == 0 else m_1 if i == 1 else m_2 if i == 2 else m_3
-                z = x * _choose_scale(m, FP8_MAX, True)[:, None]
+                z = x * _choose_scale(amaxes[i], FP8_MAX, True)[:, None]
             into = row_ptr + (g * 4 + i)[:, None].to(tl.int64) * columns + c[None, :]
             tl.store(into, z.to(row_ptr.dtype.element_ty), mask=inside)
-        # Unless it is the same scale, the two layouts convert different products: no `one` is needed to keep them apart.
-        packed = packed | packed_byte(y, i, one if SQUARE else 1.0, column_ptr)
+        packed = packed_row(packed, before, y, i, column_ptr.dtype.element_ty)
+        before = y
     store_packed(packed, column_ptr, g, c, rows, inside)
 
 
@@ -366,11 +364,12 @@ def launch_rows(
     _cast_scales[(triton.cdiv(max(rows, columns), 128),)](
         row_amax, column_amax, *scales, across.scale, across.scale_inv, rows, columns, FP8_MAX=fp8_max, ROW=row, BLOCK=128
     )
-    run, tile = (_cast_rows_columns_by_fours, group_tile) if rows % 4 == 0 else (_cast_rows_columns, tile)
-    tile_r, tile_c, warps = tile
+    by_fours = rows % 4 == 0
+    run, forms = (_cast_rows_columns_by_fours, {}) if by_fours else (_cast_rows_columns, {"one": 1.0})
+    tile_r, tile_c, warps = group_tile if by_fours else tile
     run[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
-        x, data, scales[0], across.data, across.scale, rows, columns, x.stride(0), 1.0,
-        ROW=row, TILE_R=tile_r, TILE_C=tile_c, num_warps=warps,
+        x, data, scales[0], across.data, across.scale, rows, columns, x.stride(0),
+        ROW=row, TILE_R=tile_r, TILE_C=tile_c, num_warps=warps, **forms,
     )  # fmt: skip
     return along, across
 
@@ -387,7 +386,7 @@ def launch_blocks(
     square = rows == _BLOCK
     along = _memory(x, dtype, wide, high if square else None) if row else None
     across = _memory(x.t(), dtype, high, wide if square else None) if column else None
-    pointers = (x, *_pointers(along, x), *_pointers(across, x), *x.shape, x.stride(0), 1.0)
+    pointers = (x, *_pointers(along, x), *_pointers(across, x), *x.shape, x.stride(0))
     if column and x.shape[0] % 4 == 0:
         warps, registers = group_block
         _cast_blocks_by_fours[(high * wide,)](
@@ -396,7 +395,15 @@ def launch_blocks(
     elif row or column:
         tile_r, warps = (_BLOCK, square_warps) if square or column else pieces_tile
         _cast_blocks[(triton.cdiv(x.shape[0], tile_r) * wide,)](
-            *pointers, FP8_MAX=fp8_max, SQUARE=square, ROW=row, COLUMN=column, TILE_R=tile_r, TILE_C=_BLOCK, num_warps=warps
+            *pointers,
+            1.0,
+            FP8_MAX=fp8_max,
+            SQUARE=square,
+            ROW=row,
+            COLUMN=column,
+            TILE_R=tile_r,
+            TILE_C=_BLOCK,
+            num_warps=warps,
         )
     return along, across
 
