@@ -103,16 +103,19 @@ def _norm_backward(rows: int, columns: int, device: torch.device, *, kind: str, 
 
 
 def _activation(rows: int, columns: int, device: torch.device, *, name: str, fp8: bool) -> Work:
-    x, into = _random(rows, columns, device), _into(device, fp8=fp8)
+    # Rows alone, as the layers ask: backward makes the transposed FP8.
+    x, into = _random(rows, columns, device), _into(device, fp8=fp8, column=False)
     return Work(lambda: activation.activation(name, x, GATE_UP_BLOCK, into), (x,))
 
 
-def _activation_backward(rows: int, columns: int, device: torch.device, *, name: str, fp8: bool, again: bool = False) -> Work:
+def _activation_backward(
+    rows: int, columns: int, device: torch.device, *, name: str, fp8: bool, again: bool = False, bias: bool = False
+) -> Work:
     x, into = _random(rows, columns, device), _into(device, fp8=fp8)
     dy = _random(rows, columns // (2 if activation.is_gated(name) else 1), device)
     # What the weight gradient of the second product needs where forward's result was not kept.
     anew = _into(device, fp8=True, row=False) if again else None
-    return Work(lambda: activation.activation_backward(name, dy, x, GATE_UP_BLOCK, into, again=anew), (dy, x))
+    return Work(lambda: activation.activation_backward(name, dy, x, GATE_UP_BLOCK, into, again=anew, bias=bias), (dy, x))
 
 
 def _angles(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -179,6 +182,8 @@ def _blocks(rows: int, columns: int, device: torch.device, *, block_rows: int) -
 GATED = ((16_384, 2 * 14_336), (16_384, 2 * 8192))
 QKV = ((16_384, 6144),)
 """32 query heads and 8 key-value heads of 128."""
+VIT = ((32_896, 5120),)
+"""Activations of ViT-Huge: 128 images of 257 patches."""
 LOGITS = ((4096, 128_256),)
 """A chunk as the head takes them."""
 _swiglu, _gelu = partial(_activation, name="swiglu"), partial(_activation, name="gelu")
@@ -198,12 +203,13 @@ TABLE: tuple[Kernel, ...] = (
     Kernel("layer-norm-backward", partial(_norm_backward, kind="LayerNorm", fp8=False), 6, 2),
     # The shape is that of gate and up; the result has half as many elements.
     Kernel("swiglu", partial(_swiglu, fp8=False), 2, 1, GATED),
-    Kernel("swiglu-fp8", partial(_swiglu, fp8=True), 2, 1, GATED),
+    Kernel("swiglu-fp8", partial(_swiglu, fp8=True), 2, 0.5, GATED),
     Kernel("swiglu-backward", partial(_swiglu_backward, fp8=False), 3, 2, GATED),
     Kernel("swiglu-backward-fp8", partial(_swiglu_backward, fp8=True), 3, 2, GATED),
     Kernel("swiglu-backward-fp8-again", partial(_swiglu_backward, fp8=True, again=True), 3, 2.5, GATED),
-    Kernel("gelu-fp8", partial(_gelu, fp8=True), 2, 2, ((32_896, 5120),)),
-    Kernel("gelu-backward-fp8", partial(_gelu_backward, fp8=True), 4, 2, ((32_896, 5120),)),
+    Kernel("gelu-fp8", partial(_gelu, fp8=True), 2, 1, VIT),
+    Kernel("gelu-backward-fp8", partial(_gelu_backward, fp8=True), 4, 2, VIT),
+    Kernel("gelu-backward-fp8-again-bias", partial(_gelu_backward, fp8=True, again=True, bias=True), 4, 3, VIT),
     Kernel("split-rotate", _split_rotate, 2, 2, QKV),
     Kernel("join-rotated", partial(_join_rotated, fp8=False), 2, 2, QKV),
     Kernel("join-rotated-fp8", partial(_join_rotated, fp8=True), 2, 2, QKV),
