@@ -1,12 +1,12 @@
 """The output head with its loss, in chunks of tokens: the whole logits never exist.
 
 Loss and gradients are computed together in forward, chunk by chunk, so that only one chunk of logits is alive: 1 GiB instead
-of 12 for 16,384 tokens and 128,256 words. The price is that the head's gradients exist from forward on. Statistics are float32,
-and the gradient of the weight is summed in float32. Products run in the dtype of the hidden states or, where it is asked for,
-in FP8: all three, or those of backward, which leaves the loss as it is. An FP8 product cannot add to what it writes, so the
-weight's sums over many chunks at once: their gradients are kept until then, in FP8 and transposed, which takes as much memory
-as a float32 sum of a large head. Both products of the gradient accumulate precisely whatever the recipe says: they add small
-probabilities to a target's −1, and the fast mode would cut those off.
+of 12 for 16,384 tokens and 128,256 words, and half of that in FP8. The price is that the head's gradients exist from forward
+on. Statistics are float32, and the gradient of the weight is summed in float32. Products run in the dtype of the hidden
+states or, where it is asked for, in FP8: all three, or those of backward, which leaves the loss as it is. An FP8 product
+cannot add to what it writes, so the weight's sums over many chunks at once: their gradients are kept until then, in FP8 and
+transposed, which takes as much memory as a float32 sum of a large head. Both products of the gradient accumulate precisely
+whatever the recipe says: they add small probabilities to a target's −1, and the fast mode would cut those off.
 
 float16 has no room for a gradient that is divided by the targets of a step, nor for the factor of a scaled loss: there forward
 keeps the gradient of the sum, and backward multiplies in float32 by what is missing.
@@ -69,6 +69,7 @@ class _Head:
     """Of one forward the logits and the gradient of the hidden states, chunk by chunk, in the hidden states' dtype."""
 
     gradient_dtype: torch.dtype | None = None
+    chunk_bytes = 1.0  # of CHUNK_BYTES
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         self.hidden, self.weight = hidden, weight.to(hidden.dtype)
@@ -87,6 +88,7 @@ class _Fp8Head:
     """`_Head` in FP8."""
 
     gradient_dtype = E5M2.dtype
+    chunk_bytes = 0.5  # gradients are kept beside a chunk, and no sum in float32 is written for each
 
     def __init__(self, hidden: Tensor, weight: Tensor, products: Products, want_hidden: bool, want_weight: bool) -> None:
         self.products, self.rows = products, hidden.shape[0]
@@ -137,21 +139,23 @@ class _Fp8Sum:
     def __init__(self, x: Forms, rows: int, chunk: int, dtype: torch.dtype) -> None:
         self.x, self.rows, self.chunk, self.dtype = x, rows, chunk, dtype
         self.kept: Tensor | None = None
+        self.scale_inv: Tensor | None = None
         self.first = 0
         self.so_far: Tensor | None = None
 
     def add(self, grad: Gradient, part: slice) -> None:
-        data, scale_inv = _fp8(grad)
+        data, self.scale_inv = _fp8(grad)
+        if self.kept is not None and part.start == self.first + self.kept.shape[1]:
+            self._multiply()
         if self.kept is None:
             most = max(1, KEPT_BYTES // (data.shape[1] * self.chunk)) * self.chunk
             self.kept, self.first = data.new_empty(data.shape[1], min(most, self.rows - part.start)), part.start
-        end = part.start - self.first + len(data)
-        transpose(data, self.kept[:, part.start - self.first : end])
-        if end == self.kept.shape[1]:
-            self._multiply(self.kept, scale_inv)
-            self.kept = None
+        transpose(data, self.kept[:, part.start - self.first : part.stop - self.first])
 
-    def _multiply(self, kept: Tensor, scale_inv: Tensor) -> None:
+    def _multiply(self) -> None:
+        kept, scale_inv = self.kept, self.scale_inv
+        assert kept is not None
+        assert scale_inv is not None
         several = kept.shape[1] < self.rows
         x = self.x.by_column
         # Rows of a part of x need not begin where cuBLAS wants them to.
@@ -165,8 +169,11 @@ class _Fp8Sum:
             precise=True,
         )
         self.so_far = product if self.so_far is None else self.so_far.add_(product)
+        self.kept = None
 
     def total(self) -> Tensor | None:
+        if self.kept is not None:  # only now, when neither logits nor FP8 weights stand beside it any more
+            self._multiply()
         return self.so_far
 
 
@@ -203,7 +210,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_scale = (torch.ones_like(factor) if late else factor) if want_hidden or want_weight else None
         d_hidden = torch.empty_like(hidden) if want_hidden else None
         head = _head(hidden, weight, fp8, fp8_logits, want_hidden, want_weight)
-        chunks = _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size())
+        chunks = _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size(), int(head.chunk_bytes * CHUNK_BYTES))
         weights = head.sum(chunks[0].stop, torch.float32 if late else weight.dtype) if want_weight and chunks else None
         for part in chunks:
             chunk_loss, grad = cross_entropy_(head.logits(part), target[part], grad_scale, objective, head.gradient_dtype)
@@ -213,6 +220,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad is not None and weights is not None:
                 weights.add(grad, part)
             del grad  # a chunk of logits: a gigabyte that must not stand beside the next, or beside d_weight's two forms
+        del head
         d_weight = None if weights is None else weights.total()
         del weights
         if want_weight and d_weight is None:
@@ -238,9 +246,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None, None, None, None
 
 
-def _chunks(rows: int, row_bytes: int) -> list[slice]:
-    """Equal parts of `rows`, none of which has more than `CHUNK_BYTES` of logits."""
-    most = max(1, CHUNK_BYTES // row_bytes)
+def _chunks(rows: int, row_bytes: int, chunk_bytes: int) -> list[slice]:
+    """Equal parts of `rows`, none of which has more than `chunk_bytes`."""
+    most = max(1, chunk_bytes // row_bytes)
     size = math.ceil(rows / math.ceil(rows / most)) if rows else 1
     if size >= _ALIGNED:
         size = min(most, math.ceil(size / _ALIGNED) * _ALIGNED)
