@@ -113,8 +113,8 @@ def _activation_backward(
 ) -> Work:
     x, into = _random(rows, columns, device), _into(device, fp8=fp8)
     dy = _random(rows, columns // (2 if activation.is_gated(name) else 1), device)
-    # What the weight gradient of the second product needs where forward's result was not kept.
-    anew = _into(device, fp8=True, row=False) if again else None
+    # What the weight gradient of the second product needs where forward's result was not kept; forward has recorded its amax.
+    anew = _into(device, fp8=True, row=False)._replace(amax=None) if again else None
     return Work(lambda: activation.activation_backward(name, dy, x, GATE_UP_BLOCK, into, again=anew, bias=bias), (dy, x))
 
 

@@ -395,16 +395,9 @@ def launch_blocks(
     elif row or column:
         tile_r, warps = (_BLOCK, square_warps) if square or column else pieces_tile
         _cast_blocks[(triton.cdiv(x.shape[0], tile_r) * wide,)](
-            *pointers,
-            1.0,
-            FP8_MAX=fp8_max,
-            SQUARE=square,
-            ROW=row,
-            COLUMN=column,
-            TILE_R=tile_r,
-            TILE_C=_BLOCK,
-            num_warps=warps,
-        )
+            *pointers, 1.0, FP8_MAX=fp8_max, SQUARE=square, ROW=row, COLUMN=column,
+            TILE_R=tile_r, TILE_C=_BLOCK, num_warps=warps,
+        )  # fmt: skip
     return along, across
 
 

@@ -1,10 +1,9 @@
 """Cross entropy of a chunk of logits and its gradient, written over the logits: two reads and one write of each.
 
-The first pass keeps a running maximum and a running sum of exponentials (float32), the second writes the gradient in place: in
-the logits' dtype or, for a head whose gradients are FP8 products, in FP8 into the first bytes of each row. Its values are
-probabilities, so their scale is known without looking. PyTorch needs a float32 copy of the logits and four passes. One program
-a row, which is longer than a multiprocessor can keep; with all of them at work the L2 cache cannot either. The reference runs
-where Triton does not.
+The first pass keeps a running maximum and a running sum of exponentials (float32), the second writes the gradient in place or,
+for a head whose gradients are FP8 products, in FP8 into memory of its own: its values are probabilities, so their scale is
+known without looking. PyTorch needs a float32 copy of the logits and four passes. One program a row, which is longer than a
+multiprocessor can keep; with all of them at work the L2 cache cannot either. The reference runs where Triton does not.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Gradient(NamedTuple):
 
 @triton.jit
 def _cross_entropy(
-    logits_ptr, target_ptr, loss_ptr, grad_scale_ptr, out_ptr, columns, stride, out_stride, ignore_index, smoothing, z_loss,
+    logits_ptr, target_ptr, loss_ptr, grad_scale_ptr, fp8_ptr, columns, stride, ignore_index, smoothing, z_loss,
     GRAD: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -75,7 +74,9 @@ def _cross_entropy(
         if not FP8:
             scale = tl.load(grad_scale_ptr)
         scale = tl.where(real, scale, 0.0)
-        out = out_ptr + row * out_stride
+        out = start
+        if FP8:
+            out = fp8_ptr + row * columns
         factor = (1.0 + 2.0 * z_loss * log_total) * scale
         even = even * scale
         tl.debug_barrier()  # every warp has read its target's logit before any overwrites it
@@ -85,8 +86,6 @@ def _cross_entropy(
             grad = exp2(tl.fma(x, LOG2_E, -log2_total)) * factor
             if SMOOTH:
                 grad -= even
-            if FP8:
-                tl.debug_barrier()  # what is stored takes the place of logits of this block, or of one before
             # To FP8 the conversion saturates.
             tl.store(out + c, grad.to(out.dtype.element_ty), mask=c < columns)
         tl.debug_barrier()  # the target's gradient is stored twice, and the second is right
@@ -101,17 +100,17 @@ def launch(
     rows, columns = logits.shape
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     fp8_max = 1.0 if fp8 is None else torch.finfo(fp8).max
-    out = logits if fp8 is None else logits.view(fp8)[:, :columns]
+    q = None if fp8 is None or grad_scale is None else torch.empty(rows, columns, dtype=fp8, device=logits.device)
     if rows:
         _cross_entropy[(rows,)](
-            logits, target, loss, loss if grad_scale is None else grad_scale, out, columns,
-            logits.stride(0), out.stride(0), objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss),
-            GRAD=grad_scale is not None, FP8=fp8 is not None, FP8_MAX=fp8_max, SMOOTH=objective.label_smoothing != 0,
+            logits, target, loss, loss if grad_scale is None else grad_scale, logits if q is None else q, columns,
+            logits.stride(0), objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss),
+            GRAD=grad_scale is not None, FP8=q is not None, FP8_MAX=fp8_max, SMOOTH=objective.label_smoothing != 0,
             BLOCK=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
     if grad_scale is None:
         return loss.sum(), None
-    return loss.sum(), Gradient(out) if fp8 is None else Gradient(None, out, grad_scale / fp8_max)
+    return loss.sum(), Gradient(logits) if q is None else Gradient(None, q, grad_scale / fp8_max)
 
 
 def cross_entropy_(
@@ -123,7 +122,7 @@ def cross_entropy_(
 ) -> tuple[Tensor, Gradient | None]:
     """Sum of the losses of a chunk, float32 []; and with `grad_scale` (float32 []) the gradient times it.
 
-    logits: [N, V], row-major; on a GPU the gradient overwrites them, whatever its dtype. target: int64 [N]. fp8: the dtype of a
+    logits: [N, V], row-major; a gradient in their dtype overwrites them on a GPU. target: int64 [N]. fp8: the dtype of a
     gradient in FP8, its probabilities scaled so that 1 is the largest value of the format (a z-loss beyond that saturates).
     """
     if logits.device.type == "cuda":

@@ -69,7 +69,7 @@ class _Head:
     """Of one forward the logits and the gradient of the hidden states, chunk by chunk, in the hidden states' dtype."""
 
     gradient_dtype: torch.dtype | None = None
-    chunk_bytes = 1.0  # of CHUNK_BYTES
+    chunk_share = 1.0  # of CHUNK_BYTES
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         self.hidden, self.weight = hidden, weight.to(hidden.dtype)
@@ -88,7 +88,7 @@ class _Fp8Head:
     """`_Head` in FP8."""
 
     gradient_dtype = E5M2.dtype
-    chunk_bytes = 0.5  # gradients are kept beside a chunk, and no sum in float32 is written for each
+    chunk_share = 0.5  # gradients are kept beside a chunk, and no sum in float32 is written for each
 
     def __init__(self, hidden: Tensor, weight: Tensor, products: Products, want_hidden: bool, want_weight: bool) -> None:
         self.products, self.rows = products, hidden.shape[0]
@@ -210,7 +210,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_scale = (torch.ones_like(factor) if late else factor) if want_hidden or want_weight else None
         d_hidden = torch.empty_like(hidden) if want_hidden else None
         head = _head(hidden, weight, fp8, fp8_logits, want_hidden, want_weight)
-        chunks = _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size(), int(head.chunk_bytes * CHUNK_BYTES))
+        chunks = _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size(), int(head.chunk_share * CHUNK_BYTES))
         weights = head.sum(chunks[0].stop, torch.float32 if late else weight.dtype) if want_weight and chunks else None
         for part in chunks:
             chunk_loss, grad = cross_entropy_(head.logits(part), target[part], grad_scale, objective, head.gradient_dtype)
