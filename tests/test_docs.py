@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,14 @@ def test_figures_of_the_kernels_are_in_benchmarks():
             found = re.search(rf"^\| {row['workload']} \| {shape} \| {row['us']:.0f} \| {share:.0f}% \| (.+) \|$", text, re.M)
             assert found, row["workload"]
             assert (found[1] == "\u2013") == (share >= 80), row["workload"]
+
+
+def test_errors_of_the_layers_are_in_benchmarks():
+    text = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8").replace("\n", " ")
+    ratios = [row["octavo_error"] / row["te_error"] for row in rows_of("layers")]
+    low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+    assert f"of {len(ratios)} ratios the smallest was {low:.2f}, the median {middle:.2f} and the largest {high:.2f}" in text
+    assert high < 1.05
 
 
 def figures_of(row):
