@@ -32,6 +32,17 @@ def test_records_nothing_when_not_asked(exact_casts):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
+@pytest.mark.parametrize("rows", [132, 7], ids=["in fours", "ragged"])
+def test_the_transposed_layout_alone(exact_casts, awkward, rows):
+    x, scale, amax = awkward(rows, 80, torch.bfloat16), torch.tensor(3.0), torch.tensor(0.25)
+    _, q_t, scale_inv = launch(x, scale, amax, E4M3.dtype, True, row=False)
+    want = reference.cast(x, scale, E4M3.dtype, E4M3.max).t().contiguous()
+    assert torch.equal(q_t.view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(scale_inv, scale.reciprocal())
+    assert torch.equal(amax, torch.maximum(torch.tensor(0.25), reference.amax(x)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
 @pytest.mark.parametrize(("rows", "columns"), [(128, 64), (4, 4), (132, 72), (260, 200), (0, 8)])
 def test_transposes_every_byte(rows, columns):
     q = torch.randint(256, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)

@@ -113,7 +113,7 @@ class _Fp8Backward(_Fp8Head):
         self.products, self.rows = products, hidden.shape[0]
         self.wide = _Head(hidden, weight)
         self.x = products.input(Given(hidden), row=False, column=True)[0] if want_weight else NOTHING
-        self.w = products.weight(weight, column=True) if want_hidden else NOTHING
+        self.w = products.weight(weight, row=False, column=True) if want_hidden else NOTHING
 
     def logits(self, part: slice) -> Tensor:
         return self.wide.logits(part)

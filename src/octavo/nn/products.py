@@ -139,17 +139,19 @@ class Products:
         kind = self.recipe.casts[Operand.INPUT].format
         return Into(kind.dtype, kind.max, scale, row=False, column=True)
 
-    def weight(self, weight: Tensor, *, column: bool = False) -> Forms:
-        """The weight for the output and, with `column` or where that outlives this use, for the input gradient."""
+    def weight(self, weight: Tensor, *, row: bool = True, column: bool = False) -> Forms:
+        """The weight for the output, and for the input gradient with `column`; both where they outlive this use."""
         if self.recipe is None:
             return Forms(weight.to(self.out_dtype))
-        if self._transposes_late and not column:
+        if self._transposes_late and not (row and column):
             self.state.weight_cache = None
-            made, scale = self._make(Operand.WEIGHT, lambda into: cast_into(weight, into), row=True, column=False)
+            made, scale = self._make(Operand.WEIGHT, lambda into: cast_into(weight, into), row=row, column=column)
+            if column:
+                return made
             # For the transposed form in backward: the slot's own scale has moved on by then.
             return made._replace(column_scale=None if scale is None or not self.grads else scale.clone())
-        row, across = self.state.gathered or weight_operand(weight, self.state, self.recipe, self.grads, self.first)
-        return Forms(*row, *(across or (None, None)))
+        along, across = self.state.gathered or weight_operand(weight, self.state, self.recipe, self.grads, self.first)
+        return Forms(*along, *(across or (None, None)))
 
     @property
     def _transposes_late(self) -> bool:
