@@ -109,6 +109,15 @@ def test_figures_of_the_readme_are_in_benchmarks():
     for row in rows_of("loss-llama-1b-head-backward")[1:]:
         keys = " ".join(row["keys"].split())
         assert f"| `{keys}` | {row['gap_percent']:+.2f}% |" in readme, row["run"]
+    seeds = {}
+    for row in rows_of("loss-demo-seeds"):
+        seeds.setdefault(row["entry"], []).append(row["gap_percent"])
+    delayed, current = seeds["octavo-delayed"], seeds["octavo-current"]
+    assert f"between \u2212{-min(delayed):.2f}% and +{max(delayed):.2f}%" in readme
+    means = [statistics.mean(gaps) for gaps in (delayed, current)]
+    assert f"ends {means[0]:.2f}% above bf16 in the mean and current scaling {means[1]:.2f}%" in readme
+    errors = [statistics.stdev(gaps) / len(gaps) ** 0.5 for gaps in (delayed, current)]
+    assert f"standard errors\nof {errors[0]:.2f}% and {errors[1]:.2f}%" in readme
     peer = next(row["images_per_second"] for row in rows_of("one-gpu-vit-huge") if row["entry"] == "te-delayed")
     for row in rows_of("one-gpu-vit-huge"):
         figures = f"{row['images_per_second']:.0f} | {row['step_ms']:.0f} | {row['tflops']:.0f}"

@@ -57,6 +57,17 @@ def products(weight, recipe, dtype):
     return Products(ModuleState(module), weight, recipe, dtype, None)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_for_the_gradient_alone_has_the_bytes_of_both(recipe):
+    _, weight, _, _ = drawn(torch.bfloat16)
+    alone, both = (
+        products(weight, RECIPES[recipe], torch.bfloat16).weight(weight, row=row, column=True) for row in (False, True)
+    )
+    assert alone.row is None
+    assert torch.equal(alone.column.view(torch.uint8), both.column.view(torch.uint8))
+    assert torch.equal(alone.column_scale, both.column_scale)
+
+
 def relative(found, wanted):
     return ((found.double() - wanted).norm() / wanted.norm()).item()
 
