@@ -1,5 +1,7 @@
 """Norms and their gradients: the definition against float64, and the kernels in Triton's interpreter against the definition."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional
@@ -8,10 +10,11 @@ from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import reference
 from octavo.kernels.cast import Into
 from octavo.kernels.norm import Tile, launch, launch_backward, norm, norm_backward
+from octavo.kernels.norm_rows import WIDEST_ROW, backward_shape, forward_shape
 
 EPS = 1e-5
 KINDS = ["RMSNorm", "LayerNorm"]
-SIZES = [(1, 1), (70, 20), (9, 257), (1, 64), (33, 48)]
+SIZES = [(1, 1), (70, 20), (9, 257), (1, 64), (33, 48), (150, 80), (3, 1300), (2, 3000)]
 SMALL = Tile(16, 32, warps=4, programs=1, stages=2)
 # Relative error of the norm of a tensor that is rounded to the dtype once.
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}
@@ -122,6 +125,21 @@ def test_definition_equals_the_references(kind):
     else:
         want = reference.rms_norm(h, case.weight, EPS)
     assert torch.equal(made.row, want)
+
+
+@pytest.mark.parametrize(
+    ("shape", "widest"),
+    [(forward_shape, 4 / 3), (partial(backward_shape, centred=False), 4 / 3), (partial(backward_shape, centred=True), 2)],
+)
+def test_blocks_hold_a_row_and_little_more(shape, widest):
+    assert shape(1280)[:2] == (1024, 256)
+    for columns in range(2, WIDEST_ROW + 1, 7):
+        block, rest, warps, programs = shape(columns)
+        assert block & (block - 1) == rest & (rest - 1) == 0
+        assert columns <= block + rest <= widest * columns
+        assert columns > block or rest == 0
+        assert warps in (1, 2, 4, 8, 16)
+        assert programs is None or programs >= 1
 
 
 @interpreted

@@ -25,7 +25,7 @@ _FP8 = r"e4m3|e5m2|f8|fp8|float8"
 _PRODUCT = r"gemm|cutlass|scaled_mm|matmul|cublas|triton_tem"
 KINDS: tuple[tuple[str, str], ...] = (
     # Octavo's own are whole names.
-    ("norms", r"^_(norm|backward)_(rows|tiles)$"),
+    ("norms", r"^_?(norm|backward)_(rows|tiles)$"),
     ("activation", r"^_(forward|backward)(_by_fours)?$"),
     ("attention", r"^(attention_forward|backward_(queries|keys))$"),
     ("scales", r"^_(scale_of|update_scales)$"),

@@ -76,9 +76,14 @@ def outputs(into: Into, rows: int, columns: int, device: torch.device) -> Made:
 @triton.jit
 def record_amax(amax_ptr, x):
     """Raise the float32 at `amax_ptr` to the largest |x| of a float32 tile, NaN ignored; masked elements must be 0."""
+    raise_to(amax_ptr, larger(0.0, tl.max(tl.abs(x))))
+
+
+@triton.jit
+def raise_to(amax_ptr, largest):
+    """Raise the float32 at `amax_ptr` to one that is not negative."""
     # Non-negative floats order as their bits do, and an integer maximum is one instruction.
-    largest = larger(0.0, tl.max(tl.abs(x))).to(tl.int32, bitcast=True)
-    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), largest, sem="relaxed")
+    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit

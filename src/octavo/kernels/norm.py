@@ -1,8 +1,9 @@
 """Norms that add the residual first and leave their result in FP8, as it is and transposed; and their gradients.
 
 Apart, the addition, the norm and the cast read 8 bytes and write 6 an element of bf16; here they read 5 and write 4. A program
-keeps a row in registers, and the FP8 rows are transposed by a kernel of bytes: one that reads a tile of rows twice, to store
-both layouts at once, moves a byte less and took nearly twice as long. Rows beyond a program's registers come twice, in tiles.
+keeps a row in registers (`octavo.kernels.norm_rows`), and the FP8 rows are transposed by a kernel of bytes: one that reads a
+tile of rows twice, to store both layouts at once, moves a byte less and took nearly twice as long. Rows beyond a program's
+registers come twice, in tiles.
 Gradients of weight and bias are summed in a fixed order, so they repeat bit for bit on the same GPU.
 """
 
@@ -19,13 +20,18 @@ from torch import Tensor
 
 from octavo.kernels import gemm, reference
 from octavo.kernels.cast import Into, Made, make, outputs, record_amax, transpose
+from octavo.kernels.norm_rows import (
+    WIDEST_ROW,
+    backward_rows,
+    backward_shape,
+    forward_shape,
+    larger,
+    load_scale,
+    norm_rows,
+    stream,
+)
 
 _CENTRED = {"RMSNorm": False, "LayerNorm": True}
-
-# A row wider than this is taken in tiles, transposed or not.
-_WIDEST_BLOCK = 16384
-# Elements a thread holds of a row, and how many warps of row programs a multiprocessor is given in backward.
-_ROW_ELEMENTS, _BACKWARD_WARPS = 16, 16
 
 
 class Tile(NamedTuple):
@@ -46,72 +52,6 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _row_warps(block: int) -> int:
-    return min(max(block // (32 * _ROW_ELEMENTS), 1), 16)
-
-
-@triton.jit
-def _stream(x_ptr, delta_ptr, h_ptr, x_at, delta_at, h_at, inside, ADD: tl.constexpr):
-    """x, or x + delta as it is after rounding to h's dtype and stored there; in float32."""
-    if ADD:
-        x = tl.load(x_ptr + x_at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        delta = tl.load(delta_ptr + delta_at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        rounded = (x + delta).to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + h_at, rounded, mask=inside)
-        h = rounded.to(tl.float32)
-    else:
-        h = tl.load(x_ptr + x_at, mask=inside, other=0.0).to(tl.float32)
-    return h
-
-
-@triton.jit
-def _larger(largest, x, inside):
-    """The larger of `largest` and |x|, NaN and what is outside ignored."""
-    return tl.maximum(largest, tl.where(inside & (x == x), tl.abs(x), 0.0))
-
-
-@triton.jit
-def _load_scale(scale_ptr, scale_inv_ptr, SCALED: tl.constexpr):
-    """The scale, whose inverse the first program stores; 1 where the result is not scaled."""
-    scale = 1.0
-    if SCALED:
-        scale = tl.load(scale_ptr)
-        if tl.program_id(0) == 0:
-            tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
-    return scale
-
-
-@triton.jit
-def _norm_rows(
-    x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, row_ptr, scale_inv_ptr,
-    rows, columns, x_stride, delta_stride, eps,
-    CENTRE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
-    AMAX: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    r = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    inside = c < columns
-    h = _stream(x_ptr, delta_ptr, h_ptr, r * x_stride + c, r * delta_stride + c, r * columns + c, inside, ADD)
-    y = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    if CENTRE:
-        mean = tl.sum(h) / columns
-        h = tl.where(inside, h - mean, 0.0)
-        tl.store(stats_ptr + r, mean)
-        stats_ptr += rows
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(h * h) / columns + eps))
-    tl.store(stats_ptr + r, rstd)
-    y = h * rstd * y
-    if BIAS:
-        y += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    scale = _load_scale(scale_ptr, scale_inv_ptr, SCALED)
-    if AMAX:
-        record_amax(amax_ptr, tl.where(inside, y, 0.0))
-    if SCALED:
-        y = y * scale
-    if ROW:
-        tl.store(row_ptr + r * columns + c, y.to(row_ptr.dtype.element_ty), mask=inside)
-
-
 @triton.jit
 def _norm_tiles(
     x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, row_ptr, scale_inv_ptr,
@@ -120,7 +60,7 @@ def _norm_tiles(
     AMAX: tl.constexpr, ROW: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    scale = _load_scale(scale_ptr, scale_inv_ptr, SCALED)
+    scale = load_scale(scale_ptr, scale_inv_ptr, SCALED)
     largest = tl.zeros([TILE_R], tl.float32)
     for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(rows, TILE_R), tl.num_programs(0)):
         r = tile * TILE_R + tl.arange(0, TILE_R)
@@ -130,7 +70,7 @@ def _norm_tiles(
         for first in tl.range(0, columns, TILE_C, num_stages=STAGES):
             c = first + tl.arange(0, TILE_C)
             inside = there[:, None] & (c < columns)[None, :]
-            h = _stream(
+            h = stream(
                 x_ptr, delta_ptr, h_ptr, r[:, None] * x_stride + c[None, :], r[:, None] * delta_stride + c[None, :],
                 r[:, None] * h_stride + c[None, :], inside, ADD,
             )  # fmt: skip
@@ -164,65 +104,11 @@ def _norm_tiles(
             if BIAS:
                 y += tl.load(bias_ptr + c, mask=within, other=0.0).to(tl.float32)[None, :]
             if AMAX:
-                largest = tl.maximum(largest, tl.max(_larger(0.0, y, inside), 1))
+                largest = tl.maximum(largest, tl.max(larger(0.0, y, inside), 1))
             if SCALED:
                 y = y * scale
             if ROW:
                 tl.store(row_ptr + r[:, None] * columns + c[None, :], y.to(row_ptr.dtype.element_ty), mask=inside)
-    if AMAX:
-        record_amax(amax_ptr, largest)
-
-
-@triton.jit
-def _backward_rows(
-    dy_ptr, h_ptr, weight_ptr, stats_ptr, residual_ptr, dh_ptr, dweight_ptr, dbias_ptr,
-    scale_ptr, amax_ptr, row_ptr, scale_inv_ptr,
-    rows, columns, dy_stride, h_stride, residual_stride,
-    CENTRE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, SCALED: tl.constexpr,
-    AMAX: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    inside = c < columns
-    weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    scale = _load_scale(scale_ptr, scale_inv_ptr, SCALED)
-    dweight = tl.zeros([BLOCK], tl.float32)
-    dbias = tl.zeros([BLOCK], tl.float32)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for r in range(program, rows, tl.num_programs(0)):
-        dy = tl.load(dy_ptr + r * dy_stride + c, mask=inside, other=0.0).to(tl.float32)
-        h = tl.load(h_ptr + r * h_stride + c, mask=inside, other=0.0).to(tl.float32)
-        if RESIDUAL:  # asked for before the sums, whose barriers no load is moved across
-            residual = tl.load(residual_ptr + r * residual_stride + c, mask=inside, other=0.0).to(tl.float32)
-        grad = dy * weight
-        if CENTRE:
-            rstd = tl.load(stats_ptr + rows + r)
-            normed = tl.where(inside, (h - tl.load(stats_ptr + r)) * rstd, 0.0)
-            dh = grad - tl.sum(grad) / columns - normed * (tl.sum(grad * normed) / columns)
-        else:
-            rstd = tl.load(stats_ptr + r)
-            normed = h * rstd
-            dh = grad - normed * (tl.sum(grad * normed) / columns)
-        dh *= rstd
-        if RESIDUAL:
-            dh += residual
-        if WEIGHT:
-            dweight += dy * normed
-            if CENTRE:
-                dbias += dy
-        rounded = dh.to(dh_ptr.dtype.element_ty)
-        tl.store(dh_ptr + r * columns + c, rounded, mask=inside)
-        if AMAX:
-            largest = _larger(largest, rounded.to(tl.float32), inside)
-        if ROW:
-            q = rounded.to(tl.float32)
-            if SCALED:
-                q = q * scale
-            tl.store(row_ptr + r * columns + c, q.to(row_ptr.dtype.element_ty), mask=inside)
-    if WEIGHT:
-        tl.store(dweight_ptr + program * columns + c, dweight, mask=inside)
-        if CENTRE:
-            tl.store(dbias_ptr + program * columns + c, dbias, mask=inside)
     if AMAX:
         record_amax(amax_ptr, largest)
 
@@ -236,7 +122,7 @@ def _backward_tiles(
     AMAX: tl.constexpr, ROW: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    scale = _load_scale(scale_ptr, scale_inv_ptr, SCALED)
+    scale = load_scale(scale_ptr, scale_inv_ptr, SCALED)
     largest = tl.zeros([TILE_R], tl.float32)
     for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(rows, TILE_R), tl.num_programs(0)):
         r = tile * TILE_R + tl.arange(0, TILE_R)
@@ -282,7 +168,7 @@ def _backward_tiles(
             tl.store(dh_ptr + r[:, None] * columns + c[None, :], rounded, mask=inside)
             q = rounded.to(tl.float32)
             if AMAX:
-                largest = tl.maximum(largest, tl.max(_larger(0.0, q, inside), 1))
+                largest = tl.maximum(largest, tl.max(larger(0.0, q, inside), 1))
             if SCALED:
                 q = q * scale
             if ROW:
@@ -337,14 +223,14 @@ def launch(
     flags = _flags(into, made) | {"CENTRE": centre, "ADD": delta is not None, "BIAS": bias is not None}
     pointers = (read, added, weight.contiguous(), None if bias is None else bias.contiguous(), h, stats, into.scale, into.amax)
     strides = (read.stride(0), 0 if added is None else added.stride(0))
-    block = triton.next_power_of_2(columns)
-    if tile is None and block <= _WIDEST_BLOCK:
-        _norm_rows[(rows,)](
+    processors = _processors(device)
+    if tile is None and columns <= WIDEST_ROW:
+        shape = forward_shape(columns)
+        norm_rows[(shape.grid(rows, processors),)](
             *pointers, made.row, made.scale_inv, rows, columns, *strides, eps,
-            BLOCK=block, num_warps=_row_warps(block), **flags,
+            BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps, **flags,
         )  # fmt: skip
     else:
-        processors = _processors(device)
         tile = tile or _TILE
         _norm_tiles[(min(triton.cdiv(rows, tile.rows), processors * tile.programs),)](
             *pointers, made.row, made.scale_inv, rows, columns, *strides, h.stride(0), eps,
@@ -355,20 +241,17 @@ def launch(
 
 def launch_backward(
     kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None,
-    *, want_weight: bool = True, into: Into | None = None, tile: Tile | None = None, programs: int | None = None,
+    *, want_weight: bool = True, into: Into | None = None, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Made | None]:  # fmt: skip
-    """Run the backward kernel; see `norm_backward`. `tile` takes tiles also where nothing is transposed.
-
-    `programs`: how many take rows on each multiprocessor.
-    """
+    """Run the backward kernel; see `norm_backward`. `tile` takes tiles also where nothing is transposed."""
     (rows, columns), centre, device = h.shape, _CENTRED[kind], h.device
     dh = torch.empty(rows, columns, dtype=h.dtype, device=device)
     form, turned = _by_row(into or Into(h.dtype, row=False))
     made = outputs(form, rows, columns, device)
-    block, processors = triton.next_power_of_2(columns), _processors(device)
-    by_rows = tile is None and block <= _WIDEST_BLOCK
-    if by_rows:
-        parts = grid = min(rows, processors * (programs or max(_BACKWARD_WARPS // _row_warps(block), 1)))
+    processors = _processors(device)
+    if tile is None and columns <= WIDEST_ROW:
+        shape = backward_shape(columns, centred=centre)
+        parts = grid = shape.grid(rows, processors)
     else:
         tile = tile or _TILE
         parts = triton.cdiv(rows, tile.rows)
@@ -384,9 +267,10 @@ def launch_backward(
         pointers = (dy, read, weight.contiguous(), stats, residual, dh, dweight, dbias, form.scale, form.amax)
         sizes = (rows, columns, dy.stride(0), read.stride(0), 0 if residual is None else residual.stride(0))
         if tile is None:
-            _backward_rows[(grid,)](
-                *pointers, made.row, made.scale_inv, *sizes, BLOCK=block, num_warps=_row_warps(block), **flags
-            )
+            backward_rows[(grid,)](
+                *pointers, made.row, made.scale_inv, *sizes,
+                BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps, **flags,
+            )  # fmt: skip
         else:
             _backward_tiles[(grid,)](
                 *pointers, made.row, made.scale_inv, *sizes,
