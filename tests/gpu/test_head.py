@@ -16,26 +16,28 @@ RECIPES = {
     "delayed": octavo.recipe.DelayedScaling(amax_history_len=2),
     "fast": octavo.recipe.DelayedScaling(amax_history_len=2, fast_accumulation=True),
     "current": octavo.recipe.CurrentScaling(),
+    "current in float16": octavo.recipe.CurrentScaling(),
 }
 
 
 @pytest.mark.parametrize("chunk_tokens", [128, 10_000])
-@pytest.mark.parametrize("tokens", [1024, 1001])
+@pytest.mark.parametrize(("tokens", "words"), [(1024, 5000), (1001, 4999)])
 @pytest.mark.parametrize("kept_tokens", [256, 10_000])
 @pytest.mark.parametrize("logits", [True, False], ids=["all", "backward"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_loss_and_gradients(name, logits, kept_tokens, tokens, chunk_tokens, monkeypatch):
-    words, width, recipe = 5000, 512, RECIPES[name]
+def test_loss_and_gradients(name, logits, kept_tokens, tokens, words, chunk_tokens, monkeypatch):
+    width, recipe, dtype = 512, RECIPES[name], torch.float16 if "float16" in name else torch.bfloat16
     monkeypatch.setattr(head, "CHUNK_BYTES", chunk_tokens * words * 2)
     monkeypatch.setattr(head, "KEPT_BYTES", kept_tokens * words)
-    hidden = torch.randn(tokens, width, device="cuda").bfloat16().requires_grad_()
-    weight = (torch.randn(words, width, device="cuda") * 0.1).bfloat16().requires_grad_()
+    monkeypatch.setattr(head, "TURNED_BYTES", 1 << 18)
+    hidden = torch.randn(tokens, width, device="cuda").to(dtype).requires_grad_()
+    weight = (torch.randn(words, width, device="cuda") * 0.1).to(dtype).requires_grad_()
     target = torch.randint(words, (tokens,), device="cuda")
     target[::7] = -100
     count = (target != -100).sum().float()
     module = torch.nn.Linear(width, words, bias=False, device="meta")
     module.weight = torch.nn.Parameter(weight.detach())
-    products = None if recipe is None else Products(ModuleState(module), weight, recipe, torch.bfloat16, None)
+    products = None if recipe is None else Products(ModuleState(module), weight, recipe, dtype, None)
     for _ in range(3):  # delayed scaling finds its scales
         hidden.grad = weight.grad = None
         with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):

@@ -46,6 +46,12 @@ def test_the_transposed_layout_alone(exact_casts, awkward, rows):
 @pytest.mark.parametrize(("rows", "columns"), [(128, 64), (4, 4), (132, 72), (260, 200), (0, 8)])
 def test_transposes_every_byte(rows, columns):
     q = torch.randint(256, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    for out in (launch_transpose(q, q.new_empty(columns, rows)), transpose(q)):
+    part = torch.empty(rows, columns + 12, dtype=torch.uint8).view(q.dtype)[:, 8 : 8 + columns]
+    part.copy_(q)
+    for out in (
+        launch_transpose(q, q.new_empty(columns, rows)),
+        launch_transpose(part, q.new_empty(columns, rows)),
+        transpose(q),
+    ):
         assert out.is_contiguous()
         assert torch.equal(out.view(torch.uint8), q.view(torch.uint8).t())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import plain
 import pytest
@@ -11,6 +12,7 @@ from transformers import LlamaConfig
 
 import octavo
 from octavo.errors import InputError
+from octavo.fp8.formats import E5M2
 from octavo.fp8.scaling import ModuleState, load_state_records, state_records
 from octavo.kernels.cross_entropy import Objective
 from octavo.nn import head
@@ -140,14 +142,58 @@ def test_in_fp8_chunks_change_no_token(recipe, logits, monkeypatch):
 def test_in_fp8_a_weights_gradient_in_parts_is_that_of_one_product(tokens, dtype, monkeypatch):
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * WORDS * dtype.itemsize)
     found = []
-    for kept in (1 << 30, 8 * WORDS, 1):
+    for kept, aligned in ((1 << 30, 128), (1 << 30, 32), (8 * (WORDS + 11), 32), (1, 128)):
         monkeypatch.setattr(head, "KEPT_BYTES", kept)
+        monkeypatch.setattr(head, "TURNED_BYTES", 1)
+        monkeypatch.setattr(head, "_ALIGNED", aligned)  # words of a turned piece
         hidden, weight, target, count = drawn(dtype, tokens)
         loss = linear_cross_entropy(hidden, weight, target, count, fp8=products(weight, RECIPES["current"], dtype))
         loss.backward()
         found.append((loss.detach(), hidden.grad, weight.grad))
     for parts in found[1:]:
         torch.testing.assert_close(parts, found[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("logits", [True, False], ids=["all", "backward"])
+def test_kept_gradients_are_gone_before_more_are_kept(logits, monkeypatch):
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * WORDS * 4)
+    monkeypatch.setattr(head, "KEPT_BYTES", 8 * (WORDS + 11))
+    multiply, alive = head._Fp8Head._multiply, []
+
+    def multiply_and_look(self):
+        multiply(self)
+        alive.append(sum(type(x) is torch.Tensor and x.dtype == E5M2.dtype for x in gc.get_objects()))
+
+    monkeypatch.setattr(head._Fp8Head, "_multiply", multiply_and_look)
+    hidden, weight, target, count = drawn()
+    linear_cross_entropy(
+        hidden, weight, target, count, fp8=products(weight, RECIPES["current"], torch.float32), fp8_logits=logits
+    ).backward()
+    assert len(alive) == 5
+    assert not any(alive)
+
+
+@pytest.mark.parametrize("logits", [True, False], ids=["all", "backward"])
+def test_micro_batches_behind_one_without_tokens_use_the_weight_of_their_step(logits):
+    hidden, weight, target, count = drawn()
+    recipe, module = RECIPES["current"], torch.nn.Linear(HIDDEN, WORDS, bias=False)
+    module.weight = torch.nn.Parameter(weight.detach())
+    state = ModuleState(module)
+
+    def gradient(tokens, first):
+        hidden.grad = None
+        fp8 = Products(state, module.weight, recipe, torch.float32, first)
+        part = slice(0, tokens)
+        linear_cross_entropy(hidden[part], module.weight, target[part], count, fp8=fp8, fp8_logits=logits).backward()
+        return hidden.grad
+
+    wanted = gradient(TOKENS, True)
+    with torch.no_grad():
+        module.weight *= 3
+    gradient(0, True)
+    found = gradient(TOKENS, False)
+    assert torch.equal(found, gradient(TOKENS, True))
+    assert not torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("logits", [True, False], ids=["all", "backward"])

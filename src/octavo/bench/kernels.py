@@ -141,7 +141,10 @@ def _join_rotated(rows: int, columns: int, device: torch.device, *, fp8: bool) -
 
 def _cross_entropy(rows: int, columns: int, device: torch.device, *, fp8: bool) -> Work:
     logits, target = _random(rows, columns, device), torch.randint(columns, (rows,), device=device)
-    grad_scale, more = torch.ones((), device=device), E5M2.dtype if fp8 else None
+    grad_scale, more = (
+        torch.ones((), device=device),
+        torch.empty(rows, columns, dtype=E5M2.dtype, device=device) if fp8 else None,
+    )
     objective = cross_entropy.Objective()
     return Work(lambda: cross_entropy.cross_entropy_(logits, target, grad_scale, objective, more)[1], (logits,))
 

@@ -212,37 +212,37 @@ def launch(
 
 
 @triton.jit
-def _transpose(q_ptr, out_ptr, rows, words, out_stride, GROUPS: tl.constexpr, WORDS: tl.constexpr):
+def _transpose(q_ptr, out_ptr, rows, words, stride, GROUPS: tl.constexpr, WORDS: tl.constexpr):
     """Bytes [rows, 4 words], read as int32, of which a square of four rows and four columns is turned in registers."""
     tile = tl.program_id(0)
     tiles_across = tl.cdiv(words, WORDS)
     g = (tile // tiles_across) * GROUPS + tl.arange(0, GROUPS)
     w = (tile % tiles_across) * WORDS + tl.arange(0, WORDS)
     inside = groups_inside(g, w, rows, words)
-    a, b, c, d = load_fours(q_ptr, g, w, words, inside)
+    a, b, c, d = load_fours(q_ptr, g, w, stride, inside)
     columns = turned(a, b, c, d)
     for i in tl.static_range(4):
-        store_packed(columns[i], out_ptr, g, w * 4 + i, out_stride, inside)
+        store_packed(columns[i], out_ptr, g, w * 4 + i, rows, inside)
 
 
 def launch_transpose(q: Tensor, out: Tensor, *, tile: tuple[int, int, int] = _TURN_TILE) -> Tensor:
-    """Run the kernel; see `transpose`. `q` is contiguous; tile: groups of four rows, of four columns, and warps a program."""
+    """Run the kernel; see `transpose`. tile: groups of four rows, of four columns, and warps a program."""
     rows, words = q.shape[0], q.shape[1] // 4
     groups, group_words, warps = tile
     if q.numel():
         _transpose[(triton.cdiv(rows, 4 * groups) * triton.cdiv(words, group_words),)](
-            q.view(torch.int32), out.view(torch.uint8), rows, words, out.stride(0),
+            q.view(torch.int32), out.view(torch.uint8), rows, words, q.stride(0) // 4,
             GROUPS=groups, WORDS=group_words, num_warps=warps,
         )  # fmt: skip
     return out
 
 
 def transpose(q: Tensor, out: Tensor | None = None) -> Tensor:
-    """An FP8 matrix [R, C] as [C, R] in memory of its own, or in `out`, whose rows may stand apart."""
+    """An FP8 matrix [R, C], whose rows may stand apart, as [C, R]: in memory of its own, or in `out`, which is contiguous."""
     if out is None:
         out = torch.empty(q.shape[1], q.shape[0], dtype=q.dtype, device=q.device)
-    in_words = not any(n % 4 for n in (*q.shape, q.storage_offset(), out.stride(0), out.storage_offset()))
-    if q.device.type == "cuda" and q.is_contiguous() and out.stride(1) == 1 and in_words:
+    in_words = not any(n % 4 for n in (*q.shape, q.stride(0), q.storage_offset(), out.storage_offset()))
+    if q.device.type == "cuda" and q.stride(1) == 1 and in_words:
         return launch_transpose(q, out)
     out.view(torch.uint8).copy_(q.view(torch.uint8).t())
     return out

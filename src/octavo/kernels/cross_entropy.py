@@ -1,8 +1,8 @@
 """Cross entropy of a chunk of logits and its gradient, written over the logits: two reads and one write of each.
 
 The first pass keeps a running maximum and a running sum of exponentials (float32), the second writes the gradient in place or,
-for a head whose gradients are FP8 products, in FP8 into memory of its own: its values are probabilities, so their scale is
-known without looking. PyTorch needs a float32 copy of the logits and four passes. One program a row, which is longer than a
+for a head whose gradients are FP8 products, in FP8 where it is kept: its values are probabilities, so their scale is known
+without looking. PyTorch needs a float32 copy of the logits and four passes. One program a row, which is longer than a
 multiprocessor can keep; with all of them at work the L2 cache cannot either. The reference runs where Triton does not.
 """
 
@@ -40,7 +40,7 @@ class Gradient(NamedTuple):
 
 @triton.jit
 def _cross_entropy(
-    logits_ptr, target_ptr, loss_ptr, grad_scale_ptr, fp8_ptr, columns, stride, ignore_index, smoothing, z_loss,
+    logits_ptr, target_ptr, loss_ptr, grad_scale_ptr, fp8_ptr, columns, stride, fp8_stride, ignore_index, smoothing, z_loss,
     GRAD: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -76,7 +76,7 @@ def _cross_entropy(
         scale = tl.where(real, scale, 0.0)
         out = start
         if FP8:
-            out = fp8_ptr + row * columns
+            out = fp8_ptr + row * fp8_stride
         factor = (1.0 + 2.0 * z_loss * log_total) * scale
         even = even * scale
         tl.debug_barrier()  # every warp has read its target's logit before any overwrites it
@@ -94,17 +94,18 @@ def _cross_entropy(
 
 
 def launch(
-    logits: Tensor, target: Tensor, grad_scale: Tensor | None, objective: Objective, fp8: torch.dtype | None = None
+    logits: Tensor, target: Tensor, grad_scale: Tensor | None, objective: Objective, fp8: Tensor | None = None
 ) -> tuple[Tensor, Gradient | None]:
     """Run the kernel over a chunk; see `cross_entropy_`."""
     rows, columns = logits.shape
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    fp8_max = 1.0 if fp8 is None else torch.finfo(fp8).max
-    q = None if fp8 is None or grad_scale is None else torch.empty(rows, columns, dtype=fp8, device=logits.device)
+    q = None if grad_scale is None else fp8
+    fp8_max = 1.0 if q is None else torch.finfo(q.dtype).max
     if rows:
         _cross_entropy[(rows,)](
             logits, target, loss, loss if grad_scale is None else grad_scale, logits if q is None else q, columns,
-            logits.stride(0), objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss),
+            logits.stride(0), 0 if q is None else q.stride(0), objective.ignore_index,
+            float(objective.label_smoothing), float(objective.z_loss),
             GRAD=grad_scale is not None, FP8=q is not None, FP8_MAX=fp8_max, SMOOTH=objective.label_smoothing != 0,
             BLOCK=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
@@ -118,12 +119,13 @@ def cross_entropy_(
     target: Tensor,
     grad_scale: Tensor | None,
     objective: Objective,
-    fp8: torch.dtype | None = None,
+    fp8: Tensor | None = None,
 ) -> tuple[Tensor, Gradient | None]:
     """Sum of the losses of a chunk, float32 []; and with `grad_scale` (float32 []) the gradient times it.
 
-    logits: [N, V], row-major; a gradient in their dtype overwrites them on a GPU. target: int64 [N]. fp8: the dtype of a
-    gradient in FP8, its probabilities scaled so that 1 is the largest value of the format (a z-loss beyond that saturates).
+    logits: [N, V], row-major; a gradient in their dtype overwrites them on a GPU. target: int64 [N]. fp8: FP8 [N, V], whose
+    rows may stand apart, to be filled with the gradient instead: its probabilities are scaled so that 1 is the largest value
+    of the format (a z-loss beyond that saturates).
     """
     if logits.device.type == "cuda":
         return launch(logits, target, grad_scale, objective, fp8)
@@ -132,9 +134,10 @@ def cross_entropy_(
     if fp8 is None or grad_scale is None:
         loss, grad = reference.cross_entropy(logits, target, objective.ignore_index, scale, *settings)
         return loss, None if grad_scale is None else Gradient(grad)
-    fp8_max = torch.finfo(fp8).max
+    fp8_max = torch.finfo(fp8.dtype).max
     loss, grad = reference.cross_entropy(logits.float(), target, objective.ignore_index, torch.ones_like(scale), *settings)
-    return loss, Gradient(None, reference.cast(grad, grad.new_tensor(fp8_max), fp8, fp8_max), grad_scale / fp8_max)
+    fp8.copy_(reference.cast(grad, grad.new_tensor(fp8_max), fp8.dtype, fp8_max))
+    return loss, Gradient(None, fp8, grad_scale / fp8_max)
 
 
 @triton.jit

@@ -78,6 +78,16 @@ def scaled_mm(
     return out if out.dtype == out_dtype else out.to(out_dtype)
 
 
+def scaled_mm_into(out: Tensor, a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor) -> Tensor:
+    """`scaled_mm` of operands of one scale each, precise, into a matrix [M, N] that is there already."""
+    aligned = a.shape[0] > 0 and a.shape[1] > 0 and a.shape[1] % ALIGNMENT == b.shape[0] % ALIGNMENT == 0
+    if not (aligned and is_native(a.device) and all(x.is_contiguous() for x in (out, a, b))):
+        return out.copy_(scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype=out.dtype, precise=True))
+    return torch._scaled_mm(
+        a, b.t(), scale_a=a_scale_inv, scale_b=b_scale_inv, out_dtype=out.dtype, use_fast_accum=False, out=out
+    )
+
+
 def wide_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a [M, C] · b [C, N] of one wide dtype, in `out_dtype`; on a GPU a float32 result is not rounded to theirs."""
     if a.device.type == "cuda" and out_dtype == torch.float32 != a.dtype:

@@ -3,10 +3,14 @@
 Loss and gradients are computed together in forward, chunk by chunk, so that only one chunk of logits is alive: 1 GiB instead
 of 12 for 16,384 tokens and 128,256 words, and half of that in FP8. The price is that the head's gradients exist from forward
 on. Statistics are float32, and the gradient of the weight is summed in float32. Products run in the dtype of the hidden
-states or, where it is asked for, in FP8: all three, or those of backward, which leaves the loss as it is. An FP8 product
-cannot add to what it writes, so the weight's sums over many chunks at once: their gradients are kept until then, in FP8 and
-transposed, which takes as much memory as a float32 sum of a large head. Both products of the gradient accumulate precisely
-whatever the recipe says: they add small probabilities to a target's −1, and the fast mode would cut those off.
+states or, where it is asked for, in FP8: all three, or those of backward, which leaves the loss as it is. Both products of the
+gradient accumulate precisely whatever the recipe says: they add small probabilities to a target's −1, and the fast mode would
+cut those off.
+
+An FP8 product cannot add to what it writes, so gradients of logits are kept in FP8 until many chunks are through, which takes
+as much memory as a float32 sum of a large weight. Then one product gives the gradient of all their hidden states, and they are
+turned a few words at a time for that of the weight. Where that is done once, logits, both forms of the weight and its gradient
+never stand together.
 
 float16 has no room for a gradient that is divided by the targets of a step, nor for the factor of a scaled loss: there forward
 keeps the gradient of the sum, and backward multiplies in float32 by what is missing.
@@ -15,24 +19,27 @@ keeps the gradient of the sum, and backward multiplies in float32 by what is mis
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from octavo.fp8.formats import E5M2
 from octavo.kernels import gemm
 from octavo.kernels.cast import transpose
 from octavo.kernels.cross_entropy import Gradient, Objective, cross_entropy_, scale_
 from octavo.nn.linear import compute_dtype
-from octavo.nn.products import NOTHING, Forms, Given, Products
+from octavo.nn.products import Forms, Given, Products
 
 CHUNK_BYTES = 1 << 30
 """Logits of one chunk: large enough that the products run at full speed."""
 KEPT_BYTES = 4 << 30
-"""Transposed FP8 gradients of logits that wait for one product."""
+"""FP8 gradients of logits that wait for their products."""
+TURNED_BYTES = 1 << 25
+"""Of those, what is turned at a time."""
 _ALIGNED = 128
-"""Rows of a chunk are a multiple of this, where there are so many: the products' tiles then have no remainder."""
+"""Rows of a chunk, and words of a turned piece, are a multiple of this where there are so many: tiles have no remainder."""
 
 
 def linear_cross_entropy(
@@ -55,146 +62,159 @@ def linear_cross_entropy(
         return _LinearCrossEntropy.apply(hidden, weight, target, num_items, objective or Objective(), fp8, fp8_logits, grads)
 
 
-class _Sum(Protocol):
-    """The gradient of the weight, chunk by chunk."""
-
-    def add(self, grad: Gradient, part: slice) -> None:
-        """Add that of the tokens `part`."""
-
-    def total(self) -> Tensor | None:
-        """The sum, [V, K]; None of no tokens."""
-
-
 class _Head:
-    """Of one forward the logits and the gradient of the hidden states, chunk by chunk, in the hidden states' dtype."""
+    """The products of one forward with its gradients, chunk by chunk, in the hidden states' dtype."""
 
-    gradient_dtype: torch.dtype | None = None
     chunk_share = 1.0  # of CHUNK_BYTES
 
-    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
-        self.hidden, self.weight = hidden, weight.to(hidden.dtype)
+    def __init__(self, hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool) -> None:
+        self.hidden, self.weight, self.want_weight = hidden, weight.to(hidden.dtype), want_weight
+        self.d_hidden = torch.empty_like(hidden) if want_hidden else None
+        self.d_weight: Tensor | None = None
 
     def logits(self, part: slice) -> Tensor:
         return self.hidden[part] @ self.weight.t()
 
-    def grad_hidden_(self, grad: Gradient, out: Tensor) -> None:
-        torch.mm(_wide(grad), self.weight, out=out)
+    def room(self, part: slice) -> Tensor | None:
+        """Where the gradient of these tokens' logits is to stand; None: over the logits."""
+        return None
 
-    def sum(self, chunk: int, dtype: torch.dtype) -> _Sum:
-        return _WideSum(self.hidden)
+    def add(self, grad: Gradient, part: slice) -> None:
+        assert grad.wide is not None
+        if self.d_hidden is not None:
+            torch.mm(grad.wide, self.weight, out=self.d_hidden[part])
+        if self.want_weight:
+            self.d_weight = _add_product(self.d_weight, grad.wide, self.hidden[part])
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the hidden states and the weight, which may be None of no tokens."""
+        return self.d_hidden, self.d_weight
 
 
 class _Fp8Head:
-    """`_Head` in FP8."""
+    """`_Head` in FP8; its gradients are products of as many chunks as `KEPT_BYTES` hold.
 
-    gradient_dtype = E5M2.dtype
+    wide: what logits come from that are no FP8 products.
+    """
+
     chunk_share = 0.5  # gradients are kept beside a chunk, and no sum in float32 is written for each
 
-    def __init__(self, hidden: Tensor, weight: Tensor, products: Products, want_hidden: bool, want_weight: bool) -> None:
-        self.products, self.rows = products, hidden.shape[0]
-        self.x, _ = products.input(Given(hidden), column=want_weight)
-        self.w = products.weight(weight, column=want_hidden)
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool, products: Products, wide: _Head | None
+    ) -> None:
+        self.hidden, self.weight, self.products, self.wide = hidden, weight, products, wide
+        self.d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if want_hidden else None
+        self.d_weight: Tensor | None = None
+        self.want_weight = want_weight
+        self.rows, self.words = hidden.shape[0], weight.shape[0]
+        self.kept: Tensor | None = None
+        self.part = slice(0, 0)  # the tokens whose gradients are kept
+        self.scale_inv: Tensor | None = None
+        self.x: Forms | None = None
+        self.w: Forms | None = None
+        if wide is None:
+            self.x, _ = products.input(Given(hidden), column=want_weight)
+            self.w = products.weight(weight)
 
     def logits(self, part: slice) -> Tensor:
+        if self.wide is not None:
+            return self.wide.logits(part)
+        assert self.x is not None
+        assert self.w is not None
         x = self.x.by_row
         return self.products.output(Forms(x.data[part], x.scale_inv), self.w, None)
 
-    def grad_hidden_(self, grad: Gradient, out: Tensor) -> None:
-        out.copy_(gemm.scaled_mm(*_fp8(grad), *self.w.by_column, out_dtype=out.dtype, precise=True))
-
-    def sum(self, chunk: int, dtype: torch.dtype) -> _Sum:
-        return _Fp8Sum(self.x, self.rows, chunk, dtype)
-
-
-class _Fp8Backward(_Fp8Head):
-    """`_Fp8Head` with logits in the hidden states' dtype."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, products: Products, want_hidden: bool, want_weight: bool) -> None:
-        self.products, self.rows = products, hidden.shape[0]
-        self.wide = _Head(hidden, weight)
-        self.x = products.input(Given(hidden), row=False, column=True)[0] if want_weight else NOTHING
-        self.w = products.weight(weight, row=False, column=True) if want_hidden else NOTHING
-
-    def logits(self, part: slice) -> Tensor:
-        return self.wide.logits(part)
-
-
-class _WideSum:
-    """A product a chunk, added up in float32."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
-        self.so_far: Tensor | None = None
-
-    def add(self, grad: Gradient, part: slice) -> None:
-        self.so_far = _add_product(self.so_far, _wide(grad), self.hidden[part])
-
-    def total(self) -> Tensor | None:
-        return self.so_far
-
-
-class _Fp8Sum:
-    """A product of as many chunks of `chunk` tokens as `KEPT_BYTES` hold; the sum of several is float32, one is `dtype`."""
-
-    def __init__(self, x: Forms, rows: int, chunk: int, dtype: torch.dtype) -> None:
-        self.x, self.rows, self.chunk, self.dtype = x, rows, chunk, dtype
-        self.kept: Tensor | None = None
-        self.scale_inv: Tensor | None = None
-        self.first = 0
-        self.so_far: Tensor | None = None
-
-    def add(self, grad: Gradient, part: slice) -> None:
-        data, self.scale_inv = _fp8(grad)
-        if self.kept is not None and part.start == self.first + self.kept.shape[1]:
+    def room(self, part: slice) -> Tensor | None:
+        if self.kept is not None and part.start == self.part.stop:
             self._multiply()
         if self.kept is None:
-            most = max(1, KEPT_BYTES // (data.shape[1] * self.chunk)) * self.chunk
-            self.kept, self.first = data.new_empty(data.shape[1], min(most, self.rows - part.start)), part.start
-        transpose(data, self.kept[:, part.start - self.first : part.stop - self.first])
+            chunk, width = part.stop - part.start, _aligned(self.words)
+            most = max(1, KEPT_BYTES // (width * chunk)) * chunk
+            self.part = slice(part.start, min(part.start + most, self.rows))
+            rows = self.part.stop - self.part.start
+            # Whole 16 bytes either way, as products want them; what fills up is 0 and has no part in a sum.
+            self.kept = torch.empty(_aligned(rows), width, dtype=E5M2.dtype, device=self.hidden.device)
+            self.kept[rows:].view(torch.uint8).zero_()
+            self.kept[:, self.words :].view(torch.uint8).zero_()
+        start = self.part.start
+        return self.kept[part.start - start : min(part.stop, self.part.stop) - start, : self.words]
+
+    def add(self, grad: Gradient, part: slice) -> None:
+        self.scale_inv = grad.scale_inv
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.kept is not None:  # only now, when no logits stand beside it any more
+            self._multiply()
+        if self.rows == 0 and self.d_hidden is not None and self.wide is not None:
+            self._cast_across()  # which later micro-batches are to find
+        return self.d_hidden, self.d_weight
 
     def _multiply(self) -> None:
-        kept, scale_inv = self.kept, self.scale_inv
+        """The gradients of what is kept, which is given up."""
+        kept, scale_inv, part = self.kept, self.scale_inv, self.part
         assert kept is not None
         assert scale_inv is not None
-        several = kept.shape[1] < self.rows
-        x = self.x.by_column
-        # Rows of a part of x need not begin where cuBLAS wants them to.
-        data = x.data[:, self.first : self.first + kept.shape[1]].contiguous()
-        product = gemm.scaled_mm(
-            kept,
-            scale_inv,
-            data,
-            x.scale_inv,
-            out_dtype=torch.float32 if several else self.dtype,
-            precise=True,
-        )
-        self.so_far = product if self.so_far is None else self.so_far.add_(product)
+        if part.stop == self.rows:  # the last logits are through
+            self.wide = None
+            if self.x is not None:
+                self.x = self.x._replace(row=None)
+            if self.d_hidden is None:
+                self.w = None
+        if self.d_hidden is not None:
+            across = self._cast_across().by_column
+            data = _filled_up(across.data, kept.shape[1])
+            gemm.scaled_mm_into(self.d_hidden[part], kept[: part.stop - part.start], scale_inv, data, across.scale_inv)
+            del across, data
+        if self.want_weight:
+            self._multiply_weight(kept, scale_inv)
         self.kept = None
 
-    def total(self) -> Tensor | None:
-        if self.kept is not None:  # only now, when neither logits nor FP8 weights stand beside it any more
-            self._multiply()
-        return self.so_far
+    def _cast_across(self) -> Forms:
+        """The weight as the gradient of the hidden states needs it."""
+        if self.w is None:
+            self.w = self.products.weight(self.weight, row=False, column=True)
+        w = self.products.kept_weight(self.w, self.weight)
+        if self.part.stop == self.rows:
+            self.w = None
+        return self.products.weight_again(w)
+
+    def _multiply_weight(self, kept: Tensor, scale_inv: Tensor) -> None:
+        if self.x is None:
+            self.x, _ = self.products.input(Given(self.hidden), row=False, column=True)
+        x, began = self.x.by_column, self.d_weight is not None
+        data = _filled_up(x.data[:, self.part], kept.shape[0]).contiguous()
+        if self.d_weight is None:
+            several = self.part.stop - self.part.start < self.rows
+            dtype = torch.float32 if several or self.hidden.dtype == torch.float16 else self.weight.dtype
+            self.d_weight = torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device)
+        step = max(1, TURNED_BYTES // (kept.shape[0] * _ALIGNED)) * _ALIGNED
+        for start in range(0, self.words, step):
+            words = slice(start, min(start + step, self.words))
+            total, turned = self.d_weight[words], transpose(kept[:, words])
+            out = torch.empty_like(total) if began else total
+            gemm.scaled_mm_into(out, turned, scale_inv, data, x.scale_inv)
+            if began:
+                total += out
 
 
-def _wide(grad: Gradient) -> Tensor:
-    assert grad.wide is not None
-    return grad.wide
+def _aligned(size: int) -> int:
+    """`size` filled up to what FP8 products take."""
+    return -(-size // gemm.ALIGNMENT) * gemm.ALIGNMENT
 
 
-def _fp8(grad: Gradient) -> tuple[Tensor, Tensor]:
-    assert grad.fp8 is not None
-    assert grad.scale_inv is not None
-    return grad.fp8, grad.scale_inv
+def _filled_up(x: Tensor, columns: int) -> Tensor:
+    """An FP8 matrix with so many columns, the further ones 0; itself if it has them."""
+    more = columns - x.shape[1]
+    return functional.pad(x.view(torch.uint8), (0, more)).view(x.dtype) if more else x
 
 
 def _head(
-    hidden: Tensor, weight: Tensor, fp8: Products | None, fp8_logits: bool, want_hidden: bool, want_weight: bool
+    hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool, fp8: Products | None, fp8_logits: bool
 ) -> _Head | _Fp8Head:
     if fp8 is None or not (fp8_logits or want_hidden or want_weight):
-        return _Head(hidden, weight)
-    kind = _Fp8Head if fp8_logits else _Fp8Backward
-    return kind(hidden, weight, fp8, want_hidden, want_weight)
+        return _Head(hidden, weight, want_hidden, want_weight)
+    wide = None if fp8_logits else _Head(hidden, weight, False, False)
+    return _Fp8Head(hidden, weight, want_hidden, want_weight, fp8, wide)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -208,21 +228,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         late = hidden.dtype == torch.float16
         factor = num_items.float().reciprocal()
         grad_scale = (torch.ones_like(factor) if late else factor) if want_hidden or want_weight else None
-        d_hidden = torch.empty_like(hidden) if want_hidden else None
-        head = _head(hidden, weight, fp8, fp8_logits, want_hidden, want_weight)
-        chunks = _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size(), int(head.chunk_share * CHUNK_BYTES))
-        weights = head.sum(chunks[0].stop, torch.float32 if late else weight.dtype) if want_weight and chunks else None
-        for part in chunks:
-            chunk_loss, grad = cross_entropy_(head.logits(part), target[part], grad_scale, objective, head.gradient_dtype)
+        head = _head(hidden, weight, want_hidden, want_weight, fp8, fp8_logits)
+        for part in _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size(), int(head.chunk_share * CHUNK_BYTES)):
+            room = None if grad_scale is None else head.room(part)
+            chunk_loss, grad = cross_entropy_(head.logits(part), target[part], grad_scale, objective, room)
             loss += chunk_loss
-            if grad is not None and d_hidden is not None:
-                head.grad_hidden_(grad, d_hidden[part])
-            if grad is not None and weights is not None:
-                weights.add(grad, part)
-            del grad  # a chunk of logits: a gigabyte that must not stand beside the next, or beside d_weight's two forms
+            if grad is not None:
+                head.add(grad, part)
+            # A chunk of logits, or what is kept: gigabytes that must not stand beside the next, or beside d_weight's two forms.
+            del grad, room
+        d_hidden, d_weight = head.gradients()
         del head
-        d_weight = None if weights is None else weights.total()
-        del weights
         if want_weight and d_weight is None:
             d_weight = torch.zeros_like(weight, dtype=torch.float32)
         if d_weight is not None and not late:
