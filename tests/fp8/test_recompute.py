@@ -202,6 +202,7 @@ class DelayedScaling:
 class Float8CurrentScaling:
     """Transformer Engine's fields, as far as they say what is computed."""
 
+    use_power_2_scales: bool = True  # theirs is read from the environment when it is imported
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
@@ -233,8 +234,11 @@ def test_transformer_engines_delayed_recipe_is_accepted(name, algorithm):
     ("theirs", "ours"),
     [
         (DelayedScaling(), octavo.recipe.DelayedScaling()),
-        (Float8CurrentScaling(), octavo.recipe.CurrentScaling()),
-        (Float8CurrentScaling(fp8_format=Format.E4M3), octavo.recipe.Float8CurrentScaling(octavo.recipe.Format.E4M3)),
+        (Float8CurrentScaling(use_power_2_scales=False), octavo.recipe.CurrentScaling()),
+        (
+            Float8CurrentScaling(use_power_2_scales=False, fp8_format=Format.E4M3),
+            octavo.recipe.Float8CurrentScaling(octavo.recipe.Format.E4M3),
+        ),
         (Float8BlockScaling(), octavo.recipe.Float8BlockScaling()),
     ],
     ids=["delayed", "current", "current E4M3", "block"],
@@ -248,6 +252,22 @@ def test_transformer_engines_recipes_mean_what_ours_do(theirs, ours):
         results.append((result, snapshot(layer)))
     assert all(map(same_bits, results[0][0], results[1][0]))
     assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (DelayedScaling(fp8_dpa=True), r"DelayedScaling\.fp8_dpa = True: .*leave it at False"),
+        (DelayedScaling(scaling_factor_compute_algo=max), r"scaling_factor_compute_algo = <built-in function max>: .*at None"),
+        (Float8CurrentScaling(use_power_2_scales=True), r"use_power_2_scales = True: .*leave it at False"),
+        (Float8BlockScaling(x_block_scaling_dim=2), r"x_block_scaling_dim = 2: .*leave it at 1"),
+        (Float8BlockScaling(fp8_format=Format.HYBRID), r"fp8_format = <Format\.HYBRID.*leave it at <Format\.E4M3"),
+    ],
+    ids=["attention", "function", "powers of two", "blocks", "format"],
+)
+def test_what_octavo_does_not_do_is_not_dropped(recipe, message):
+    with pytest.raises(octavo.errors.InputError, match=message), octavo.fp8_autocast(fp8_recipe=recipe):
+        pass
 
 
 def test_other_objects_are_refused():

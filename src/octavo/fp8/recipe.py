@@ -170,11 +170,16 @@ _BY_CLASS_NAME: dict[str, type[Recipe]] = {r.__name__: r for r in RECIPES.values
 }
 
 
+_THEIR_USUAL: dict[str, Any] = {"use_power_2_scales": False, "use_f32_scales": False, "backward_override": None}
+"""Values of Transformer Engine's fields that Octavo's recipes mean, where theirs may come from the environment."""
+
+
 def coerce(recipe: Any) -> Recipe:
     """`recipe` itself, or Octavo's equal of a Transformer Engine recipe object (matched by class and field names).
 
     Raises:
-        InputError: the object is neither, or asks for a format that Octavo has no pair for.
+        InputError: the object is neither, asks for a format that Octavo has no pair for, or is a dataclass, as theirs are, that
+            asks for something else that Octavo does not do.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -188,4 +193,21 @@ def coerce(recipe: Any) -> Recipe:
         if name not in Format.__members__:
             raise unknown("FP8 format", name, Format.__members__, key="fp8_format")
         values["fp8_format"] = Format[name]
+    _refuse_others(recipe, known)
     return cls(**values)
+
+
+def _refuse_others(recipe: Any, known: set[str]) -> None:
+    """Of a dataclass, fields that none of ours stands for must have their usual values: nothing asked for is dropped."""
+    for field_ in dataclasses.fields(recipe) if dataclasses.is_dataclass(recipe) else ():
+        if field_.name in known:
+            continue
+        usual = field_.default if field_.default_factory is dataclasses.MISSING else field_.default_factory()
+        if usual is dataclasses.MISSING and field_.name not in _THEIR_USUAL:
+            continue
+        usual, value = _THEIR_USUAL.get(field_.name, usual), getattr(recipe, field_.name)
+        if value != usual:
+            raise InputError(
+                f"fp8_recipe: {type(recipe).__name__}.{field_.name} = {value!r}: Octavo's recipe has nothing of the kind; "
+                f"leave it at {usual!r}."
+            )
