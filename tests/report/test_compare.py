@@ -46,6 +46,13 @@ def test_picture_is_drawn(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_more_runs_than_colours_differ_by_the_style_of_their_lines(tmp_path):
+    runs = [run(tmp_path / str(index), [3.0, 2.0 + index]) for index in range(12)]
+    for count, dashed in ((10, False), (12, True)):
+        draw(compare(runs[:count], last=1), tmp_path / "curves.svg")
+        assert ("stroke-dasharray: 3" in (tmp_path / "curves.svg").read_text(encoding="utf-8")) == dashed
+
+
 def test_too_few_steps_names_the_shortest(tmp_path):
     with pytest.raises(InputError, match=r"short has 2 steps; use 1 to 2"):
         compare([run(tmp_path / "long", [1.0] * 5), run(tmp_path / "short", [1.0] * 2)], last=3)

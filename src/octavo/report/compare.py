@@ -94,6 +94,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained")
+    colours = plt.rcParams["axes.prop_cycle"].by_key()["color"]
+    for axes in (above, below):  # all colours in one style of line, then in the next
+        axes.set_prop_cycle(plt.cycler(linestyle=("-", "--", ":")) * plt.cycler(color=colours))
     steps = found["numbers"]
     window = max(1, found["steps"] // 20)
     reference = found["rows"][0]["losses"]
@@ -103,7 +106,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         smooth = [math.fsum(gaps[i + 1 - window : i + 1]) / window for i in range(window - 1, len(gaps))]
         below.plot(steps[window - 1 :], smooth, linewidth=0.9)
     above.set_ylabel("loss (nats per token)")
-    above.legend()
+    above.legend(ncols=1 + (len(found["rows"]) - 1) // 8)
     below.set_ylabel(f"% above {found['rows'][0]['run']}")
     below.set_xlabel(f"step (below: means of {window})")
     figure.savefig(path, dpi=120)
