@@ -69,6 +69,10 @@ def figures_of(row):
     return f"| {' | '.join(figures)} |"
 
 
+def signed(percent):
+    return f"{percent:+.2f}".replace("-", "\N{MINUS SIGN}")
+
+
 def test_figures_of_the_page_on_performance_are_in_benchmarks():
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8").replace("**", "")
     for row in rows_of("one-gpu-llama-1b"):
@@ -106,9 +110,16 @@ def test_figures_of_the_readme_are_in_benchmarks():
             sharded.setdefault(row["entry"], []).append(figures)
     for entry, figures in sharded.items():
         assert f"| {' | '.join(figures)} |" in readme, entry
-    for row in rows_of("loss-llama-1b-head-backward")[1:]:
-        keys = " ".join(row["keys"].split())
-        assert f"| `{keys}` | {row['gap_percent']:+.2f}% |" in readme, row["run"]
+    groups = {}
+    for row in rows_of("loss-llama-1b-perturbed"):
+        groups.setdefault(row["group"], []).append(row)
+    bf16 = statistics.mean(row["loss"] for row in groups["bf16"])
+    assert f"standard deviation of {100 * statistics.stdev(row['loss'] for row in groups['bf16']) / bf16:.2f}%" in readme
+    for group, rows in groups.items():
+        gaps = [100 * (row["loss"] / bf16 - 1) for row in rows]
+        mean = "\N{EN DASH}" if group == "bf16" else f"{signed(statistics.mean(gaps))}%"
+        line = f"| `{rows[0]['keys']}` | {len(rows)} | {mean} | {', '.join(map(signed, sorted(gaps)))} |"
+        assert line in readme, group
     seeds = {}
     for row in rows_of("loss-demo-seeds"):
         seeds.setdefault(row["entry"], []).append(row["gap_percent"])
@@ -117,7 +128,7 @@ def test_figures_of_the_readme_are_in_benchmarks():
     means = [statistics.mean(gaps) for gaps in (delayed, current)]
     assert f"ends {means[0]:.2f}% above bf16 in the mean and current scaling {means[1]:.2f}%" in readme
     errors = [statistics.stdev(gaps) / len(gaps) ** 0.5 for gaps in (delayed, current)]
-    assert f"standard errors\nof {errors[0]:.2f}% and {errors[1]:.2f}%" in readme
+    assert f"standard errors of {errors[0]:.2f}% and {errors[1]:.2f}%" in readme
     peer = next(row["images_per_second"] for row in rows_of("one-gpu-vit-huge") if row["entry"] == "te-delayed")
     for row in rows_of("one-gpu-vit-huge"):
         figures = f"{row['images_per_second']:.0f} | {row['step_ms']:.0f} | {row['tflops']:.0f}"
