@@ -115,11 +115,21 @@ def test_figures_of_the_readme_are_in_benchmarks():
         groups.setdefault(row["group"], []).append(row)
     bf16 = statistics.mean(row["loss"] for row in groups["bf16"])
     assert f"standard deviation of {100 * statistics.stdev(row['loss'] for row in groups['bf16']) / bf16:.2f}%" in readme
+    losses = {row["run"]: row["loss"] for rows in groups.values() for row in rows}
+    twins = {
+        group: [100 * (row["loss"] / losses[row["beside"]] - 1) for row in rows if row["beside"]]
+        for group, rows in groups.items()
+    }
     for group, rows in groups.items():
         gaps = [100 * (row["loss"] / bf16 - 1) for row in rows]
-        mean = "\N{EN DASH}" if group == "bf16" else f"{signed(statistics.mean(gaps))}%"
-        line = f"| `{rows[0]['keys']}` | {len(rows)} | {mean} | {', '.join(map(signed, sorted(gaps)))} |"
+        means = [
+            f"{signed(statistics.mean(each))}%" if group != "bf16" else "\N{EN DASH}" for each in (gaps, twins[group] or [0])
+        ]
+        line = f"| `{rows[0]['keys']}` | {len(rows)} | {' | '.join(means)} | {', '.join(map(signed, sorted(gaps)))} |"
         assert line in readme, group
+    for group in ("delayed", "current"):
+        error = statistics.stdev(twins[group]) / len(twins[group]) ** 0.5
+        assert f"{statistics.mean(twins[group]):.2f} \N{PLUS-MINUS SIGN} {error:.2f}%" in readme, group
     seeds = {}
     for row in rows_of("loss-demo-seeds"):
         seeds.setdefault(row["entry"], []).append(row["gap_percent"])
