@@ -77,6 +77,8 @@ def test_figures_of_the_page_on_performance_are_in_benchmarks():
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8").replace("**", "")
     for row in rows_of("one-gpu-llama-1b"):
         assert figures_of(row) in text, row["entry"]
+    for row in rows_of("recompute-llama-1b"):
+        assert f"{row['tokens_per_second']:,} tokens a second and {row['peak_gib']:.1f} GiB" in text, row["entry"]
     gaps = {row["run"]: row["gap_percent"] for row in rows_of("loss-llama-1b")}
     assert f"{gaps['fp8-delayed']:.2f}% above bf16" in text
     assert f"summation {gaps['bf16-again']:.2f}%" in text
