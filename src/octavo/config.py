@@ -173,6 +173,9 @@ class Fp8Config(Section):
         description="Hopper's fast accumulation in the products of backward too, not in forward alone (delayed and current "
         "scaling only).",
     )
+    use_power_2_scales: bool = Field(
+        False, description="Scales are rounded down to powers of two (current scaling only; those of blocks always are)."
+    )
     skip: list[str] = Field(default_factory=list, description="Patterns of module names that stay out of FP8 (`fnmatch`).")
     layers: dict[str, Literal["bf16", "delayed", "current", "rowwise", "block"]] = Field(
         default_factory=dict,

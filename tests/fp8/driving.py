@@ -45,6 +45,7 @@ def delayed(length=4, algorithm="max", margin=0, hybrid=True):
 RECIPES = {
     "delayed": delayed,
     "current": lambda: octavo.recipe.CurrentScaling(),
+    "powers of two": lambda: octavo.recipe.CurrentScaling(use_power_2_scales=True),
     "rowwise": lambda: octavo.recipe.RowwiseScaling(),
     "block": lambda: octavo.recipe.BlockScaling(),
 }

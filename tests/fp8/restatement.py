@@ -145,9 +145,10 @@ def scale_of(largest: np.ndarray, fmt: Format) -> np.ndarray:
     return np.where(good, np.float32(fmt.max) / np.where(good, largest, np.float32(1)), np.float32(1)).astype(np.float32)
 
 
-def tensorwise(x: np.ndarray, fmt: Format) -> np.ndarray:
-    """Current scaling: one scale for the tensor, from its own amax."""
-    return round_trip(x, scale_of(amax(x), fmt), fmt)
+def tensorwise(x: np.ndarray, fmt: Format, *, powers: bool = False) -> np.ndarray:
+    """Current scaling: one scale for the tensor, from its own amax; with `powers` a power of two, rounded down."""
+    scale = scale_of(amax(x), fmt)
+    return round_trip(x, power_of_two_below(scale) if powers else scale, fmt)
 
 
 def rowwise(x: np.ndarray, fmt: Format) -> np.ndarray:
@@ -190,8 +191,9 @@ def operands(x: np.ndarray, w: np.ndarray, g: np.ndarray, recipe: str, states: d
         named = zip(states.values(), (x, w, g), strict=True)
         x, w, g = (round_trip(tensor, state.scale, state.format) for state, tensor in named)
         return Products((x, w), (g, w.T), (g.T, x.T))
-    if recipe == "current":
-        x, w, g = tensorwise(x, E4M3), tensorwise(w, E4M3), tensorwise(g, E5M2)
+    if recipe in ("current", "powers of two"):
+        powers = recipe == "powers of two"
+        x, w, g = tensorwise(x, E4M3, powers=powers), tensorwise(w, E4M3, powers=powers), tensorwise(g, E5M2, powers=powers)
         return Products((x, w), (g, w.T), (g.T, x.T))
     if recipe == "rowwise":
         return Products(

@@ -163,8 +163,9 @@ def test_leading_dimensions_are_rows(recipe):
     assert torch.equal(dw, flat.weight.grad)
 
 
+@pytest.mark.parametrize("powers", [False, True])
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_current_scales_are_exact(hybrid):
+def test_current_scales_are_exact(hybrid, powers):
     fmt = octavo.recipe.Format.HYBRID if hybrid else octavo.recipe.Format.E4M3
     draw = np.random.default_rng(5)
     layer = octavo.nn.Linear(6, 4)
@@ -172,19 +173,20 @@ def test_current_scales_are_exact(hybrid):
         x, g = strange(draw, (3, 6), torch.float32), strange(draw, (3, 4), torch.float32)
         if number == 0:
             x.fill_(1)
-        step(layer, x, g, octavo.recipe.CurrentScaling(fp8_format=fmt))
+        step(layer, x, g, octavo.recipe.CurrentScaling(fp8_format=fmt, use_power_2_scales=powers))
         report = octavo.fp8.inspect(layer)
         for name, tensor in {"input": x, "weight": layer.weight, "grad_output": g}.items():
             largest = amax(array(tensor))
             if 0 < largest < 1e-35:
                 continue  # max / amax is beyond float32: the design names no scale
             want = scale_of(largest, E5M2 if hybrid and name == "grad_output" else E4M3)
+            want = power_of_two_below(want) if powers else want
             assert report[name]["amax_history"] is None
             assert bits(report[name]["scale"]).tolist() == bits(want).tolist(), f"step {number}, {name}: amax {largest!r}"
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-42, float("inf"), float("nan")])
-@pytest.mark.parametrize("recipe", ["current", "rowwise", "block"])
+@pytest.mark.parametrize("recipe", ["current", "powers of two", "rowwise", "block"])
 def test_an_input_without_a_usable_amax_has_the_scale_one(recipe, value):
     """Zeros stay zeros and tiny values do not turn into NaN; an infinity saturates to 448; only NaN stays NaN."""
     layer = octavo.nn.Linear(16, 16, bias=False)

@@ -109,11 +109,13 @@ def test_amax(dtype, shape):
 
 
 @FORMATS
-def test_scales(fmt):
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_scales(fmt, power_of_two):
     amaxes = torch.rand(5000) * torch.exp2(torch.randint(-140, 120, (5000,)).float())
     edges = [0.0, torch.inf, torch.nan, 1e-45, 1e-40, reference.FLOAT32_MAX, fmt.max / reference.FLOAT32_MAX]
     amaxes = torch.cat([amaxes, torch.tensor(edges)])
-    assert torch.equal(cast_scaled.scale_from_amax(amaxes.cuda(), fmt.max).cpu(), reference.scale_from_amax(amaxes, fmt.max))
+    wanted = reference.scale_from_amax(amaxes, fmt.max, power_of_two=power_of_two)
+    assert torch.equal(cast_scaled.scale_from_amax(amaxes.cuda(), fmt.max, power_of_two).cpu(), wanted)
 
 
 @pytest.mark.parametrize("granularity", list(Granularity))

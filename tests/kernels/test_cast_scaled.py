@@ -131,14 +131,16 @@ class TestKernels:
             assert torch.equal(launch_amax(x), reference.amax(x))
 
     @FORMATS
-    def test_scales(self, fmt):
+    @pytest.mark.parametrize("power_of_two", [False, True])
+    def test_scales(self, fmt, power_of_two):
         amaxes = torch.cat(
             [
                 torch.rand(2000) * torch.exp2(torch.randint(-140, 120, (2000,)).float()),
                 torch.tensor([0.0, torch.inf, torch.nan, 1e-45, reference.FLOAT32_MAX, fmt.max / reference.FLOAT32_MAX]),
             ]
         )
-        assert torch.equal(launch_scale(amaxes, fmt.max), reference.scale_from_amax(amaxes, fmt.max))
+        wanted = reference.scale_from_amax(amaxes, fmt.max, power_of_two=power_of_two)
+        assert torch.equal(launch_scale(amaxes, fmt.max, power_of_two), wanted)
         assert launch_scale(torch.tensor(2.0), fmt.max).item() == fmt.max / 2
 
 
@@ -158,7 +160,9 @@ class TestElsewhere:
     def test_amax_and_scale(self):
         x = torch.randn(5, 7)
         assert torch.equal(cast_scaled.amax(x), reference.amax(x))
-        assert torch.equal(cast_scaled.scale_from_amax(x.abs(), 448.0), reference.scale_from_amax(x.abs(), 448.0))
+        for power_of_two in (False, True):
+            wanted = reference.scale_from_amax(x.abs(), 448.0, power_of_two=power_of_two)
+            assert torch.equal(cast_scaled.scale_from_amax(x.abs(), 448.0, power_of_two), wanted)
 
 
 def cublas(a, b, a_scale_inv, a_recipe, b_scale_inv, b_recipe, *, output_dtype):

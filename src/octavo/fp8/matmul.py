@@ -131,7 +131,7 @@ def quantize(
         if place is not None:
             q, q_t, scale_inv = scaling.cast_delayed(x, place, dtype, fp8_max, record=record, column=column)
         else:
-            scale = scale_from_amax(amax(x), fp8_max)
+            scale = scale_from_amax(amax(x), fp8_max, how.power_of_two)
             chosen = cast_scaled if torch.compiler.is_compiling() else _cast
             q, q_t, scale_inv = chosen(x, scale, dtype, fp8_max, column)
         return Quantized(q, scale_inv), Quantized(q_t, scale_inv) if column else None, scale

@@ -50,6 +50,8 @@ class Cast:
     granularity: Granularity
     delayed: bool = False
     """The scale comes from the amaxes of earlier steps, not from the tensor itself."""
+    power_of_two: bool = False
+    """Of one scale a tensor: it is rounded down to a power of two."""
 
 
 @dataclass(frozen=True)
@@ -127,17 +129,20 @@ class DelayedScaling(Recipe):
 class CurrentScaling(Recipe):
     """One scale a tensor, from its own largest |x|: two passes over the tensor, no state.
 
-    `fast_accumulation` as in `DelayedScaling`.
+    `fast_accumulation` as in `DelayedScaling`. `use_power_2_scales`, Transformer Engine's name, rounds scales down to powers of
+    two: then a value that stays where it is rounds to the same number in every step, whatever the largest does.
     """
 
     fp8_format: Format = Format.HYBRID
     fast_accumulation: bool = False
+    use_power_2_scales: bool = False
     name: ClassVar[str] = "current"
 
     def __post_init__(self) -> None:
         if not isinstance(self.fp8_format, Format):
             raise unknown("FP8 format", str(self.fp8_format), Format.__members__, key="fp8.format")
-        object.__setattr__(self, "casts", _casts(self.fp8_format, Granularity.TENSOR, Granularity.TENSOR))
+        how = {"power_of_two": self.use_power_2_scales}
+        object.__setattr__(self, "casts", _casts(self.fp8_format, Granularity.TENSOR, Granularity.TENSOR, **how))
 
 
 @dataclass(frozen=True)
@@ -170,7 +175,7 @@ _BY_CLASS_NAME: dict[str, type[Recipe]] = {r.__name__: r for r in RECIPES.values
 }
 
 
-_THEIR_USUAL: dict[str, Any] = {"use_power_2_scales": False, "use_f32_scales": False, "backward_override": None}
+_THEIR_USUAL: dict[str, Any] = {"use_f32_scales": False, "backward_override": None}
 """Values of Transformer Engine's fields that Octavo's recipes mean, where theirs may come from the environment."""
 
 

@@ -94,10 +94,10 @@ def _amax_of(x_ptr, amax_ptr, columns, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scale_of(amax_ptr, scale_ptr, count, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
+def _scale_of(amax_ptr, scale_ptr, count, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < count, other=0.0)
-    tl.store(scale_ptr + at, _choose_scale(amax, FP8_MAX, False), mask=at < count)
+    tl.store(scale_ptr + at, _choose_scale(amax, FP8_MAX, POWER_OF_TWO), mask=at < count)
 
 
 @triton.jit
@@ -305,14 +305,14 @@ def launch_amax(x: Tensor, *, block: int = _AMAX_BLOCK, warps: int = _AMAX_WARPS
     return largest
 
 
-def launch_scale(largest: Tensor, fp8_max: float) -> Tensor:
+def launch_scale(largest: Tensor, fp8_max: float, power_of_two: bool = False) -> Tensor:
     """Run the kernel; see `scale_from_amax`."""
     largest = largest.contiguous()
     scale = torch.empty_like(largest)
     count = largest.numel()
     if count:
         block = min(triton.next_power_of_2(count), 1024)
-        _scale_of[(triton.cdiv(count, block),)](largest, scale, count, FP8_MAX=fp8_max, BLOCK=block)
+        _scale_of[(triton.cdiv(count, block),)](largest, scale, count, fp8_max, power_of_two, BLOCK=block)
     return scale
 
 
@@ -408,11 +408,11 @@ def amax(x: Tensor) -> Tensor:
     return reference.amax(x)
 
 
-def scale_from_amax(largest: Tensor, fp8_max: float) -> Tensor:
+def scale_from_amax(largest: Tensor, fp8_max: float, power_of_two: bool = False) -> Tensor:
     """`reference.scale_from_amax` as one launch on a GPU; float32 of any shape."""
     if largest.device.type == "cuda" and not torch.compiler.is_compiling():
-        return launch_scale(largest, fp8_max)
-    return reference.scale_from_amax(largest, fp8_max)
+        return launch_scale(largest, fp8_max, power_of_two)
+    return reference.scale_from_amax(largest, fp8_max, power_of_two=power_of_two)
 
 
 def _in_kernels(x: Tensor) -> bool:

@@ -231,7 +231,7 @@ class Products:
         else:
             largest = torch.zeros((), device=self.device)
             run(Into(kind.dtype, kind.max, amax=largest, row=False))
-            scale = scale_from_amax(largest, kind.max)
+            scale = scale_from_amax(largest, kind.max, how.power_of_two)
             observe(self.state, operand, scale)
             made = run(Into(kind.dtype, kind.max, scale, row=row, column=column))
         scale_inv = made.scale_inv

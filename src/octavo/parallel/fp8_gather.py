@@ -191,7 +191,7 @@ class _SharedWeight:
             amax = reference.amax(own)
             if mesh.size() > 1:
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
-            scale = reference.scale_from_amax(amax, how.format.max)
+            scale = reference.scale_from_amax(amax, how.format.max, power_of_two=how.power_of_two)
             self.state.observed[Operand.WEIGHT] = scale
         with _unsafe_preserve_version_counter((self.scale_inv,)):
             self.scale.copy_(scale)

@@ -173,7 +173,7 @@ def recipe_of(config: Fp8Config, name: str | None = None) -> Recipe:
             fast_accumulation=config.fast_accumulation,
         )
     if name == "current":
-        return CurrentScaling(Format[config.format], config.fast_accumulation)
+        return CurrentScaling(Format[config.format], config.fast_accumulation, config.use_power_2_scales)
     return RECIPES[name]()
 
 
