@@ -25,8 +25,8 @@ from octavo.kernels.norm_rows import (
     backward_rows,
     backward_shape,
     forward_shape,
-    larger,
     load_scale,
+    magnitude,
     norm_rows,
     stream,
 )
@@ -104,7 +104,7 @@ def _norm_tiles(
             if BIAS:
                 y += tl.load(bias_ptr + c, mask=within, other=0.0).to(tl.float32)[None, :]
             if AMAX:
-                largest = tl.maximum(largest, tl.max(larger(0.0, y, inside), 1))
+                largest = tl.maximum(largest, tl.max(magnitude(y, inside), 1))
             if SCALED:
                 y = y * scale
             if ROW:
@@ -168,7 +168,7 @@ def _backward_tiles(
             tl.store(dh_ptr + r[:, None] * columns + c[None, :], rounded, mask=inside)
             q = rounded.to(tl.float32)
             if AMAX:
-                largest = tl.maximum(largest, tl.max(larger(0.0, q, inside), 1))
+                largest = tl.maximum(largest, tl.max(magnitude(q, inside), 1))
             if SCALED:
                 q = q * scale
             if ROW:

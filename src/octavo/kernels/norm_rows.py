@@ -81,9 +81,9 @@ def stream(x_ptr, delta_ptr, h_ptr, x_at, delta_at, h_at, inside, ADD: tl.conste
 
 
 @triton.jit
-def larger(largest, x, inside):
-    """The larger of `largest` and |x|, NaN and what is outside ignored."""
-    return tl.maximum(largest, tl.where(inside & (x == x), tl.abs(x), 0.0))
+def magnitude(x, inside):
+    """|x|; 0 for NaN and what is outside."""
+    return tl.where(inside & (x == x), tl.abs(x), 0.0)
 
 
 @triton.jit
@@ -103,9 +103,16 @@ def _load(ptr, at, inside):
 
 
 @triton.jit
-def _largest(x, inside):
-    """The largest |x| of a block, NaN ignored."""
-    return tl.max(tl.where(inside & (x == x), tl.abs(x), 0.0))
+def _store_block(y, scale, row_ptr, c, inside, SCALED: tl.constexpr, AMAX: tl.constexpr, ROW: tl.constexpr):
+    """Store a block of a row, float32, scaled and rounded; the largest before scaling."""
+    largest = 0.0
+    if AMAX:
+        largest = tl.max(magnitude(y, inside))
+    if SCALED:
+        y = y * scale
+    if ROW:
+        tl.store(row_ptr + c, y.to(row_ptr.dtype.element_ty), mask=inside)
+    return largest
 
 
 @triton.jit
@@ -117,14 +124,7 @@ def _store_normed(
     y = h * rstd * _load(weight_ptr, c, inside)  # late: held since before the sums, it would keep other rows out
     if BIAS:
         y += _load(bias_ptr, c, inside)
-    largest = 0.0
-    if AMAX:
-        largest = _largest(y, inside)
-    if SCALED:
-        y = y * scale
-    if ROW:
-        tl.store(row_ptr + c, y.to(row_ptr.dtype.element_ty), mask=inside)
-    return largest
+    return _store_block(y, scale, row_ptr, c, inside, SCALED, AMAX, ROW)
 
 
 @triton.jit
@@ -204,15 +204,7 @@ def _store_gradients(
         dh += residual
     rounded = dh.to(dh_ptr.dtype.element_ty)
     tl.store(dh_ptr + c, rounded, mask=inside)
-    q = rounded.to(tl.float32)
-    largest = 0.0
-    if AMAX:
-        largest = _largest(q, inside)
-    if SCALED:
-        q = q * scale
-    if ROW:
-        tl.store(row_ptr + c, q.to(row_ptr.dtype.element_ty), mask=inside)
-    return largest
+    return _store_block(rounded.to(tl.float32), scale, row_ptr, c, inside, SCALED, AMAX, ROW)
 
 
 @triton.jit
