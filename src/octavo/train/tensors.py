@@ -147,7 +147,8 @@ def write_shard(folder: Path, parts: Sequence[Part], rank: int = 0, step: int | 
 
 
 def _raw(part: Part) -> memoryview:
-    return part.data.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    whole = part.data.cpu().contiguous()  # also a single number whose stride is not 1, which cannot be viewed as bytes
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def bytes_needed(parts: Sequence[Part]) -> int:
