@@ -191,7 +191,9 @@ def bench(
     suite: Annotated[
         str,
         typer.Argument(
-            metavar="SUITE", help="What to measure: one-gpu, sharded, checkpoint, kernels or layers.", show_default=False
+            metavar="SUITE",
+            help="What to measure: one-gpu, sharded, checkpoint, kernels, products or layers.",
+            show_default=False,
         ),
     ],
     cases: Annotated[str | None, typer.Option(metavar="A,B", help="Only these workloads, kernels or layers.")] = None,

@@ -48,7 +48,7 @@ def test_shapes_suit_their_kernels():
 
 def test_rows_are_shares_of_the_fastest_copy(tmp_path, monkeypatch):
     times = iter([100.0, 300.0, 50.0, 40.0])
-    monkeypatch.setattr("octavo.bench.kernels.median_us", lambda run, **how: next(times))
+    monkeypatch.setattr("octavo.bench.kernels.median_us", lambda run, **how: [next(times)])
     monkeypatch.setattr("octavo.bench.kernels.COPIED", ((64, 128), (64, 512)))
     monkeypatch.setattr("octavo.bench.kernels.FLUSHED_BYTES", 4)
     small = [type(kernel)(kernel.name, kernel.make, kernel.reads, kernel.writes, (TINY,)) for kernel in KERNELS.values()][:2]

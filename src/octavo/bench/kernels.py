@@ -244,12 +244,13 @@ def measure_kernels(
     rows = []
     for shape in COPIED:
         source = _random(*shape, device)
-        rows.append(_figures("copy", "torch", shape, 2 * source.nbytes, time(partial(torch.empty_like(source).copy_, source))))
+        (us,) = time(partial(torch.empty_like(source).copy_, source))
+        rows.append(_figures("copy", "torch", shape, 2 * source.nbytes, us))
     ceiling = max(row["gb_per_s"] for row in rows)
     for kernel in kernels:
         for shape in kernel.shapes:
             try:
-                us = time(kernel.make(*shape, device).run)
+                (us,) = time(kernel.make(*shape, device).run)
             except Exception as error:  # one kernel that does not compile here must not take the others' figures along
                 text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}"
                 rows.append({"workload": kernel.name, "entry": "octavo", "shape": list(shape), "error": text})
@@ -259,21 +260,23 @@ def measure_kernels(
     return [row if "error" in row else {**row, "share_of_copy": row["gb_per_s"] / ceiling} for row in rows]
 
 
-def median_us(run: Callable[[], object], *, scratch: Tensor, iterations: int, warmup: int) -> float:
-    """Median time of a call on the GPU, in microseconds, each with a cold L2 cache."""
+def median_us(*runs: Callable[[], object], scratch: Tensor, iterations: int, warmup: int) -> list[float]:
+    """Median time of each call on the GPU, in microseconds, each with a cold L2 cache, and in turns."""
     for _ in range(max(1, warmup)):
-        run()
-    marks = []
+        for run in runs:
+            run()
+    marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
     for _ in range(iterations):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        scratch.sum()  # reading leaves nothing behind that would have to be written back while the call is timed
-        torch.cuda._sleep(PAUSE_CYCLES)
-        begin.record()
-        run()
-        end.record()
-        marks.append((begin, end))
+        for run, pairs in zip(runs, marks, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            scratch.sum()  # reading leaves nothing behind that would have to be written back while the call is timed
+            torch.cuda._sleep(PAUSE_CYCLES)
+            begin.record()
+            run()
+            end.record()
+            pairs.append((begin, end))
     torch.cuda.synchronize(scratch.device)
-    return statistics.median(begin.elapsed_time(end) for begin, end in marks) * 1e3
+    return [statistics.median(begin.elapsed_time(end) for begin, end in pairs) * 1e3 for pairs in marks]
 
 
 def _figures(name: str, entry: str, shape: tuple[int, int], moved: int, us: float) -> dict[str, Any]:

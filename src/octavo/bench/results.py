@@ -50,6 +50,12 @@ KERNEL: Columns = (
     ("GB/s", "gb_per_s", "{:,.0f}", 1),
     ("of copy", "share_of_copy", "{:.1%}", 1),
 )
+PRODUCT: Columns = (
+    ("us", "us", "{:,.1f}", 1),
+    ("PyTorch us", "torch_us", "{:,.1f}", 1),
+    ("TFLOP/s", "tflops", "{:,.0f}", 1),
+    ("gain", "gain", "{:.3f}", 1),
+)
 CHECKPOINT: Columns = (
     ("GB", "bytes", "{:.1f}", 1e-9),
     ("save s", "save_seconds", "{:.1f}", 1),
@@ -146,11 +152,11 @@ def commit() -> str | None:
 def write(results: dict[str, Any], output: Path) -> list[Path]:
     """Write a run: into `output` if that is a .json file, else into that folder as SUITE-WORKLOAD.json, one a workload.
 
-    The kernels are one file, kernels.json, as the layers are: each is a few figures, and they are read side by side.
+    The kernels are one file, kernels.json, as products and layers are: each is a few figures, and they are read side by side.
     """
     if output.suffix == ".json":
         files = {output: results}
-    elif results["suite"] in ("kernels", "layers"):
+    elif results["suite"] in ("kernels", "products", "layers"):
         files = {output / f"{results['suite']}.json": results}
     else:
         files = {
@@ -189,6 +195,9 @@ def render(results: dict[str, Any], console: Console) -> None:
     """Print a table for each workload, with each entry's speed over that of the best peer where there is one."""
     if results["suite"] == "kernels":
         _print_table(_titled("kernels", results, "kernel", "shape"), results["rows"], KERNEL, console)
+        return
+    if results["suite"] == "products":
+        _print_table(_titled("products", results, "product", "rows x columns x summed"), results["rows"], PRODUCT, console)
         return
     if results["suite"] == "layers":
         _print_errors(results, console)
@@ -236,7 +245,8 @@ def _print_table(table: Table, rows: list[dict[str, Any]], columns: Columns, con
 def _names(entry: dict[str, Any]) -> tuple[str, str]:
     """The first two columns: entry and head, or kernel and shape."""
     if "shape" in entry:
-        return entry["workload"], " x ".join(f"{size:,}" for size in entry["shape"])
+        named = (entry[key] for key in ("workload", "precision", "product") if key in entry)
+        return " ".join(named), " x ".join(f"{size:,}" for size in entry["shape"])
     return entry["entry"], entry["head"]
 
 

@@ -14,6 +14,7 @@ from octavo.bench.kernels import KERNELS, measure_kernels
 from octavo.bench.layers import LAYERS, OCTAVO, measure_layers, transformer_engine
 from octavo.bench.measure import Place, measure_case
 from octavo.bench.peers import ENTRIES, PEERS, Entry
+from octavo.bench.products import WORKLOADS, measure_products
 from octavo.bench.results import document, render, row, version, write
 from octavo.bench.suites import SUITES, Suite
 from octavo.errors import InputError, unknown
@@ -57,7 +58,8 @@ def run_suite(
         entries: of the suite's, exactly these; none: Octavo's own, or the usual ones, and peers. Entries that fail have a row
             with "error".
         peers: groups from `PEERS` that stand beside Octavo's entries; None: all that are installed.
-        steps: timed steps of each entry, calls of a kernel, or seeds of a layer, whose median counts; None: the suite's number.
+        steps: timed steps of each entry, calls of a kernel or product, or seeds of a layer, whose median counts; None: the
+            suite's number.
         warmup: steps before them, which compile, or settle the scales of a layer; None: the suite's number.
         breakdown: record where each entry's time on the GPU goes, in a few more steps.
         output: a .json file, or a folder for one file a workload; None: `benchmarks/`.
@@ -81,9 +83,9 @@ def run_suite(
     place = _place(chosen, device, gpus)
     _check_gpu(chosen, place, breakdown)
     output = output or FOLDER
-    if suite in ("kernels", "layers"):
-        run = _run_kernels if suite == "kernels" else _run_layers
-        return run(cases or chosen.cases, place, steps, warmup, output, command, say)
+    alone = {"kernels": _run_kernels, "products": _run_products, "layers": _run_layers}
+    if suite in alone:
+        return alone[suite](cases or chosen.cases, place, steps, warmup, output, command, say)
     compared = _compared(chosen, entries, peers, say)
     rows: list[dict[str, Any]] = []
     for case, able in _plan(chosen, cases, compared, place, say):
@@ -112,6 +114,20 @@ def _run_kernels(
     device = torch.device(place.where)
     rows = measure_kernels([KERNELS[name] for name in names], device, iterations=steps, warmup=warmup, say=say)
     results = document("kernels", command, place, [], rows)
+    for path in write(results, output):
+        say(f"wrote {path}")
+    return results
+
+
+def _run_products(
+    names: Sequence[str], place: Place, steps: int, warmup: int, output: Path, command: str, say: Say
+) -> dict[str, Any]:
+    """The products of these workloads, in this process."""
+    import torch
+
+    device = torch.device(place.where)
+    rows = measure_products([WORKLOADS[name] for name in names], device, iterations=steps, warmup=warmup, say=say)
+    results = document("products", command, place, [], rows)
     for path in write(results, output):
         say(f"wrote {path}")
     return results
@@ -172,9 +188,10 @@ def _counts(suite: Suite, steps: int | None, warmup: int | None, saves: int) -> 
 
 def _check_gpu(suite: Suite, place: Place, breakdown: bool) -> None:
     """Refuse what only a GPU can tell where there is none, and a breakdown of what has no steps."""
-    if suite.name == "kernels" and place.device.kind != "cuda":
+    if suite.name in ("kernels", "products") and place.device.kind != "cuda":
         raise InputError(
-            "the suite kernels times kernels that run on a GPU, and the device is cpu. Use --device cuda where there is one."
+            f"the suite {suite.name} times {suite.name} that run on a GPU, and the device is cpu."
+            " Use --device cuda where there is one."
         )
     if breakdown and (place.device.kind != "cuda" or suite.name not in ("one-gpu", "sharded")):
         raise InputError(

@@ -10,6 +10,7 @@ from octavo.bench.cases import ALL_CASES, CASES
 from octavo.bench.kernels import KERNELS
 from octavo.bench.layers import LAYERS, SETTLING
 from octavo.bench.peers import ENTRIES, Entry
+from octavo.bench.products import WORKLOADS
 from octavo.bench.sharded import SHARDED
 
 
@@ -53,6 +54,8 @@ SUITES: dict[str, Suite] = {
         ),
         # No entries: Octavo's kernels stand beside the device's copy.
         Suite("kernels", {}, tuple(KERNELS), (1, 1), known=KERNELS, steps=100, warmup=10),
+        # PyTorch's choice of an algorithm stands beside Octavo's in each row.
+        Suite("products", {}, tuple(WORKLOADS), (1, 1), known=WORKLOADS, steps=20, warmup=3),
         # Errors instead of times: a step is a seed, and warm-up is what delayed scaling needs.
         Suite("layers", {}, tuple(LAYERS), (1, 1), known=LAYERS, steps=3, warmup=SETTLING),
     )

@@ -117,8 +117,8 @@ def wide_products(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor
 
     A weight of another dtype is converted for each of its two products, since backward does not keep the first one's.
     """
-    y = torch.mm(x, weight.to(x.dtype).t())
-    dx = torch.mm(dy, weight.to(x.dtype))
+    y = gemm.wide_mm(x, weight.to(x.dtype).t(), x.dtype)
+    dx = gemm.wide_mm(dy, weight.to(x.dtype), x.dtype)
     return y, dx, gemm.wide_mm(dy.t(), x, weight.dtype)
 
 

@@ -1,7 +1,7 @@
 """Products of FP8 matrices: every rule about layouts, padding and scales of a device is in this file.
 
 Both operands sum over their last dimension (`a · bᵀ`), which is the one layout that Hopper's FP8 units take. On a GPU with
-FP8 units the product is cuBLAS's through `torch._scaled_mm`; elsewhere the same numbers come from bf16 or float32 products:
+FP8 units the product is cuBLAS's (`octavo.kernels.algorithms`); elsewhere the same numbers come from bf16 or float32 products:
 FP8 values are exact in bf16, so only the order of the float32 sums differs.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.kernels import reference
+from octavo.kernels import algorithms, reference
 
 ALIGNMENT = 16
 """cuBLAS wants the summed dimension and the columns of the result in multiples of this many elements (16 bytes)."""
@@ -60,15 +60,19 @@ def scaled_mm(
     # Row scales come with a bf16 result only, and so does a bias in the epilogue.
     product_dtype = torch.bfloat16 if rowwise else out_dtype
     fused_bias = bias if bias is not None and product_dtype == torch.bfloat16 and b.shape[0] == columns else None
-    out = torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=a_scale_inv,
-        scale_b=b_scale_inv,
-        bias=None if fused_bias is None else fused_bias.to(product_dtype),
-        out_dtype=product_dtype,
-        use_fast_accum=not precise,
-    )
+    fused_bias = None if fused_bias is None else fused_bias.to(product_dtype)
+    if rowwise:
+        out = torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a=a_scale_inv,
+            scale_b=b_scale_inv,
+            bias=fused_bias,
+            out_dtype=product_dtype,
+            use_fast_accum=not precise,
+        )
+    else:
+        out = algorithms.mm(a, b.t(), product_dtype, scales=(a_scale_inv, b_scale_inv), fast=not precise, bias=fused_bias)
     if out.shape[1] != columns:
         out = out[:, :columns].contiguous()
     if bias is not None and fused_bias is None:
@@ -83,16 +87,17 @@ def scaled_mm_into(out: Tensor, a: Tensor, a_scale_inv: Tensor, b: Tensor, b_sca
     aligned = a.shape[0] > 0 and a.shape[1] > 0 and a.shape[1] % ALIGNMENT == b.shape[0] % ALIGNMENT == 0
     if not (aligned and is_native(a.device) and all(x.is_contiguous() for x in (out, a, b))):
         return out.copy_(scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype=out.dtype, precise=True))
-    return torch._scaled_mm(
-        a, b.t(), scale_a=a_scale_inv, scale_b=b_scale_inv, out_dtype=out.dtype, use_fast_accum=False, out=out
-    )
+    return algorithms.mm(a, b.t(), out.dtype, scales=(a_scale_inv, b_scale_inv), out=out)
 
 
-def wide_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """a [M, C] · b [C, N] of one wide dtype, in `out_dtype`; on a GPU a float32 result is not rounded to theirs."""
-    if a.device.type == "cuda" and out_dtype == torch.float32 != a.dtype:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    out = a @ b
+def wide_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a [M, C] · b [C, N] of one wide dtype + bias [N], in `out_dtype`; on a GPU a float32 result is not rounded to theirs.
+
+    bias: of the operands' dtype, which `out_dtype` is then too.
+    """
+    if a.device.type == "cuda" and (out_dtype in (a.dtype, torch.float32)):
+        return algorithms.mm(a, b, out_dtype, bias=bias)
+    out = a @ b if bias is None else torch.addmm(bias, a, b)
     return out if out.dtype == out_dtype else out.to(out_dtype)
 
 

@@ -73,7 +73,7 @@ def describe(model: nn.Module) -> Description:
                 layers.append(LayerReport(label, kind, shape, True, reason, recipe))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     native = gemm.is_native(device)
-    products = "FP8 units, torch._scaled_mm (cuBLAS)" if native else f"emulated exactly on {device.type}, without FP8 units"
+    products = "FP8 units, cuBLAS" if native else f"emulated exactly on {device.type}, without FP8 units"
     return Description(tuple(layers), _attention(device), products)
 
 

@@ -73,7 +73,7 @@ class _Head:
         self.d_weight: Tensor | None = None
 
     def logits(self, part: slice) -> Tensor:
-        return self.hidden[part] @ self.weight.t()
+        return gemm.wide_mm(self.hidden[part], self.weight.t(), self.hidden.dtype)
 
     def room(self, part: slice) -> Tensor | None:
         """Where the gradient of these tokens' logits is to stand; None: over the logits."""

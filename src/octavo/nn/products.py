@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from octavo.fp8 import autocast, scaling
 from octavo.fp8.matmul import observe, quantize, weight_operand
@@ -187,13 +186,13 @@ class Products:
     def output(self, x: Forms, w: Forms, bias: Tensor | None) -> Tensor:
         """y [M, N] in `out_dtype`."""
         if self.recipe is None:
-            return functional.linear(x.wide, w.wide, None if bias is None else bias.to(self.out_dtype))
+            return gemm.wide_mm(x.wide, w.wide.t(), self.out_dtype, None if bias is None else bias.to(self.out_dtype))
         return gemm.scaled_mm(*x.by_row, *w.by_row, out_dtype=self.out_dtype, bias=bias)
 
     def grad_input(self, dy: Forms, w: Forms) -> Tensor:
         """dx [M, K] in `out_dtype`."""
         if self.recipe is None:
-            return dy.wide @ w.wide
+            return gemm.wide_mm(dy.wide, w.wide, self.out_dtype)
         return gemm.scaled_mm(*dy.by_row, *w.by_column, out_dtype=self.out_dtype, precise=self.recipe.precise_gradients)
 
     def grad_weight(self, dy: Forms, x: Forms) -> Tensor:

@@ -1,0 +1,121 @@
+"""The matrix products of a training step alone: the algorithm of cuBLAS that PyTorch takes beside the one that Octavo takes.
+
+Each layer of a workload has three products, in FP8 (E4M3 with E5M2 gradients, fast accumulation) and in bf16. Both
+contestants run in turns on random operands, behind a pause in which the host hands the calls over; medians count. The results
+are the same to the last bit, or Octavo would not take the algorithm (`octavo.kernels.algorithms`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.bench.kernels import FLUSHED_BYTES, median_us
+from octavo.fp8.formats import E4M3, E5M2
+from octavo.kernels import gemm
+
+FLOPS_A_TERM = 2
+"""A multiplication and an addition."""
+
+
+class Workload(NamedTuple):
+    """The linear layers of one block: tokens a step, (columns in, columns out) of each."""
+
+    name: str
+    tokens: int
+    layers: tuple[tuple[int, int], ...]
+
+
+class Product(NamedTuple):
+    """a [rows, summed] · b [columns, summed]ᵀ, in FP8 with the formats of a and b."""
+
+    kind: str
+    rows: int
+    columns: int
+    summed: int
+    gradient: bool
+
+    @property
+    def flops(self) -> int:
+        """Of one call."""
+        return FLOPS_A_TERM * self.rows * self.columns * self.summed
+
+
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload("llama-1b", 16_384, ((2048, 3072), (2048, 2048), (2048, 16_384), (8192, 2048))),
+        Workload("llama-8b", 16_384, ((4096, 6144), (4096, 4096), (4096, 28_672), (14_336, 4096))),
+        Workload("llama2-7b", 16_384, ((4096, 12_288), (4096, 4096), (4096, 22_016), (11_008, 4096))),
+        Workload("vit-huge", 32_896, ((1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280))),
+    )
+}
+
+
+def products_of(workload: Workload) -> list[Product]:
+    """All products of a block, forward and backward."""
+    tokens = workload.tokens
+    return [
+        product
+        for columns_in, columns_out in workload.layers
+        for product in (
+            Product("output", tokens, columns_out, columns_in, gradient=False),
+            Product("input gradient", tokens, columns_in, columns_out, gradient=True),
+            Product("weight gradient", columns_out, columns_in, tokens, gradient=True),
+        )
+    ]
+
+
+def measure_products(
+    workloads: Iterable[Workload], device: torch.device, *, iterations: int, warmup: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """A row for each product of each workload in each precision, with both contestants' times."""
+    torch.cuda.set_device(device.index or 0)
+    scratch = torch.zeros(FLUSHED_BYTES // 4, device=device)
+    time = partial(median_us, scratch=scratch, iterations=iterations, warmup=warmup)
+    rows: list[dict[str, Any]] = []
+    for workload in workloads:
+        for precision, calls in (("fp8", _fp8), ("bf16", _bf16)):
+            found = []
+            for product in products_of(workload):
+                theirs, ours = time(*calls(product, device))
+                found.append((theirs, ours))
+                shape = [product.rows, product.columns, product.summed]
+                rows.append(
+                    {
+                        "workload": workload.name, "entry": "octavo", "precision": precision, "product": product.kind,
+                        "shape": shape, "us": ours, "torch_us": theirs, "tflops": product.flops / ours / 1e6,
+                        "gain": theirs / ours,
+                    }
+                )  # fmt: skip
+            theirs, ours = (sum(times) for times in zip(*found, strict=True))
+            say(f"{workload.name} {precision}: {ours:.0f} us, PyTorch {theirs:.0f} us, {theirs / ours:.3f} x")
+    return rows
+
+
+def _fp8(product: Product, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    one = torch.ones((), device=device)
+    a = _random(product.rows, product.summed, device).to((E5M2 if product.gradient else E4M3).dtype)
+    b = _random(product.columns, product.summed, device).to(E4M3.dtype)
+    return (
+        lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True),
+        lambda: gemm.scaled_mm(a, one, b, one, out_dtype=torch.bfloat16),
+    )
+
+
+def _bf16(product: Product, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """Operands as they are stored where the product is made: of a gradient no transposed copy is at hand."""
+    a, b = _random(product.rows, product.summed, device), _random(product.columns, product.summed, device)
+    if product.gradient:
+        b = b.t().contiguous().t()
+    if product.kind == "weight gradient":
+        a = a.t().contiguous().t()
+    return lambda: a @ b.t(), lambda: gemm.wide_mm(a, b.t(), torch.bfloat16)
+
+
+def _random(rows: int, columns: int, device: torch.device) -> Tensor:
+    return torch.randn(rows, columns, device=device, dtype=torch.bfloat16) * 8

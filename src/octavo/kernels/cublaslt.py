@@ -1,0 +1,192 @@
+"""cuBLASLt's products by ctypes, where PyTorch leaves out a choice: the algorithm.
+
+The library is the one that PyTorch has loaded into the process; nothing else is opened. Only what a product of two matrices
+needs is here, with a scale each in FP8. Names and numbers are those of `cublasLt.h`, the same in CUDA 12 and 13.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_COMPUTE_32F = 68
+_EPILOGUE_BIAS = 4
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+OPERANDS = frozenset(_TYPES) - {torch.float32}
+RESULTS = frozenset((torch.float32, torch.float16, torch.bfloat16))
+"""Dtypes. Products of float32 are TF32 or not, as PyTorch is told, and so left to it."""
+_TRANS_A, _TRANS_B, _EPILOGUE, _BIAS, _A_SCALE, _B_SCALE, _FAST_ACCUM, _BIAS_TYPE = 3, 4, 7, 8, 17, 18, 25, 26
+"""Attributes of a product (`CUBLASLT_MATMUL_DESC_…`)."""
+_MAX_WORKSPACE = 1
+"""Of a preference."""
+
+MOST_ALGORITHMS = 16
+MOST_WORKSPACE = 2**20
+"""Bytes. Algorithms that split the sum want more, and add in another order."""
+ALIGNMENT = 256
+"""Bytes at whose multiples operands begin, as cuBLAS assumes where nothing else is said."""
+
+
+class Shape(NamedTuple):
+    """A product a [rows, summed] · b [summed, columns], the result row-major.
+
+    Attributes:
+        device: its number.
+        a, b, out: dtypes. FP8 operands have a scale each.
+        a_by_rows, b_by_rows: whether rows of the operand are stored one behind the other; otherwise its columns are.
+        bias: whether [columns] of the result's dtype is added.
+        fast: Hopper's fast accumulation of FP8.
+    """
+
+    device: int
+    rows: int
+    columns: int
+    summed: int
+    a: torch.dtype
+    a_by_rows: bool
+    b: torch.dtype
+    b_by_rows: bool
+    out: torch.dtype
+    bias: bool
+    fast: bool
+
+    @property
+    def scaled(self) -> bool:
+        """Whether operands have scales."""
+        return self.a.itemsize == 1
+
+
+class _Algorithm(ctypes.Structure):
+    """`cublasLtMatmulHeuristicResult_t`: an algorithm, which comes first in it, and what it needs."""
+
+    _fields_ = (
+        ("data", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+@functools.cache
+def _library() -> ctypes.PyDLL | None:
+    """The loaded library; None where PyTorch has none. Its calls only launch, so they keep Python's lock."""
+    if torch.version.cuda is None or not hasattr(os, "RTLD_NOLOAD"):
+        return None
+    try:
+        return ctypes.PyDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+
+
+def is_loaded() -> bool:
+    """Whether this process has cuBLASLt."""
+    return _library() is not None
+
+
+class RefusedError(RuntimeError):
+    """The library does not do what was asked of it."""
+
+
+def _call(name: str, *arguments: object) -> None:
+    library = _library()
+    assert library is not None
+    if status := getattr(library, name)(*arguments):
+        raise RefusedError(f"{name} failed with status {status}")
+
+
+@functools.cache
+def _handle(device: int) -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _call("cublasLtCreate", ctypes.byref(handle))
+    return handle
+
+
+def _layout(dtype: torch.dtype, rows: int, columns: int, by_rows: bool) -> ctypes.c_void_p:
+    """Of a matrix. cuBLAS counts by columns: one that is stored by rows is its transpose to it."""
+    layout = ctypes.c_void_p()
+    high, wide = (columns, rows) if by_rows else (rows, columns)
+    sizes = ctypes.c_uint64(high), ctypes.c_uint64(wide), ctypes.c_int64(high)
+    _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _TYPES[dtype], *sizes)
+    return layout
+
+
+class Product:
+    """A product of one shape, and the algorithms that cuBLAS offers for it, which are numbered as its heuristic orders them.
+
+    What cuBLAS keeps of it (some hundred bytes) is not given back.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        # What is wanted by rows is computed as its transpose: outᵀ [columns, rows] = bᵀ · aᵀ.
+        self.shape = shape
+        self._handle = _handle(shape.device)
+        self._a = _layout(shape.a, shape.rows, shape.summed, shape.a_by_rows)
+        self._b = _layout(shape.b, shape.summed, shape.columns, shape.b_by_rows)
+        self._out = _layout(shape.out, shape.rows, shape.columns, True)
+        self._description = ctypes.c_void_p()
+        _call("cublasLtMatmulDescCreate", ctypes.byref(self._description), _COMPUTE_32F, _TYPES[torch.float32])
+        self._set(_TRANS_A, ctypes.c_int32(not shape.b_by_rows))
+        self._set(_TRANS_B, ctypes.c_int32(not shape.a_by_rows))
+        self._a_scale, self._b_scale, self._bias = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        if shape.scaled:
+            self._set(_FAST_ACCUM, ctypes.c_int8(shape.fast))
+            self._set(_A_SCALE, self._b_scale)
+            self._set(_B_SCALE, self._a_scale)
+        if shape.bias:
+            self._set(_EPILOGUE, ctypes.c_uint32(_EPILOGUE_BIAS))
+            self._set(_BIAS_TYPE, ctypes.c_int32(_TYPES[shape.out]))
+        self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+        self._lock = threading.Lock()
+        self.algorithms = self._offered()
+
+    def _set(self, attribute: int, value: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        _call("cublasLtMatmulDescSetAttribute", self._description, attribute, ctypes.byref(value), size)
+
+    def _offered(self) -> list[_Algorithm]:
+        preference, most = ctypes.c_void_p(), ctypes.c_uint64(MOST_WORKSPACE)
+        _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        size = ctypes.c_size_t(ctypes.sizeof(most))
+        _call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.byref(most), size)
+        found, count = (_Algorithm * MOST_ALGORITHMS)(), ctypes.c_int()
+        with torch.cuda.device(self.shape.device):
+            _call(
+                "cublasLtMatmulAlgoGetHeuristic", self._handle, self._description, self._b, self._a, self._out, self._out,
+                preference, MOST_ALGORITHMS, found, ctypes.byref(count),
+            )  # fmt: skip
+        _call("cublasLtMatmulPreferenceDestroy", preference)
+        return [algorithm for algorithm in found[: count.value] if algorithm.state == 0]
+
+    def __call__(
+        self, number: int, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor] | None, bias: Tensor | None, out: Tensor
+    ) -> Tensor:
+        """Launch algorithm `number` on the current stream of the shape's device, which is the current one, into `out`."""
+        algorithm = self.algorithms[number]
+        # From PyTorch's allocator, so that no other stream has it meanwhile, and a CUDA graph keeps its own.
+        workspace = out.new_empty(algorithm.workspace, dtype=torch.uint8) if algorithm.workspace else None
+        stream = torch.cuda.current_stream().cuda_stream
+        with self._lock:
+            if scales is not None:
+                self._a_scale.value, self._b_scale.value = (scale.data_ptr() for scale in scales)
+                self._set(_A_SCALE, self._b_scale)
+                self._set(_B_SCALE, self._a_scale)
+            if bias is not None:
+                self._bias.value = bias.data_ptr()
+                self._set(_BIAS, self._bias)
+            pointers = [ctypes.c_void_p(x.data_ptr()) for x in (a, b, out)]
+            _call(
+                "cublasLtMatmul", self._handle, self._description, ctypes.byref(self._one),
+                pointers[1], self._b, pointers[0], self._a, ctypes.byref(self._zero), pointers[2], self._out,
+                pointers[2], self._out, ctypes.byref(algorithm),
+                ctypes.c_void_p(None if workspace is None else workspace.data_ptr()),
+                ctypes.c_size_t(algorithm.workspace), ctypes.c_void_p(stream),
+            )  # fmt: skip
+        return out

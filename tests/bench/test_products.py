@@ -1,0 +1,88 @@
+"""The suite of products: what it multiplies are the products of the models it names; what is written and shown."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from octavo.bench import products, run
+from octavo.bench.cases import ALL_CASES
+from octavo.bench.products import WORKLOADS, measure_products, products_of
+from octavo.bench.results import render, write
+from octavo.bench.run import run_suite
+from octavo.errors import InputError
+from octavo.kernels import gemm
+from octavo.plan.flops import matmul_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "layers"),
+    [("llama-1b", "llama-1b", 16), ("llama-8b", "llama-8b-8layers", 8), ("llama2-7b", "llama2-7b-8layers", 8)],
+)
+def test_the_products_are_those_of_the_model(name, case, layers):
+    workload = WORKLOADS[name]
+    wanted = matmul_parameters(ALL_CASES[case].hf_config()).layers * workload.tokens
+    assert sum(product.flops for product in products_of(workload)) * layers == 6 * wanted
+
+
+def test_both_contestants_multiply_the_same(monkeypatch):
+    """On a CPU, where neither has a choice; shapes, layouts and formats are those of a GPU."""
+
+    def by_pytorch(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
+        return (a.float() @ b.float()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", by_pytorch)
+    cpu, small = torch.device("cpu"), products.Workload("small", 64, ((32, 48),))
+    for product in products_of(small):
+        for calls in (products._fp8, products._bf16):
+            theirs, ours = (call() for call in calls(product, cpu))
+            assert ours.shape == (product.rows, product.columns)
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-2)
+
+
+def test_rows_are_written_and_shown(tmp_path, monkeypatch):
+    times = iter([[30.0, 20.0]] * 6)
+    monkeypatch.setattr(products, "median_us", lambda *runs, **how: next(times))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    said = []
+    small = products.Workload("small", 64, ((32, 48),))
+    rows = measure_products([small], torch.device("cpu"), iterations=1, warmup=1, say=said.append)
+    assert said == ["small fp8: 60 us, PyTorch 90 us, 1.500 x", "small bf16: 60 us, PyTorch 90 us, 1.500 x"]
+    assert rows[0] == {
+        "workload": "small", "entry": "octavo", "precision": "fp8", "product": "output", "shape": [64, 48, 32],
+        "us": 20.0, "torch_us": 30.0, "tflops": pytest.approx(2 * 64 * 48 * 32 / 20e-6 / 1e12), "gain": 1.5,
+    }  # fmt: skip
+    machine = {"gpu": "NVIDIA H200", "cpu": None, "count": 1, "torch": "2.11.0"}
+    results = {"suite": "products", "machine": machine, "rows": rows}
+    assert write(results, tmp_path) == [tmp_path / "products.json"]
+    assert json.loads((tmp_path / "products.json").read_text()) == results
+    text = io.StringIO()
+    render(results, Console(file=text, width=120))
+    assert "small bf16 weight gradient" in text.getvalue()
+    assert "48 x 32 x 64" in text.getvalue()
+    assert "1.500" in text.getvalue()
+
+
+def test_a_cpu_has_no_products_to_time(tmp_path):
+    with pytest.raises(InputError, match="the suite products times products that run on a GPU, and the device is cpu"):
+        run_suite("products", output=tmp_path / "none", device="cpu", command="octavo bench products")
+
+
+def test_a_run_of_products_is_written(tmp_path, monkeypatch):
+    def measured(workloads, device, *, iterations, warmup, say):
+        return [{"workload": workload.name, "entry": "octavo", "calls": [iterations, warmup]} for workload in workloads]
+
+    monkeypatch.setattr(run, "_check_gpu", lambda *_: None)
+    monkeypatch.setattr(run, "measure_products", measured)
+    results = run_suite(
+        "products", cases=["llama-8b"], output=tmp_path, device="cpu", command="octavo bench products --cases llama-8b"
+    )
+    assert json.loads((tmp_path / "products.json").read_text()) == results
+    assert [(row["workload"], row["calls"]) for row in results["rows"]] == [("llama-8b", [20, 3])]
+
+
+def test_a_wide_product_takes_a_bias():
+    a, b, bias = torch.randn(5, 8), torch.randn(8, 3), torch.randn(3)
+    torch.testing.assert_close(gemm.wide_mm(a, b, torch.float32, bias), a @ b + bias)
