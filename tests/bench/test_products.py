@@ -13,7 +13,6 @@ from octavo.bench.products import WORKLOADS, measure_products, products_of
 from octavo.bench.results import render, write
 from octavo.bench.run import run_suite
 from octavo.errors import InputError
-from octavo.kernels import gemm
 from octavo.plan.flops import matmul_parameters
 
 
@@ -36,20 +35,20 @@ def test_both_contestants_multiply_the_same(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", by_pytorch)
     cpu, small = torch.device("cpu"), products.Workload("small", 64, ((32, 48),))
     for product in products_of(small):
-        for calls in (products._fp8, products._bf16):
+        for calls in products.CONTESTS.values():
             theirs, ours = (call() for call in calls(product, cpu))
             assert ours.shape == (product.rows, product.columns)
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-2)
 
 
 def test_rows_are_written_and_shown(tmp_path, monkeypatch):
-    times = iter([[30.0, 20.0]] * 6)
+    times = iter([[30.0, 20.0]] * 9)
     monkeypatch.setattr(products, "median_us", lambda *runs, **how: next(times))
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     said = []
     small = products.Workload("small", 64, ((32, 48),))
     rows = measure_products([small], torch.device("cpu"), iterations=1, warmup=1, say=said.append)
-    assert said == ["small fp8: 60 us, PyTorch 90 us, 1.500 x", "small bf16: 60 us, PyTorch 90 us, 1.500 x"]
+    assert said == [f"small {name}: 60 us, PyTorch 90 us, 1.500 x" for name in ("fp8", "fp8 fast", "bf16")]
     assert rows[0] == {
         "workload": "small", "entry": "octavo", "precision": "fp8", "product": "output", "shape": [64, 48, 32],
         "us": 20.0, "torch_us": 30.0, "tflops": pytest.approx(2 * 64 * 48 * 32 / 20e-6 / 1e12), "gain": 1.5,
@@ -81,8 +80,3 @@ def test_a_run_of_products_is_written(tmp_path, monkeypatch):
     )
     assert json.loads((tmp_path / "products.json").read_text()) == results
     assert [(row["workload"], row["calls"]) for row in results["rows"]] == [("llama-8b", [20, 3])]
-
-
-def test_a_wide_product_takes_a_bias():
-    a, b, bias = torch.randn(5, 8), torch.randn(8, 3), torch.randn(3)
-    torch.testing.assert_close(gemm.wide_mm(a, b, torch.float32, bias), a @ b + bias)

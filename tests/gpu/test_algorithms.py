@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.kernels import algorithms, cublaslt, gemm
 
@@ -13,7 +14,7 @@ ROWS, COLUMNS, SUMMED = 2048, 1536, 1024
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch):
-    monkeypatch.setattr(algorithms, "_seen", set())
+    monkeypatch.setattr(algorithms, "_uses", {})
     monkeypatch.setattr(algorithms, "_chosen", {})
 
 
@@ -60,13 +61,10 @@ def test_fp8_products_have_pytorchs_bits_by_whichever_algorithm_is_taken(dtypes,
     ((shape, taken),) = algorithms._chosen.items()
     assert shape == (0, ROWS, COLUMNS, SUMMED, dtypes[0], True, dtypes[1], False, out_dtype, bias, fast)
     product = cublaslt.Product(shape) if taken is None else taken[0]
-    found = [
-        product(number, *ab, how.get("bias"), torch.empty(ROWS, COLUMNS, device="cuda", dtype=out_dtype))
-        for number in range(len(product.algorithms))
-    ]
-    assert any(torch.equal(one, by_pytorch(ab, **how)) for one in found)
-    if taken is not None:
-        same(found[taken[1]], by_pytorch(ab, **how))
+    assert product.algorithms
+    for number in range(len(product.algorithms)):  # none splits the sum, so none adds in another order
+        out = torch.empty(ROWS, COLUMNS, device="cuda", dtype=out_dtype)
+        same(product(number, *ab, how.get("bias"), out), by_pytorch(ab, **how))
 
 
 @pytest.mark.parametrize("gain", [0.0, algorithms._GAIN])
@@ -106,6 +104,48 @@ def test_what_is_stored_with_gaps_or_begins_anywhere():
     moved = torch.empty(a.numel() + 16, dtype=torch.uint8, device="cuda")[16:].view(E4M3).view_as(a)
     moved.copy_(a)
     same(by_algorithm((moved, b, scales)), by_pytorch((a, b, scales)))
+
+
+@pytest.mark.parametrize("first", [0.0, float("inf"), float("nan")])
+def test_results_that_tell_nothing_choose_nothing(first):
+    ab = operands()
+    numbers = [x.float().clone() for x in ab[:2]]
+    nothing = (torch.full_like(numbers[0], first).to(E5M2), ab[1], ab[2])
+    for _ in range(4):
+        found = by_algorithm(nothing)
+        assert torch.equal(found, by_pytorch(nothing)) or first != 0.0
+    assert chosen() == []
+    ab = (numbers[0].to(E5M2), *ab[1:])
+    for _ in range(2):
+        same(by_algorithm(ab), by_pytorch(ab))
+    assert len(chosen()) == 1
+
+
+def test_what_a_router_draws_or_somebody_watches_is_pytorchs():
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen, ab = [], operands()
+    for _ in range(3):
+        same(by_algorithm(ab, recurring=False), by_pytorch(ab))
+        with Watching():
+            by_algorithm(ab)
+    assert chosen() == []
+    assert seen == [torch.ops.aten._scaled_mm.default] * 3
+
+
+def test_a_measurement_needs_little_memory():
+    ab = operands(8192, 8192, 1024)
+    by_algorithm(ab)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    by_algorithm(ab)
+    assert len(chosen()) == 1
+    result = 2 * 8192 * 8192
+    assert torch.cuda.max_memory_allocated() - before < result + 100e6
 
 
 @pytest.mark.parametrize("measured", [False, True])

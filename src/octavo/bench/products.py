@@ -1,8 +1,9 @@
 """The matrix products of a training step alone: the algorithm of cuBLAS that PyTorch takes beside the one that Octavo takes.
 
-Each layer of a workload has three products, in FP8 (E4M3 with E5M2 gradients, fast accumulation) and in bf16. Both
-contestants run in turns on random operands, behind a pause in which the host hands the calls over; medians count. The results
-are the same to the last bit, or Octavo would not take the algorithm (`octavo.kernels.algorithms`).
+Each layer of a workload has three products: in FP8 (E4M3 with E5M2 gradients, which accumulate precisely), the same with fast
+accumulation in the gradients too, and in bf16. Both contestants run in turns on random operands, behind a pause in which the
+host hands the calls over; medians count. The results are the same to the last bit, or Octavo would not take the algorithm
+(`octavo.kernels.algorithms`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from octavo.kernels import gemm
 
 FLOPS_A_TERM = 2
 """A multiplication and an addition."""
+CHOOSING = 3
+"""Calls after which the algorithm of a product is settled."""
+
+
+Contest = tuple[Callable[[], Tensor], Callable[[], Tensor]]
+"""A product by PyTorch and by Octavo."""
 
 
 class Workload(NamedTuple):
@@ -76,10 +83,10 @@ def measure_products(
     """A row for each product of each workload in each precision, with both contestants' times."""
     torch.cuda.set_device(device.index or 0)
     scratch = torch.zeros(FLUSHED_BYTES // 4, device=device)
-    time = partial(median_us, scratch=scratch, iterations=iterations, warmup=warmup)
+    time = partial(median_us, scratch=scratch, iterations=iterations, warmup=max(warmup, CHOOSING))
     rows: list[dict[str, Any]] = []
     for workload in workloads:
-        for precision, calls in (("fp8", _fp8), ("bf16", _bf16)):
+        for precision, calls in CONTESTS.items():
             found = []
             for product in products_of(workload):
                 theirs, ours = time(*calls(product, device))
@@ -97,17 +104,18 @@ def measure_products(
     return rows
 
 
-def _fp8(product: Product, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+def _fp8(product: Product, device: torch.device, *, fast: bool) -> Contest:
+    fast = fast or not product.gradient
     one = torch.ones((), device=device)
     a = _random(product.rows, product.summed, device).to((E5M2 if product.gradient else E4M3).dtype)
     b = _random(product.columns, product.summed, device).to(E4M3.dtype)
     return (
-        lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True),
-        lambda: gemm.scaled_mm(a, one, b, one, out_dtype=torch.bfloat16),
+        lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast),
+        lambda: gemm.scaled_mm(a, one, b, one, out_dtype=torch.bfloat16, precise=not fast),
     )
 
 
-def _bf16(product: Product, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+def _bf16(product: Product, device: torch.device) -> Contest:
     """Operands as they are stored where the product is made: of a gradient no transposed copy is at hand."""
     a, b = _random(product.rows, product.summed, device), _random(product.columns, product.summed, device)
     if product.gradient:
@@ -115,6 +123,13 @@ def _bf16(product: Product, device: torch.device) -> tuple[Callable[[], Tensor],
     if product.kind == "weight gradient":
         a = a.t().contiguous().t()
     return lambda: a @ b.t(), lambda: gemm.wide_mm(a, b.t(), torch.bfloat16)
+
+
+CONTESTS: dict[str, Callable[[Product, torch.device], Contest]] = {
+    "fp8": partial(_fp8, fast=False),
+    "fp8 fast": partial(_fp8, fast=True),
+    "bf16": _bf16,
+}
 
 
 def _random(rows: int, columns: int, device: torch.device) -> Tensor:

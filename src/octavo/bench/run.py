@@ -6,6 +6,7 @@ run_suite("one-gpu", cases=["llama-1b"], peers=["te"], command="octavo bench one
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,9 @@ def run_suite(
     place = _place(chosen, device, gpus)
     _check_gpu(chosen, place, breakdown)
     output = output or FOLDER
-    alone = {"kernels": _run_kernels, "products": _run_products, "layers": _run_layers}
-    if suite in alone:
-        return alone[suite](cases or chosen.cases, place, steps, warmup, output, command, say)
+    if not chosen.entries:
+        run = _run_layers if suite == "layers" else partial(_run_calls, suite)
+        return run(cases or chosen.cases, place, steps, warmup, output, command, say)
     compared = _compared(chosen, entries, peers, say)
     rows: list[dict[str, Any]] = []
     for case, able in _plan(chosen, cases, compared, place, say):
@@ -105,29 +106,19 @@ def run_suite(
     return results
 
 
-def _run_kernels(
-    names: Sequence[str], place: Place, steps: int, warmup: int, output: Path, command: str, say: Say
+def _run_calls(
+    suite: str, names: Sequence[str], place: Place, steps: int, warmup: int, output: Path, command: str, say: Say
 ) -> dict[str, Any]:
-    """The kernels of these names, in this process."""
+    """The kernels of these names, or the products of these workloads, in this process."""
     import torch
 
+    how: dict[str, Any] = {"iterations": steps, "warmup": warmup, "say": say}
     device = torch.device(place.where)
-    rows = measure_kernels([KERNELS[name] for name in names], device, iterations=steps, warmup=warmup, say=say)
-    results = document("kernels", command, place, [], rows)
-    for path in write(results, output):
-        say(f"wrote {path}")
-    return results
-
-
-def _run_products(
-    names: Sequence[str], place: Place, steps: int, warmup: int, output: Path, command: str, say: Say
-) -> dict[str, Any]:
-    """The products of these workloads, in this process."""
-    import torch
-
-    device = torch.device(place.where)
-    rows = measure_products([WORKLOADS[name] for name in names], device, iterations=steps, warmup=warmup, say=say)
-    results = document("products", command, place, [], rows)
+    if suite == "kernels":
+        rows = measure_kernels([KERNELS[name] for name in names], device, **how)
+    else:
+        rows = measure_products([WORKLOADS[name] for name in names], device, **how)
+    results = document(suite, command, place, [], rows)
     for path in write(results, output):
         say(f"wrote {path}")
     return results

@@ -110,11 +110,11 @@ def _gate_columns(c, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load(x_ptr, shift_ptr, r, at, columns, stride, inside):
+def _load(x_ptr, shift_ptr, r, at, width, stride, inside):
     """Columns `at` of x, shifted, float32; 0 outside."""
     x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + at[None, :], mask=inside, other=0.0).to(tl.float32)
     if shift_ptr is not None:
-        x = tl.where(inside, x + _shift(shift_ptr, at, columns), 0.0)
+        x = tl.where(inside, x + _shift(shift_ptr, at, width), 0.0)
     return x
 
 
@@ -352,7 +352,7 @@ def _empty(into: Into, made: Made) -> Made:
 def launch(name: str, x: Tensor, block: int, into: Into, shift: Tensor | None = None, *, tiles: Tiles | None = None) -> Made:
     """Run the kernel; see `activation`."""
     curve, gated = reference.ACTIVATIONS[name]
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x, shift = x if x.stride(-1) == 1 else x.contiguous(), None if shift is None else shift.contiguous()
     rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
     made = outputs(into, rows, columns, x.device)
     if x.numel() == 0:
@@ -379,7 +379,7 @@ def launch_backward(
 ) -> tuple[Made, Made | None, Tensor | None]:
     """Run the kernel; see `activation_backward`. `tiles`: rows one by one, in tiles of that size."""
     curve, gated = reference.ACTIVATIONS[name]
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x, shift = x if x.stride(-1) == 1 else x.contiguous(), None if shift is None else shift.contiguous()
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     (rows, columns), width = dy.shape, x.shape[1]
     made = outputs(into, rows, width, x.device)
@@ -408,7 +408,7 @@ def activation(name: str, x: Tensor, block: int, into: Into, shift: Tensor | Non
     """An activation's result, float32 inside, as `into` asks.
 
     name: one of ACTIVATIONS. x: [R, F], or [R, 2F] for gated ones: gate and up interleaved in blocks of `block` columns (a
-    power of two), gate first. shift: [F] or [2F], contiguous, added to x first, as a product's bias. The result is [R, F].
+    power of two), gate first. shift: [F] or [2F], added to x first, as a product's bias. The result is [R, F].
     """
     if gemm.is_native(x.device):
         return launch(name, x, block, into, shift)
@@ -440,4 +440,4 @@ def activation_backward(
 
 
 def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
-    return x if shift is None else x.float() + shift.float()
+    return x if shift is None else x + shift.float()

@@ -1,11 +1,12 @@
 """Matrix products by the fastest algorithm that cuBLAS has here, in place of the first that its heuristic names.
 
-On an H200 the first one is up to a third slower than the best: 7 to 9% over a model's products in FP8, about 5% in bf16. So a
-large product is measured when it is asked for a second time: each algorithm that cuBLAS offers runs on the operands at hand, in
-turns, and the fastest is taken of those that give PyTorch's result to the last bit. So nothing but time depends on a
-measurement: ranks need not agree, and a run that is repeated has the same losses.
+On an H200 the first one is up to a third slower than the best. So a large product that comes again is measured: each algorithm
+that cuBLAS offers runs on the operands at hand, the fastest few in turns with PyTorch's, and the fastest is taken if it has
+PyTorch's result to the last bit. So nothing but time depends on a measurement: ranks need not agree, and a run that is repeated
+has the same losses. Algorithms that split the sum, and so add in another order, are left out from the start.
 
-What is small, seen once, compiled or first met while a CUDA graph is recorded is left to PyTorch.
+Left to PyTorch is what is small, seen once, compiled, first met while a CUDA graph is recorded, or watched by a dispatch mode,
+which would not see a product that takes another way.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from octavo.kernels import cublaslt
 from octavo.kernels.cublaslt import ALIGNMENT, Product, RefusedError, Shape
@@ -25,16 +27,66 @@ from octavo.kernels.cublaslt import ALIGNMENT, Product, RefusedError, Shape
 LEAST_OPERATIONS = 2**31
 """Multiplications and additions of a product that is worth a measurement: about two microseconds."""
 MOST_SHAPES = 256
-"""That are measured in a process, some 20 ms each."""
+"""That are measured in a process, each by some thirty products."""
+MOST_USES = 64
+"""After which a product whose results are zeros, infinite or NaN stays as it is: they would not tell two algorithms apart."""
 _MOST_SEEN = 4096
-_ROUNDS = 5
-_HIDE_CYCLES = 400_000
-"""About 200 µs, in which the host has launched a round of small products."""
+_FINALISTS, _ROUNDS = 3, 5
+_HIDE_CYCLES = 40_000
+"""About 20 µs, in which the host launches a product between two events."""
 _GAIN = 1.01
 """What another algorithm has to be faster by."""
+_SAMPLED_ROWS = 64
+_DIGESTED = 2**22
+"""Elements whose bits are summed at a time."""
 
-_seen: set[Shape] = set()
+_uses: dict[Shape, int] = {}
 _chosen: dict[Shape, tuple[Product, int] | None] = {}
+
+
+class _Operands:
+    """What is multiplied: see `mm`."""
+
+    def __init__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        out_dtype: torch.dtype,
+        scales: tuple[Tensor, Tensor] | None,
+        fast: bool,
+        bias: Tensor | None,
+    ) -> None:
+        self.a, self.b, self.out_dtype, self.scales, self.fast, self.bias = a, b, out_dtype, scales, fast, bias
+
+    def by_pytorch(self, out: Tensor | None = None) -> Tensor:
+        """The product; in `out` if there is one."""
+        into: dict[str, Any] = {} if out is None else {"out": out}
+        if self.scales is not None:
+            scale_a, scale_b = self.scales
+            into |= {"scale_a": scale_a, "scale_b": scale_b, "bias": self.bias, "use_fast_accum": self.fast}
+            return torch._scaled_mm(self.a, self.b, out_dtype=self.out_dtype, **into)
+        if self.out_dtype != self.a.dtype:
+            into["out_dtype"] = self.out_dtype
+        return torch.mm(self.a, self.b, **into) if self.bias is None else torch.addmm(self.bias, self.a, self.b, **into)
+
+    def by(self, product: Product, number: int, out: Tensor) -> Tensor:
+        """The product by an algorithm, in `out`."""
+        with torch.cuda.device(product.shape.device):
+            return product(number, self.a, self.b, self.scales, self.bias, out)
+
+    def shape(self) -> Shape | None:
+        """What a choice depends on, where one is worth it and cuBLASLt takes the operands as they are stored."""
+        (rows, summed), columns, bias = self.a.shape, self.b.shape[1], self.bias
+        if 2 * rows * summed * columns < LEAST_OPERATIONS or not cublaslt.is_loaded():
+            return None
+        a, b, out = self.a.dtype, self.b.dtype, self.out_dtype
+        a_by_rows, b_by_rows = _by_rows(self.a), _by_rows(self.b)
+        fits = {a, b} <= cublaslt.OPERANDS and a.itemsize == b.itemsize and out in cublaslt.RESULTS
+        if a_by_rows is None or b_by_rows is None or not fits:
+            return None
+        if not _begins_well(self.a, self.b) or (bias is not None and not (bias.is_contiguous() and _begins_well(bias))):
+            return None
+        return Shape(self.a.device.index, rows, columns, summed, a, a_by_rows, b, b_by_rows, out, bias is not None, self.fast)
 
 
 def mm(
@@ -46,37 +98,27 @@ def mm(
     fast: bool = False,
     bias: Tensor | None = None,
     out: Tensor | None = None,
+    recurring: bool = True,
 ) -> Tensor:
     """a [M, K] · b [K, N] + bias on a GPU: `torch._scaled_mm` where there are scales, else `torch.mm` and `torch.addmm`.
 
     a, b: by rows or by columns; FP8 with `scales` float32 [] each (`a` by rows, `b` by columns, K and N in multiples of 16), or
-    one wide dtype. bias: [N] of `out_dtype`. out: contiguous [M, N], to be written.
+    one wide dtype. bias: [N] of `out_dtype`. out: contiguous [M, N], to be written. recurring: whether such sizes come again;
+    those that a router draws do not.
     """
-    shape = None if torch.compiler.is_compiling() else _shape(a, b, out_dtype, fast, bias)
-    if shape is not None:
-        out = a.new_empty(shape.rows, shape.columns, dtype=out_dtype) if out is None else out
-        if all(x.data_ptr() % ALIGNMENT == 0 for x in (a, b, out)) and (bias is None or bias.data_ptr() % 16 == 0):
-            if shape not in _chosen and _is_wanted(shape):
-                _chosen[shape] = _measured(shape, a, b, scales, bias, out)
-            if chosen := _chosen.get(shape):
-                product, number = chosen
-                with torch.cuda.device(shape.device):
-                    return product(number, a, b, scales, bias, out)
-    return _by_pytorch(a, b, out_dtype, scales, fast, bias, out)
-
-
-def _shape(a: Tensor, b: Tensor, out_dtype: torch.dtype, fast: bool, bias: Tensor | None) -> Shape | None:
-    """What is multiplied, where it is worth a measurement and cuBLASLt takes it as it is stored."""
-    (rows, summed), columns = a.shape, b.shape[1]
-    if 2 * rows * summed * columns < LEAST_OPERATIONS or not cublaslt.is_loaded():
-        return None
-    a_by_rows, b_by_rows = _by_rows(a), _by_rows(b)
-    fits = {a.dtype, b.dtype} <= cublaslt.OPERANDS and a.dtype.itemsize == b.dtype.itemsize and out_dtype in cublaslt.RESULTS
-    if a_by_rows is None or b_by_rows is None or not fits:
-        return None
-    return Shape(
-        a.device.index, rows, columns, summed, a.dtype, a_by_rows, b.dtype, b_by_rows, out_dtype, bias is not None, fast
-    )
+    operands = _Operands(a, b, out_dtype, scales, fast, bias)
+    shape = None if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or not recurring else operands.shape()
+    if shape is None or (out is not None and not _begins_well(out)):
+        return operands.by_pytorch(out)
+    if shape not in _chosen and _is_wanted(shape):
+        return _measured(shape, operands, out)
+    if chosen := _chosen.get(shape):
+        target = a.new_empty(shape.rows, shape.columns, dtype=out_dtype) if out is None else out
+        try:
+            return operands.by(*chosen, target)
+        except RefusedError:
+            _chosen[shape] = None
+    return operands.by_pytorch(out)
 
 
 def _by_rows(x: Tensor) -> bool | None:
@@ -86,77 +128,75 @@ def _by_rows(x: Tensor) -> bool | None:
     return False if x.t().is_contiguous() else None
 
 
-def _by_pytorch(
-    a: Tensor,
-    b: Tensor,
-    out_dtype: torch.dtype,
-    scales: tuple[Tensor, Tensor] | None,
-    fast: bool,
-    bias: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
-    into: dict[str, Any] = {} if out is None else {"out": out}
-    if scales is not None:
-        scale_a, scale_b = scales
-        return torch._scaled_mm(
-            a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast, **into
-        )
-    if out_dtype != a.dtype:
-        into["out_dtype"] = out_dtype
-    return torch.mm(a, b, **into) if bias is None else torch.addmm(bias, a, b, **into)
+def _begins_well(*tensors: Tensor) -> bool:
+    """Whether they begin where cuBLAS assumes it of operands."""
+    return all(x.data_ptr() % ALIGNMENT == 0 for x in tensors)
 
 
 def _is_wanted(shape: Shape) -> bool:
-    """Whether a shape that was not measured is now; remembers it otherwise."""
-    if shape in _seen and len(_chosen) < MOST_SHAPES and not torch.cuda.is_current_stream_capturing():
-        _seen.discard(shape)
-        return True
-    if len(_seen) >= _MOST_SEEN:
-        _seen.clear()
-    _seen.add(shape)
-    return False
+    """Whether a shape that was not measured is now: from its second use on, for as long as its results tell nothing."""
+    if len(_chosen) >= MOST_SHAPES or torch.cuda.is_current_stream_capturing():
+        return False
+    if len(_uses) >= _MOST_SEEN:
+        _uses.clear()
+    uses = _uses[shape] = _uses.get(shape, 0) + 1
+    return 1 < uses <= MOST_USES
 
 
-def _measured(
-    shape: Shape, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor] | None, bias: Tensor | None, out: Tensor
-) -> tuple[Product, int] | None:
-    """The fastest algorithm with PyTorch's bits; None where that is PyTorch's own. `out` is overwritten."""
-
-    def by_pytorch() -> Tensor:
-        return _by_pytorch(a, b, shape.out, scales, shape.fast, bias, out)
-
-    def by(number: int) -> Tensor:
-        return product(number, a, b, scales, bias, out)
-
+def _measured(shape: Shape, operands: _Operands, out: Tensor | None) -> Tensor:
+    """The product; on the way an algorithm is chosen, if the result can tell one from another."""
     with torch.cuda.device(shape.device):
-        wanted, same = _sums(by_pytorch()), []
-        with contextlib.suppress(RefusedError):  # by a cuBLAS that has no such products
-            product = Product(shape)
-            for number in range(len(product.algorithms)):
-                with contextlib.suppress(RefusedError):
-                    if torch.equal(_sums(by(number)), wanted):
-                        same.append(number)
-        own, *times = _times([by_pytorch, *(functools.partial(by, number) for number in same)])
-    best, number = min(zip(times, same, strict=True), default=(own, -1))
-    return (product, number) if best * _GAIN < own else None
+        out = operands.by_pytorch(out)
+        sample = out[:: max(1, shape.rows // _SAMPLED_ROWS)].float()
+        if bool(sample.isfinite().all() & (2 * sample.count_nonzero() > sample.numel())):
+            _chosen[shape] = _fastest(shape, operands, out)
+            _uses.pop(shape, None)
+    return out
 
 
-def _sums(x: Tensor) -> Tensor:
-    """Of the bits of each row and of each column, without another matrix of this size: two that agree in all are the same."""
+def _fastest(shape: Shape, operands: _Operands, out: Tensor) -> tuple[Product, int] | None:
+    """The fastest algorithm with the bits of `out`, PyTorch's result; None where PyTorch's own is. `out` keeps its bits."""
+    wanted = _digest(out)
+    try:
+        product = Product(shape)
+    except RefusedError:  # by a cuBLAS that has no such products
+        return None
+    runs = {number: functools.partial(operands.by, product, number, out) for number in range(len(product.algorithms))}
+    for number in list(runs):
+        with contextlib.suppress(RefusedError):
+            runs[number]()
+            continue
+        del runs[number]
+    once = zip(_times(list(runs.values()), 1), runs, strict=True)
+    finalists = [number for _, number in sorted(once)[:_FINALISTS]]
+    own, *times = _times([functools.partial(operands.by_pytorch, out), *(runs[number] for number in finalists)], _ROUNDS)
+    for time, number in sorted(zip(times, finalists, strict=True)):
+        if time * _GAIN >= own:
+            break
+        if torch.equal(_digest(runs[number]()), wanted):
+            return product, number
+    operands.by_pytorch(out)
+    return None
+
+
+def _digest(x: Tensor) -> Tensor:
+    """A number for each row of a matrix, of all bits and their places, made with little memory: int64 [M]."""
     bits = x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
-    return torch.cat([bits.sum(dim, dtype=torch.int64) for dim in (0, 1)])
+    factors = torch.arange(1, 2 * x.shape[1], 2, device=x.device) * 0x9E3779B1
+    pieces = bits.split(max(1, _DIGESTED // x.shape[1]))
+    return torch.cat([(piece * factors).sum(1) for piece in pieces])
 
 
-def _times(runs: Sequence[Callable[[], Tensor]]) -> list[float]:
+def _times(runs: Sequence[Callable[[], Tensor]], rounds: int) -> list[float]:
     """Milliseconds of each: medians over rounds in which all take turns."""
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
-    for _ in range(_ROUNDS):
-        torch.cuda._sleep(_HIDE_CYCLES)
+    for _ in range(rounds):
+        torch.cuda._sleep(_HIDE_CYCLES * len(runs))
         for run, pairs in zip(runs, events, strict=True):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             run()
             end.record()
             pairs.append((start, end))
-    torch.cuda.synchronize()
+    torch.cuda.current_stream().synchronize()
     return [statistics.median(start.elapsed_time(end) for start, end in pairs) for pairs in events]

@@ -25,10 +25,12 @@ _TRANS_A, _TRANS_B, _EPILOGUE, _BIAS, _A_SCALE, _B_SCALE, _FAST_ACCUM, _BIAS_TYP
 """Attributes of a product (`CUBLASLT_MATMUL_DESC_…`)."""
 _MAX_WORKSPACE = 1
 """Of a preference."""
+_SPLITS = 2
+"""Of an algorithm: into how many parts it cuts the sum."""
 
 MOST_ALGORITHMS = 16
 MOST_WORKSPACE = 2**20
-"""Bytes. Algorithms that split the sum want more, and add in another order."""
+"""Bytes."""
 ALIGNMENT = 256
 """Bytes at whose multiples operands begin, as cuBLAS assumes where nothing else is said."""
 
@@ -75,12 +77,12 @@ class _Algorithm(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.PyDLL | None:
-    """The loaded library; None where PyTorch has none. Its calls only launch, so they keep Python's lock."""
+def _library() -> ctypes.CDLL | None:
+    """The loaded library; None where PyTorch has none."""
     if torch.version.cuda is None or not hasattr(os, "RTLD_NOLOAD"):
         return None
     try:
-        return ctypes.PyDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
         return None
 
@@ -118,8 +120,16 @@ def _layout(dtype: torch.dtype, rows: int, columns: int, by_rows: bool) -> ctype
     return layout
 
 
+def _splits(algorithm: _Algorithm) -> int:
+    splits, written = ctypes.c_int32(), ctypes.c_size_t()
+    size = ctypes.c_size_t(ctypes.sizeof(splits))
+    attribute = (ctypes.byref(algorithm), _SPLITS, ctypes.byref(splits), size, ctypes.byref(written))
+    _call("cublasLtMatmulAlgoConfigGetAttribute", *attribute)
+    return splits.value
+
+
 class Product:
-    """A product of one shape, and the algorithms that cuBLAS offers for it, which are numbered as its heuristic orders them.
+    """A product of one shape, and the algorithms that cuBLAS offers for it, in its heuristic's order; none splits the sum.
 
     What cuBLAS keeps of it (some hundred bytes) is not given back.
     """
@@ -138,8 +148,6 @@ class Product:
         self._a_scale, self._b_scale, self._bias = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         if shape.scaled:
             self._set(_FAST_ACCUM, ctypes.c_int8(shape.fast))
-            self._set(_A_SCALE, self._b_scale)
-            self._set(_B_SCALE, self._a_scale)
         if shape.bias:
             self._set(_EPILOGUE, ctypes.c_uint32(_EPILOGUE_BIAS))
             self._set(_BIAS_TYPE, ctypes.c_int32(_TYPES[shape.out]))
@@ -163,7 +171,7 @@ class Product:
                 preference, MOST_ALGORITHMS, found, ctypes.byref(count),
             )  # fmt: skip
         _call("cublasLtMatmulPreferenceDestroy", preference)
-        return [algorithm for algorithm in found[: count.value] if algorithm.state == 0]
+        return [algorithm for algorithm in found[: count.value] if algorithm.state == 0 and _splits(algorithm) <= 1]
 
     def __call__(
         self, number: int, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor] | None, bias: Tensor | None, out: Tensor

@@ -38,12 +38,14 @@ def scaled_mm(
     out_dtype: torch.dtype,
     precise: bool = False,
     bias: Tensor | None = None,
+    recurring: bool = True,
 ) -> Tensor:
     """(a · a_scale_inv) (b · b_scale_inv)ᵀ + bias, accumulated in float32.
 
     a: FP8 [M, C]. b: FP8 [N, C]. Scales as in `reference.dequantize`. bias: [N]. Returns [M, N] in `out_dtype`.
     precise: float32 accumulation of every partial sum; otherwise Hopper's fast mode, which keeps 14 bits inside a tile
     (0.27% of the result's norm over 16,384 summands, and about 7% faster).
+    recurring: as in `octavo.kernels.algorithms.mm`.
     """
     if 0 in (*a.shape, *b.shape):
         empty = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
@@ -72,7 +74,8 @@ def scaled_mm(
             use_fast_accum=not precise,
         )
     else:
-        out = algorithms.mm(a, b.t(), product_dtype, scales=(a_scale_inv, b_scale_inv), fast=not precise, bias=fused_bias)
+        scales = a_scale_inv, b_scale_inv
+        out = algorithms.mm(a, b.t(), product_dtype, scales=scales, fast=not precise, bias=fused_bias, recurring=recurring)
     if out.shape[1] != columns:
         out = out[:, :columns].contiguous()
     if bias is not None and fused_bias is None:
@@ -90,13 +93,13 @@ def scaled_mm_into(out: Tensor, a: Tensor, a_scale_inv: Tensor, b: Tensor, b_sca
     return algorithms.mm(a, b.t(), out.dtype, scales=(a_scale_inv, b_scale_inv), out=out)
 
 
-def wide_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def wide_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None, *, recurring: bool = True) -> Tensor:
     """a [M, C] · b [C, N] of one wide dtype + bias [N], in `out_dtype`; on a GPU a float32 result is not rounded to theirs.
 
-    bias: of the operands' dtype, which `out_dtype` is then too.
+    bias: of the operands' dtype, which `out_dtype` is then too. recurring: as in `octavo.kernels.algorithms.mm`.
     """
-    if a.device.type == "cuda" and (out_dtype in (a.dtype, torch.float32)):
-        return algorithms.mm(a, b, out_dtype, bias=bias)
+    if a.device.type == "cuda" and out_dtype in (a.dtype, torch.float32):
+        return algorithms.mm(a, b, out_dtype, bias=bias, recurring=recurring)
     out = a @ b if bias is None else torch.addmm(bias, a, b)
     return out if out.dtype == out_dtype else out.to(out_dtype)
 
@@ -118,7 +121,7 @@ def grouped_scaled_mm(
     if len(some) > 1 and _joins_groups([a[i] for i in some], [b[i] for i in some]):
         return _grouped_rows([a[i] for i in some], [b[i] for i in some], [biases[i] for i in some], out_dtype, precise)
     parts = [
-        scaled_mm(*one, *other, out_dtype=out_dtype, precise=precise, bias=bias)
+        scaled_mm(*one, *other, out_dtype=out_dtype, precise=precise, bias=bias, recurring=False)
         for one, other, bias in zip(a, b, biases, strict=True)
     ]
     return torch.cat(parts)

@@ -200,7 +200,7 @@ class _Rows(torch.autograd.Function):
                     dys.append(row)
                     ws.append((w_column, w_scale))
                 if column is not None:
-                    dw[i] = gemm.scaled_mm(*column, x_column, x_scale, out_dtype=dtypes[i], precise=True)
+                    dw[i] = gemm.scaled_mm(*column, x_column, x_scale, out_dtype=dtypes[i], precise=True, recurring=False)
             if want_b[i]:
                 db[i] = part.sum(0, dtype=torch.float32).to(dtypes[n + i])
         dx = gemm.grouped_scaled_mm(dys, ws, out_dtype=call.out_dtype, precise=True).to(call.x_dtype) if want_x else None
@@ -234,7 +234,11 @@ class _Wide(torch.autograd.Function):
         dx = gemm.grouped_mm(dy, ctx.splits, _stacked(weights, x.dtype)) if ctx.needs_input_grad[0] else None
         parts = list(zip(dy.split(ctx.splits), x.split(ctx.splits), weights, want_w, strict=True))
         dw = [
-            None if not want else gemm.wide_mm(dy_i.t(), x_i, weight.dtype) if len(x_i) else torch.zeros_like(weight)
+            None
+            if not want
+            else gemm.wide_mm(dy_i.t(), x_i, weight.dtype, recurring=False)
+            if len(x_i)
+            else torch.zeros_like(weight)
             for dy_i, x_i, weight, want in parts
         ]
         biases = zip(dy.split(ctx.splits), ctx.bias_dtypes, want_b, strict=True)

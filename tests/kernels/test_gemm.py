@@ -1,0 +1,45 @@
+"""Products where there is no choice of an algorithm."""
+
+import pytest
+import torch
+
+from octavo.kernels import algorithms, cublaslt, gemm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recurring", [True, False])
+def test_a_wide_product_takes_a_bias(dtype, recurring):
+    a, b, bias = (torch.randn(*size).to(dtype) for size in ((5, 8), (8, 3), (3,)))
+    want = (a.double() @ b.double() + bias.double()).to(dtype)
+    torch.testing.assert_close(gemm.wide_mm(a, b, dtype, bias, recurring=recurring), want)
+    torch.testing.assert_close(gemm.wide_mm(a, b, dtype), (a.double() @ b.double()).to(dtype))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a choice")
+def test_without_cublaslt_pytorch_multiplies(monkeypatch):
+    monkeypatch.setattr(algorithms, "LEAST_OPERATIONS", 0)
+    assert not cublaslt.is_loaded()
+    a, b = torch.randn(5, 8), torch.randn(8, 3)
+    for _ in range(3):
+        assert torch.equal(algorithms.mm(a, b, torch.float32), a @ b)
+    assert not algorithms._chosen
+
+
+def test_digests_tell_places_and_bits_apart():
+    """Swapped elements have the same sums of rows and columns, and -0 equals 0: neither is the same result."""
+    x = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        one = algorithms._digest(x.to(dtype))
+        assert torch.equal(one, algorithms._digest(x.clone().to(dtype)))
+        assert not torch.equal(one, algorithms._digest(x.flip(0).to(dtype)))
+        assert not torch.equal(
+            algorithms._digest(torch.zeros(2, 2, dtype=dtype)), algorithms._digest(-torch.zeros(2, 2, dtype=dtype))
+        )
+    several = torch.randn(9, 1000)
+    pieces = torch.cat([algorithms._digest(several[:4]), algorithms._digest(several[4:])])
+    assert torch.equal(algorithms._digest(several), pieces)
+
+
+def test_an_algorithm_is_the_size_that_cublaslt_says():
+    """A struct of 64 bytes, a size, two words of 4 bytes and four reserved ones."""
+    assert cublaslt.ctypes.sizeof(cublaslt._Algorithm) == 64 + 8 + 4 + 4 + 16
