@@ -110,27 +110,6 @@ def test_float32(name, rows, columns, block):
     assert torch.equal(again.row, y)
 
 
-@pytest.mark.parametrize("shift_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
-@pytest.mark.parametrize(("rows", "columns", "block"), [(4096, 2048, 16), (1000, 5120, 16), (333, 200, 8)])
-def test_shifted(name, rows, columns, block, shift_dtype):
-    dy, x = case(name, rows, columns, torch.bfloat16)
-    shift = torch.randn(x.shape[1], device="cuda").to(shift_dtype)
-    shift[0] = 40.0
-    shifted = x.float() + shift.float()
-    forward, into = into_fp8(E4M3, column=True), into_fp8(E5M2, column=True)
-    again = forward._replace(row=False, amax=None)
-    wanted = reference.activation(name, shifted, block), reference.activation_backward(name, dy, shifted, block)
-    amaxes = [settings.amax.clone() for settings in (forward, into)]
-    y = act.activation(name, x, block, forward, shift)
-    dx, repeated, bias = act.activation_backward(name, dy, x, block, into, shift, again=again, bias=True)
-    for made, want, settings, amax in zip((y, dx), wanted, (forward, into), amaxes, strict=True):
-        assert_made(made, make(want, settings._replace(amax=amax)))
-        torch.testing.assert_close(settings.amax, amax)
-    torch.testing.assert_close(bias.double(), wanted[1].double().sum(0), rtol=1e-4, atol=5e-3)
-    assert torch.equal(codes(repeated.column), codes(y.column))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", act.ACTIVATIONS)
 def test_wide_results(name, dtype):

@@ -207,33 +207,6 @@ def test_rows_by_fours_are_those_one_by_one(exact_casts, name, rows, columns, bl
 
 
 @interpreted
-@pytest.mark.parametrize("tiles", [None, act.Tiles(16, 32, 4)])
-@pytest.mark.parametrize("shift_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
-@pytest.mark.parametrize(("rows", "columns", "block"), [(68, 48, 16), (70, 20, 4), (132, 7, 1)])
-def test_shifted(exact_casts, name, rows, columns, block, shift_dtype, tiles):
-    """x + shift in float32, of which nothing is left where a tile has no rows: neither in an amax nor in a sum."""
-    dy, x = case(name, rows, columns, torch.bfloat16)
-    shift = torch.randn(x.shape[1]).to(shift_dtype)
-    shift[0] = 40.0  # the largest by far
-    shifted = x.float() + shift.float()
-    forward, into = into_fp8(E4M3, column=True), into_fp8(E5M2, column=True)
-    again = forward._replace(row=False, amax=None if tiles is None else forward.amax.clone())
-    wanted = reference.activation(name, shifted, block), reference.activation_backward(name, dy, shifted, block)
-    amaxes = [settings.amax.clone() for settings in (forward, into)]
-    y = act.launch(name, x, block, forward, shift, tiles=tiles)
-    dx, repeated, bias = act.launch_backward(name, dy, x, block, into, shift, again=again, bias=True, tiles=tiles)
-    for made, want, settings, amax in zip((y, dx), wanted, (forward, into), amaxes, strict=True):
-        assert_made(made, make(want, settings._replace(amax=amax)))
-        torch.testing.assert_close(settings.amax, amax)
-    torch.testing.assert_close(bias, wanted[1].sum(0), rtol=1e-4, atol=1e-3)
-    assert torch.equal(repeated.column.view(torch.uint8), y.column.view(torch.uint8))
-    assert again.amax is None or torch.equal(again.amax, forward.amax)
-    plain = act.activation(name, x, block, F32, shift), act.activation_backward(name, dy, x, block, F32, shift)[0]
-    assert all(torch.equal(made.row, want) for made, want in zip(plain, wanted, strict=True))
-
-
-@interpreted
 @pytest.mark.parametrize("name", act.ACTIVATIONS)
 def test_extremes(name):
     """Each beside an up and a gradient of 1: finite stays finite where float32 reaches, and NaN stays where it is."""

@@ -102,11 +102,10 @@ def _norm_backward(rows: int, columns: int, device: torch.device, *, kind: str, 
     return Work(lambda: norm.norm_backward(kind, dy, h, weight, stats, residual, into=into), (dy, h, residual))
 
 
-def _activation(rows: int, columns: int, device: torch.device, *, name: str, fp8: bool, bias: bool = False) -> Work:
+def _activation(rows: int, columns: int, device: torch.device, *, name: str, fp8: bool) -> Work:
     # Rows alone, as the layers ask: backward makes the transposed FP8.
     x, into = _random(rows, columns, device), _into(device, fp8=fp8, column=False)
-    shift = torch.randn(columns, device=device) if bias else None
-    return Work(lambda: activation.activation(name, x, GATE_UP_BLOCK, into, shift), (x,))
+    return Work(lambda: activation.activation(name, x, GATE_UP_BLOCK, into), (x,))
 
 
 def _activation_backward(
@@ -116,8 +115,7 @@ def _activation_backward(
     dy = _random(rows, columns // (2 if activation.is_gated(name) else 1), device)
     # What the weight gradient of the second product needs where forward's result was not kept; forward has recorded its amax.
     anew = _into(device, fp8=True, row=False)._replace(amax=None) if again else None
-    shift = torch.randn(columns, device=device) if bias else None
-    return Work(lambda: activation.activation_backward(name, dy, x, GATE_UP_BLOCK, into, shift, again=anew, bias=bias), (dy, x))
+    return Work(lambda: activation.activation_backward(name, dy, x, GATE_UP_BLOCK, into, again=anew, bias=bias), (dy, x))
 
 
 def _angles(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -213,8 +211,6 @@ TABLE: tuple[Kernel, ...] = (
     Kernel("swiglu-backward-fp8", partial(_swiglu_backward, fp8=True), 3, 2, GATED),
     Kernel("swiglu-backward-fp8-again", partial(_swiglu_backward, fp8=True, again=True), 3, 2.5, GATED),
     Kernel("gelu-fp8", partial(_gelu, fp8=True), 2, 1, VIT),
-    # With the bias of the product before it: added to x, and in backward its gradient summed.
-    Kernel("gelu-fp8-bias", partial(_gelu, fp8=True, bias=True), 2, 1, VIT),
     Kernel("gelu-backward-fp8", partial(_gelu_backward, fp8=True), 4, 2, VIT),
     Kernel("gelu-backward-fp8-again-bias", partial(_gelu_backward, fp8=True, again=True, bias=True), 4, 3, VIT),
     Kernel("split-rotate", _split_rotate, 2, 2, QKV),

@@ -110,46 +110,21 @@ def _gate_columns(c, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load(x_ptr, shift_ptr, r, at, width, stride, inside):
-    """Columns `at` of x, shifted, float32; 0 outside."""
-    x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + at[None, :], mask=inside, other=0.0).to(tl.float32)
-    if shift_ptr is not None:
-        x = tl.where(inside, x + _shift(shift_ptr, at, width), 0.0)
-    return x
-
-
-@triton.jit
-def _shift(shift_ptr, at, width):
-    """What is added to columns `at`, of `width`: float32 [1, C]; nothing to be used where there is none."""
-    shift = at
-    if shift_ptr is not None:
-        shift = tl.load(shift_ptr + at, mask=at < width, other=0.0).to(tl.float32)[None, :]
-    return shift
-
-
-@triton.jit
-def _shifted_by(x, shift, shift_ptr):
-    """x + shift in float32, where there is one."""
-    x = x.to(tl.float32)
-    if shift_ptr is not None:
-        x = x + shift
-    return x
-
-
-@triton.jit
-def _scale(scale_ptr, scale_inv_ptr, tile):
-    """A scale, of which the first tile stores the reciprocal."""
-    scale = tl.load(scale_ptr)
-    if tile == 0:
-        tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
-    return scale
+def _load_gated(x_ptr, r, c, columns, stride, inside, BLOCK: tl.constexpr):
+    """Gate and up of activation columns c, float32."""
+    gates = x_ptr + r[:, None].to(tl.int64) * stride + _gate_columns(c, BLOCK)[None, :]
+    gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
+    return gate, tl.load(gates + BLOCK, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _scaled(y, scale_ptr, scale_inv_ptr, tile):
     """What is rounded and stored of a float32 tile: without a scale_inv to write, the tile itself."""
     if scale_inv_ptr is not None:
-        y = y * _scale(scale_ptr, scale_inv_ptr, tile)
+        scale = tl.load(scale_ptr)
+        if tile == 0:
+            tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+        y = y * scale
     return y
 
 
@@ -187,7 +162,7 @@ def _finish_gated(
 
 @triton.jit
 def _forward(
-    x_ptr, shift_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+    x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
     rows, columns, stride, one,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr,
@@ -198,13 +173,12 @@ def _forward(
     c = (tile % tiles_across) * TILE_C + tl.arange(0, TILE_C)
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     if GATED:
-        at = _gate_columns(c, BLOCK)
-        gate = _load(x_ptr, shift_ptr, r, at, 2 * columns, stride, inside)
-        up = _load(x_ptr, shift_ptr, r, at + BLOCK, 2 * columns, stride, inside)
+        gate, up = _load_gated(x_ptr, r, c, columns, stride, inside, BLOCK)
         y, _ = _value_and_slope(gate, CURVE)
         y = y * up
     else:
-        y, _ = _value_and_slope(_load(x_ptr, shift_ptr, r, c, columns, stride, inside), CURVE)
+        x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        y, _ = _value_and_slope(x, CURVE)
     _finish(
         y, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, tile
     )  # fmt: skip
@@ -212,7 +186,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dy_ptr, x_ptr, shift_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+    dy_ptr, x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
     y_scale_ptr, y_amax_ptr, y_row_ptr, y_column_ptr, y_scale_inv_ptr, partial_ptr,
     rows, columns, dy_stride, x_stride, one,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
@@ -227,15 +201,13 @@ def _backward(
     dy = tl.load(dy_ptr + r[:, None].to(tl.int64) * dy_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
     partial = partial_ptr
     if GATED:
-        at = _gate_columns(c, BLOCK)
-        gate = _load(x_ptr, shift_ptr, r, at, 2 * columns, x_stride, inside)
-        up = _load(x_ptr, shift_ptr, r, at + BLOCK, 2 * columns, x_stride, inside)
+        gate, up = _load_gated(x_ptr, r, c, columns, x_stride, inside, BLOCK)
         value, slope = _value_and_slope(gate, CURVE)
         y = value * up
         d_gate = dy * up * slope
         d_up = dy * value
         if partial_ptr is not None:
-            partial = partial_ptr + (tile // tiles_across).to(tl.int64) * (2 * columns) + at
+            partial = partial_ptr + (tile // tiles_across).to(tl.int64) * (2 * columns) + _gate_columns(c, BLOCK)
             tl.store(partial, tl.sum(d_gate, 0), mask=c < columns)
             tl.store(partial + BLOCK, tl.sum(d_up, 0), mask=c < columns)
         _finish_gated(
@@ -243,7 +215,8 @@ def _backward(
             r, c, rows, columns, inside, one, tile, BLOCK,
         )  # fmt: skip
     else:
-        y, slope = _value_and_slope(_load(x_ptr, shift_ptr, r, c, columns, x_stride, inside), CURVE)
+        x = tl.load(x_ptr + r[:, None].to(tl.int64) * x_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        y, slope = _value_and_slope(x, CURVE)
         dx = dy * slope
         if partial_ptr is not None:
             partial = partial_ptr + (tile // tiles_across).to(tl.int64) * columns + c
@@ -260,7 +233,7 @@ def _backward(
 
 @triton.jit
 def _backward_by_fours(
-    dy_ptr, x_ptr, shift_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+    dy_ptr, x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
     y_scale_ptr, y_amax_ptr, y_row_ptr, y_column_ptr, y_scale_inv_ptr, partial_ptr,
     rows, columns, dy_stride, x_stride,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
@@ -282,10 +255,13 @@ def _backward_by_fours(
     xs = load_fours(x_ptr, g, at, x_stride, inside)
     if GATED:
         ups = load_fours(x_ptr, g, at + BLOCK, x_stride, inside)
-    shift, shift_up = _shift(shift_ptr, at, width), _shift(shift_ptr, at + BLOCK, width)
-    scale = _scale(scale_ptr, scale_inv_ptr, tile)
+    scale = tl.load(scale_ptr)
+    if tile == 0:
+        tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
     if y_column_ptr is not None:
-        y_scale = _scale(y_scale_ptr, y_scale_inv_ptr, tile)
+        y_scale = tl.load(y_scale_ptr)
+        if tile == 0:
+            tl.store(y_scale_inv_ptr, tl.div_rn(1.0, y_scale))
     none = tl.zeros([GROUPS_R, TILE_C], tl.float32)
     before, before_up, before_y, largest, summed, summed_up = none, none, none, none, none, none
     empty = tl.zeros([GROUPS_R, TILE_C], tl.int32)
@@ -295,7 +271,7 @@ def _backward_by_fours(
         rows_at = r[:, None].to(tl.int64)
         dy = dys[i].to(tl.float32)
         if GATED:
-            gate, up = _shifted_by(xs[i], shift, shift_ptr), _shifted_by(ups[i], shift_up, shift_ptr)
+            gate, up = xs[i].to(tl.float32), ups[i].to(tl.float32)
             value, slope = _value_and_slope(gate, CURVE)
             y = value * up
             dx = dy * up * slope
@@ -309,7 +285,7 @@ def _backward_by_fours(
             packed_up = packed_row(packed_up, before_up, d_up, i, column_ptr.dtype.element_ty)
             before_up = d_up
         else:
-            y, slope = _value_and_slope(_shifted_by(xs[i], shift, shift_ptr), CURVE)
+            y, slope = _value_and_slope(xs[i].to(tl.float32), CURVE)
             dx = dy * slope
         if amax_ptr is not None:
             largest = larger(largest, dx)
@@ -349,17 +325,17 @@ def _empty(into: Into, made: Made) -> Made:
     return made
 
 
-def launch(name: str, x: Tensor, block: int, into: Into, shift: Tensor | None = None, *, tiles: Tiles | None = None) -> Made:
+def launch(name: str, x: Tensor, block: int, into: Into, *, tiles: Tiles | None = None) -> Made:
     """Run the kernel; see `activation`."""
     curve, gated = reference.ACTIVATIONS[name]
-    x, shift = x if x.stride(-1) == 1 else x.contiguous(), None if shift is None else shift.contiguous()
+    x = x if x.stride(-1) == 1 else x.contiguous()
     rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
     made = outputs(into, rows, columns, x.device)
     if x.numel() == 0:
         return _empty(into, made)
     tiles = tiles or (FORWARD_ROWS if not into.column else FORWARD_GATED if gated else FORWARD)
     _forward[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
-        x, shift, into.scale, into.amax, made.row, made.column, made.scale_inv, rows, columns, x.stride(0), 1.0,
+        x, into.scale, into.amax, made.row, made.column, made.scale_inv, rows, columns, x.stride(0), 1.0,
         CURVE=curve, GATED=gated, BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps,
     )  # fmt: skip
     return made
@@ -371,7 +347,6 @@ def launch_backward(
     x: Tensor,
     block: int,
     into: Into,
-    shift: Tensor | None = None,
     *,
     again: Into | None = None,
     bias: bool = False,
@@ -379,7 +354,7 @@ def launch_backward(
 ) -> tuple[Made, Made | None, Tensor | None]:
     """Run the kernel; see `activation_backward`. `tiles`: rows one by one, in tiles of that size."""
     curve, gated = reference.ACTIVATIONS[name]
-    x, shift = x if x.stride(-1) == 1 else x.contiguous(), None if shift is None else shift.contiguous()
+    x = x if x.stride(-1) == 1 else x.contiguous()
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     (rows, columns), width = dy.shape, x.shape[1]
     made = outputs(into, rows, width, x.device)
@@ -394,7 +369,7 @@ def launch_backward(
             _empty(again, made_y)
     else:
         y_into, y = again or Into(torch.float32), made_y or Made(None, None, None)
-        pointers = (dy, x, shift, into.scale, into.amax, made.row, made.column, made.scale_inv)
+        pointers = (dy, x, into.scale, into.amax, made.row, made.column, made.scale_inv)
         y_pointers = (y_into.scale, y_into.amax, y.row, y.column, y.scale_inv)
         run, forms = (_backward_by_fours, {}) if by_fours else (_backward, {"one": 1.0, "AGAIN": again is not None})
         run[(row_tiles * triton.cdiv(columns, tiles.columns),)](
@@ -404,27 +379,19 @@ def launch_backward(
     return made, made_y, None if partial is None else partial.sum(0)
 
 
-def activation(name: str, x: Tensor, block: int, into: Into, shift: Tensor | None = None) -> Made:
+def activation(name: str, x: Tensor, block: int, into: Into) -> Made:
     """An activation's result, float32 inside, as `into` asks.
 
     name: one of ACTIVATIONS. x: [R, F], or [R, 2F] for gated ones: gate and up interleaved in blocks of `block` columns (a
-    power of two), gate first. shift: [F] or [2F], added to x first, as a product's bias. The result is [R, F].
+    power of two), gate first. The result is [R, F].
     """
     if gemm.is_native(x.device):
-        return launch(name, x, block, into, shift)
-    return make(reference.activation(name, _shifted(x, shift), block), into)
+        return launch(name, x, block, into)
+    return make(reference.activation(name, x, block), into)
 
 
 def activation_backward(
-    name: str,
-    dy: Tensor,
-    x: Tensor,
-    block: int,
-    into: Into,
-    shift: Tensor | None = None,
-    *,
-    again: Into | None = None,
-    bias: bool = False,
+    name: str, dy: Tensor, x: Tensor, block: int, into: Into, *, again: Into | None = None, bias: bool = False
 ) -> tuple[Made, Made | None, Tensor | None]:
     """The gradient of `activation`'s input, of the shape of `x`, float32 inside, as `into` asks.
 
@@ -432,12 +399,7 @@ def activation_backward(
     forward's; `bias`, the float32 sum of the gradient over rows before it is rounded, [F] or [2F].
     """
     if gemm.is_native(x.device):
-        return launch_backward(name, dy, x, block, into, shift, again=again, bias=bias)
-    x = _shifted(x, shift)
+        return launch_backward(name, dy, x, block, into, again=again, bias=bias)
     dx = reference.activation_backward(name, dy, x, block)
     made_y = None if again is None else make(reference.activation(name, x, block), again)
     return make(dx, into), made_y, dx.sum(0) if bias else None
-
-
-def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
-    return x if shift is None else x + shift.float()

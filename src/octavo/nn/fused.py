@@ -256,11 +256,10 @@ class _NormMlp(torch.autograd.Function):
         stream = _Stream(x, pending, Norm(call.kind, norm_weight, norm_bias, call.eps))
         operand, _ = call.fc1.input(stream, column=want_1 and not (want_again and call.fc1.repeatable))
         w1 = call.fc1.weight(weight_1)
-        # cuBLAS has its fastest products without a bias; the activation adds it to what it has read in any case.
-        hidden = call.fc1.output(operand, w1, None)
+        hidden = call.fc1.output(operand, w1, bias_1)
         repeat = call.fc2.repeatable
         activated, scale = call.fc2.input(
-            lambda into: activation(call.name, hidden, call.block, into, bias_1), column=want_2 and not repeat
+            lambda into: activation(call.name, hidden, call.block, into), column=want_2 and not repeat
         )
         if repeat and scale is not None and call.fc2.grads:
             scale = scale.clone()  # the slot moves on before backward
@@ -271,7 +270,7 @@ class _NormMlp(torch.autograd.Function):
         h = x if pending is None else _shaped(stream.h, x.shape)
         ctx.save_for_backward(
             h, stream.stats, norm_weight, None if want_again or not (want_hidden or (want_2 and repeat)) else hidden,
-            bias_1,
+            bias_1 if want_again else None,
             scale if want_2 and repeat else None, activated.row_scale if want_2 and repeat else None,
             *(operand if want_again else _kept_input(operand, want_1)), *_kept_input(NOTHING if repeat else activated, want_2),
             *(call.fc1.kept_weight(w1, weight_1, row=want_again) if want_x or want_again else NOTHING),
@@ -298,7 +297,7 @@ class _NormMlp(torch.autograd.Function):
         again = fc2.again(scale) if want_w2 and fc2.repeatable else None
         if hidden is None and (want_hidden or again is not None):
             w1 = fc1.weight_again(w1, row=True)
-            hidden = fc1.output(x, w1, None)
+            hidden = fc1.output(x, w1, bias_1)
             x = x.with_column() if want_w1 else NOTHING
         dx = d_norm_weight = d_norm_bias = d_w1 = d_b1 = d_w2 = None
         if want_hidden:
@@ -307,8 +306,8 @@ class _NormMlp(torch.autograd.Function):
             def through(into: Into) -> Made:
                 nonlocal again, activated, d_b1
                 made, repeated, bias = activation_backward(
-                    call.name, d_activated, hidden, call.block, into, bias_1,
-                    again=again if into.row or into.column else None, bias=want_b1 and (into.row or into.column),
+                    call.name, d_activated, hidden, call.block, into, again=again if into.row or into.column else None,
+                    bias=want_b1 and (into.row or into.column),
                 )  # fmt: skip
                 d_b1 = bias if bias is not None else d_b1
                 if repeated is not None:
@@ -321,7 +320,7 @@ class _NormMlp(torch.autograd.Function):
                 through(Into(fc1.out_dtype))
             del d_activated
         if again is not None:
-            activated = _repeated(activation(call.name, hidden, call.block, again, bias_1), scale_inv)
+            activated = _repeated(activation(call.name, hidden, call.block, again), scale_inv)
         if want_w2:
             d_w2 = fc2.grad_weight(forms, activated)
         if want_w1:
