@@ -79,6 +79,22 @@ def test_figures_of_the_page_on_performance_are_in_benchmarks():
         assert figures_of(row) in text, row["entry"]
     for row in rows_of("recompute-llama-1b"):
         assert f"{row['tokens_per_second']:,} tokens a second and {row['peak_gib']:.1f} GiB" in text, row["entry"]
+    blocks = {}
+    for row in rows_of("products"):
+        times = blocks.setdefault((row["workload"], row["precision"]), [0.0, 0.0])
+        times[0] += row["torch_us"]
+        times[1] += row["us"]
+    gains = [row["gain"] for row in rows_of("products")]
+    assert f"between {100 / min(gains) - 100:.1f}% slower and {100 * max(gains) - 100:.0f}% faster" in text
+    backward = {}
+    for row in rows_of("products"):
+        if row["product"] != "output":
+            key = row["workload"], row["precision"]
+            backward[key] = backward.get(key, 0.0) + row["us"]
+    saved = [100 * (1 - us / backward[workload, "fp8"]) for (workload, kind), us in backward.items() if kind == "fp8 fast"]
+    assert f"{min(saved):.0f} to {max(saved):.0f}% off backward's products" in text
+    for theirs, ours in blocks.values():
+        assert f" {theirs:,.0f} → {ours:,.0f}, {theirs / ours:.3f} ×" in text  # noqa: RUF001
     gaps = {row["run"]: row["gap_percent"] for row in rows_of("loss-llama-1b")}
     assert f"{gaps['fp8-delayed']:.2f}% above bf16" in text
     assert f"summation {gaps['bf16-again']:.2f}%" in text
@@ -112,26 +128,36 @@ def test_figures_of_the_readme_are_in_benchmarks():
             sharded.setdefault(row["entry"], []).append(figures)
     for entry, figures in sharded.items():
         assert f"| {' | '.join(figures)} |" in readme, entry
-    groups = {}
-    for row in rows_of("loss-llama-1b-perturbed"):
-        groups.setdefault(row["group"], []).append(row)
-    bf16 = statistics.mean(row["loss"] for row in groups["bf16"])
-    assert f"standard deviation of {100 * statistics.stdev(row['loss'] for row in groups['bf16']) / bf16:.2f}%" in readme
-    losses = {row["run"]: row["loss"] for rows in groups.values() for row in rows}
-    twins = {
-        group: [100 * (row["loss"] / losses[row["beside"]] - 1) for row in rows if row["beside"]]
-        for group, rows in groups.items()
-    }
-    for group, rows in groups.items():
-        gaps = [100 * (row["loss"] / bf16 - 1) for row in rows]
-        means = [
-            f"{signed(statistics.mean(each))}%" if group != "bf16" else "\N{EN DASH}" for each in (gaps, twins[group] or [0])
-        ]
-        line = f"| `{rows[0]['keys']}` | {len(rows)} | {' | '.join(means)} | {', '.join(map(signed, sorted(gaps)))} |"
-        assert line in readme, group
-    for group in ("delayed", "current"):
-        error = statistics.stdev(twins[group]) / len(twins[group]) ** 0.5
-        assert f"{statistics.mean(twins[group]):.2f} \N{PLUS-MINUS SIGN} {error:.2f}%" in readme, group
+    performance = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    for name in ("loss-llama-1b-low-rate", "loss-llama-1b-perturbed"):
+        groups = {}
+        for row in rows_of(name):
+            groups.setdefault(row["group"], []).append(row["gap_percent"])
+        assert f"standard deviation of {statistics.stdev(groups['bf16']):.2f}%" in readme
+        page = readme if name.endswith("low-rate") else performance
+        for group, gaps in groups.items():
+            mean = "\N{EN DASH}" if group == "bf16" else f"{signed(statistics.mean(gaps))}%"
+            assert f"` | {len(gaps)} | {mean} | {', '.join(map(signed, sorted(gaps)))} |" in page, group
+    flowing = readme.replace("\n", " ")
+    bf16, fp8 = (
+        [row["gap_percent"] for row in rows_of("loss-llama-1b-perturbed") if (row["group"] == "bf16") is wanted]
+        for wanted in (True, False)
+    )
+    error = (statistics.variance(fp8) / len(fp8) + statistics.variance(bf16) / len(bf16)) ** 0.5
+    together = f"all {len(fp8)} runs in FP8 together are {statistics.mean(fp8):.2f} \N{PLUS-MINUS SIGN} {error:.2f}% above"
+    assert together in flowing
+    low = rows_of("loss-llama-1b-low-rate")
+    usual = statistics.mean(row["validation_loss"] for row in low if row["group"] == "bf16")
+    for what, fast in (("loss", True), ("validation", True), ("loss", False), ("validation", False)):
+        rows = [row for row in low if row["group"] != "bf16" and ("fast_accumulation" in row["keys"]) is fast]
+        gaps = [row["gap_percent"] if what == "loss" else 100 * (row["validation_loss"] / usual - 1) for row in rows]
+        assert len(rows) == (6 if fast else 1)
+        if fast:
+            assert f"{min(gaps):.2f} to {max(gaps):.2f}% above" in flowing, what
+        else:
+            assert f"{abs(gaps[0]):.2f}% {'below' if gaps[0] < 0 else 'above in validation'}" in flowing, what
+    evaluated = [100 * (row["validation_loss_in_fp8"] / row["validation_loss"] - 1) for row in low if row["group"] == "bf16"]
+    assert f"{max(evaluated):.2f}% for weights that were trained in bf16" in flowing
     seeds = {}
     for row in rows_of("loss-demo-seeds"):
         seeds.setdefault(row["entry"], []).append(row["gap_percent"])

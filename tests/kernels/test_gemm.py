@@ -15,14 +15,25 @@ def test_a_wide_product_takes_a_bias(dtype, recurring):
     torch.testing.assert_close(gemm.wide_mm(a, b, dtype), (a.double() @ b.double()).to(dtype))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a choice")
 def test_without_cublaslt_pytorch_multiplies(monkeypatch):
     monkeypatch.setattr(algorithms, "LEAST_OPERATIONS", 0)
-    assert not cublaslt.is_loaded()
-    a, b = torch.randn(5, 8), torch.randn(8, 3)
+    monkeypatch.setattr(algorithms, "_uses", {})
+    monkeypatch.setattr(cublaslt, "_library", lambda: None)
+    a, b = torch.randn(8, 64).bfloat16(), torch.randn(64, 32).bfloat16()
     for _ in range(3):
-        assert torch.equal(algorithms.mm(a, b, torch.float32), a @ b)
-    assert not algorithms._chosen
+        assert torch.equal(algorithms.mm(a, b, torch.bfloat16), a @ b)
+    assert not algorithms._uses
+
+
+def test_what_is_differentiated_is_pytorchs(monkeypatch):
+    monkeypatch.setattr(algorithms, "LEAST_OPERATIONS", 0)
+    monkeypatch.setattr(algorithms, "_uses", {})
+    monkeypatch.setattr(cublaslt, "is_loaded", lambda: True)
+    a, b = torch.randn(8, 64).bfloat16().requires_grad_(), torch.randn(64, 32).bfloat16()
+    for _ in range(3):
+        algorithms.mm(a, b, torch.bfloat16).float().sum().backward()
+    torch.testing.assert_close(a.grad.float(), 3 * b.float().sum(1).expand(8, 64), rtol=2e-2, atol=1e-1)
+    assert not algorithms._uses
 
 
 def test_digests_tell_places_and_bits_apart():
@@ -35,6 +46,12 @@ def test_digests_tell_places_and_bits_apart():
         assert not torch.equal(
             algorithms._digest(torch.zeros(2, 2, dtype=dtype)), algorithms._digest(-torch.zeros(2, 2, dtype=dtype))
         )
+    patterned = torch.arange(8, dtype=torch.int16).repeat(4, 1)
+    moved = patterned.clone()
+    moved[:, 0] += 3  # what factors in steps of 2 would not see
+    moved[:, 1] -= 1
+    first, second = (algorithms._digest(bits.view(torch.bfloat16)) for bits in (patterned, moved))
+    assert (first != second).all()
     several = torch.randn(9, 1000)
     pieces = torch.cat([algorithms._digest(several[:4]), algorithms._digest(several[4:])])
     assert torch.equal(algorithms._digest(several), pieces)

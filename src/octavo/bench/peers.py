@@ -250,6 +250,12 @@ def _octavo(name: str, layers: str, **how: Any) -> Entry:
     return Entry(name, layers, "bf16", partial(build_octavo, **how), vision=partial(build_octavo_vision, **how))
 
 
+def _backward_head(name: str, *, fast: bool = False) -> Entry:
+    """Delayed scaling, whose head has FP8 products in backward alone."""
+    build = partial(build_octavo, recipe="delayed", head="backward", fast=fast)
+    return Entry(name, "fp8", "fp8", build, head_forward="bf16")
+
+
 def _torchao(name: str, recipe: str) -> Entry:
     return Entry(name, "fp8", "bf16", partial(build_plain, float8=recipe), "torchao", vision=partial(build_timm, float8=recipe))
 
@@ -270,13 +276,8 @@ ENTRIES: dict[str, Entry] = {
         _octavo("octavo-block", "fp8", recipe="block"),
         Entry("octavo-delayed-fp8-head", "fp8", "fp8", partial(build_octavo, recipe="delayed", head=True)),
         Entry("octavo-delayed-fast-fp8-head", "fp8", "fp8", partial(build_octavo, recipe="delayed", head=True, fast=True)),
-        Entry(
-            "octavo-delayed-fast-fp8-head-backward",
-            "fp8",
-            "fp8",
-            partial(build_octavo, recipe="delayed", head="backward", fast=True),
-            head_forward="bf16",
-        ),
+        _backward_head("octavo-delayed-fp8-head-backward"),
+        _backward_head("octavo-delayed-fast-fp8-head-backward", fast=True),
         Entry("torch-bf16", "bf16", "bf16", build_plain, vision=build_timm),
         _torchao("ao-tensorwise", "tensorwise"),
         _torchao("ao-rowwise", "rowwise"),

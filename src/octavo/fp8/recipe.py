@@ -97,7 +97,8 @@ class DelayedScaling(Recipe):
 
     Names and defaults are Transformer Engine's. `reduce_amax` joins the amaxes over `fp8_group`, so that all ranks that hold
     parts of a model scale alike; without it each rank keeps its own. `fast_accumulation` takes Hopper's fast mode in backward
-    too, not in forward alone: about 7% off those products, and 0.27% of the norm of a sum over 16,384 tokens.
+    too, not in forward alone: 5 to 11% off those products, for 0.27% of the norm of a sum over 16,384 tokens; six runs with it
+    ended 0.1 to 0.3% above bf16 after 1,000 steps of a 1B model, and one without at bf16's loss.
 
     Raises:
         InputError: a history shorter than 1, an unknown algorithm or format.

@@ -44,7 +44,7 @@ def scaled_mm(
 
     a: FP8 [M, C]. b: FP8 [N, C]. Scales as in `reference.dequantize`. bias: [N]. Returns [M, N] in `out_dtype`.
     precise: float32 accumulation of every partial sum; otherwise Hopper's fast mode, which keeps 14 bits inside a tile
-    (0.27% of the result's norm over 16,384 summands, and about 7% faster).
+    (0.27% of the result's norm over 16,384 summands, and 5 to 11% faster over a block's backward).
     recurring: as in `octavo.kernels.algorithms.mm`.
     """
     if 0 in (*a.shape, *b.shape):
