@@ -100,16 +100,15 @@ def test_what_has_no_kernels_to_time_is_refused(tmp_path, change, message):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_run_of_kernels_is_written(tmp_path, monkeypatch):
-    def measured(kernels, device, *, iterations, warmup, say):
-        return [{"workload": kernel.name, "entry": "octavo", "calls": [iterations, warmup]} for kernel in kernels]
+@pytest.mark.parametrize(("suite", "cases", "warmup"), [("kernels", ["cast", "amax"], 10), ("products", ["llama-8b"], 3)])
+def test_a_run_of_calls_is_written(tmp_path, monkeypatch, suite, cases, warmup):
+    def measured(works, device, *, iterations, warmup, say):
+        return [{"workload": work.name, "entry": "octavo", "calls": [iterations, warmup]} for work in works]
 
     monkeypatch.setattr(run, "_check_gpu", lambda *_: None)
-    monkeypatch.setattr(run, "measure_kernels", measured)
-    results = run_suite(
-        "kernels", cases=["cast", "amax"], steps=7, output=tmp_path, device="cpu", command="octavo bench kernels"
-    )
-    assert json.loads((tmp_path / "kernels.json").read_text()) == results
-    assert [row["workload"] for row in results["rows"]] == ["cast", "amax"]
-    assert [row["calls"] for row in results["rows"]] == [[7, 10]] * 2
+    monkeypatch.setattr(run, f"measure_{suite}", measured)
+    results = run_suite(suite, cases=cases, steps=7, output=tmp_path, device="cpu", command=f"octavo bench {suite}")
+    assert json.loads((tmp_path / f"{suite}.json").read_text()) == results
+    assert [row["workload"] for row in results["rows"]] == cases
+    assert [row["calls"] for row in results["rows"]] == [[7, warmup]] * len(cases)
     assert results["machine"]["peers"] == {}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from octavo.bench import products, run
+from octavo.bench import products
 from octavo.bench.cases import ALL_CASES
 from octavo.bench.products import WORKLOADS, measure_products, products_of
 from octavo.bench.results import render, write
@@ -67,16 +67,3 @@ def test_rows_are_written_and_shown(tmp_path, monkeypatch):
 def test_a_cpu_has_no_products_to_time(tmp_path):
     with pytest.raises(InputError, match="the suite products times products that run on a GPU, and the device is cpu"):
         run_suite("products", output=tmp_path / "none", device="cpu", command="octavo bench products")
-
-
-def test_a_run_of_products_is_written(tmp_path, monkeypatch):
-    def measured(workloads, device, *, iterations, warmup, say):
-        return [{"workload": workload.name, "entry": "octavo", "calls": [iterations, warmup]} for workload in workloads]
-
-    monkeypatch.setattr(run, "_check_gpu", lambda *_: None)
-    monkeypatch.setattr(run, "measure_products", measured)
-    results = run_suite(
-        "products", cases=["llama-8b"], output=tmp_path, device="cpu", command="octavo bench products --cases llama-8b"
-    )
-    assert json.loads((tmp_path / "products.json").read_text()) == results
-    assert [(row["workload"], row["calls"]) for row in results["rows"]] == [("llama-8b", [20, 3])]

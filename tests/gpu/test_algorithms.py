@@ -201,3 +201,6 @@ def test_on_a_gpu_that_is_not_the_current_one(monkeypatch):
     for _ in range(3):
         ab = operands(device="cuda:1")
         same(by_algorithm(ab), by_pytorch(ab))
+    ((shape, taken),) = algorithms._chosen.items()
+    assert shape.device == 1
+    assert taken is not None

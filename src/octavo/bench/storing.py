@@ -25,6 +25,7 @@ from octavo.errors import OctavoError
 from octavo.fp8.scaling import state_records
 from octavo.parallel import world
 from octavo.train.checkpoint import Checkpointer, restore
+from octavo.train.tensors import raw
 
 STATES = ("exp_avg", "exp_avg_sq")
 
@@ -108,7 +109,7 @@ class CheckpointStand(Stand):
                 found[f"{key} of {name}"] = _sha256(_whole(tensor))
         records = hashlib.sha256()
         for _, tensor in sorted(state_records(self.model).items()):
-            records.update(_raw(tensor))
+            records.update(raw(tensor))
         found["FP8 state"] = records.hexdigest()
         return {"digests": found} if world.state.rank == 0 else {}
 
@@ -146,9 +147,5 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _raw(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-
-
 def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(_raw(tensor)).hexdigest()
+    return hashlib.sha256(raw(tensor)).hexdigest()

@@ -130,7 +130,7 @@ def write_shard(folder: Path, parts: Sequence[Part], rank: int = 0, step: int | 
     digest, middle = hashlib.sha256(), 1 + len(ordered) // 2
     # Summing and writing take about as long as each other and both leave Python alone, so they run side by side.
     with (folder / name).open("xb") as file, ThreadPoolExecutor(1) as summing:
-        pieces = itertools.chain([memoryview(len(text).to_bytes(8, "little") + text)], map(_raw, ordered))
+        pieces = itertools.chain([memoryview(len(text).to_bytes(8, "little") + text)], (raw(part.data) for part in ordered))
         for number, piece in enumerate(pieces):
             summed = summing.submit(digest.update, piece)
             half = len(piece) // 2
@@ -146,8 +146,9 @@ def write_shard(folder: Path, parts: Sequence[Part], rank: int = 0, step: int | 
     return {name: {"size": size, "sha256": digest.hexdigest()}}
 
 
-def _raw(part: Part) -> memoryview:
-    whole = part.data.cpu().contiguous()  # also a single number whose stride is not 1, which cannot be viewed as bytes
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, row after row, on the CPU."""
+    whole = tensor.detach().cpu().contiguous()  # also a single number whose stride is not 1, which is no view of bytes
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
