@@ -37,6 +37,7 @@ class Tiles(NamedTuple):
         queries, keys: tokens of a tile, powers of two.
         warps: of a program. stages: of a loop: with 2 it waits for each tile as it asks for it, beyond it asks earlier.
         registers: the most that a thread may use, of 255; None leaves it to the compiler.
+        beside_few: what a program with less than a tile of its own goes over at a time, at least as much as the others.
     """
 
     queries: int
@@ -44,9 +45,10 @@ class Tiles(NamedTuple):
     warps: int
     stages: int = 2
     registers: int | None = None
+    beside_few: int = 64
 
 
-FORWARD = Tiles(64, 64, warps=4)
+FORWARD = Tiles(64, 64, warps=4, beside_few=128)
 QUERIES, KEYS = Tiles(64, 32, warps=4), Tiles(32, 64, warps=4, stages=3)
 """Tiles of the backward kernels: a program of QUERIES goes over keys, one of KEYS over queries."""
 
@@ -73,6 +75,16 @@ def _cut(tokens: int, tile: int) -> tuple[int, int]:
     return tile, _width(tokens % tile) if tokens % tile else 0
 
 
+def _loop(tokens: int, tile: int, beside_few: int, *, lone: bool) -> tuple[int, int, int]:
+    """What a loop over tokens is cut into: its tile, the narrow one, and the tile of the program that has few rows.
+
+    lone: whether the kernel takes a single token without a tile, told as 1.
+    """
+    tile, narrow = _cut(tokens, tile)
+    wider = tile < beside_few <= tokens and tokens % beside_few == tokens % tile  # no more beyond full tiles
+    return tile, 1 if lone and tokens % tile == 1 else narrow, beside_few if wider else tile
+
+
 def _options(tiles: Tiles, rows: int) -> dict[str, Any]:
     """What a launch is told of a program besides its tiles; where it has fewer rows than usual, fewer warps share them."""
     options: dict[str, Any] = {"num_warps": min(tiles.warps, max(4, rows // 16))}
@@ -94,11 +106,13 @@ def launch(
     if qkv.numel() == 0:
         return out, lse
     qkv, tiles = _read(qkv), tiles or FORWARD
-    (queries, last), (keys, tail) = _cut(tokens, tiles.queries), _cut(tokens, tiles.keys)
+    queries, last = _cut(tokens, tiles.queries)
+    keys, tail, few = _loop(tokens, tiles.keys, tiles.beside_few, lone=True)
     attention_forward[(triton.cdiv(tokens, queries) * heads * batch,)](
         qkv, out, lse, qkv.stride(0), qkv.stride(1), scale * math.log2(math.e),
         T=tokens, H=heads, G=groups, **_pieces(head_dim),
-        QUERIES=queries, LAST=last, KEYS=keys, TAIL=tail, STAGES=tiles.stages, **_options(tiles, queries),
+        QUERIES=queries, LAST=last, KEYS=keys, TAIL=tail, BESIDE_FEW=few, STAGES=tiles.stages,
+        **_options(tiles, queries),
     )  # fmt: skip
     return out, lse
 
@@ -117,15 +131,19 @@ def launch_backward(
     numbers = (qkv.stride(0), qkv.stride(1), d_out.stride(0), d_out.stride(1), scale * math.log2(math.e))
     shape = {"T": tokens, "H": heads, "G": groups} | _pieces(head_dim)
     queries, keys = queries or QUERIES, keys or KEYS
-    (tile, last), (inner, tail) = _cut(tokens, queries.queries), _cut(tokens, queries.keys)
+    tile, last = _cut(tokens, queries.queries)
+    inner, tail, few = _loop(tokens, queries.keys, queries.beside_few, lone=True)
     backward_queries[(triton.cdiv(tokens, tile) * heads * batch,)](
         qkv, out, lse, rows, d_out, d_qkv, *numbers, **shape,
-        QUERIES=tile, LAST=last, KEYS=inner, TAIL=tail, STAGES=queries.stages, **_options(queries, tile),
+        QUERIES=tile, LAST=last, KEYS=inner, TAIL=tail, BESIDE_FEW=few, STAGES=queries.stages,
+        **_options(queries, tile),
     )  # fmt: skip
-    (tile, last), (inner, tail) = _cut(tokens, keys.keys), _cut(tokens, keys.queries)
+    tile, last = _cut(tokens, keys.keys)
+    inner, tail, few = _loop(tokens, keys.queries, keys.beside_few, lone=False)
     backward_keys[(triton.cdiv(tokens, tile) * groups * batch,)](
         qkv, rows, d_out, d_qkv, *numbers, **shape,
-        KEYS=tile, LAST=last, QUERIES=inner, TAIL=tail, STAGES=keys.stages, **_options(keys, tile),
+        KEYS=tile, LAST=last, QUERIES=inner, TAIL=tail, BESIDE_FEW=few, STAGES=keys.stages,
+        **_options(keys, tile),
     )  # fmt: skip
     return d_qkv
 

@@ -45,7 +45,13 @@ def _queries_tile(
     tl.store(rows_ptr + T + m, delta, mask=m < T)
     dq1, dq2 = zeros(QUERIES, D1, D2)
     END: tl.constexpr = T // KEYS * KEYS
-    if TAIL:
+    if TAIL == 1:
+        k1, k2 = load(k_ptr, END + tl.arange(0, 1), stride, T, D, D1, D2, True)
+        v1, v2 = load(v_ptr, END + tl.arange(0, 1), stride, T, D, D1, D2, True)
+        ds = tl.exp2(row_sums(q1, q2, k1, k2, D2) * scale - lse) * (row_sums(do1, do2, v1, v2, D2) - delta)
+        dq1 += ds[:, None] * k1.to(tl.float32)
+        dq2 += ds[:, None] * k2.to(tl.float32)
+    elif TAIL:
         dq1, dq2 = _add_keys(
             q1, q2, do1, do2, lse, delta, k_ptr, v_ptr, END, stride, dq1, dq2, scale, T, D, D1, D2, TAIL, False
         )
@@ -61,7 +67,8 @@ def _queries_tile(
 def backward_queries(
     qkv_ptr, out_ptr, lse_ptr, rows_ptr, do_ptr, d_qkv_ptr, batch_stride, stride, do_batch_stride, do_stride, scale,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    QUERIES: tl.constexpr, LAST: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
+    QUERIES: tl.constexpr, LAST: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, BESIDE_FEW: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of queries.
 
@@ -91,7 +98,7 @@ def backward_queries(
         if tile == TILES - 1:
             _queries_tile(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, rows_ptr, do_ptr, dq_ptr, tile * QUERIES, stride, do_stride, scale,
-                T, H, WIDTH, D, D1, D2, LAST, KEYS, TAIL, STAGES, False,
+                T, H, WIDTH, D, D1, D2, LAST, BESIDE_FEW, TAIL, STAGES, False,
             )  # fmt: skip
         else:
             _queries_tile(
@@ -154,7 +161,8 @@ def _keys_tile(
 def backward_keys(
     qkv_ptr, rows_ptr, do_ptr, d_qkv_ptr, batch_stride, stride, do_batch_stride, do_stride, scale,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    KEYS: tl.constexpr, LAST: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
+    KEYS: tl.constexpr, LAST: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, BESIDE_FEW: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and their values, summed over the heads of their group; rows_ptr is what the other left."""
     TILES: tl.constexpr = (T + KEYS - 1) // KEYS
@@ -176,7 +184,7 @@ def backward_keys(
         if tile == TILES - 1:
             _keys_tile(
                 q_ptr, rows_ptr, do_ptr, dk_ptr, tile * KEYS, stride, do_stride, scale,
-                T, P, WIDTH, D, D1, D2, LAST, QUERIES, TAIL, STAGES, False,
+                T, P, WIDTH, D, D1, D2, LAST, BESIDE_FEW, TAIL, STAGES, False,
             )  # fmt: skip
         else:
             _keys_tile(

@@ -2,8 +2,9 @@
 
 A head of D columns is read as pieces of D1 and D2 columns (80 = 64 + 16; D2 is 0 where a power of two suffices), tokens as full
 tiles and a narrow one (257 = 256 + 16), so that matrix instructions see powers of two and little that is not there. A loop goes
-over full tiles, its narrow one (TAIL) before it. Of the programs of a head the last has LAST rows instead, beside the others,
-which read the same: at the end of the grid it would fetch them once more.
+over full tiles, its narrow one (TAIL) before it. A single key (TAIL is 1) needs no tile: a sum over the columns of a head does.
+Of the programs of a head the last has LAST rows instead, beside the others, which read the same: at the end of the grid it
+would fetch them once more. It waits more than it multiplies, so that its loop has wider tiles (BESIDE_FEW).
 Logits are in powers of two: `scale` is the softmax's times log2(e).
 
 Shapes: B batch, T tokens, H query heads, G key-value heads of P = H/G query heads each, D head dimension.
@@ -132,7 +133,14 @@ def _forward_tile(
     total = tl.zeros([QUERIES], tl.float32)
     sum1, sum2 = zeros(QUERIES, D1, D2)
     END: tl.constexpr = T // KEYS * KEYS
-    if TAIL:  # before the loop: these keys are on their way together with the queries
+    if TAIL == 1:  # the softmax of a single key is 1
+        k1, k2 = load(k_ptr, END + tl.arange(0, 1), stride, T, D, D1, D2, True)
+        v1, v2 = load(v_ptr, END + tl.arange(0, 1), stride, T, D, D1, D2, True)
+        top = row_sums(q1, q2, k1, k2, D2) * scale
+        total += 1.0
+        sum1 += v1.to(tl.float32)
+        sum2 += v2.to(tl.float32)
+    elif TAIL:  # before the loop: these keys are on their way together with the queries
         top, total, sum1, sum2 = _attend(
             q1, q2, k_ptr, v_ptr, END, stride, top, total, sum1, sum2, scale, T, D, D1, D2, TAIL, False, True
         )
@@ -149,7 +157,8 @@ def _forward_tile(
 def attention_forward(
     qkv_ptr, out_ptr, lse_ptr, batch_stride, stride, scale,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    QUERIES: tl.constexpr, LAST: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
+    QUERIES: tl.constexpr, LAST: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, BESIDE_FEW: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one head."""
     TILES: tl.constexpr = (T + QUERIES - 1) // QUERIES
@@ -172,7 +181,7 @@ def attention_forward(
         if tile == TILES - 1:
             _forward_tile(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, tile * QUERIES, stride, scale,
-                T, H, D, D1, D2, LAST, KEYS, TAIL, STAGES, False,
+                T, H, D, D1, D2, LAST, BESIDE_FEW, TAIL, STAGES, False,
             )  # fmt: skip
         else:
             _forward_tile(
