@@ -6,7 +6,7 @@ import torch
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import cross_entropy, gemm, reference
 from octavo.kernels.cast import launch, row_tiles, transpose
-from octavo.kernels.sums import column_sums
+from octavo.kernels.sums import add_up, column_sums
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -111,6 +111,14 @@ def test_column_sums(shape, dtype):
     found = column_sums(x)
     torch.testing.assert_close(found.double(), x.double().sum(0), rtol=0, atol=bound)
     assert torch.equal(found, column_sums(x))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1056, 1280), (257, 5120), (3, 700, 33), (2, 0, 3)])
+def test_partial_sums_are_added_up(shape):
+    parts = torch.randn(*shape, device="cuda")
+    found = add_up(parts)
+    torch.testing.assert_close(found.double(), parts.double().sum(-2), rtol=1e-6, atol=1e-4)
+    assert torch.equal(found, add_up(parts))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(4, 1), (260, 70), (4096, 3840)])

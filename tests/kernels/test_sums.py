@@ -23,6 +23,17 @@ def test_the_kernel_sums_columns(shape):
     torch.testing.assert_close(sums.launch(wide[:, ::2]), sums.launch(wide[:, ::2].contiguous()))
 
 
+@interpreted
+@pytest.mark.parametrize("shape", [(1, 1), (300, 5), (2, 257, 33), (3, 512, 16), (2, 0, 3), (0, 4, 3)])
+def test_partial_sums_are_added_up(shape):
+    parts = torch.randn(*shape)
+    found = sums.launch_add_up(parts)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), parts.double().sum(-2), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(sums.add_up(parts), found, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(sums.launch_add_up(parts.mT.contiguous().mT), found)
+
+
 def test_of_nothing_it_is_zero():
     for sum_ in (sums.column_sums, sums.launch):
         assert torch.equal(sum_(torch.empty(0, 3)), torch.zeros(3))

@@ -27,6 +27,7 @@ from octavo.kernels.cast import (
 )  # fmt: skip
 from octavo.kernels.fast_math import LOG2_E, exp, exp2, reciprocal
 from octavo.kernels.fours import groups_inside, load_fours, packed_row, store_packed
+from octavo.kernels.sums import add_up
 
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
 
@@ -376,7 +377,7 @@ def launch_backward(
             *pointers, *y_pointers, partial, rows, columns, dy.stride(0), x.stride(0),
             CURVE=curve, GATED=gated, BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps, **forms,
         )  # fmt: skip
-    return made, made_y, None if partial is None else partial.sum(0)
+    return made, made_y, None if partial is None else add_up(partial)
 
 
 def activation(name: str, x: Tensor, block: int, into: Into) -> Made:

@@ -30,6 +30,7 @@ from octavo.kernels.norm_rows import (
     norm_rows,
     stream,
 )
+from octavo.kernels.sums import add_up
 
 _CENTRED = {"RMSNorm": False, "LayerNorm": True}
 
@@ -256,10 +257,8 @@ def launch_backward(
         tile = tile or _TILE
         parts = triton.cdiv(rows, tile.rows)
         grid = min(parts, processors * tile.programs)
-    dweight, dbias = (
-        torch.empty(parts, columns, dtype=torch.float32, device=device) if wanted else None
-        for wanted in (want_weight, want_weight and centre)
-    )
+    partial = torch.empty(1 + centre, parts, columns, dtype=torch.float32, device=device) if want_weight else None
+    dweight, dbias = (None, None) if partial is None else (partial[0], partial[1] if centre else None)
     if h.numel():
         dy, read = _rows_adjacent(dy), _rows_adjacent(h)
         residual = None if d_residual is None else _rows_adjacent(d_residual)
@@ -278,8 +277,9 @@ def launch_backward(
             )  # fmt: skip
     elif made.scale_inv is not None and form.scale is not None:
         made.scale_inv.copy_(reference.divide(1.0, form.scale))
-    summed = [None if part is None else part.sum(0) for part in (dweight, dbias)]
-    return dh, summed[0], summed[1], None if into is None else turned(made)
+    summed = None if partial is None else add_up(partial)
+    d_weight, d_bias = (None, None) if summed is None else (summed[0], summed[1] if centre else None)
+    return dh, d_weight, d_bias, None if into is None else turned(made)
 
 
 def _on_triton(device: torch.device, into: Into | None) -> bool:

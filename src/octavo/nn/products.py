@@ -24,7 +24,7 @@ from octavo.fp8.tensor import Quantized
 from octavo.kernels import gemm
 from octavo.kernels.cast import Into, Made, cast, row_tiles, transpose
 from octavo.kernels.cast_scaled import amax, scale_from_amax
-from octavo.kernels.sums import column_sums
+from octavo.kernels.sums import add_up, column_sums
 
 Kernel = Callable[[Into], Made]
 
@@ -61,7 +61,7 @@ class Given:
 
     def sum(self) -> Tensor:
         """Over the rows, float32 [C]: the gradient of a bias. Costs no pass where a cast has left partial sums."""
-        return column_sums(self.matrix) if self._partial is None else self._partial.sum(0)
+        return column_sums(self.matrix) if self._partial is None else add_up(self._partial)
 
 
 class Forms(NamedTuple):
