@@ -168,10 +168,10 @@ class Fp8Config(Section):
     margin: int = Field(
         0, ge=-64, le=64, description="Powers of two that a scale stays below the format's maximum (delayed scaling only)."
     )
-    fast_accumulation: bool = Field(
+    fast_accumulation: bool | Literal["input_gradient"] = Field(
         False,
-        description="Hopper's fast accumulation in the products of backward too, not in forward alone: faster; runs of 1,000 "
-        "steps with it ended 0.1 to 0.3% above bf16 (delayed and current scaling only).",
+        description="true: Hopper's fast accumulation in the products of backward too, not in forward alone. "
+        '"input_gradient": in those of input gradients, not in sums over all tokens (delayed and current scaling only).',
     )
     use_power_2_scales: bool = Field(
         False, description="Scales are rounded down to powers of two (current scaling only; those of blocks always are)."

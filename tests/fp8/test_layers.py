@@ -11,6 +11,8 @@ from driving import RECIPES, array, bits, delayed, gradients, snapshot, step
 from restatement import E4M3, amax, normalised, round_trip, swiglu
 
 import octavo
+from octavo.fp8.matmul import fp8_linear
+from octavo.kernels import gemm
 
 NORMS = ["RMSNorm", "LayerNorm"]
 HIDDEN = 48
@@ -269,3 +271,31 @@ def test_a_compiled_layer_keeps_the_weight_of_the_first_micro_batch():
         with torch.no_grad():
             layer.weight.mul_(-1.5)
             twin.weight.mul_(-1.5)
+
+
+@pytest.mark.parametrize("fast", [False, True, "input_gradient"])
+@pytest.mark.parametrize("kind", [octavo.recipe.DelayedScaling, octavo.recipe.CurrentScaling])
+@pytest.mark.parametrize("eager", [True, False], ids=["fused", "composed"])
+def test_a_recipe_says_which_products_accumulate_fast(kind, fast, eager, monkeypatch):
+    found, product = {}, gemm.scaled_mm
+
+    def multiplied(*args, precise=False, **how):
+        result = product(*args, precise=precise, **how)
+        found[tuple(result.shape)] = precise
+        return result
+
+    monkeypatch.setattr(gemm, "scaled_mm", multiplied)
+    layer, recipe = octavo.nn.Linear(16, 32, bias=False), kind(fast_accumulation=fast)
+    x, dy = torch.randn(8, 16, requires_grad=True), torch.randn(8, 32)
+    if eager:
+        step(layer, x, dy, recipe)
+    else:
+        fp8_linear(x, layer.weight, None, layer.fp8_state, recipe, out_dtype=x.dtype).backward(dy)
+    assert found == {(8, 32): False, (8, 16): not fast, (32, 16): fast is not True}  # output, gradients of input and weight
+
+
+@pytest.mark.parametrize("kind", [octavo.recipe.DelayedScaling, octavo.recipe.CurrentScaling])
+@pytest.mark.parametrize("fast", ["weight_gradient", "yes", 1, None])
+def test_other_accumulations_are_refused(kind, fast):
+    with pytest.raises(octavo.errors.InputError, match=r"input_gradient.*Change fp8\.fast_accumulation"):
+        kind(fast_accumulation=fast)

@@ -59,6 +59,8 @@ def test_a_shape_is_measured_once_a_machine(timer):
     ("recipe", "setting"),
     [
         (CurrentScaling(), SETTING),
+        (DelayedScaling(fast_accumulation=True), SETTING),
+        (DelayedScaling(fast_accumulation="input_gradient"), SETTING),
         (RECIPE, SETTING._replace(gpu="NVIDIA L40S")),
         (RECIPE, SETTING._replace(weight_dtype=torch.bfloat16)),
         (RECIPE, SETTING._replace(dtype=torch.float16)),

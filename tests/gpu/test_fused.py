@@ -278,3 +278,24 @@ def test_nothing_wide_is_kept_beside_an_operand_in_fp8(recipe):
     assert eights == sorted([tokens * sizes.hidden, queries, tokens * sizes.hidden, *again])
     tables = 2 * tokens * sizes.head
     assert sum(n for (_, kind), n in found.items() if kind == torch.float32) <= tables + tokens * (2 * sizes.heads + 8) + 4096
+
+
+@pytest.mark.parametrize("kind", [octavo.recipe.DelayedScaling, octavo.recipe.CurrentScaling])
+def test_input_gradients_alone_accumulate_fast(kind):
+    torch.manual_seed(0)
+    layer = octavo.nn.Linear(512, 1024, bias=False, device=DEVICE, params_dtype=torch.bfloat16)
+    x, dy = plain.fresh(4096, 512).to(DEVICE, torch.bfloat16), plain.fresh(4096, 1024).to(DEVICE, torch.bfloat16)
+
+    def gradients(fast):
+        layer.weight.grad, leaf = None, x.clone().requires_grad_()
+        layer.fp8_state = octavo.fp8.scaling.ModuleState(layer)
+        with octavo.fp8_autocast(fp8_recipe=kind(fast_accumulation=fast)):
+            y = layer(leaf)
+        y.backward(dy)
+        return leaf.grad, layer.weight.grad
+
+    precise, fast, mixed = gradients(False), gradients(True), gradients("input_gradient")
+    assert torch.equal(mixed[0], fast[0])
+    assert torch.equal(mixed[1], precise[1])
+    assert not torch.equal(fast[0], precise[0])
+    assert not torch.equal(fast[1], precise[1])

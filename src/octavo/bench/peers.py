@@ -26,7 +26,7 @@ from octavo.bench.plain import PlainLlama
 from octavo.bench.vision import Classifier, in_blocks, replace_blocks, timm_model, under_autocast
 
 if TYPE_CHECKING:
-    from octavo.fp8.recipe import Recipe
+    from octavo.fp8.recipe import FastAccumulation, Recipe
     from octavo.parallel.fsdp import Sharding
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -181,14 +181,14 @@ def build_octavo(
     *,
     recipe: str | None = None,
     head: bool | Literal["backward"] = False,
-    fast: bool = False,
+    fast: FastAccumulation = False,
     params_dtype: torch.dtype = torch.bfloat16,
     sharding: Sharding | None = None,
     seed: int = SEED,
 ) -> Training:
     """Octavo's model and optimizer, in FP8 where `recipe` names one of `octavo.recipe`; head: as `fp8.head`.
 
-    fast: fast accumulation in backward too. Its layers are fused already: nothing is compiled.
+    fast: as `fp8.fast_accumulation`. Its layers are fused already: nothing is compiled.
     """
     from octavo.fp8.autocast import fp8_autocast
     from octavo.train.adamw import AdamW
@@ -218,7 +218,7 @@ def build_octavo_vision(
     compiled: bool,
     *,
     recipe: str | None = None,
-    fast: bool = False,
+    fast: FastAccumulation = False,
     seed: int = SEED,
 ) -> Training:
     """timm's model with Octavo's layers for its blocks, in FP8 where `recipe` names one; they are fused already.
@@ -238,19 +238,19 @@ def build_octavo_vision(
     return Training(model, Classifier(model), around, torch.optim.SGD(model.parameters(), **SGD), graph=True)
 
 
-def _scaling(recipe: str | None, fast: bool) -> Recipe | None:
+def _scaling(recipe: str | None, fast: FastAccumulation) -> Recipe | None:
     from octavo.fp8.recipe import RECIPES
 
     if recipe is None:
         return None
-    return RECIPES[recipe](**({"fast_accumulation": True} if fast else {}))
+    return RECIPES[recipe](**({"fast_accumulation": fast} if fast else {}))
 
 
 def _octavo(name: str, layers: str, **how: Any) -> Entry:
     return Entry(name, layers, "bf16", partial(build_octavo, **how), vision=partial(build_octavo_vision, **how))
 
 
-def _backward_head(name: str, *, fast: bool = False) -> Entry:
+def _backward_head(name: str, *, fast: FastAccumulation = False) -> Entry:
     """Delayed scaling, whose head has FP8 products in backward alone."""
     build = partial(build_octavo, recipe="delayed", head="backward", fast=fast)
     return Entry(name, "fp8", "fp8", build, head_forward="bf16")
@@ -271,6 +271,7 @@ ENTRIES: dict[str, Entry] = {
         _octavo("octavo-bf16", "bf16"),
         _octavo("octavo-delayed", "fp8", recipe="delayed"),
         _octavo("octavo-delayed-fast", "fp8", recipe="delayed", fast=True),
+        _octavo("octavo-delayed-fast-input", "fp8", recipe="delayed", fast="input_gradient"),
         _octavo("octavo-current", "fp8", recipe="current"),
         _octavo("octavo-rowwise", "fp8", recipe="rowwise"),
         _octavo("octavo-block", "fp8", recipe="block"),
@@ -278,6 +279,7 @@ ENTRIES: dict[str, Entry] = {
         Entry("octavo-delayed-fast-fp8-head", "fp8", "fp8", partial(build_octavo, recipe="delayed", head=True, fast=True)),
         _backward_head("octavo-delayed-fp8-head-backward"),
         _backward_head("octavo-delayed-fast-fp8-head-backward", fast=True),
+        _backward_head("octavo-delayed-fast-input-fp8-head-backward", fast="input_gradient"),
         Entry("torch-bf16", "bf16", "bf16", build_plain, vision=build_timm),
         _torchao("ao-tensorwise", "tensorwise"),
         _torchao("ao-rowwise", "rowwise"),

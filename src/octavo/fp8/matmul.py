@@ -191,12 +191,13 @@ class _Fp8Linear(torch.autograd.Function):
         if want_x or want_w:
             dy_row, dy_column, scale = quantize(dy, call.how, place=place, record=True, row=want_x, column=want_w)
             observe(call.state, Operand.GRAD_OUTPUT, scale)
-            precise = call.recipe.precise_gradients
             if want_x:
                 assert dy_row is not None
+                precise = call.recipe.precise("input_gradient")
                 dx = gemm.scaled_mm(*dy_row, w_column, w_scale_inv, out_dtype=call.out_dtype, precise=precise).to(call.x_dtype)
             if want_w:
                 assert dy_column is not None
+                precise = call.recipe.precise("weight_gradient")
                 dw = gemm.scaled_mm(*dy_column, x_column, x_scale_inv, out_dtype=call.weight_dtype, precise=precise)
         if want_bias:
             db = dy.sum(0, dtype=torch.float32).to(call.bias_dtype)

@@ -131,9 +131,9 @@ def fp8_products(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, place: T
     w_row, w_column = _both(weight, recipe.casts[Operand.WEIGHT], place)
     y = gemm.scaled_mm(*x_row, *w_row, out_dtype=x.dtype)
     dy_row, dy_column = _both(dy, recipe.casts[Operand.GRAD_OUTPUT], place)
-    precise = recipe.precise_gradients
-    dx = gemm.scaled_mm(*dy_row, *w_column, out_dtype=x.dtype, precise=precise)
-    return y, dx, gemm.scaled_mm(*dy_column, *x_column, out_dtype=weight.dtype, precise=precise)
+    dx = gemm.scaled_mm(*dy_row, *w_column, out_dtype=x.dtype, precise=recipe.precise("input_gradient"))
+    dw = gemm.scaled_mm(*dy_column, *x_column, out_dtype=weight.dtype, precise=recipe.precise("weight_gradient"))
+    return y, dx, dw
 
 
 def _both(x: Tensor, how: Cast, place: Tensor) -> tuple[Quantized, Quantized]:
@@ -170,6 +170,7 @@ def _key(recipe: Recipe, setting: Setting) -> dict[str, Any]:
         "dtype": str(setting.dtype),
         "weight_dtype": str(setting.weight_dtype),
         "casts": casts,
+        "precise": [recipe.precise("input_gradient"), recipe.precise("weight_gradient")],
     }
     return dict(json.loads(json.dumps(key)))
 

@@ -63,6 +63,12 @@ class History:
     margin: int
 
 
+Gradient = Literal["input_gradient", "weight_gradient"]
+"""A product of backward."""
+FastAccumulation = bool | Literal["input_gradient"]
+"""Which products of backward take Hopper's fast mode: all, none, or input gradients."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Base of all recipes; `casts` is the whole content."""
@@ -77,10 +83,9 @@ class Recipe:
         """For delayed scaling, what is remembered."""
         return None
 
-    @property
-    def precise_gradients(self) -> bool:
-        """Whether the products of backward add every partial sum in float32, as `octavo.kernels.gemm.scaled_mm` does."""
-        return not getattr(self, "fast_accumulation", False)
+    def precise(self, gradient: Gradient) -> bool:
+        """Whether this product of backward adds every partial sum in float32, as `octavo.kernels.gemm.scaled_mm` does."""
+        return getattr(self, "fast_accumulation", False) not in (True, gradient)
 
 
 def _casts(fp8_format: Format, activation: Granularity, weight: Granularity, **how: bool) -> dict[Operand, Cast]:
@@ -91,17 +96,22 @@ def _casts(fp8_format: Format, activation: Granularity, weight: Granularity, **h
     }
 
 
+def _check_accumulation(fast: object) -> None:
+    if not isinstance(fast, bool) and fast != "input_gradient":
+        raise unknown("accumulation", str(fast), ("True", "False", "input_gradient"), key="fp8.fast_accumulation")
+
+
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """One scale a tensor, from the largest |x| of the last `amax_history_len` steps: the cast needs one pass over the tensor.
 
     Names and defaults are Transformer Engine's. `reduce_amax` joins the amaxes over `fp8_group`, so that all ranks that hold
     parts of a model scale alike; without it each rank keeps its own. `fast_accumulation` takes Hopper's fast mode in backward
-    too, not in forward alone: 5 to 11% off those products, for 0.27% of the norm of a sum over 16,384 tokens; six runs with it
-    ended 0.1 to 0.3% above bf16 after 1,000 steps of a 1B model, and one without at bf16's loss.
+    too, not in forward alone, or there in input gradients alone ("input_gradient"): 5 to 11% off those products, for 0.27% of
+    the norm of a weight gradient, which is a sum over all tokens of a step. What it costs in loss stands in the README.
 
     Raises:
-        InputError: a history shorter than 1, an unknown algorithm or format.
+        InputError: a history shorter than 1, an unknown algorithm, format or product.
     """
 
     margin: int = 0
@@ -109,7 +119,7 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True
-    fast_accumulation: bool = False
+    fast_accumulation: FastAccumulation = False
     name: ClassVar[str] = "delayed"
 
     def __post_init__(self) -> None:
@@ -119,6 +129,7 @@ class DelayedScaling(Recipe):
             raise InputError(f"fp8.amax_history_len = {self.amax_history_len}: a history has at least 1 step; use 1 or more.")
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise unknown("amax algorithm", str(self.amax_compute_algo), ("max", "most_recent"), key="fp8.amax_compute_algo")
+        _check_accumulation(self.fast_accumulation)
         object.__setattr__(self, "casts", _casts(self.fp8_format, Granularity.TENSOR, Granularity.TENSOR, delayed=True))
 
     @property
@@ -135,13 +146,14 @@ class CurrentScaling(Recipe):
     """
 
     fp8_format: Format = Format.HYBRID
-    fast_accumulation: bool = False
+    fast_accumulation: FastAccumulation = False
     use_power_2_scales: bool = False
     name: ClassVar[str] = "current"
 
     def __post_init__(self) -> None:
         if not isinstance(self.fp8_format, Format):
             raise unknown("FP8 format", str(self.fp8_format), Format.__members__, key="fp8.format")
+        _check_accumulation(self.fast_accumulation)
         how = {"power_of_two": self.use_power_2_scales}
         object.__setattr__(self, "casts", _casts(self.fp8_format, Granularity.TENSOR, Granularity.TENSOR, **how))
 

@@ -193,13 +193,15 @@ class Products:
         """dx [M, K] in `out_dtype`."""
         if self.recipe is None:
             return gemm.wide_mm(dy.wide, w.wide, self.out_dtype)
-        return gemm.scaled_mm(*dy.by_row, *w.by_column, out_dtype=self.out_dtype, precise=self.recipe.precise_gradients)
+        precise = self.recipe.precise("input_gradient")
+        return gemm.scaled_mm(*dy.by_row, *w.by_column, out_dtype=self.out_dtype, precise=precise)
 
     def grad_weight(self, dy: Forms, x: Forms) -> Tensor:
         """dw [N, K] in the dtype of the weight."""
         if self.recipe is None:
             return gemm.wide_mm(dy.wide.t(), x.wide, self.weight_dtype)
-        return gemm.scaled_mm(*dy.by_column, *x.by_column, out_dtype=self.weight_dtype, precise=self.recipe.precise_gradients)
+        precise = self.recipe.precise("weight_gradient")
+        return gemm.scaled_mm(*dy.by_column, *x.by_column, out_dtype=self.weight_dtype, precise=precise)
 
     def begin_backward(self) -> None:
         """Call first in a backward.
