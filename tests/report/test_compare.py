@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from matplotlib.image import imread
 
 from octavo.cli import main
 from octavo.errors import InputError
@@ -51,6 +52,16 @@ def test_more_runs_than_colours_differ_by_the_style_of_their_lines(tmp_path):
     for count, dashed in ((10, False), (12, True)):
         draw(compare(runs[:count], last=1), tmp_path / "curves.svg")
         assert ("stroke-dasharray: 3" in (tmp_path / "curves.svg").read_text(encoding="utf-8")) == dashed
+
+
+@pytest.mark.parametrize("count", [2, 8, 9, 21])
+def test_the_names_of_many_runs_leave_the_curves_their_room(tmp_path, count):
+    runs = [run(tmp_path / f"current-input-gradients-{index}", [3.0, 2.0 + index]) for index in range(count)]
+    draw(compare(runs, last=1), tmp_path / "curves.png")
+    dark = imread(tmp_path / "curves.png")[..., :3].sum(-1) < 0.5
+    upright = (dark.mean(0) > 0.3).nonzero()[0]  # the frame of both axes
+    assert upright[0] < 0.15 * dark.shape[1]
+    assert upright[-1] > 0.9 * dark.shape[1]
 
 
 def test_too_few_steps_names_the_shortest(tmp_path):

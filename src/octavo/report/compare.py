@@ -17,6 +17,8 @@ from octavo.train.metrics import read_metrics
 
 LAST_STEPS = 50
 _PICTURES = (".png", ".pdf", ".svg")
+_LEGEND_INSIDE = 8
+"""Runs whose names fit above the curves; those of more stand beneath them."""
 
 
 def compare(runs: Sequence[Path], *, last: int = LAST_STEPS) -> dict[str, Any]:
@@ -93,7 +95,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained")
+    beneath = -(-len(found["rows"]) // 2) if len(found["rows"]) > _LEGEND_INSIDE else 0
+    size = (8, 6 + 0.2 * beneath)
+    figure, (above, below) = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=(2, 1), layout="constrained")
     colours = plt.rcParams["axes.prop_cycle"].by_key()["color"]
     for axes in (above, below):  # all colours in one style of line, then in the next
         axes.set_prop_cycle(plt.cycler(linestyle=("-", "--", ":")) * plt.cycler(color=colours))
@@ -106,7 +110,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
         smooth = [math.fsum(gaps[i + 1 - window : i + 1]) / window for i in range(window - 1, len(gaps))]
         below.plot(steps[window - 1 :], smooth, linewidth=0.9)
     above.set_ylabel("loss (nats per token)")
-    above.legend(ncols=1 + (len(found["rows"]) - 1) // 8)
+    if beneath:
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    else:
+        above.legend()
     below.set_ylabel(f"% above {found['rows'][0]['run']}")
     below.set_xlabel(f"step (below: means of {window})")
     figure.savefig(path, dpi=120)
