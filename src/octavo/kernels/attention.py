@@ -37,7 +37,8 @@ class Tiles(NamedTuple):
         queries, keys: tokens of a tile, powers of two.
         warps: of a program. stages: of a loop: with 2 it waits for each tile as it asks for it, beyond it asks earlier.
         registers: the most that a thread may use, of 255; None leaves it to the compiler.
-        beside_few: what a program with less than a tile of its own goes over at a time, at least as much as the others.
+        beside_few: what a program with few rows of its own goes over at a time, where that is more and leaves as much over.
+        lone: whether a single token beyond full tiles is gone over without a tile; programs of keys always take one.
     """
 
     queries: int
@@ -45,12 +46,26 @@ class Tiles(NamedTuple):
     warps: int
     stages: int = 2
     registers: int | None = None
-    beside_few: int = 64
+    beside_few: int = 0
+    lone: bool = False
 
 
-FORWARD = Tiles(64, 64, warps=4, beside_few=128)
-QUERIES, KEYS = Tiles(64, 32, warps=4), Tiles(32, 64, warps=4, stages=3)
+FORWARD = Tiles(64, 64, warps=4)
+QUERIES, KEYS = Tiles(64, 32, warps=4, beside_few=64), Tiles(32, 64, warps=4, stages=3)
 """Tiles of the backward kernels: a program of QUERIES goes over keys, one of KEYS over queries."""
+
+
+def tiles_for(tokens: int, head_dim: int) -> tuple[Tiles, Tiles, Tiles]:
+    """Tiles of the forward kernel and of the two backward ones.
+
+    What a lone token and wide tiles gain is lost where their registers take the room of a program on a multiprocessor (128 a
+    thread leave room for four, 168 for three; as compiled for Hopper). A loop of three tiles is unrolled, which takes more.
+    """
+    of_vit_huge = (tokens, head_dim) == (257, 80)
+    lone = head_dim <= 64 or (head_dim <= 80 and tokens == 257)
+    forward = FORWARD._replace(lone=lone, beside_few=128 if head_dim == 64 or of_vit_huge else 0)
+    keys = KEYS._replace(beside_few=64 if head_dim == 64 or (head_dim <= 80 and tokens // 64 != 3) else 0)
+    return forward, QUERIES._replace(lone=head_dim <= 96), keys
 
 
 def takes(dtype: torch.dtype, tokens: int, head_dim: int) -> bool:
@@ -75,14 +90,12 @@ def _cut(tokens: int, tile: int) -> tuple[int, int]:
     return tile, _width(tokens % tile) if tokens % tile else 0
 
 
-def _loop(tokens: int, tile: int, beside_few: int, *, lone: bool) -> tuple[int, int, int]:
-    """What a loop over tokens is cut into: its tile, the narrow one, and the tile of the program that has few rows.
-
-    lone: whether the kernel takes a single token without a tile, told as 1.
-    """
+def _loop(tokens: int, tile: int, tiles: Tiles) -> tuple[int, int, int]:
+    """What a loop over tokens is cut into: its tile, the narrow one (1 for a lone token), and the tile beside few rows."""
     tile, narrow = _cut(tokens, tile)
-    wider = tile < beside_few <= tokens and tokens % beside_few == tokens % tile  # no more beyond full tiles
-    return tile, 1 if lone and tokens % tile == 1 else narrow, beside_few if wider else tile
+    wide = tiles.beside_few
+    wider = tile < wide <= tokens and tokens % wide == tokens % tile and narrow <= NARROWEST
+    return tile, 1 if tiles.lone and tokens % tile == 1 else narrow, wide if wider else tile
 
 
 def _options(tiles: Tiles, rows: int) -> dict[str, Any]:
@@ -105,9 +118,9 @@ def launch(
     lse = qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
     if qkv.numel() == 0:
         return out, lse
-    qkv, tiles = _read(qkv), tiles or FORWARD
+    qkv, tiles = _read(qkv), tiles or tiles_for(tokens, head_dim)[0]
     queries, last = _cut(tokens, tiles.queries)
-    keys, tail, few = _loop(tokens, tiles.keys, tiles.beside_few, lone=True)
+    keys, tail, few = _loop(tokens, tiles.keys, tiles)
     attention_forward[(triton.cdiv(tokens, queries) * heads * batch,)](
         qkv, out, lse, qkv.stride(0), qkv.stride(1), scale * math.log2(math.e),
         T=tokens, H=heads, G=groups, **_pieces(head_dim),
@@ -130,16 +143,17 @@ def launch_backward(
     rows = lse.new_empty(batch, heads, 2, tokens)
     numbers = (qkv.stride(0), qkv.stride(1), d_out.stride(0), d_out.stride(1), scale * math.log2(math.e))
     shape = {"T": tokens, "H": heads, "G": groups} | _pieces(head_dim)
-    queries, keys = queries or QUERIES, keys or KEYS
+    _, usual_queries, usual_keys = tiles_for(tokens, head_dim)
+    queries, keys = queries or usual_queries, keys or usual_keys
     tile, last = _cut(tokens, queries.queries)
-    inner, tail, few = _loop(tokens, queries.keys, queries.beside_few, lone=True)
+    inner, tail, few = _loop(tokens, queries.keys, queries)
     backward_queries[(triton.cdiv(tokens, tile) * heads * batch,)](
         qkv, out, lse, rows, d_out, d_qkv, *numbers, **shape,
         QUERIES=tile, LAST=last, KEYS=inner, TAIL=tail, BESIDE_FEW=few, STAGES=queries.stages,
         **_options(queries, tile),
     )  # fmt: skip
     tile, last = _cut(tokens, keys.keys)
-    inner, tail, few = _loop(tokens, keys.queries, keys.beside_few, lone=False)
+    inner, tail, few = _loop(tokens, keys.queries, keys._replace(lone=False))
     backward_keys[(triton.cdiv(tokens, tile) * groups * batch,)](
         qkv, rows, d_out, d_qkv, *numbers, **shape,
         KEYS=tile, LAST=last, QUERIES=inner, TAIL=tail, BESIDE_FEW=few, STAGES=keys.stages,
