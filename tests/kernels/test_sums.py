@@ -29,9 +29,9 @@ def test_partial_sums_are_added_up(shape):
     parts = torch.randn(*shape)
     found = sums.launch_add_up(parts)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), parts.double().sum(-2), rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(sums.add_up(parts), found, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(sums.launch_add_up(parts.mT.contiguous().mT), found)
+    torch.testing.assert_close(found.double(), parts.double().sum(-2), rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(sums.add_up(parts), found, rtol=1e-6, atol=1e-4)
+    assert torch.equal(sums.launch_add_up(parts.mT.contiguous().mT), found)
 
 
 def test_of_nothing_it_is_zero():
