@@ -115,12 +115,36 @@ def test_where_a_step_goes_is_in_benchmarks(name):
         assert column in [{kind: f"{kernels.get(kind, 0):.1f}" for kind in cells} for kernels in entries]
 
 
+def between(ones, others):
+    """How far the mean gap of some runs is above that of others, with its standard error."""
+    ones, others = ([row["gap_percent"] for row in rows] for rows in (ones, others))
+    error = (statistics.variance(ones) / len(ones) + statistics.variance(others) / len(others)) ** 0.5
+    return f"{statistics.mean(ones) - statistics.mean(others):.2f} \N{PLUS-MINUS SIGN} {error:.2f}%"
+
+
 def test_figures_of_the_readme_are_in_benchmarks():
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "")
     for name in ("one-gpu-llama-1b-beside-te", "one-gpu-llama-8b-8layers", "one-gpu-llama2-7b-8layers"):
         peer = next(row["tokens_per_second"] for row in rows_of(name) if row["entry"] == "te-delayed")
         for row in rows_of(name):
             assert f"{figures_of(row)} {row['tokens_per_second'] / peer:.3f} |" in readme, row["entry"]
+    beside = rows_of("one-gpu-input-gradients")
+    named = {
+        "llama-1b": "Llama-3.2-1B",
+        "llama-8b-8layers": "Llama-3.1-8B",
+        "llama2-7b-8layers": "Llama-2-7B",
+        "vit-huge": "ViT-Huge",
+    }
+    for peer, row in zip(beside[::2], beside[1::2], strict=True):
+        speeds = [
+            next(each[rate] for rate in ("tokens_per_second", "images_per_second") if rate in each) for each in (row, peer)
+        ]
+        figures = (
+            f"{speeds[0]:,.0f} | {row['step_ms']:.0f} | {speeds[1]:,.0f} | {peer['step_ms']:.0f} | {speeds[0] / speeds[1]:.3f}"
+        )
+        assert peer["entry"] == "te-delayed"
+        (line,) = [line for line in readme.splitlines() if line.endswith(f"| {figures} |")]
+        assert named[row["workload"]] in line
     sharded = {}
     for workload in ("llama-8b-16k", "llama-8b-8k"):
         for row in rows_of(f"sharded-{workload}"):
@@ -130,32 +154,35 @@ def test_figures_of_the_readme_are_in_benchmarks():
         assert f"| {' | '.join(figures)} |" in readme, entry
     performance = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     for name in ("loss-llama-1b-low-rate", "loss-llama-1b-perturbed"):
-        groups = {}
+        groups, labels = {}, {}
         for row in rows_of(name):
             groups.setdefault(row["group"], []).append(row["gap_percent"])
+            keys = re.sub(r" ?optimizer\.warmup_steps=\d+", "", row["keys"]).strip()
+            more = ", weight gradients alone fast, which no key says" if row["group"] == "delayed-weight-gradient" else ""
+            labels.setdefault(row["group"], set()).add(f"`{keys}`{more}")
         assert f"standard deviation of {statistics.stdev(groups['bf16']):.2f}%" in readme
         page = readme if name.endswith("low-rate") else performance
         for group, gaps in groups.items():
             mean = "\N{EN DASH}" if group == "bf16" else f"{signed(statistics.mean(gaps))}%"
-            assert f"` | {len(gaps)} | {mean} | {', '.join(map(signed, sorted(gaps)))} |" in page, group
+            figures = f" | {len(gaps)} | {mean} | {', '.join(map(signed, sorted(gaps)))} |"
+            assert any(f"| {label}{figures}" in page for label in labels[group]), group
     flowing = readme.replace("\n", " ")
     bf16, fp8 = (
-        [row["gap_percent"] for row in rows_of("loss-llama-1b-perturbed") if (row["group"] == "bf16") is wanted]
-        for wanted in (True, False)
+        [row for row in rows_of("loss-llama-1b-perturbed") if (row["group"] == "bf16") is own] for own in (True, False)
     )
-    error = (statistics.variance(fp8) / len(fp8) + statistics.variance(bf16) / len(bf16)) ** 0.5
-    together = f"all {len(fp8)} runs in FP8 together are {statistics.mean(fp8):.2f} \N{PLUS-MINUS SIGN} {error:.2f}% above"
-    assert together in flowing
+    assert f"all {len(fp8)} runs in FP8 together are {between(fp8, bf16)} above" in flowing
     low = rows_of("loss-llama-1b-low-rate")
-    usual = statistics.mean(row["validation_loss"] for row in low if row["group"] == "bf16")
-    for what, fast in (("loss", True), ("validation", True), ("loss", False), ("validation", False)):
-        rows = [row for row in low if row["group"] != "bf16" and ("fast_accumulation" in row["keys"]) is fast]
-        gaps = [row["gap_percent"] if what == "loss" else 100 * (row["validation_loss"] / usual - 1) for row in rows]
-        assert len(rows) == (6 if fast else 1)
-        if fast:
-            assert f"{min(gaps):.2f} to {max(gaps):.2f}% above" in flowing, what
-        else:
-            assert f"{abs(gaps[0]):.2f}% {'below' if gaps[0] < 0 else 'above in validation'}" in flowing, what
+    fast = [row for row in low if "fast_accumulation=true" in row["keys"]]
+    others = [row for row in low if row["group"] not in ("bf16", "delayed-weight-gradient") and row not in fast]
+    plain = [row for row in low if row["group"] == "bf16"]
+    assert (len(fast), len(others), len(plain)) == (7, 9, 4)
+    usual = statistics.mean(row["validation_loss"] for row in plain)
+    assert f"bf16's runs differ by {100 * statistics.stdev(row['validation_loss'] for row in plain) / usual:.2f}%" in flowing
+    above = [100 * (statistics.mean(row["validation_loss"] for row in rows) / usual - 1) for rows in (others, fast)]
+    assert f"FP8 costs {above[0]:.2f}%, or {above[1]:.2f}% with fast accumulation in both" in flowing
+    assert f"fast in both gradients end {between(fast, plain)} above bf16's mean" in flowing
+    assert f"or in input gradients alone, {between(others, plain)}." in flowing
+    assert f"between the two it is {between(fast, others)}." in flowing
     evaluated = [100 * (row["validation_loss_in_fp8"] / row["validation_loss"] - 1) for row in low if row["group"] == "bf16"]
     assert f"{max(evaluated):.2f}% for weights that were trained in bf16" in flowing
     seeds = {}
