@@ -70,7 +70,7 @@ def test_kernels(dtype, batch, tokens, heads, groups, dim):
 
 
 @pytest.mark.parametrize(
-    "tiles", [Tiles(64, 64, 4), Tiles(64, 32, 4, 3), Tiles(128, 128, 8, 1), Tiles(32, 32, 4, registers=128)], ids=str
+    "tiles", [Tiles(64, 64, 4), Tiles(64, 32, 4, 3), Tiles(128, 128, 8, 1), Tiles(32, 32, 4, beside_few=64, lone=True)], ids=str
 )
 def test_other_tiles(tiles):
     qkv, d_out, scale = case(3, 257, 4, 4, 80)

@@ -106,11 +106,12 @@ def test_kernels(batch, tokens, heads, groups, dim):
 
 @interpreted
 @pytest.mark.parametrize(("tokens", "dim"), [(33, 80), (34, 32), (20, 16), (55, 16)])
-def test_bfloat16_and_small_tiles(exact_products, tokens, dim):
+@pytest.mark.parametrize("small", [SMALL, SMALL._replace(beside_few=32, lone=True)])
+def test_bfloat16_and_small_tiles(exact_products, tokens, dim, small):
     qkv, d_out, scale = case(1, tokens, 2, 2, dim, torch.bfloat16)
     want = exact(qkv, 2, 2, scale, d_out)
-    out, lse = launch(qkv, 2, 2, scale, tiles=SMALL)
-    d_qkv = launch_backward(d_out, qkv, out, lse, 2, 2, scale, queries=SMALL, keys=Tiles(16, 32, warps=4))
+    out, lse = launch(qkv, 2, 2, scale, tiles=small)
+    d_qkv = launch_backward(d_out, qkv, out, lse, 2, 2, scale, queries=small, keys=Tiles(16, 32, warps=4))
     assert_right((out, lse, d_qkv), want, 2, 2, torch.bfloat16)
 
 

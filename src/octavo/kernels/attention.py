@@ -36,7 +36,6 @@ class Tiles(NamedTuple):
     Attributes:
         queries, keys: tokens of a tile, powers of two.
         warps: of a program. stages: of a loop: with 2 it waits for each tile as it asks for it, beyond it asks earlier.
-        registers: the most that a thread may use, of 255; None leaves it to the compiler.
         beside_few: what a program with few rows of its own goes over at a time, where that is more and leaves as much over.
         lone: whether a single token beyond full tiles is gone over without a tile; programs of keys always take one.
     """
@@ -45,7 +44,6 @@ class Tiles(NamedTuple):
     keys: int
     warps: int
     stages: int = 2
-    registers: int | None = None
     beside_few: int = 0
     lone: bool = False
 
@@ -98,10 +96,9 @@ def _loop(tokens: int, tile: int, tiles: Tiles) -> tuple[int, int, int]:
     return tile, 1 if tiles.lone and tokens % tile == 1 else narrow, wide if wider else tile
 
 
-def _options(tiles: Tiles, rows: int) -> dict[str, Any]:
-    """What a launch is told of a program besides its tiles; where it has fewer rows than usual, fewer warps share them."""
-    options: dict[str, Any] = {"num_warps": min(tiles.warps, max(4, rows // 16))}
-    return options if tiles.registers is None else options | {"maxnreg": tiles.registers}
+def _warps(tiles: Tiles, rows: int) -> int:
+    """Of a program; where it has fewer rows than usual, fewer share them."""
+    return min(tiles.warps, max(4, rows // 16))
 
 
 def _read(x: Tensor) -> Tensor:
@@ -125,7 +122,7 @@ def launch(
         qkv, out, lse, qkv.stride(0), qkv.stride(1), scale * math.log2(math.e),
         T=tokens, H=heads, G=groups, **_pieces(head_dim),
         QUERIES=queries, LAST=last, KEYS=keys, TAIL=tail, BESIDE_FEW=few, STAGES=tiles.stages,
-        **_options(tiles, queries),
+        num_warps=_warps(tiles, queries),
     )  # fmt: skip
     return out, lse
 
@@ -150,14 +147,14 @@ def launch_backward(
     backward_queries[(triton.cdiv(tokens, tile) * heads * batch,)](
         qkv, out, lse, rows, d_out, d_qkv, *numbers, **shape,
         QUERIES=tile, LAST=last, KEYS=inner, TAIL=tail, BESIDE_FEW=few, STAGES=queries.stages,
-        **_options(queries, tile),
+        num_warps=_warps(queries, tile),
     )  # fmt: skip
     tile, last = _cut(tokens, keys.keys)
     inner, tail, few = _loop(tokens, keys.queries, keys._replace(lone=False))
     backward_keys[(triton.cdiv(tokens, tile) * groups * batch,)](
         qkv, rows, d_out, d_qkv, *numbers, **shape,
         KEYS=tile, LAST=last, QUERIES=inner, TAIL=tail, BESIDE_FEW=few, STAGES=keys.stages,
-        **_options(keys, tile),
+        num_warps=_warps(keys, tile),
     )  # fmt: skip
     return d_qkv
 
