@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import socket
 import tempfile
 import time
 import traceback
@@ -51,6 +52,32 @@ def run(ranks, function, *arguments, timeout=120, **keywords):
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def exit_codes(ranks, function, *arguments, timeout=120):
+    """Exit codes of processes with torchrun's environment that have not joined yet: for a command, which joins and leaves."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    processes = [_context.Process(target=_leave, args=(rank, ranks, port, function, arguments)) for rank in range(ranks)]
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _leave(rank, ranks, port, function, arguments):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    function(*arguments)
 
 
 def _gather(pipes, deadline):
