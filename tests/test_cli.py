@@ -10,7 +10,7 @@ import pytest
 import octavo
 from octavo.cli import main
 from octavo.errors import InputError, RunStopped
-from octavo.train.metrics import read_metrics
+from octavo.run.metrics import read_metrics
 
 COMMANDS = ("train", "prepare", "export", "doctor", "bench")
 
@@ -285,7 +285,7 @@ def fail_with(error):
 
 
 def test_an_unforeseen_fault_keeps_its_traceback(tiny_run, monkeypatch):
-    monkeypatch.setattr("octavo.train.setup.check", fail_with(ValueError("unforeseen")))
+    monkeypatch.setattr("octavo.train.plan.check", fail_with(ValueError("unforeseen")))
     with pytest.raises(ValueError, match="unforeseen"):
         main(["train", str(tiny_run().file), "--dry-run"])
 
@@ -304,7 +304,7 @@ def test_an_export_to_a_place_that_cannot_be_made_is_one_message(tiny_run, tmp_p
 
 def test_a_fault_of_the_machine_is_one_line_and_exit_1(tiny_run, monkeypatch, capsys):
     fault = OSError(28, "No space left on device", "/full/disk")
-    monkeypatch.setattr("octavo.train.setup.check", fail_with(fault))
+    monkeypatch.setattr("octavo.train.plan.check", fail_with(fault))
     assert main(["train", str(tiny_run().file), "--dry-run"]) == 1
     assert capsys.readouterr().err == "octavo: [Errno 28] No space left on device: '/full/disk'\n"
 
@@ -432,10 +432,10 @@ def test_what_a_launcher_left_in_the_environment_does_not_silence_a_command(monk
 
 
 def test_a_gpu_without_fp8_trains_without_and_says_so():
-    from octavo.config import Fp8Config
+    from octavo.config.fp8 import Fp8Config
     from octavo.fp8.recipe import DelayedScaling
     from octavo.hardware import Device
-    from octavo.train.setup import choose_fp8
+    from octavo.train.plan import choose_fp8
 
     ampere = Device("NVIDIA A100-SXM4-80GB", None, (8, 0), 79.0, "cuda")
     hopper = Device("NVIDIA H200", None, (9, 0), 139.0, "cuda")

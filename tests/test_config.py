@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.config import RunConfig, known_keys
+from octavo.config.run import RunConfig, known_keys
 from octavo.errors import EXIT_INPUT, InputError
 
 MINIMAL = """\

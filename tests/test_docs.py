@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.config import RunConfig, known_keys
-from octavo.train.resume import CHANGEABLE
+from octavo.config.run import RunConfig, known_keys
+from octavo.run.resume import CHANGEABLE
 
 ROOT = Path(__file__).parent.parent
 RUN_FILES = (ROOT / "docs" / "run-files.md").read_text(encoding="utf-8")

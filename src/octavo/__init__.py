@@ -6,23 +6,21 @@ Names are handed on when they are first asked for, so that `import octavo` is qu
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from octavo._version import __version__ as __version__
 
 _HOME = {
     "init": "octavo.parallel.world",
     "shutdown": "octavo.parallel.world",
     "state": "octavo.parallel.world",
-    "delayed_init": "octavo.parallel.meta",
-    "transform": "octavo.transform",
-    "describe": "octavo.transform",
+    "delayed_init": "octavo.parallel.deferred_init",
+    "transform": "octavo.build",
+    "describe": "octavo.build",
     "fp8_autocast": "octavo.fp8.autocast",
-    "save": "octavo.train.checkpoint",
-    "load": "octavo.train.checkpoint",
-    "export": "octavo.train.export",
+    "save": "octavo.checkpoint.api",
+    "load": "octavo.checkpoint.api",
+    "export": "octavo.run.export",
     "clip_grad_norm_": "octavo.train.optimizer",
     "graphed": "octavo.train.graphed",
 }
@@ -31,15 +29,15 @@ _ALIASES = {"recipe": "octavo.fp8.recipe"}
 
 if TYPE_CHECKING:
     from octavo import config, errors, fp8, nn
+    from octavo.build import describe, transform
+    from octavo.checkpoint.api import load, save
     from octavo.fp8 import recipe
     from octavo.fp8.autocast import fp8_autocast
-    from octavo.parallel.meta import delayed_init
+    from octavo.parallel.deferred_init import delayed_init
     from octavo.parallel.world import init, shutdown, state
-    from octavo.train.checkpoint import load, save
-    from octavo.train.export import export
+    from octavo.run.export import export
     from octavo.train.graphed import graphed
     from octavo.train.optimizer import clip_grad_norm_
-    from octavo.transform import describe, transform
 
 __all__ = [
     "clip_grad_norm_", "config", "delayed_init", "describe", "errors", "export", "fp8", "fp8_autocast", "graphed", "init",
@@ -56,17 +54,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     globals()[name] = value
     return value
-
-
-class _Package(types.ModuleType):
-    """`octavo.transform` is the function, also after somebody has imported from the module of that name."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOME and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

@@ -24,7 +24,7 @@ from octavo.errors import EXIT_FAILED, OctavoError, RunStopped
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from octavo.config import RunConfig
+    from octavo.config.run import RunConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (by default the process's own); returns the exit code, or ends the process if it is one of several."""
     code = _answer(arguments)
     if _is_joined():
-        from octavo.train.processes import leave
+        from octavo.watchdog.processes import leave
 
         leave(code)
     return code
@@ -77,9 +77,9 @@ def _octavo(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False
 ) -> None:
     if version:
-        import octavo
+        from octavo._version import __version__
 
-        print(octavo.__version__)
+        print(__version__)
         raise typer.Exit
     if context.invoked_subcommand is None:
         raise typer.Exit
@@ -95,21 +95,21 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a run, or continue it from its newest checkpoint."""
-    from octavo.train.processes import die_with_launcher
+    from octavo.watchdog.processes import die_with_launcher
 
     die_with_launcher()
     config = _config(run_file, overrides)
     if dry_run:
-        from octavo.train.dryrun import dry_run as count
-        from octavo.train.setup import check
+        from octavo.train.plan import check
+        from octavo.train.plan import dry_run as count
 
         plan = count(check(config))
         _print_once(plan.as_dict() if as_json else plan.lines())
         return
-    from octavo.train.stopping import StopRequest
+    from octavo.watchdog.stopping import StopRequest
 
     with StopRequest() as stop:  # before torch is loaded: a scheduler may change its mind at once
-        from octavo.train.closing import closing_lines
+        from octavo.run.summary import closing_lines
         from octavo.train.loop import train as run
 
         result = run(config, console=_console(stderr=as_json, quiet=_rank() > 0), stop=stop)
@@ -146,7 +146,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's newest weights, config and tokenizer as Hugging Face loads them."""
-    from octavo.train.export import export_run
+    from octavo.run.export import export_run
 
     checkpoint = export_run(run, to)
     if as_json:
@@ -163,8 +163,8 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare the losses of runs of the same steps, such as FP8 beside bf16."""
-    from octavo.report.compare import check_picture, draw, lines
-    from octavo.report.compare import compare as side_by_side
+    from octavo.run.compare import check_picture, draw, lines
+    from octavo.run.compare import compare as side_by_side
 
     if plot is not None:
         check_picture(plot)
@@ -255,7 +255,7 @@ def bench(
 
 
 def _config(run_file: Path, overrides: list[str] | None) -> RunConfig:
-    from octavo.config import RunConfig
+    from octavo.config.run import RunConfig
 
     return RunConfig.from_file(run_file, overrides or ())
 

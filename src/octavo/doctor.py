@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from octavo import __version__
+from octavo._version import __version__
 from octavo.hardware import cpu_name, describe_device, driver_version, supports_fp8, system_memory_gib
 
 
@@ -181,7 +181,7 @@ def _attention() -> dict[str, Any]:
     import torch
     from torch.nn.attention import SDPBackend
 
-    from octavo.kernels.attention import LONGEST
+    from octavo.kernels.attention.short import LONGEST
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = {}

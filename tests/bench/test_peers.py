@@ -14,9 +14,9 @@ from octavo.bench.cases import ALL_CASES, CASES, VISION_CASES
 from octavo.bench.peers import ENTRIES, PEERS, build_octavo
 from octavo.bench.run import run_suite
 from octavo.bench.suites import SUITES
+from octavo.build import build_model
 from octavo.cli import main
 from octavo.errors import InputError
-from octavo.transform import build_model
 
 CPU = torch.device("cpu")
 ONE_GPU = SUITES["one-gpu"]

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from octavo.config import DataConfig
+from octavo.config.data import DataConfig
 
 WORDS = [
     "the",

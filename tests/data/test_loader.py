@@ -67,7 +67,7 @@ def test_a_global_batch_crosses_epochs_and_may_hold_several(data):
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory):
     """A loader, and the first samples of its data in order."""
-    from octavo.config import DataConfig
+    from octavo.config.data import DataConfig
 
     folder = tmp_path_factory.mktemp("stream")
     (folder / "a.txt").write_text("".join(f"line {i} of the text\n" for i in range(200)))

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from octavo.config import DataConfig
+from octavo.config.data import DataConfig
 from octavo.data import build, check_vocabulary, folder_of, prepare, prepared_or_none
 from octavo.errors import InputError, OctavoError
 
@@ -101,8 +101,8 @@ def test_documents_are_taken_by_count_with_a_seed(lines, config):
 
 
 def test_documents_are_drawn_with_equal_chance(tmp_path):
+    from octavo.data.document_store import Spool, fill
     from octavo.data.readers import Document
-    from octavo.data.spool import Spool, fill
 
     counts = np.zeros(12, int)
     for seed in range(1500):
@@ -321,7 +321,7 @@ def test_a_tokenizer_learns_from_training_documents_alone(lines, config, monkeyp
 
 PREPARE = """
 import json, sys, time
-from octavo.config import DataConfig
+from octavo.config.data import DataConfig
 from octavo.data import build, prepare
 values = json.loads(sys.argv[1])
 if len(sys.argv) > 2:

@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 
 from octavo.errors import InputError, OctavoError, RunStopped
-from octavo.train.processes import die_with_launcher, leave
-from octavo.train.stopping import StopRequest
+from octavo.watchdog.processes import die_with_launcher, leave
+from octavo.watchdog.stopping import StopRequest
 
 STEPS, SAVE_EVERY = 6, 2
 FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -50,7 +50,7 @@ def main():
 
 def plant(kind, phase, step, rank):
     """Have the watch of this process commit the fault."""
-    from octavo.train.watch import Watch
+    from octavo.watchdog.watchdog import Watch
 
     enter = Watch._move
 
@@ -83,9 +83,9 @@ def demo(timeout, grace):
     import torch
     import torch.distributed as dist
 
-    from octavo.parallel.attempt import store_of_attempt
+    from octavo.parallel.rendezvous import store_of_attempt
     from octavo.parallel.world import init, state
-    from octavo.train.watch import Watch
+    from octavo.watchdog.watchdog import Watch
 
     torch.set_num_threads(1)
     steps = int(os.environ.get("DEMO_STEPS", STEPS))

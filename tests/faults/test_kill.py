@@ -16,9 +16,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from octavo.train import manifest
-from octavo.train.failpoints import FAILPOINTS
-from octavo.train.metrics import read_metrics
+from octavo.checkpoint import manifest
+from octavo.checkpoint.failpoints import FAILPOINTS
+from octavo.run.metrics import read_metrics
 
 pytestmark = pytest.mark.faults
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.train.metrics import read_metrics
+from octavo.run.metrics import read_metrics
 
 pytestmark = pytest.mark.faults
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import octavo
+from octavo.build import build_model
 from octavo.fp8.scaling import state_records
 from octavo.models.weights import load_config
-from octavo.transform import build_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

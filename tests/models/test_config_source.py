@@ -7,10 +7,10 @@ import torch
 from llamas import llama_config
 from transformers import GPTNeoConfig, LlamaForCausalLM
 
+from octavo.build import build_model
 from octavo.errors import EXIT_INPUT, InputError
 from octavo.models.families import SHAPES
 from octavo.models.weights import family_of, load_config
-from octavo.transform import build_model
 
 
 def refused(words, *arguments):

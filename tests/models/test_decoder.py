@@ -4,7 +4,7 @@ import pytest
 import torch
 from llamas import SHAPES, VOCABULARY, assert_same_gradients, gradients, llama, tokens
 
-from octavo.transform import transform
+from octavo.build import transform
 
 
 def pair(seed=0, **changes):

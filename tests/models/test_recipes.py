@@ -9,12 +9,12 @@ from torch.nn import functional
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
 
 import octavo
+from octavo.build import build_model, describe, transform
 from octavo.errors import EXIT_INPUT, InputError
 from octavo.fp8 import scaling
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling, RowwiseScaling
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.weights import load_config
-from octavo.transform import build_model, describe, transform
 
 CONFIG = load_config(
     "llama-tiny",

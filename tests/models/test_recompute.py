@@ -6,10 +6,10 @@ from llamas import llama_config, tokens
 from transformers import GPTNeoConfig
 
 import octavo
+from octavo.build import build_model
 from octavo.errors import InputError
 from octavo.fp8.scaling import state_records
 from octavo.parallel import offload
-from octavo.transform import build_model
 
 RECIPES = {
     "none": None,

@@ -8,6 +8,7 @@ from llamas import SHAPES, llama, llama_config, tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from octavo.build import build_model, transform
 from octavo.errors import EXIT_INPUT, InputError
 from octavo.models import weights
 from octavo.models.weights import (
@@ -19,7 +20,6 @@ from octavo.models.weights import (
     to_hugging_face,
     write_pretrained,
 )
-from octavo.transform import build_model, transform
 
 
 def same_bits(one, other):

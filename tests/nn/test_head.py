@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 import octavo
+from octavo.build import build_model
 from octavo.errors import InputError
 from octavo.fp8.formats import E5M2
 from octavo.fp8.scaling import ModuleState, load_state_records, state_records
@@ -18,7 +19,6 @@ from octavo.kernels.cross_entropy import Objective
 from octavo.nn import head
 from octavo.nn.head import linear_cross_entropy
 from octavo.nn.products import Products
-from octavo.transform import build_model
 
 TOKENS, HIDDEN, WORDS = 37, 24, 101
 OBJECTIVES = {

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, GPTNeoConfig
 
 from octavo.errors import InputError
 from octavo.models.decoder import Decoder
-from octavo.models.fill import Loader
 from octavo.models.replace import replace_linears
+from octavo.models.weight_loader import Loader
 from octavo.models.weights import HeldWeights, WeightFiles, family_of
 from octavo.parallel import world
-from octavo.parallel.meta import CounterInit, FromRank0, Loaded, delayed_init, materialise
-from octavo.parallel.own_init import OwnInit
+from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, delayed_init, materialise
+from octavo.parallel.module_init import OwnInit
 from octavo.parallel.shards import part_of
 
 SIZES = {"vocab_size": 17, "hidden_size": 40, "intermediate_size": 72, "attention_bias": True}

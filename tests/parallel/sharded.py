@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from llamas import llama_config
 
+from octavo.build import build_model
 from octavo.fp8 import scaling
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.parallel import world
 from octavo.parallel.fsdp import Sharding, accumulate
 from octavo.train.optimizer import clip_grad_norm_
-from octavo.transform import build_model
 
 BATCH, TOKENS = 8, 24
 SIZES = {"vocab_size": 17, "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3}

@@ -15,14 +15,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import ranks
+from octavo.build import transform
 from octavo.errors import InputError
-from octavo.models.fill import Loader
+from octavo.models.weight_loader import Loader
 from octavo.models.weights import HeldWeights, to_hugging_face
-from octavo.parallel import meta
-from octavo.parallel.meta import CounterInit, Loaded, counter_normal_, delayed_init, key_of, materialise, names_on_meta
-from octavo.parallel.own_init import OwnInit
+from octavo.parallel import deferred_init
+from octavo.parallel.deferred_init import CounterInit, Loaded, counter_normal_, delayed_init, key_of, materialise, names_on_meta
+from octavo.parallel.module_init import OwnInit
 from octavo.parallel.shards import part_of
-from octavo.transform import transform
 
 pytestmark = ranks.alone
 
@@ -534,4 +534,4 @@ def test_the_hook_of_another_is_left_in_place():
     finally:
         handle.remove()
     assert seen == ["weight", "bias"] * 2
-    assert meta.names_on_meta(nn.Linear(2, 2)) == []
+    assert deferred_init.names_on_meta(nn.Linear(2, 2)) == []

@@ -10,12 +10,12 @@ from llamas import llama_config
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
 
 import ranks
+from octavo.build import build_model, transform
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import DelayedScaling
 from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate
 from octavo.train.optimizer import clip_grad_norm_
-from octavo.transform import build_model, transform
 
 pytestmark = ranks.alone
 

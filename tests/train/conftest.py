@@ -1,4 +1,4 @@
-"""Makes helper modules importable: `ranks`, `rank_saving`, and the Llamas of the models' tests."""
+"""Makes helper modules importable: those of this folder, `ranks`, and the Llamas of the models' tests."""
 
 import sys
 from pathlib import Path

@@ -14,16 +14,18 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import octavo
+from octavo.build import transform
+from octavo.checkpoint import manifest
+from octavo.checkpoint.api import read_weights
 from octavo.cli import main
-from octavo.config import RunConfig
+from octavo.config.run import RunConfig
 from octavo.errors import InputError, RunStopped
 from octavo.models.weights import family_of, load_config, to_hugging_face
-from octavo.train import folder, loop, manifest
-from octavo.train.checkpoint import read_weights
+from octavo.run import folder
+from octavo.run.metrics import read_metrics
+from octavo.train import loop
 from octavo.train.loop import train
-from octavo.train.metrics import read_metrics
-from octavo.train.stopping import StopRequest
-from octavo.transform import transform
+from octavo.watchdog.stopping import StopRequest
 
 
 def losses(output):

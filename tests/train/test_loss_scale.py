@@ -10,22 +10,22 @@ import pytest
 import torch
 from rich.console import Console
 
+from octavo.checkpoint.rng_state import seed_everything
 from octavo.cli import main
-from octavo.config import RunConfig
+from octavo.config.run import RunConfig
 from octavo.data.prepared import prepare
 from octavo.errors import InputError, OctavoError, RunStopped
 from octavo.fp8 import scaling
 from octavo.nn.head import linear_cross_entropy
+from octavo.run.metrics import read_metrics
 from octavo.train import loop
 from octavo.train.evaluate import validation_loss
 from octavo.train.loop import build, train
-from octavo.train.lossscale import LARGEST_SCALE, PATIENCE, LossScale
-from octavo.train.metrics import read_metrics
+from octavo.train.loss_scale import LARGEST_SCALE, PATIENCE, LossScale
 from octavo.train.optimizer import clip_grad_norm_
-from octavo.train.randomness import seed_everything
-from octavo.train.setup import check
+from octavo.train.plan import check
 from octavo.train.step import train_step
-from octavo.train.stopping import StopRequest
+from octavo.watchdog.stopping import StopRequest
 
 HALF = "model.dtype=float16"
 PLAIN = "fp8.enabled=false"

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.config import RunConfig
+from octavo.checkpoint.rng_state import seed_everything
+from octavo.config.run import RunConfig
 from octavo.data.prepared import prepare
 from octavo.errors import OctavoError
 from octavo.train.loop import build
 from octavo.train.nonfinite import first_nonfinite
-from octavo.train.randomness import seed_everything
-from octavo.train.setup import check
+from octavo.train.plan import check
 from octavo.train.step import train_step
 
 

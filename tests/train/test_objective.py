@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from octavo.build import describe
 from octavo.cli import main
-from octavo.config import RunConfig
+from octavo.config.run import RunConfig
 from octavo.data.prepared import prepare
+from octavo.run.metrics import read_metrics
 from octavo.train.loop import build
-from octavo.train.metrics import read_metrics
-from octavo.train.setup import check
-from octavo.transform import describe
+from octavo.train.plan import check
 
 LAYERS = 'fp8.layers={"layers.0.*" = "bf16", "*.proj" = "rowwise", "*.fc2" = "delayed"}'
 

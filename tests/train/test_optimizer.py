@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.config import OptimizerConfig
+from octavo.config.optimizer import OptimizerConfig
 from octavo.errors import OctavoError
 from octavo.train.optimizer import build_optimizer, check_finite, clip_grad_norm_, learning_rate
 

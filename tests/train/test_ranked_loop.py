@@ -6,7 +6,7 @@ import math
 import pytest
 
 import ranks
-from octavo.train.metrics import read_metrics
+from octavo.run.metrics import read_metrics
 
 pytestmark = ranks.alone
 
@@ -17,7 +17,7 @@ def run(file, overrides):
     """`octavo train` in this process, which is one rank of those that the pool has joined."""
     from rich.console import Console
 
-    from octavo.config import RunConfig
+    from octavo.config.run import RunConfig
     from octavo.train.loop import train
 
     result = train(RunConfig.from_file(file, overrides), console=Console(quiet=True))
@@ -76,7 +76,7 @@ def run_with_stale_metrics(file):
     """A run in which another host's file system still shows an older metrics.jsonl."""
     import os
 
-    import octavo.train.closing as closing
+    import octavo.run.summary as closing
 
     if os.environ["RANK"] != "0":
         closing.read_metrics = lambda path: []
@@ -99,7 +99,7 @@ def test_float16_skips_the_same_steps_on_every_rank(tiny_run):
 
 def overflowing(file, overrides):
     """A run in which the gradient of one rank alone overflows in step 3, and the scale grows every 4 good steps."""
-    import octavo.train.lossscale as lossscale
+    import octavo.train.loss_scale as lossscale
     import octavo.train.step as step_module
     from octavo.parallel.world import state
 

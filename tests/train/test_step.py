@@ -7,13 +7,13 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from octavo.config import RunConfig
+from octavo.checkpoint.rng_state import seed_everything
+from octavo.config.run import RunConfig
 from octavo.data.prepared import prepare
 from octavo.fp8 import scaling
 from octavo.train.evaluate import perplexity, validation_loss
 from octavo.train.loop import build
-from octavo.train.randomness import seed_everything
-from octavo.train.setup import check
+from octavo.train.plan import check
 from octavo.train.step import begin_histories, count_targets, loss_of, train_step
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.formats import E4M3, E5M2
-from octavo.kernels import activation, adamw, cast, cast_scaled, cross_entropy, norm, rope, sums
+from octavo.kernels import activation, adamw, cast, cast_scaled, column_sum, cross_entropy, norm, rope
 from octavo.kernels.cast import Into
 
 EPS = 1e-5
@@ -169,7 +169,7 @@ def _amax(rows: int, columns: int, device: torch.device) -> Work:
 
 def _column_sums(rows: int, columns: int, device: torch.device) -> Work:
     x = _random(rows, columns, device)
-    return Work(lambda: sums.column_sums(x), (x,))
+    return Work(lambda: column_sum.column_sums(x), (x,))
 
 
 def _rows(rows: int, columns: int, device: torch.device, *, column: bool) -> Work:

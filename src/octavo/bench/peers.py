@@ -190,9 +190,9 @@ def build_octavo(
 
     fast: as `fp8.fast_accumulation`. Its layers are fused already: nothing is compiled.
     """
+    from octavo.build import build_model
     from octavo.fp8.autocast import fp8_autocast
     from octavo.train.adamw import AdamW
-    from octavo.transform import build_model
 
     scaling = _scaling(recipe, fast)
     model = build_model(

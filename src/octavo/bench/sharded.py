@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from octavo.bench.cases import Case
 from octavo.bench.peers import SEED, Entry, Training, build_octavo
 from octavo.bench.plain import STD, PlainLlama, next_token_loss
-from octavo.parallel.meta import CounterInit, materialise
+from octavo.parallel.deferred_init import CounterInit, materialise
 from octavo.parallel.world import state
 
 
@@ -63,8 +63,8 @@ def build_octavo_sharded(
     case: Case, device: torch.device, compiled: bool, *, recipe: str | None = None, seed: int = SEED
 ) -> Training:
     """Octavo's model over all ranks, or whole where there is one."""
+    from octavo.build import sharding_of
     from octavo.fp8.recipe import RECIPES
-    from octavo.transform import sharding_of
 
     scaling = RECIPES[recipe]() if recipe else None
     sharding = sharding_of(state, scaling, dtype=torch.bfloat16, params_dtype=torch.float32)

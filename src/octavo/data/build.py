@@ -19,12 +19,12 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from octavo import __version__
-from octavo.config import DataConfig
-from octavo.data import draw, manifest, spool, tokenizer
+from octavo._version import __version__
+from octavo.config.data import DataConfig
+from octavo.data import document_store, manifest, rng, tokenizer
 from octavo.data.corpus import Corpus
+from octavo.data.document_store import Numbers, Spool
 from octavo.data.manifest import Counts, Manifest, Split
-from octavo.data.spool import Numbers, Spool
 from octavo.data.tokenizer import Encoder
 from octavo.errors import InputError
 from octavo.storage import write_atomic
@@ -56,7 +56,7 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, *, show: bool, conso
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     spooled = folder / "spool"
     with Progress(*columns, console=console, disable=not show, transient=True) as progress, Spool(spooled) as documents:
-        drawn = spool.fill(
+        drawn = document_store.fill(
             documents,
             progress.track(corpus, total=None, description="reading documents"),
             count=config.max_documents,
@@ -104,7 +104,7 @@ def split(documents: Numbers, config: DataConfig) -> Plan:
     if count == 1:
         return Plan(documents, documents, cut=True)
     held_out = min(max(round(count * fraction), 1), count - 1)
-    order = draw.generator(config.seed, draw.SPLIT).permutation(count)
+    order = rng.generator(config.seed, rng.SPLIT).permutation(count)
     mask = np.zeros(count, bool)
     mask[order[:held_out]] = True
     return Plan(documents[~mask], documents[mask], cut=False)
@@ -129,7 +129,7 @@ def _sample(documents: Spool, numbers: Numbers, seed: int) -> Numbers:
     sizes = np.fromiter((documents.size(number) for number in numbers), np.int64, len(numbers))
     if sizes.sum() <= tokenizer.TRAINING_BYTES:
         return numbers
-    order = draw.generator(seed, draw.TOKENIZER).permutation(len(numbers))
+    order = rng.generator(seed, rng.TOKENIZER).permutation(len(numbers))
     fitting = max(int(np.searchsorted(np.cumsum(sizes[order]), tokenizer.TRAINING_BYTES, side="right")), 1)
     return numbers[np.sort(order[:fitting])]
 

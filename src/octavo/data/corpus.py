@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.config import DataConfig
+from octavo.config.data import DataConfig
 from octavo.data import hub, python_source, readers
 from octavo.data.readers import Document
 from octavo.errors import InputError, nearest, unknown

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from octavo.config import DataConfig
+from octavo.config.data import DataConfig
 from octavo.data.readers import Document, read_data_set
 from octavo.errors import InputError
 

@@ -4,8 +4,8 @@ Sample g of a run is sequence `permutation(seed, g // n)[g % n]` of the n sequen
 integer: a resumed run, on any number of ranks and with any micro-batch, sees the same samples in the same global batches. The
 price is a permutation in memory, 8 bytes a sequence.
 
-Sequences come from a memory map, so a batch costs a copy and is made when it is asked for; `octavo.data.ahead` asks early where
-the disk is slower than that. Batches may be asked for from several threads.
+Sequences come from a memory map, so a batch costs a copy and is made when it is asked for; `octavo.data.prefetch` asks early
+where the disk is slower than that. Batches may be asked for from several threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from octavo.data import draw
+from octavo.data import rng
 from octavo.data.manifest import Split
 from octavo.data.packing import IGNORED, Arrays, Int64
 from octavo.data.prepared import PreparedData
@@ -115,7 +115,7 @@ class Loader:
     def _order(self, epoch: int) -> Int64:
         with self._ordering:  # or another thread's epoch would push this one out between the lines
             if epoch not in self._orders:
-                self._orders[epoch] = draw.generator(self._seed, epoch).permutation(len(self._sequences))
+                self._orders[epoch] = rng.generator(self._seed, epoch).permutation(len(self._sequences))
                 if len(self._orders) > 2:  # a step lies in two epochs at most, unless epochs are tiny
                     self._orders.popitem(last=False)
             return self._orders[epoch]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from octavo.config import DataConfig
+from octavo.config.data import DataConfig
 from octavo.data.corpus import identity
 from octavo.data.readers import unreadable
 from octavo.data.tokenizer import check, tokenizer_files

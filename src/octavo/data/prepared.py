@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from octavo.config import DataConfig
+from octavo.config.data import DataConfig
 from octavo.data import manifest
 from octavo.data.build import build
 from octavo.data.corpus import Corpus

@@ -25,9 +25,9 @@ from octavo.kernels.cast import (
     record_amax,
     store_layouts,
 )  # fmt: skip
+from octavo.kernels.column_sum import add_up
 from octavo.kernels.fast_math import LOG2_E, exp, exp2, reciprocal
-from octavo.kernels.fours import groups_inside, load_fours, packed_row, store_packed
-from octavo.kernels.sums import add_up
+from octavo.kernels.packed_transpose import groups_inside, load_fours, packed_row, store_packed
 
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
 

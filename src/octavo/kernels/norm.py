@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo.kernels import gemm, reference
 from octavo.kernels.cast import Into, Made, make, outputs, record_amax, transpose
+from octavo.kernels.column_sum import add_up
 from octavo.kernels.norm_rows import (
     WIDEST_ROW,
     backward_rows,
@@ -30,7 +31,6 @@ from octavo.kernels.norm_rows import (
     norm_rows,
     stream,
 )
-from octavo.kernels.sums import add_up
 
 _CENTRED = {"RMSNorm": False, "LayerNorm": True}
 

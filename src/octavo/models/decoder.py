@@ -21,10 +21,11 @@ from octavo.fp8.recipe import CurrentScaling, Granularity, Operand
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.families import Family
-from octavo.nn import RMSNorm, TransformerLayer
+from octavo.nn.block import TransformerLayer
 from octavo.nn.fused import Stream
 from octavo.nn.head import linear_cross_entropy
 from octavo.nn.linear import compute_dtype, recipe_of
+from octavo.nn.norm import RMSNorm
 from octavo.nn.products import Products
 
 IGNORED = -100

@@ -12,7 +12,7 @@ from octavo.errors import InputError, nearest
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState, states_of
 from octavo.models.decoder import Decoder
-from octavo.nn import Linear
+from octavo.nn.linear import Linear
 
 
 def replace_linears(model: nn.Module) -> nn.Module:
@@ -29,14 +29,14 @@ def choose_recipes(
     *,
     layers: Mapping[str, Recipe | None] | None = None,
     skip: Sequence[str] = (),
-    kept_out: Mapping[str, str] | None = None,
+    excluded: Mapping[str, str] | None = None,
 ) -> None:
     """Say by what each FP8 layer runs where that is not the autocast's recipe.
 
     Args:
         layers: a recipe for what a pattern names, or None for high precision; of patterns that name one layer the last holds.
         skip: patterns of layers that stay out of FP8, whatever `layers` says.
-        kept_out: names of layers that stay out of FP8 too, each with the reason that `describe` gives.
+        excluded: names of layers that stay out of FP8 too, each with the reason that `describe` gives.
 
     Raises:
         InputError: a pattern matches no FP8 layer.
@@ -49,7 +49,7 @@ def choose_recipes(
     for pattern in skip:
         for state in _matched(model, states, pattern, "fp8.skip"):
             state.skipped = f"skipped by pattern {pattern!r}"
-    for name, reason in (kept_out or {}).items():
+    for name, reason in (excluded or {}).items():
         states[name].skipped = states[name].skipped or reason
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from octavo.errors import InputError
-from octavo.kernels import attention as short
+from octavo.kernels.attention import short
 from octavo.nn.fused import Angles, Rotation, Stream
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
 from octavo.nn.te_arguments import Draws, Init, Tracker, check, check_dropout, check_format, check_mask, cos_and_sin

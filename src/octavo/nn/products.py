@@ -24,7 +24,7 @@ from octavo.fp8.tensor import Quantized
 from octavo.kernels import gemm
 from octavo.kernels.cast import Into, Made, cast, row_tiles, transpose
 from octavo.kernels.cast_scaled import amax, scale_from_amax
-from octavo.kernels.sums import add_up, column_sums
+from octavo.kernels.column_sum import add_up, column_sums
 
 Kernel = Callable[[Into], Made]
 

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from octavo.config import InitConfig
+from octavo.config.parallel import InitConfig
 from octavo.errors import InputError
-from octavo.parallel.attempt import store_of_attempt
 from octavo.parallel.mesh import Degrees, fit_degrees
+from octavo.parallel.rendezvous import store_of_attempt
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -1,1 +1,1 @@
-"""The training run: one step, the loop around it, and everything that a run leaves on disk."""
+"""The training step, the loop around it, and the plan that both follow."""

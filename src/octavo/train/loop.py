@@ -23,32 +23,33 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from octavo.config import RunConfig
-from octavo.data.ahead import ReadAhead
+from octavo.build import DTYPES, build_model, describe, sharding_of
+from octavo.checkpoint.api import Checkpointer, check_weights, read_state, restore
+from octavo.checkpoint.rng_state import seed_everything
+from octavo.config.run import RunConfig
 from octavo.data.loader import Batch, Loader
+from octavo.data.prefetch import ReadAhead
 from octavo.data.prepared import PreparedData, check_vocabulary, prepare
 from octavo.errors import InputError, RunStopped
-from octavo.parallel.agreement import all_ranks, writing_ranks
+from octavo.parallel.coordination import all_ranks, writing_ranks
 from octavo.parallel.world import init, state
-from octavo.train import choices, closing
-from octavo.train.checkpoint import Checkpointer, check_weights, read_state, restore
+from octavo.run.folder import RunFolder, locked, report
+from octavo.run.metrics import MetricsFile
+from octavo.run.progress import StepProgress
+from octavo.run.resume import check_resumable
+from octavo.run.summary import Result, Summary, dtype_name, summarise
+from octavo.run.trackers import Trackers, numbers, open_trackers
+from octavo.train import fp8_auto
 from octavo.train.evaluate import perplexity, validation_loss
-from octavo.train.folder import RunFolder, locked, report
-from octavo.train.lossscale import LossScale
-from octavo.train.metrics import MetricsFile
+from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import build_optimizer
-from octavo.train.progress import StepProgress
-from octavo.train.randomness import seed_everything
-from octavo.train.resume import check_resumable
-from octavo.train.setup import RunPlan, check, model_options
+from octavo.train.plan import RunPlan, check, model_options
 from octavo.train.step import Stepper, begin_histories, train_step
-from octavo.train.stopping import StopRequest
-from octavo.train.trackers import Trackers, numbers, open_trackers
-from octavo.train.watch import Watch
-from octavo.transform import DTYPES, build_model, describe, sharding_of
+from octavo.watchdog.stopping import StopRequest
+from octavo.watchdog.watchdog import Watch
 
 
-def train(config: RunConfig, *, console: Console, stop: StopRequest | None = None) -> closing.Result:
+def train(config: RunConfig, *, console: Console, stop: StopRequest | None = None) -> Result:
     """Train a run, or continue it from its newest whole checkpoint.
 
     Args:
@@ -68,7 +69,7 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
             before = folder.config() if folder.has_checkpoints else None  # what never saved binds nobody
             if before is not None:
                 check_resumable(before, config, folder.path)
-            plan = choices.settled(plan, folder, resumed=before is not None)
+            plan = fp8_auto.settled(plan, folder, resumed=before is not None)
             other = without_fp8(plan) if config.train.compare_bf16 and plan.recipe is not None else None
             if other is not None:
                 _check_beside(RunFolder(other.config.output), other.config)  # before an FP8 run that it would be compared with
@@ -80,12 +81,12 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
                 with held(other.config.output) as beside_folder:
                     _check_beside(beside_folder, other.config)
                     beside = train_one(other, prepared, beside_folder, console=console, stop=stop, watch=watch)
-    return closing.Result(folder.path, config, summary, beside)
+    return Result(folder.path, config, summary, beside)
 
 
 def train_one(
     plan: RunPlan, prepared: PreparedData, folder: RunFolder, *, console: Console, stop: StopRequest, watch: Watch
-) -> closing.Summary:
+) -> Summary:
     """Train one model in a locked folder, to the end or to a signal."""
     config, leads = plan.config, state.rank == 0
     watch.start()
@@ -93,7 +94,7 @@ def train_one(
     checkpoints.clean()
     latest = checkpoints.latest()
     done = _steps_done(latest, plan, prepared)
-    label = "fp8" if plan.recipe is not None else closing.dtype_name(config)
+    label = "fp8" if plan.recipe is not None else dtype_name(config)
     if done == config.train.steps:
         _say(console, f"{label}: already trained, {done} of {done} steps, in {folder.path}")
         return _summary(folder, config)
@@ -103,7 +104,7 @@ def train_one(
         opened.enter_context(checkpoints)  # does not leave while one is being written
         if leads:
             folder.record(config, plan.hf_config, prepared.tokenizer_folder, plan.hardware.name)
-            choices.record(plan, folder)
+            fp8_auto.record(plan, folder)
         _say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
         if latest is not None and leads:
             _warn_of_other_bits(latest, plan)
@@ -194,7 +195,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watch | None = None) -> 
         params_dtype=plan.params_dtype,
         device=plan.device,
         seed=config.train.seed,
-        kept_out=plan.kept_out,
+        excluded=plan.excluded,
         load_from=plan.weights_folder,
         recompute=config.train.recompute,
         offload=config.train.offload or config.parallel.sm_activation_offloading,
@@ -256,9 +257,9 @@ def prepare_together(config: RunConfig, console: Console, on_change: Literal["er
     return prepared
 
 
-def _summary(folder: RunFolder, config: RunConfig) -> closing.Summary:
+def _summary(folder: RunFolder, config: RunConfig) -> Summary:
     """The figures of a finished training, as the rank reads them that wrote them: another host may yet see an older file."""
-    return all_ranks().on_first(lambda: closing.summarise(folder.metrics, config.train.steps))
+    return all_ranks().on_first(lambda: summarise(folder.metrics, config.train.steps))
 
 
 def without_fp8(plan: RunPlan) -> RunPlan:
@@ -272,7 +273,7 @@ def without_fp8(plan: RunPlan) -> RunPlan:
         }
     )
     return dataclasses.replace(
-        plan, config=config, recipe=None, kept_out={}, fp8_note="The same steps without FP8, to compare the loss"
+        plan, config=config, recipe=None, excluded={}, fp8_note="The same steps without FP8, to compare the loss"
     )
 
 

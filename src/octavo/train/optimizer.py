@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from octavo.config import OptimizerConfig
+from octavo.config.optimizer import OptimizerConfig
 from octavo.errors import OctavoError
 from octavo.train.adamw import AdamW, local
 

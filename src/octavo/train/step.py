@@ -5,7 +5,7 @@ micro-batches: the targets are counted before the first forward, so that each mi
 the gradients simply add up, over ranks in the last micro-batch. FP8 weights are quantised in the first micro-batch and kept for
 the others. The host waits for the device once a step, where loss and norm are read and checked, so that a step that went wrong
 never reaches the weights. In float16 the loss is scaled for backward, and a step that overflows is skipped
-(`octavo.train.lossscale`).
+(`octavo.train.loss_scale`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from octavo.config import OptimizerConfig
-from octavo.data.ahead import ReadAhead
+from octavo.config.optimizer import OptimizerConfig
 from octavo.data.loader import Batch
+from octavo.data.prefetch import ReadAhead
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
 from octavo.parallel.fsdp import accumulate
-from octavo.train.lossscale import LossScale, forget_overflow, overflow_in_fp8
+from octavo.train.loss_scale import LossScale, forget_overflow, overflow_in_fp8
 from octavo.train.nonfinite import first_nonfinite
 from octavo.train.optimizer import check_finite, clip_grad_norm_, learning_rate, set_learning_rate
-from octavo.train.stopping import StopRequest
-from octavo.train.watch import Watch
+from octavo.watchdog.stopping import StopRequest
+from octavo.watchdog.watchdog import Watch
 
 IGNORED = -100
 

@@ -1,0 +1,1 @@
+"""Checkpoints: save, verify, resume, on any number of ranks."""

@@ -1,0 +1,19 @@
+"""[checkpoint]: when a run is saved."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from octavo.config.section import Section
+
+
+class CheckpointConfig(Section):
+    """When the run is saved."""
+
+    every: int = Field(100, ge=0, description="Steps between checkpoints; 0: only at the end or when stopped.")
+    keep: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
+    async_: bool = Field(
+        False,
+        alias="async",
+        description="Write in the background: training waits only for the copy of the state to host memory.",
+    )

@@ -1,0 +1,48 @@
+"""[data]: the text, its tokens and its sequences."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from octavo.config.section import Section
+
+
+class DataConfig(Section):
+    """Which text it learns, and how the text becomes sequences."""
+
+    source: str | list[str] = Field(
+        description='"python:docstrings", "python:packages", local .txt, .jsonl or .parquet files (globs), or a Hugging Face '
+        "data set."
+    )
+    text_field: str = Field("text", description="Column or JSON key that holds the text.")
+    subset: str | None = Field(
+        None, description='Configuration of a Hugging Face data set that has several, such as "wikitext-2-raw-v1".'
+    )
+    split: str = Field("train", description="Split of a Hugging Face data set.")
+    tokenizer: str = Field(
+        "train", description='A Hugging Face folder or id, or "train": a byte-level BPE trained on the corpus.'
+    )
+    vocab_size: int = Field(8192, ge=257, description='Vocabulary of a tokenizer = "train".')
+    sequence_length: int = Field(description="Tokens in a sequence.")
+    packing: Literal["join", "documents"] = Field(
+        "join", description='"join": one stream cut in sequences; "documents": attention and loss stay within a document.'
+    )
+    max_documents: int | None = Field(None, ge=1, description="Take this many documents, chosen by `seed`; all when absent.")
+    max_tokens: int | None = Field(None, ge=2, description="Stop tokenising after this many tokens; all when absent.")
+    validation_fraction: float = Field(0.05, ge=0.0, lt=1.0, description="Share of the documents held out for validation.")
+    seed: int = Field(0, ge=0, description="Of the choice of documents, of the split and of the order of samples.")
+    workers: int = Field(
+        0, ge=0, le=64, description="Threads that read the coming steps' sequences ahead; 0: read when the step begins."
+    )
+    folder: str = Field(
+        "runs/data", description="Where tokenised corpora are kept, one folder for each distinct [data] section."
+    )
+
+    @field_validator("sequence_length")
+    @classmethod
+    def _a_sequence_predicts_something(cls, value: int) -> int:
+        if value < 2:
+            raise ValueError("a sequence must have at least 2 tokens, since the first is never predicted: use 2 or more")
+        return value

@@ -1,0 +1,67 @@
+"""The base of every section, and the message that answers a fault in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from octavo.errors import nearest
+
+
+class Section(BaseModel):
+    """A table of the run file: unknown keys are refused, values are immutable once read."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), strict=True, allow_inf_nan=False, serialize_by_alias=True
+    )
+
+
+def explain(cls: type[BaseModel], error: ValidationError) -> str:
+    """Every fault of a validation in one line: the key, its value, the nearest key that exists."""
+    return "; ".join(_explain_one(cls, fault["loc"], fault["type"], fault["msg"], fault["input"]) for fault in _distinct(error))
+
+
+def _distinct(error: ValidationError) -> list[Any]:
+    """One fault for each key: a union reports one for each of its members, any of which would do."""
+    found: dict[tuple[str, ...], Any] = {}
+    for fault in error.errors(include_url=False):
+        first = found.setdefault(tuple(str(part) for part in fault["loc"][:2]), fault)
+        if fault["msg"] not in first["msg"]:
+            first["msg"] += f", or {fault['msg'][0].lower()}{fault['msg'][1:]}"
+    return list(found.values())
+
+
+def _explain_one(cls: type[BaseModel], loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    name = ".".join(str(part) for part in loc[:2])
+    if kind == "extra_forbidden":
+        section = cls.model_fields.get(str(loc[0]))
+        keys = list(cls.model_fields) if len(loc) == 1 or section is None else list(_fields(section.annotation))
+        elsewhere = next((key for key in known_keys(cls) if len(loc) > 1 and key.endswith(f".{loc[-1]}")), None)
+        guess = elsewhere or nearest(str(loc[-1]), keys)
+        prefix = f"{loc[0]}." if len(loc) > 1 and guess and "." not in guess else ""
+        hint = f" Did you mean {prefix}{guess}?" if guess else ""
+        what = "section" if len(loc) == 1 and any(known_keys(cls)) else "key"
+        return f"unknown {what} {name}.{hint} Known: {', '.join(keys)}"
+    if kind == "missing" and len(loc) <= 2:
+        return f"{name} is missing: {_describe(cls, loc)}"
+    message = message.removeprefix("Value error, ")
+    return f"{name} = {value!r}: {message}" if loc and not isinstance(value, dict) else message
+
+
+def _describe(cls: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    section = cls.model_fields[str(loc[0])]
+    if len(loc) == 1:
+        return f"add a [{loc[0]}] section"
+    return _fields(section.annotation)[str(loc[1])].description or "give it a value"
+
+
+def known_keys(cls: type[BaseModel]) -> list[str]:
+    """Every `section.key` of a model of sections, in order; none of a model of plain keys."""
+    return [f"{section}.{key}" for section, field in cls.model_fields.items() for key in _fields(field.annotation)]
+
+
+def _fields(annotation: Any) -> dict[str, Any]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {field.alias or name: field for name, field in annotation.model_fields.items()}
+    return {}

@@ -1,0 +1,1 @@
+"""Attention of short sequences in Triton: forward, backward, and what launches them."""

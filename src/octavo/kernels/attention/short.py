@@ -1,0 +1,229 @@
+"""Attention of short sequences, as vision transformers have: straight from the joint query/key/value product, and back into it.
+
+A few hundred tokens leave kernels for long sequences half idle: 257 of them fill three tiles of 128, a head of 80 columns is
+padded to 128, and taking the product apart and joining its gradients costs about as much again. Here rows are read and written
+where they are, and padded by little. Backward has no atomics and repeats bit for bit.
+
+There are no masks, no dropout and no second derivative. The number of tokens is known when a kernel is compiled, so that each
+other number is another compilation: for data of ever new lengths this is the wrong kernel.
+
+A row of the joint product is G groups of H/G query heads, their key and their value.
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.errors import InputError
+from octavo.kernels.attention.backward import backward_keys, backward_queries
+from octavo.kernels.attention.forward import attention_forward
+
+LONGEST = 512
+"""With more tokens than this, kernels for long sequences waste little."""
+NARROWEST = 16
+"""Rows or columns of the smallest tile that a matrix instruction takes."""
+
+
+class Tiles(NamedTuple):
+    """How work is cut.
+
+    Attributes:
+        queries, keys: tokens of a tile, powers of two.
+        warps: of a program. stages: of a loop: with 2 it waits for each tile as it asks for it, beyond it asks earlier.
+        beside_few: what a program with few rows of its own goes over at a time, where that is more and leaves as much over.
+        lone: whether a single token beyond full tiles is gone over without a tile; programs of keys always take one.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int = 2
+    beside_few: int = 0
+    lone: bool = False
+
+
+FORWARD = Tiles(64, 64, warps=4)
+QUERIES, KEYS = Tiles(64, 32, warps=4, beside_few=64), Tiles(32, 64, warps=4, stages=3)
+"""Tiles of the backward kernels: a program of QUERIES goes over keys, one of KEYS over queries."""
+
+
+def tiles_for(tokens: int, head_dim: int) -> tuple[Tiles, Tiles, Tiles]:
+    """Tiles of the forward kernel and of the two backward ones.
+
+    What a lone token and wide tiles gain is lost where their registers take the room of a program on a multiprocessor (128 a
+    thread leave room for four, 168 for three; as compiled for Hopper). A loop of three tiles is unrolled, which takes more.
+    """
+    of_vit_huge = (tokens, head_dim) == (257, 80)
+    lone = head_dim <= 64 or (head_dim <= 80 and tokens == 257)
+    forward = FORWARD._replace(lone=lone, beside_few=128 if head_dim == 64 or of_vit_huge else 0)
+    keys = KEYS._replace(beside_few=64 if head_dim == 64 or (head_dim <= 80 and tokens // 64 != 3) else 0)
+    return forward, QUERIES._replace(lone=head_dim <= 96), keys
+
+
+def takes(dtype: torch.dtype, tokens: int, head_dim: int) -> bool:
+    """Whether the kernels are made for such a head; what is longer, wider or float32 is for others."""
+    return dtype in (torch.bfloat16, torch.float16) and 0 < tokens <= LONGEST and head_dim <= 128 and head_dim % 8 == 0
+
+
+def _width(count: int) -> int:
+    """The width of the tile that holds `count` tokens or columns."""
+    return max(triton.next_power_of_2(count), NARROWEST)
+
+
+def _pieces(head_dim: int) -> dict[str, int]:
+    """A head as one or two powers of two, the second 0 where there is none."""
+    first = max(1 << (head_dim.bit_length() - 1), NARROWEST)
+    return {"D": head_dim, "D1": first, "D2": _width(head_dim - first) if head_dim > first else 0}
+
+
+def _cut(tokens: int, tile: int) -> tuple[int, int]:
+    """The tile that tokens are cut into, and the narrow one for those beyond full tiles (0: there are none)."""
+    tile = min(tile, _width(tokens))
+    return tile, _width(tokens % tile) if tokens % tile else 0
+
+
+def _loop(tokens: int, tile: int, tiles: Tiles) -> tuple[int, int, int]:
+    """What a loop over tokens is cut into: its tile, the narrow one (1 for a lone token), and the tile beside few rows."""
+    tile, narrow = _cut(tokens, tile)
+    wide = tiles.beside_few
+    wider = tile < wide <= tokens and tokens % wide == tokens % tile and narrow <= NARROWEST
+    return tile, 1 if tiles.lone and tokens % tile == 1 else narrow, wide if wider else tile
+
+
+def _warps(tiles: Tiles, rows: int) -> int:
+    """Of a program; where it has fewer rows than usual, fewer share them."""
+    return min(tiles.warps, max(4, rows // 16))
+
+
+def _read(x: Tensor) -> Tensor:
+    """x where its rows are stored in one piece each, else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def launch(
+    qkv: Tensor, heads: int, groups: int, scale: float, *, tiles: Tiles | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run the kernel; see `forward`."""
+    (batch, tokens, _), head_dim = qkv.shape, qkv.shape[-1] // (heads + 2 * groups)
+    out = qkv.new_empty(batch, tokens, heads * head_dim)
+    lse = qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
+    if qkv.numel() == 0:
+        return out, lse
+    qkv, tiles = _read(qkv), tiles or tiles_for(tokens, head_dim)[0]
+    queries, last = _cut(tokens, tiles.queries)
+    keys, tail, few = _loop(tokens, tiles.keys, tiles)
+    attention_forward[(triton.cdiv(tokens, queries) * heads * batch,)](
+        qkv, out, lse, qkv.stride(0), qkv.stride(1), scale * math.log2(math.e),
+        T=tokens, H=heads, G=groups, **_pieces(head_dim),
+        QUERIES=queries, LAST=last, KEYS=keys, TAIL=tail, BESIDE_FEW=few, STAGES=tiles.stages,
+        num_warps=_warps(tiles, queries),
+    )  # fmt: skip
+    return out, lse
+
+
+def launch_backward(
+    d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, groups: int, scale: float,
+    *, queries: Tiles | None = None, keys: Tiles | None = None,
+) -> Tensor:  # fmt: skip
+    """Run the kernels; see `backward`."""
+    (batch, tokens, _), head_dim = qkv.shape, qkv.shape[-1] // (heads + 2 * groups)
+    d_qkv = qkv.new_empty(qkv.shape)
+    if qkv.numel() == 0:
+        return d_qkv
+    qkv, d_out, out, lse = _read(qkv), _read(d_out), out.contiguous(), lse.contiguous()
+    rows = lse.new_empty(batch, heads, 2, tokens)
+    numbers = (qkv.stride(0), qkv.stride(1), d_out.stride(0), d_out.stride(1), scale * math.log2(math.e))
+    shape = {"T": tokens, "H": heads, "G": groups} | _pieces(head_dim)
+    _, usual_queries, usual_keys = tiles_for(tokens, head_dim)
+    queries, keys = queries or usual_queries, keys or usual_keys
+    tile, last = _cut(tokens, queries.queries)
+    inner, tail, few = _loop(tokens, queries.keys, queries)
+    backward_queries[(triton.cdiv(tokens, tile) * heads * batch,)](
+        qkv, out, lse, rows, d_out, d_qkv, *numbers, **shape,
+        QUERIES=tile, LAST=last, KEYS=inner, TAIL=tail, BESIDE_FEW=few, STAGES=queries.stages,
+        num_warps=_warps(queries, tile),
+    )  # fmt: skip
+    tile, last = _cut(tokens, keys.keys)
+    inner, tail, few = _loop(tokens, keys.queries, keys._replace(lone=False))
+    backward_keys[(triton.cdiv(tokens, tile) * groups * batch,)](
+        qkv, rows, d_out, d_qkv, *numbers, **shape,
+        KEYS=tile, LAST=last, QUERIES=inner, TAIL=tail, BESIDE_FEW=few, STAGES=keys.stages,
+        num_warps=_warps(keys, tile),
+    )  # fmt: skip
+    return d_qkv
+
+
+def _heads(qkv: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, G, P, T, D], k and v [B, G, 1, T, D] in float32, P = H/G."""
+    per_group = heads // groups
+    parts = qkv.float().unflatten(-1, (groups, per_group + 2, -1)).permute(0, 2, 3, 1, 4)
+    q, k, v = parts.split([per_group, 1, 1], 2)
+    return q, k, v
+
+
+def forward(qkv: Tensor, heads: int, groups: int, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(q · kᵀ · scale) · v, every query with every key.
+
+    qkv: [B, T, (H + 2G)·D], rows with a stride; on a GPU as `takes` says. scale: > 0.
+    Returns the result [B, T, H·D] in its dtype, and the logarithm of each softmax's denominator, float32 [B, H, T].
+    """
+    if qkv.device.type == "cuda":
+        return launch(qkv, heads, groups, scale)
+    q, k, v = _heads(qkv, heads, groups)
+    logits = q @ k.mT * scale
+    lse = logits.logsumexp(-1)
+    out = (logits - lse[..., None]).exp().to(qkv.dtype).float() @ v
+    return out.flatten(1, 2).transpose(1, 2).flatten(2).to(qkv.dtype), lse.flatten(1, 2)
+
+
+def backward(d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, groups: int, scale: float) -> Tensor:
+    """Gradient of `forward`: d_out like its result, qkv its argument, out and lse what it returned → contiguous, like qkv."""
+    if qkv.device.type == "cuda":
+        return launch_backward(d_out, qkv, out, lse, heads, groups, scale)
+    q, k, v = _heads(qkv, heads, groups)
+    d_o, o = (x.float().unflatten(-1, (groups, heads // groups, -1)).permute(0, 2, 3, 1, 4) for x in (d_out, out))
+    p = (q @ k.mT * scale - lse.unflatten(1, (groups, -1))[..., None]).exp()
+    ds = (p * (d_o @ v.mT - (d_o * o).sum(-1, keepdim=True))).to(qkv.dtype).float()
+    dv = (p.to(qkv.dtype).float().mT @ d_o).sum(2, keepdim=True)
+    dk = (ds.mT @ q).sum(2, keepdim=True) * scale
+    return torch.cat((ds @ k * scale, dk, dv), 2).permute(0, 3, 1, 2, 4).flatten(2).to(qkv.dtype)
+
+
+class _ShortAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, heads: int, groups: int, scale: float) -> Tensor:
+        out, lse = forward(qkv, heads, groups, scale)
+        ctx.save_for_backward(qkv, out, lse)
+        ctx.call = heads, groups, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("short attention has no second derivative: call backward without create_graph=True.")
+        qkv, out, lse = ctx.saved_tensors
+        return backward(d_out, qkv, out, lse, *ctx.call), None, None, None
+
+
+def short_attention(qkv: Tensor, heads: int, groups: int, scale: float | None = None) -> Tensor:
+    """softmax(q · kᵀ · scale) · v, every query with every key, and differentiable once.
+
+    qkv: [B, T, (H + 2G)·D], which stays as it is until backward has read it → [B, T, H·D]. scale: > 0, by default D^-½.
+    Raises InputError for what the kernels do not take (see `takes`); a CPU takes any dtype and size.
+    """
+    head_dim = qkv.shape[-1] // (heads + 2 * groups)
+    scale = head_dim**-0.5 if scale is None else scale
+    if scale <= 0:
+        raise InputError(f"the scale of attention is {scale}, but has to be more than 0.")
+    if qkv.device.type == "cuda" and qkv.numel() and not takes(qkv.dtype, qkv.shape[1], head_dim):
+        raise InputError(
+            f"short attention takes bfloat16 or float16, at most {LONGEST} tokens and a head dimension of at most 128 in steps "
+            f"of 8, not {qkv.dtype}, {qkv.shape[1]} tokens and {head_dim}: use scaled_dot_product_attention."
+        )
+    return _ShortAttention.apply(qkv, heads, groups, scale)

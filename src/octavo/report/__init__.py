@@ -1,1 +1,0 @@
-"""What is made of a run after it ended."""

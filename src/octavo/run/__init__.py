@@ -1,0 +1,1 @@
+"""A run's folder: metrics, trackers, progress, summary, comparison, export."""

@@ -1,0 +1,106 @@
+"""From a run's folder, or a model in memory, to a folder that Hugging Face loads.
+
+The newest whole checkpoint is read under Octavo's names and handed to `octavo.models.weights`, which knows what Hugging
+Face calls them. The parameters are written in the dtype in which they were trained, bit for bit. Everything comes from the
+run's own folder: the model and the data that it began with may be gone.
+
+Neither needs memory for the whole model: weights are read, or gathered from the ranks, for one output file at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from octavo.checkpoint.api import read_weights
+from octavo.checkpoint.manifest import newest_whole
+from octavo.checkpoint.writer import weights
+from octavo.errors import InputError, nearest
+from octavo.models.weights import load_config, write_pretrained
+from octavo.parallel.coordination import Ranks, writing_ranks
+from octavo.run.folder import RunFolder, report
+
+
+def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
+    """Write a model, or the newest whole checkpoint of a run, as `AutoModelForCausalLM.from_pretrained` loads it.
+
+    Over ranks every rank calls it, and rank 0 writes; the parameters of a sharded model are gathered one by one.
+
+    Args:
+        model_or_path: a transformed model, or the folder of a run, whose tokenizer is copied too.
+        folder: new, or empty.
+
+    Raises:
+        InputError: the path is no run, the folder has something in it, or the model has no Hugging Face config.
+        OctavoError: no checkpoint of the run is whole.
+    """
+    ranks, to = writing_ranks(), Path(folder)
+    if not isinstance(model_or_path, nn.Module):
+        run = Path(model_or_path)
+        ranks.on_first(lambda: export_run(run, to))
+        return
+    config = getattr(model_or_path, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        raise InputError(
+            "octavo.export: the model has no Hugging Face config (model.config), so Hugging Face could not load it."
+        )
+    ranks.on_first(lambda: _check_empty(to))
+    _write_gathered(weights(model_or_path), config, to, ranks)
+
+
+def _write_gathered(tensors: Mapping[str, torch.Tensor], config: Any, to: Path, ranks: Ranks) -> None:
+    """Write on rank 0. It names each tensor before it reads it, so that the others gather along; None is the end."""
+    shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+
+    def gathered(name: str) -> torch.Tensor:
+        ranks.on_first(lambda: name)
+        return _whole(tensors[name])
+
+    def write() -> str | None:
+        write_pretrained(shapes, config, to, read=gathered)
+        return None
+
+    while (name := ranks.on_first(write)) is not None:  # only on the others: rank 0 comes back when it has written all
+        _whole(tensors[name])
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def export_run(run: Path, to: Path) -> Path:
+    """Write the newest whole checkpoint of `run` to the folder `to`; returns the checkpoint that was used.
+
+    Raises:
+        InputError: `run` is no run, or `to` is a folder with something in it.
+        OctavoError: no checkpoint is whole.
+    """
+    folder = RunFolder(run)
+    config = folder.config() if run.is_dir() else None
+    if config is None:
+        guess = nearest(run.name, [p.parent.name for p in run.parent.glob("*/run.toml")])
+        hint = f" Did you mean {run.parent / guess}?" if guess else " Give the folder that octavo train named at its end."
+        raise InputError(f"{str(run)!r} is not the folder of a run: it has no run.toml.{hint}")
+    _check_empty(to)
+    checkpoint, _ = newest_whole(folder.checkpoints, report)
+    if checkpoint is None:
+        raise InputError(f"{run} has no checkpoint yet: run octavo train {folder.run_file} first.")
+    if (folder.model / "config.json").is_file():
+        hf_config = load_config(str(folder.model))
+    else:  # a run of a version that did not keep it
+        hf_config = load_config(config.model.source, config.model.config)
+    tokenizer = folder.tokenizer if folder.tokenizer.is_dir() else None
+    stored = read_weights(checkpoint)
+    shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in stored.layout.items()}
+    write_pretrained(shapes, hf_config, to, tokenizer, read=stored.__getitem__)
+    return checkpoint
+
+
+def _check_empty(to: Path) -> None:
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise InputError(f"{str(to)!r} exists and is not empty: export writes a new folder. Give another one.")

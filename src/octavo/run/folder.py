@@ -1,0 +1,188 @@
+"""The folder of a run: its layout, its lock, and the record of what ran in it.
+
+    run.toml            the resolved run file: `octavo train` on it continues or reproduces the run
+    choices.json        which layers fp8.enabled = "auto" keeps out of FP8
+    environment.json    versions, device, code and command of every start
+    metrics.jsonl       one object a step
+    checkpoints/step-N/
+    model/config.json   the Hugging Face config, so that the folder exports without model.source
+    tokenizer/          a copy, so that the folder exports without the prepared data
+    bf16/               the same, of the run without FP8 that train.compare_bf16 asks for
+
+A start that is refused leaves nothing: a folder that it made is removed again unless something was recorded in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from octavo._version import __version__
+from octavo.checkpoint.manifest import step_folders
+from octavo.config.run import RunConfig
+from octavo.errors import InputError
+from octavo.storage import FolderLock, write_atomic
+
+_PACKAGES = ("torch", "transformers", "triton", "safetensors", "numpy", "tokenizers", "datasets")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where the parts of a run are."""
+
+    path: Path
+
+    @property
+    def run_file(self) -> Path:
+        """The resolved run file."""
+        return self.path / "run.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Of the `step-N` folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """A copy of the tokenizer."""
+        return self.path / "tokenizer"
+
+    @property
+    def model(self) -> Path:
+        """Of the Hugging Face config, as `config.json`."""
+        return self.path / "model"
+
+    @property
+    def environment(self) -> Path:
+        """What ran, and on what."""
+        return self.path / "environment.json"
+
+    @property
+    def choices(self) -> Path:
+        """What `fp8.enabled = "auto"` chose when the run began."""
+        return self.path / "choices.json"
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether anything was saved here, whole or not."""
+        return bool(step_folders(self.checkpoints))
+
+    def config(self) -> RunConfig | None:
+        """The configuration that the run was last started with; None for a folder without a run.
+
+        Raises:
+            InputError: there are checkpoints but no run file that says what they are of.
+        """
+        if self.run_file.is_file():
+            return RunConfig.from_file(self.run_file)
+        if self.has_checkpoints:
+            raise InputError(
+                f"{self.checkpoints} has checkpoints, but {self.run_file} is missing: put it back, or set another train.output."
+            )
+        return None
+
+    def record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str) -> None:
+        """Write down what is about to run."""
+        write_atomic(self.run_file, config.to_toml())
+        self.model.mkdir(exist_ok=True)
+        write_atomic(self.model / "config.json", hf_config.to_json_string())
+        starts = json.loads(self.environment.read_text())["starts"] if self.environment.is_file() else []
+        write_atomic(self.environment, json.dumps({"starts": [*starts, _environment(device)]}, indent=1) + "\n")
+        if tokenizer is not None and not self.tokenizer.exists():
+            temporary = self.path / f".tmp-tokenizer-{os.getpid()}"
+            shutil.copytree(tokenizer, temporary)
+            temporary.rename(self.tokenizer)
+        for stale in self.path.glob(".tmp-tokenizer-*"):
+            shutil.rmtree(stale)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[RunFolder]:
+    """The run folder at `path`, held by this process alone.
+
+    Raises:
+        InputError: another process holds it (the message names that process), or it cannot be written.
+    """
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(FolderLock(path))
+        except OSError as error:
+            raise InputError(f"train.output = {str(path)!r} cannot be used: {error.strerror}. Name another folder.") from None
+        try:
+            yield RunFolder(path)
+        except BaseException:
+            if made:
+                _remove_empty(path, made)
+            raise
+
+
+def report(message: str) -> None:
+    """Say on stderr what is wrong with a checkpoint."""
+    sys.stderr.write(f"octavo: {message}\n")
+
+
+def _remove_empty(path: Path, made: list[Path]) -> None:
+    """Take back the folders that the lock made, if nothing else came into them."""
+    if {entry.name for entry in path.iterdir()} - {".lock"}:
+        return
+    (path / ".lock").unlink(missing_ok=True)
+    for folder in made:
+        if any(folder.iterdir()):
+            return
+        folder.rmdir()
+
+
+def _environment(device: str) -> dict[str, Any]:
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "octavo": __version__,
+        "code": _code_version(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "platform": platform.platform(),
+        "device": device,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _code_version() -> str | None:
+    """The git commit of Octavo's own source, "+changes" where files differ from it; None for an installed package.
+
+    An installed package may lie in the virtual environment of some other repository, whose commit says nothing about it.
+    """
+    source = Path(__file__).parent.parent
+    try:
+        _git(source, "ls-files", "--error-unmatch", "__init__.py")
+        commit = _git(source, "rev-parse", "HEAD")
+        return commit + ("+changes" if _git(source, "status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()

@@ -1,0 +1,271 @@
+"""What the tests of checkpoints run in other processes: models that are sharded over ranks, saved and loaded."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import random
+import threading
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from llamas import llama_config
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import octavo
+from octavo.build import build_model
+from octavo.checkpoint import shard_io
+from octavo.checkpoint.api import Checkpointer, read_state, restore
+from octavo.checkpoint.writer import collect
+from octavo.errors import InputError, OctavoError
+from octavo.fp8.autocast import fp8_autocast
+from octavo.fp8.recipe import DelayedScaling
+from octavo.parallel import world
+
+SIZES = {"vocab_size": 17, "hidden_size": 9, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4}
+SIZES |= {"intermediate_size": 21, "attention_bias": True}
+"""No size divides by 4 ranks, and of 9 rows the last of 4 ranks has none."""
+RECIPE = DelayedScaling(amax_history_len=3)
+
+
+def sharded(degrees=None, seed=0, **sizes):
+    """A decoder over all ranks, and its optimizer."""
+    world.init(degrees or {})
+    config = llama_config(**SIZES | sizes)
+    model = build_model(config, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=seed)
+    if world.state.world_size > 1:
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=world.state.shard_mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model, optimizer, steps, first=0):
+    """Losses as text; every rank has other tokens."""
+    losses = []
+    for step in range(first, first + steps):
+        draw = torch.Generator().manual_seed(100 * step + world.state.rank)
+        ids = torch.randint(0, 17, (2, 12), generator=draw)
+        with fp8_autocast(enabled=True, fp8_recipe=RECIPE):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def hashes(model, optimizer):
+    """Of every tensor of the state, whole; random states are left out."""
+    found = {}
+    for name, tensor in collect(model, optimizer).items():
+        if not name.startswith("random."):
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            content = whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            found[name] = (str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(content).hexdigest())
+    return found
+
+
+def drawn():
+    return [random.random(), float(np.random.rand()), *torch.rand(3).tolist()]
+
+
+def save(path, degrees, steps=3):
+    """Train and save; hashes, and what is drawn and lost afterwards."""
+    model, optimizer = sharded(degrees)
+    train(model, optimizer, steps)
+    octavo.save(path, model, optimizer, epoch=7)
+    found = hashes(model, optimizer)
+    return found, drawn(), train(model, optimizer, 2, first=steps)
+
+
+def load(path, degrees, steps=3):
+    """The same after loading into a model that began otherwise."""
+    model, optimizer = sharded(degrees, seed=5)
+    train(model, optimizer, 1, first=77)
+    assert octavo.load(path, model, optimizer) == {"epoch": 7}
+    found = hashes(model, optimizer)
+    return found, drawn(), train(model, optimizer, 2, first=steps)
+
+
+def said(function, *arguments):
+    """The exception of a call: its class and text."""
+    try:
+        function(*arguments)
+    except OctavoError as error:
+        return type(error), str(error)
+    raise AssertionError("nothing was raised")
+
+
+def full_disk(*arguments, **settings):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fail_on_one_rank(folder, rank, background):
+    """Save twice, the second time with a full disk on one rank; what each rank says, and what is left on disk."""
+    model, optimizer = sharded()
+    train(model, optimizer, 1)
+    checkpoints = Checkpointer(folder, 2, print)
+    checkpoints.save(1, model, optimizer, {}, background=background)
+    checkpoints.wait()
+    write = shard_io.write_shard
+    if world.state.rank == rank:
+        shard_io.write_shard = full_disk
+    try:
+        if background:
+            checkpoints.save(2, model, optimizer, {}, background=True)
+            error = said(poll_to_the_end, checkpoints)
+        else:
+            error = said(checkpoints.save, 2, model, optimizer, {})
+    finally:
+        shard_io.write_shard = write
+    left = sorted(path.name for path in folder.iterdir())
+    dist.barrier()
+    checkpoints.save(2, model, optimizer, {}, background=background)
+    checkpoints.wait()
+    return error, left, checkpoints.latest().name
+
+
+def poll_to_the_end(checkpoints):
+    while checkpoints._background is not None:
+        checkpoints.poll()
+
+
+class Odd(torch.optim.SGD):
+    """Keeps what no checkpoint can hold."""
+
+    def keep(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["odd"] = {"a": 1}
+
+
+def refused_on_one_rank(folder):
+    model, _ = sharded()
+    optimizer = Odd(model.parameters(), lr=0.1)
+    if world.state.rank == 0:
+        optimizer.keep()
+    return said(octavo.save, folder / "c", model, optimizer), sorted(path.name for path in folder.iterdir())
+
+
+def save_three(folder):
+    model, optimizer = sharded()
+    checkpoints = Checkpointer(folder, 3, print)
+    for number in (1, 2, 3):
+        train(model, optimizer, 1, first=number)
+        checkpoints.save(number, model, optimizer, {"samples": number})
+    return hashes(model, optimizer)
+
+
+def look(folder):
+    """What `clean`, `latest` and `restore` find: (path and scalars, or the exception), and the messages."""
+    messages = []
+    model, optimizer = sharded(seed=3)
+    checkpoints = Checkpointer(folder, 3, messages.append)
+    checkpoints.clean()
+    left = sorted(path.name for path in folder.iterdir())
+    try:
+        path = checkpoints.latest()
+    except OctavoError as error:
+        return (type(error), str(error)), messages, left
+    restore(path, model, optimizer)
+    return (path.name, read_state(path)["samples"]), messages, left
+
+
+def held_up(folder, degrees):
+    """Save in the background, held up on every rank while training goes on; hashes before, after, and of what was saved."""
+    model, optimizer = sharded(degrees)
+    train(model, optimizer, 2)
+    before = hashes(model, optimizer)
+    gate, write = threading.Event(), shard_io.write_shard
+    shard_io.write_shard = lambda *arguments: gate.wait(60) and write(*arguments)
+    with Checkpointer(folder, 2, print) as checkpoints:
+        path = checkpoints.save(2, model, optimizer, {}, background=True)
+        for step in range(3):
+            train(model, optimizer, 1, first=2 + step)
+            checkpoints.poll()
+            assert not path.exists()
+        after = hashes(model, optimizer)
+        dist.barrier()
+        if world.state.rank != 1:
+            gate.set()
+        train(model, optimizer, 1, first=9)  # collectives of training, while others write and one does not
+        gate.set()
+        poll_to_the_end(checkpoints)
+    restore(checkpoints.latest(), model, optimizer)
+    return before, after, hashes(model, optimizer)
+
+
+def after_a_validation(folder):
+    """Save while FSDP2 holds whole parameters of the root, as it does after a forward without a backward."""
+    model, optimizer = sharded()
+    train(model, optimizer, 1)
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+    octavo.save(folder / "c", model, optimizer)
+    other, fresh = sharded(seed=4)
+    octavo.load(folder / "c", other, fresh)
+    assert hashes(other, fresh) == hashes(model, optimizer)
+    return hashes(model, optimizer)
+
+
+def tracked(folder):
+    """Octavo's own generators are part of the state."""
+    model = nn.Linear(2, 2)
+    world.init()
+    tracker = world.state.get_rng_state_tracker()
+
+    def draw():
+        with tracker.fork():
+            return torch.rand(2).tolist()
+
+    draw()
+    octavo.save(folder / "c", model)
+    wanted = draw()
+    assert draw() != wanted
+    octavo.load(folder / "c", model)
+    return wanted, draw()
+
+
+def export(folder, degrees, tied):
+    """Export a sharded model; what is said when the folder is no longer empty."""
+    model, _ = sharded(degrees, tie_word_embeddings=tied)
+    octavo.export(model, folder / "out")
+    kind, text = said(octavo.export, model, folder / "out")
+    assert kind is InputError
+    return text
+
+
+def export_on_a_full_disk(folder):
+    model, _ = sharded()
+    from octavo.models import weights
+
+    weights.save_file = full_disk
+    try:
+        octavo.export(model, folder / "out")
+    except (OctavoError, OSError) as error:
+        return str(error)
+    return None
+
+
+def save_until_killed(folder, failpoint):
+    """Save step 1, then step 2 in the background, where the process is killed."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    with contextlib.suppress(OctavoError), Checkpointer(folder, 1, print) as checkpoints:
+        checkpoints.save(1, model, None, {}, background=True)
+        checkpoints.wait()
+        os.environ |= {"OCTAVO_FAILPOINT": failpoint, "OCTAVO_FAILPOINT_STEP": "2"}
+        checkpoints.save(2, model, None, {}, background=True)
+
+
+def killed_together(folder, failpoint):
+    """The same over ranks: those that are left must not believe in the checkpoint."""
+    model, optimizer = sharded()
+    checkpoints = Checkpointer(folder, 1, print)
+    checkpoints.save(1, model, optimizer, {})
+    dist.barrier()
+    os.environ |= {"OCTAVO_FAILPOINT": failpoint, "OCTAVO_FAILPOINT_STEP": "2"}
+    checkpoints.save(2, model, optimizer, {}, background=True)
+    checkpoints.wait()

@@ -1,0 +1,30 @@
+"""On a GPU with FP8 units a small layer is faster in bf16 and a large one in FP8, as measured here and now."""
+
+import pytest
+import torch
+
+from octavo.fp8.recipe import DelayedScaling
+from octavo.hardware import supports_fp8
+from octavo.train.fp8_auto import Setting, Shape, against, measure, table
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (torch.cuda.is_available() and supports_fp8(0)), reason="needs a GPU with FP8 units"),
+]
+
+
+def test_a_small_shape_and_a_large_one_go_each_its_way(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device, recipe = torch.device("cuda", 0), DelayedScaling()
+    setting = Setting(torch.cuda.get_device_name(0), torch.bfloat16, torch.bfloat16)
+    small, large = Shape(256, 256, 256), Shape(8192, 4096, 4096)
+    wanted = [(small, recipe), (large, recipe)]
+    found = table(wanted, setting, lambda shape, recipe: measure(shape, recipe, device, setting))
+    assert "bf16 is faster here" in against(small, found[small, recipe], torch.bfloat16)
+    assert against(large, found[large, recipe], torch.bfloat16) == ""
+    assert 1 < found[small, recipe].wide < 400 < found[large, recipe].wide < 50_000  # microseconds: of 0.8 TFLOP
+
+    def never(shape, recipe):
+        raise AssertionError("measured twice")
+
+    assert table(wanted, setting, never) == found

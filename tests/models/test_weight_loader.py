@@ -1,0 +1,149 @@
+"""A slice of rows of a joined matrix is what the whole matrix has there, read from its own rows of the sources only."""
+
+import pytest
+import torch
+from llamas import SHAPES, llama
+from safetensors.torch import save_file
+from torch import nn
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+from octavo.build import transform
+from octavo.errors import InputError
+from octavo.models.weight_loader import Loader, Rows, joined_rows
+from octavo.models.weights import HeldWeights, WeightFiles, from_hugging_face, hugging_face_names
+from octavo.nn.attention import merge_qkv
+from octavo.nn.mlp import gate_up_block, interleave
+
+
+def numbered(lengths):
+    """Sources whose every row has a number of its own."""
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    return [torch.arange(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+
+
+def assemble(sources, lengths, start, stop):
+    out = torch.full((stop - start,), -1)
+    for piece in joined_rows(lengths, start, stop):
+        assert piece.stop > piece.start
+        out[piece.at : piece.at + piece.stop - piece.start] = sources[piece.source][piece.start : piece.stop]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "head_dim"), [(1, 1, 1), (4, 2, 3), (4, 1, 2), (3, 3, 2), (6, 3, 2), (8, 2, 1), (2, 2, 5)]
+)
+def test_every_range_of_joined_queries_keys_and_values(heads, groups, head_dim):
+    q, k, v = numbered([heads * head_dim, groups * head_dim, groups * head_dim])
+    whole = merge_qkv(q, k, v, groups)
+    lengths = (heads // groups * head_dim, head_dim, head_dim)
+    for start in range(len(whole) + 1):
+        for stop in range(start, len(whole) + 1):
+            assert torch.equal(assemble((q, k, v), lengths, start, stop), whole[start:stop])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 12, 16, 20, 32, 44, 48])
+def test_every_range_of_gate_and_up(size):
+    gate, up = numbered([size, size])
+    whole = interleave(gate, up)
+    for start in range(len(whole) + 1):
+        for stop in range(start, len(whole) + 1):
+            assert torch.equal(assemble((gate, up), (gate_up_block(size),) * 2, start, stop), whole[start:stop])
+
+
+def test_the_rows_of_one_source_are_one_piece():
+    assert list(joined_rows((10,), 3, 10)) == [Rows(0, 3, 10, 0)]
+    assert list(joined_rows((10,), 10, 10)) == []
+
+
+def parameters(model):
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+class Recorded(HeldWeights):
+    """Notes how many rows each read takes."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.reads = []
+
+    def read(self, name, start=0, stop=None):
+        rows = super().read(name, start, stop)
+        self.reads.append((name, rows.shape[0]))
+        return rows
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_a_decoder_are_slices_of_the_whole(tmp_path, shape, dtype):
+    theirs = llama(2, dtype, **SHAPES[shape])
+    theirs.save_pretrained(tmp_path, max_shard_size=20_000)
+    decoder = transform(theirs, dtype=torch.float32)
+    files, held = WeightFiles(tmp_path), Recorded(theirs.state_dict())
+    for weights in (files, held):
+        load = Loader(decoder, weights)
+        assert set(load.names) == {name for name, _ in decoder.named_parameters(remove_duplicate=False)}
+        for name, parameter in decoder.named_parameters(remove_duplicate=False):
+            whole = parameter.detach()
+            names = hugging_face_names(name, decoder.family)
+            if name != "head.weight":
+                parts = tuple(parameters(theirs)[n].float() for n in names)
+                assert torch.equal(from_hugging_face(name, parts, decoder.config, decoder.family), whole)
+            for ranks in (1, 3, 7):
+                start = 0
+                for part in whole.tensor_split(ranks):
+                    out = torch.full_like(part, torch.nan)
+                    held.reads.clear()
+                    load(name, out, start)
+                    assert torch.equal(out, part), (name, start)
+                    assert sum(rows for _, rows in held.reads) in (0, len(part))
+                    start += len(part)
+
+
+def gpt_neo(**changes):
+    values = {"vocab_size": 31, "hidden_size": 24, "num_layers": 2, "num_heads": 3, "max_position_embeddings": 16}
+    config = GPTNeoConfig(**values | changes, attention_types=[[["global", "local"], 1]], bos_token_id=1, eos_token_id=2)
+    return GPTNeoForCausalLM(config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parts_of_a_model_with_its_own_code(tmp_path, tied):
+    model = gpt_neo(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    load = Loader(model, WeightFiles(tmp_path))
+    for name, tensor in model.state_dict().items():
+        out = torch.empty(5, *tensor.shape[1:])
+        load(name, out, 3)
+        assert torch.equal(out, tensor[3:8]), name
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+
+def test_scalars_and_persistent_buffers_are_read_and_others_are_not(tmp_path):
+    model = Odd()
+    model.norm.running_mean.copy_(torch.arange(4))
+    model.norm.num_batches_tracked.fill_(7)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    load = Loader(Odd(), WeightFiles(tmp_path))
+    assert "scratch" not in load.names
+    for name in ("scale", "norm.running_mean", "norm.num_batches_tracked"):
+        out = torch.zeros_like(model.state_dict()[name])
+        load(name, out, 0)
+        assert torch.equal(out, model.state_dict()[name]), name
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read():
+    model = gpt_neo()
+    state = dict(model.state_dict())
+    gone = {name: tensor for name, tensor in state.items() if name != "transformer.h.1.ln_1.bias"}
+    with pytest.raises(InputError, match=r"no weight 'transformer\.h\.1\.ln_1\.bias'"):
+        Loader(model, HeldWeights(gone))
+    with pytest.raises(InputError, match=r"transformer\.wte\.weight: the weights have shape \(30, 24\)"):
+        Loader(
+            model, HeldWeights(state | {"transformer.wte.weight": torch.zeros(30, 24), "lm_head.weight": torch.zeros(30, 24)})
+        )
