@@ -1,4 +1,4 @@
-"""The whole order of a transformation on one screen: what is replaced, skipped, wrapped, sharded, placed and filled.
+"""The one order in which a model is made, on one screen, so that each parallelism is written once.
 
 1. replace      a known family becomes Octavo's decoder; in any other module eligible `nn.Linear`s are replaced in place
 2. choose       layers that a pattern names run by another recipe, or stay out of FP8
@@ -6,14 +6,14 @@
 4. compile      block by block
 5. shard        over the ranks, block by block; FP8 weights travel as FP8
 6. materialise  storage for what this rank holds
-7. fill         from the model itself, from a folder of weights, from rank 0, or by initialisation
+7. load         from the model itself, from a folder of weights, from rank 0, or by initialisation
+
+`octavo.transform` and a run both call `build_model`. Only `transform` knows `octavo.state`; all below takes arguments.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -27,11 +27,12 @@ from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.description import describe
-from octavo.models.families import FAMILIES
-from octavo.models.replace import choose_recipes, replace_linears
-from octavo.models.weight_loader import Loader
-from octavo.models.weights import HeldWeights, WeightFiles, Weights, family_of, hugging_face_names
-from octavo.nn.mlp import LayerNormMLP
+from octavo.models.families import Family
+from octavo.models.own_code import cast, compute_in, recompute_own_code, refuse_settings_of_the_decoder
+from octavo.models.replace import choose_recipes, keep_frozen, recompute_mlps, replace_linears
+from octavo.models.weight_loader import WeightLoader
+from octavo.models.weights import InMemoryWeights, WeightFiles, Weights, family_of
+from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
 from octavo.parallel.fsdp import Sharding, blocks_of, gather_weights_in_fp8, shard
 from octavo.parallel.mesh import Degrees
@@ -40,7 +41,6 @@ from octavo.parallel.offload import offloaded
 from octavo.parallel.recompute import recomputed
 from octavo.parallel.world import State, state
 
-_OLD_SWITCH = "gradient_checkpointing_enable"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 __all__ = ["build_model", "describe", "transform"]
@@ -60,6 +60,9 @@ def transform(
     cp_comm_type: str = "all_gather",
     params_dtype: torch.dtype | None = None,
     fp8_head: bool | Literal["backward"] = False,
+    recompute: bool | Literal["mlp"] = False,
+    offload: bool = False,
+    compile: bool = False,
 ) -> nn.Module:
     """Make a model's linear layers run in FP8 under `octavo.fp8_autocast`, and shard it over the ranks of `octavo.init`.
 
@@ -76,123 +79,105 @@ def transform(
         config: the Hugging Face config, when `model.config` is not it.
         skip: patterns of module names (`fnmatch`, by Octavo's or Hugging Face's names) that stay out of FP8.
         layers: such a pattern → the recipe by which these layers run in place of `fp8_autocast`'s, or None to stay out of FP8.
-            The last pattern that names a layer holds, and `skip` above all. `fp8_autocast` joins amaxes for all of them.
+            Later patterns win; `skip` overrides all. `fp8_autocast` joins amaxes for all of them.
         load_from: a Hugging Face model folder whose weights are taken, by each rank its own rows.
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
         cp_comm_type: how context parallelism communicates; one rank alone has nobody to talk to.
         params_dtype: of parameters; `dtype` when absent. float32 under a bf16 `dtype` is master weights.
         fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients (Octavo's decoder alone).
+        recompute: keep only each block's input for backward; "mlp": all but the first product of each MLP.
+        offload: keep what blocks save for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
+        compile: `torch.compile` each of Octavo's blocks.
 
     Raises:
         InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a parameter or
             buffer that would have no value.
     """
     recipe = DelayedScaling() if recipe is None else coerce(recipe)
-    chosen = {pattern: None if own is None else coerce(own) for pattern, own in (layers or {}).items()}
     if cp_comm_type not in ("all_gather", "p2p", "a2a"):
         raise unknown("cp_comm_type", cp_comm_type, ("all_gather", "p2p", "a2a"))
     params_dtype = params_dtype or dtype
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype)
-    device = torch.device(device) if device is not None else _device_of(model)
-    config = config if config is not None else getattr(model, "config", None)
-    known = hasattr(config, "model_type") and type(model).__name__.endswith("ForCausalLM")
-    family = family_of(config)[0] if known else None
-    weights: Weights | None = WeightFiles(load_from) if load_from is not None else None
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    from_rank0 = load_state_dict_from_rank0 and sharding is not None
-    if weights is None and not on_meta and (family is not None or from_rank0):
-        weights = HeldWeights(dict(model.state_dict()))
-    training, original = model.training, model
-    buffer_dtype = DTYPES[state.config.buffer_dtype]
-    if family is not None:
-        make: dict[str, Any] = {"dtype": dtype, "params_dtype": params_dtype, "buffer_dtype": buffer_dtype}
-        model = Decoder(config, family, device="meta", fp8_head=fp8_head, **make)
-        _keep_frozen(model, original)
-        choose_recipes(model, layers=chosen, skip=skip)
-        if state.config.sm_activation_offloading:
-            model.run_block = offloaded(model.run_block)
-    else:
-        _only_the_decoder(type(model).__name__, fp8_head=fp8_head)
-        model = replace_linears(model)
-        choose_recipes(model, layers=chosen, skip=skip)
-        _cast(model, params_dtype, buffer_dtype)
-        model = _compute_in(model, dtype, device)
-    loader = None if weights is None else Loader(model, weights)
-    values: Values
-    if from_rank0:
-        values = FromRank0(loader if state.rank == 0 else None)
-    elif loader is not None:
-        values = Loaded(loader)
-    else:
-        values = _initial(model, state.config.random_seed)
-    return _place(model, device, values, sharding, summed=family is not None).train(training)
+    training = model.training
+    return build_model(
+        model,
+        config=config,
+        dtype=dtype,
+        params_dtype=params_dtype,
+        device=_device_of(model) if device is None else device,
+        seed=state.config.random_seed,
+        skip=skip,
+        layers={pattern: None if own is None else coerce(own) for pattern, own in (layers or {}).items()},
+        load_from=load_from,
+        from_rank0=all_ranks() if load_state_dict_from_rank0 and sharding is not None else None,
+        recompute=recompute,
+        offload=offload or state.config.sm_activation_offloading,
+        compile=compile,
+        sharding=sharding,
+        buffer_dtype=DTYPES[state.config.buffer_dtype],
+        fp8_head=fp8_head,
+        averaged=True,
+    ).train(training)
 
 
 def build_model(
-    config: Any,
+    source: Any,
     *,
     dtype: torch.dtype,
     params_dtype: torch.dtype,
     device: torch.device | str,
     seed: int,
+    config: Any = None,
     skip: Sequence[str] = (),
-    load_from: str | Path | None = None,
-    recompute: bool | Literal["mlp"] = False,
-    offload: bool = False,
-    compile: bool = False,
-    sharding: Sharding | None = None,
-    buffer_dtype: torch.dtype = torch.float32,
     layers: Mapping[str, Recipe | None] | None = None,
     excluded: Mapping[str, str] | None = None,
     fp8_head: bool | Literal["backward"] = False,
     objective: Objective | None = None,
+    recompute: bool | Literal["mlp"] = False,
+    offload: bool = False,
+    compile: bool = False,
+    sharding: Sharding | None = None,
+    averaged: bool = False,
+    load_from: str | Path | None = None,
+    from_rank0: Ranks | None = None,
+    buffer_dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """A causal language model for training from its Hugging Face config, with random weights by `seed` or those of `load_from`.
+    """The one order in which a model is made, for `transform` and for a run; arguments that are not here are as in `transform`.
 
-    recompute: keep only each block's input for backward, or with "mlp" all but the first product of each MLP. offload: keep
-    what is saved for backward in host memory. compile: `torch.compile` each block. excluded: names of layers that stay out of
-    FP8, each with its reason. objective: what is minimised in training (Octavo's decoder alone). sharding: over several ranks;
-    gradients are then summed. With `device="meta"` nothing is filled, for counting parameters. The other arguments are as in
-    `transform`.
+    Args:
+        source: a model, with weights or on the meta device; or a Hugging Face config, whose causal language model starts from
+            random weights by `seed` or from those of `load_from`.
+        device: "meta" fills nothing, for counting parameters.
+        excluded: names of layers that stay out of FP8, each with its reason.
+        objective: what is minimised in training (Octavo's decoder alone).
+        sharding: over several ranks.
+        averaged: average the gradients of a model that keeps its own code, as mean losses need it, and do not sum them.
+        from_rank0: all ranks, of which the first has the weights.
     """
     if recompute not in (False, True, "mlp"):
         raise InputError(f'recompute = {recompute!r} is not supported: use False, True, or "mlp".')
     device = torch.device(device)
-    family, _ = family_of(config)
-    model: nn.Module
-    if family is None:
-        # A cache serves generation. In training it costs memory, and with one Hugging Face does not see where documents begin.
-        config = copy.deepcopy(config)
-        config.use_cache = False
-        with delayed_init():
-            model = replace_linears(AutoModelForCausalLM.from_config(config, dtype=params_dtype, trust_remote_code=False))
-        choose_recipes(model, layers=layers, skip=skip, excluded=excluded)
-        _only_the_decoder(config.model_type, fp8_head=fp8_head, objective=objective)
-        if offload:
-            raise InputError(
-                f"train.offload = true: {config.model_type} keeps its own code, and only the blocks of Octavo's decoder are"
-                f" offloaded ({', '.join(FAMILIES)}). Use train.recompute = true instead."
-            )
-        if recompute == "mlp":
-            raise InputError(
-                f'train.recompute = "mlp": {config.model_type} keeps its own code, and only the MLPs of Octavo\'s decoder make'
-                f" their first product again ({', '.join(FAMILIES)}). Use train.recompute = true instead."
-            )
-        if recompute:
-            # transformers 5.2x gave the same switch a new name and warns of the old one
-            name = "activation_checkpointing_enable" if hasattr(model, "activation_checkpointing_enable") else _OLD_SWITCH
-            getattr(model, name)({"use_reentrant": False})
-        _cast(model, params_dtype, buffer_dtype)
-        model = _compute_in(model, dtype, device)
-    else:
+    original = source if isinstance(source, nn.Module) else None
+    config = config or getattr(original, "config", None) if original is not None else source
+    causal_lm = original is None or (hasattr(config, "model_type") and type(original).__name__.endswith("ForCausalLM"))
+    family = family_of(config)[0] if causal_lm else None
+    weights = _weights(original, family, load_from, from_rank0)
+
+    # 1, 2. replace, and choose recipes
+    if family is not None:
         make: dict[str, Any] = {"dtype": dtype, "params_dtype": params_dtype, "buffer_dtype": buffer_dtype}
-        model = Decoder(config, family, device="meta", fp8_head=fp8_head, **make)
-        choose_recipes(model, layers=layers, skip=skip, excluded=excluded)
+        model: nn.Module = keep_frozen(Decoder(config, family, device="meta", fp8_head=fp8_head, **make), original)
+    else:
+        model = replace_linears(_from_config(config, params_dtype) if original is None else original)
+        refuse_settings_of_the_decoder(model, fp8_head=fp8_head, objective=objective, recompute=recompute, offload=offload)
+        model = compute_in(cast(model, params_dtype, buffer_dtype), dtype, device)
+    choose_recipes(model, layers=layers, skip=skip, excluded=excluded)
+
+    # 3, 4. recompute, offload, compile
+    if isinstance(model, Decoder):
         model.objective = objective
         if recompute == "mlp":
-            for module in model.modules():
-                if isinstance(module, LayerNormMLP):
-                    module.checkpoint = True
+            recompute_mlps(model)
         elif recompute:
             model.run_block = recomputed
         if offload:
@@ -202,10 +187,51 @@ def build_model(
                 part.compile()
             else:  # inside of the hooks that gather and free its parameters, which no graph can hold
                 part.forward = torch.compile(part.forward)
+    elif recompute:
+        recompute_own_code(model)
     if device.type == "meta":
         return model.train()
-    values = _initial(model, seed) if load_from is None else Loaded(Loader(model, WeightFiles(load_from)))
-    return _place(model, device, values, sharding, summed=True).train()
+
+    # 5, 6, 7. shard, materialise, load
+    loader = None if weights is None else WeightLoader(model, weights)
+    values: Values
+    if from_rank0 is not None:
+        values = FromRank0(loader if from_rank0.rank == 0 else None, from_rank0)
+    elif loader is not None:
+        values = Loaded(loader)
+    else:
+        values = CounterInit(seed, model.config.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
+    if sharding is None:
+        return materialise(model, device, values).train()
+    blocks = list(model.layers) if isinstance(model, Decoder) else blocks_of(model)
+    shard(model, blocks, sharding, summed=isinstance(model, Decoder) or not averaged)
+    if isinstance(model, Decoder):
+        model.data_group = sharding.data_group
+    materialise(model, device, values)
+    gather_weights_in_fp8(model, blocks, sharding)
+    return model.train()
+
+
+def _weights(
+    original: nn.Module | None, family: Family | None, load_from: str | Path | None, from_rank0: Ranks | None
+) -> Weights | None:
+    """What a model is filled from, which the model's own tensors are where another model takes its place; None: nothing."""
+    if load_from is not None:
+        return WeightFiles(load_from)
+    replaced = family is not None or from_rank0 is not None
+    if original is None or not replaced or any(parameter.is_meta for parameter in original.parameters()):
+        return None
+    return InMemoryWeights(dict(original.state_dict()))
+
+
+def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
+    """Hugging Face's causal language model on the meta device."""
+    # A cache serves generation. In training it costs memory, and with one Hugging Face does not see where documents begin.
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    with delayed_init():
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    return model
 
 
 def sharding_of(ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype) -> Sharding | None:
@@ -237,97 +263,6 @@ def check_supported(degrees: Degrees) -> None:
                 f"parallel.{name}_parallel_degree = {degree}: this version shards over data-parallel ranks only. "
                 f"Set parallel.{name}_parallel_degree = 1."
             )
-
-
-def _place(model: nn.Module, device: torch.device, values: Values, sharding: Sharding | None, *, summed: bool) -> nn.Module:
-    """Shard a model and give it storage and values."""
-    if sharding is None:
-        return materialise(model, device, values)
-    blocks = list(model.layers) if isinstance(model, Decoder) else blocks_of(model)
-    shard(model, blocks, sharding, summed=summed)
-    if isinstance(model, Decoder):
-        model.data_group = sharding.data_group
-    materialise(model, device, values)
-    gather_weights_in_fp8(model, blocks, sharding)
-    return model
-
-
-def _initial(model: nn.Module, seed: int) -> Values:
-    """Values for a model that has none: Octavo's decoder has an initialisation of its own, others have their modules'."""
-    return CounterInit(seed, model.config.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
-
-
-def _only_the_decoder(what: str, *, fp8_head: bool | Literal["backward"], objective: Objective | None = None) -> None:
-    """Refuse what Octavo's own head does, of a model that keeps its own.
-
-    Raises:
-        InputError: naming the key to change.
-    """
-    objective = objective or Objective()
-    asked = {
-        f"fp8.head = {json.dumps(fp8_head)}": fp8_head,
-        f"train.label_smoothing = {objective.label_smoothing:g}": objective.label_smoothing,
-        f"train.z_loss = {objective.z_loss:g}": objective.z_loss,
-    }
-    if said := [setting for setting, is_asked in asked.items() if is_asked]:
-        defaults = ", ".join(f"{setting.partition(' =')[0]} = {'false' if 'head' in setting else '0.0'}" for setting in said)
-        raise InputError(
-            f"{', '.join(said)}: {what} keeps its own code with its own head and loss, and only those of Octavo's decoder can"
-            f" do that ({', '.join(FAMILIES)}). Set {defaults}."
-        )
-
-
-def _keep_frozen(model: Decoder, original: nn.Module) -> None:
-    """What was frozen in the model that the decoder replaces is frozen in it.
-
-    Raises:
-        InputError: of matrices that become one parameter some are frozen and some are not.
-    """
-    trains = {name: parameter.requires_grad for name, parameter in original.named_parameters(remove_duplicate=False)}
-    for name, parameter in model.named_parameters():
-        parts = {part: trains.get(part, True) for part in hugging_face_names(name, model.family)}
-        if len(set(parts.values())) > 1:
-            frozen = [part for part, trained in parts.items() if not trained]
-            raise InputError(
-                f"{', '.join(frozen)} is frozen, but in Octavo's decoder {', '.join(parts)} are one parameter ({name}): "
-                "set requires_grad of all of them to the same."
-            )
-        parameter.requires_grad_(all(parts.values()))
-
-
-def _cast(model: nn.Module, params_dtype: torch.dtype, buffer_dtype: torch.dtype) -> None:
-    """Parameters into one dtype; buffers only into a lower one: a rotary table or a running mean keeps its precision."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(params_dtype)
-        for buffer in model.buffers() if buffer_dtype != torch.float32 else ():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(buffer_dtype)
-
-
-def _compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Let a model that keeps its own code compute in `dtype` with parameters of another, by PyTorch's autocast.
-
-    The class changes and not the instance, so that a deep copy computes with its own weights.
-    """
-    params_dtype = next((p.dtype for p in model.parameters()), dtype)
-    if params_dtype == dtype or device.type == "meta":
-        return model
-    if dtype == torch.float32:
-        raise InputError(
-            f"{type(model).__name__} keeps its own code, which computes in the dtype of its parameters or below: with"
-            f" params_dtype {params_dtype}, dtype float32 is not possible. Use params_dtype float32."
-        )
-    base = type(model)
-
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device.type, dtype):
-            return base.forward(self, *args, **kwargs)
-
-    model.__class__ = type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
-    return model
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -9,8 +9,8 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from octavo.build import transform
 from octavo.errors import InputError
-from octavo.models.weight_loader import Loader, Rows, joined_rows
-from octavo.models.weights import HeldWeights, WeightFiles, from_hugging_face, hugging_face_names
+from octavo.models.weight_loader import Rows, WeightLoader, joined_rows
+from octavo.models.weights import InMemoryWeights, WeightFiles, from_hugging_face, hugging_face_names
 from octavo.nn.attention import merge_qkv
 from octavo.nn.mlp import gate_up_block, interleave
 
@@ -59,7 +59,7 @@ def parameters(model):
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-class Recorded(HeldWeights):
+class Recorded(InMemoryWeights):
     """Notes how many rows each read takes."""
 
     def __init__(self, tensors):
@@ -80,7 +80,7 @@ def test_parts_of_a_decoder_are_slices_of_the_whole(tmp_path, shape, dtype):
     decoder = transform(theirs, dtype=torch.float32)
     files, held = WeightFiles(tmp_path), Recorded(theirs.state_dict())
     for weights in (files, held):
-        load = Loader(decoder, weights)
+        load = WeightLoader(decoder, weights)
         assert set(load.names) == {name for name, _ in decoder.named_parameters(remove_duplicate=False)}
         for name, parameter in decoder.named_parameters(remove_duplicate=False):
             whole = parameter.detach()
@@ -109,7 +109,7 @@ def gpt_neo(**changes):
 def test_parts_of_a_model_with_its_own_code(tmp_path, tied):
     model = gpt_neo(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
-    load = Loader(model, WeightFiles(tmp_path))
+    load = WeightLoader(model, WeightFiles(tmp_path))
     for name, tensor in model.state_dict().items():
         out = torch.empty(5, *tensor.shape[1:])
         load(name, out, 3)
@@ -129,7 +129,7 @@ def test_scalars_and_persistent_buffers_are_read_and_others_are_not(tmp_path):
     model.norm.running_mean.copy_(torch.arange(4))
     model.norm.num_batches_tracked.fill_(7)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    load = Loader(Odd(), WeightFiles(tmp_path))
+    load = WeightLoader(Odd(), WeightFiles(tmp_path))
     assert "scratch" not in load.names
     for name in ("scale", "norm.running_mean", "norm.num_batches_tracked"):
         out = torch.zeros_like(model.state_dict()[name])
@@ -142,8 +142,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_read():
     state = dict(model.state_dict())
     gone = {name: tensor for name, tensor in state.items() if name != "transformer.h.1.ln_1.bias"}
     with pytest.raises(InputError, match=r"no weight 'transformer\.h\.1\.ln_1\.bias'"):
-        Loader(model, HeldWeights(gone))
+        WeightLoader(model, InMemoryWeights(gone))
     with pytest.raises(InputError, match=r"transformer\.wte\.weight: the weights have shape \(30, 24\)"):
-        Loader(
-            model, HeldWeights(state | {"transformer.wte.weight": torch.zeros(30, 24), "lm_head.weight": torch.zeros(30, 24)})
+        WeightLoader(
+            model,
+            InMemoryWeights(state | {"transformer.wte.weight": torch.zeros(30, 24), "lm_head.weight": torch.zeros(30, 24)}),
         )

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, GPTNeoConfig
 from octavo.errors import InputError
 from octavo.models.decoder import Decoder
 from octavo.models.replace import replace_linears
-from octavo.models.weight_loader import Loader
-from octavo.models.weights import HeldWeights, WeightFiles, family_of
+from octavo.models.weight_loader import WeightLoader
+from octavo.models.weights import InMemoryWeights, WeightFiles, family_of
 from octavo.parallel import world
+from octavo.parallel.coordination import all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, delayed_init, materialise
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.shards import part_of
@@ -109,7 +110,7 @@ def build(kind, degrees, *, folder=None, tied=False, dtype=torch.float32, frozen
     shard(model)
     values = CounterInit(seed, 0.02) if kind == "decoder" else OwnInit(seed)
     if folder is not None:
-        values = Loaded(Loader(model, WeightFiles(folder)))
+        values = Loaded(WeightLoader(model, WeightFiles(folder)))
     state = torch.get_rng_state()
     materialise(model, "cpu", values)
     assert torch.equal(torch.get_rng_state(), state)
@@ -145,7 +146,9 @@ def from_rank0(kind, degrees, folder):
     first = world.state.rank == 0
     held = None
     if first:
-        held = HeldWeights({name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()})
+        held = InMemoryWeights(
+            {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        )
     if kind == "decoder":
         model = decoder()
     elif first:
@@ -154,7 +157,7 @@ def from_rank0(kind, degrees, folder):
         with torch.device("meta"):  # buffers without a value too: they come from rank 0
             model = replace_linears(AutoModelForCausalLM.from_config(neo_config()))
     shard(model)
-    materialise(model, "cpu", FromRank0(Loader(model, held) if first else None))
+    materialise(model, "cpu", FromRank0(WeightLoader(model, held) if first else None, all_ranks()))
     return digest(model), loss_of(model).item()
 
 
@@ -163,9 +166,9 @@ def refused_by_all(case):
     world.init({})
     rank = world.state.rank
     model = shard(decoder(hidden_size=40 if case == "no weights" or rank == 0 else 48))
-    load = None if rank or case == "no weights" else Loader(model, HeldWeights(weights(model)))
+    load = None if rank or case == "no weights" else WeightLoader(model, InMemoryWeights(weights(model)))
     try:
-        materialise(model, "cpu", FromRank0(load))
+        materialise(model, "cpu", FromRank0(load, all_ranks()))
     except InputError as error:
         return str(error), all(p.is_meta for p in model.parameters())
     return None
@@ -212,7 +215,7 @@ def large(source, folder):
 
     def values(folder):
         if source == "files":
-            return lambda model: Loaded(Loader(model, WeightFiles(folder)))
+            return lambda model: Loaded(WeightLoader(model, WeightFiles(folder)))
         if source == "own":
             return lambda model: OwnInit(0)
         return lambda model: CounterInit(0, 0.02)

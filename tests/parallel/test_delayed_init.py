@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 import ranks
 from octavo.build import transform
 from octavo.errors import InputError
-from octavo.models.weight_loader import Loader
-from octavo.models.weights import HeldWeights, to_hugging_face
+from octavo.models.weight_loader import WeightLoader
+from octavo.models.weights import InMemoryWeights, to_hugging_face
 from octavo.parallel import deferred_init
 from octavo.parallel.deferred_init import CounterInit, Loaded, counter_normal_, delayed_init, key_of, materialise, names_on_meta
 from octavo.parallel.module_init import OwnInit
@@ -310,7 +310,7 @@ def test_classes_and_attributes_of_parameters_stay():
         module.tagged.note = "kept"
         module.again = module.tagged
     save = {name: torch.full(p.shape, 3.0) for name, p in module.state_dict().items()}
-    materialise(module, "cpu", Loaded(Loader(module, HeldWeights(save))))
+    materialise(module, "cpu", Loaded(WeightLoader(module, InMemoryWeights(save))))
     assert type(module.tagged) is Tagged
     assert module.tagged is module.again
     assert module.tagged.note == "kept"
@@ -360,11 +360,11 @@ def test_buffers_on_meta_come_from_files_that_have_them(tmp_path):
     real.running_mean.fill_(4)
     with torch.device("meta"):
         model, other = nn.BatchNorm1d(3), Random()
-    materialise(model, "cpu", Loaded(Loader(model, HeldWeights(real.state_dict()))))
+    materialise(model, "cpu", Loaded(WeightLoader(model, InMemoryWeights(real.state_dict()))))
     assert torch.equal(model.running_mean, real.running_mean)
     save = {name: torch.zeros(tensor.shape) for name, tensor in other.state_dict().items()}
     with pytest.raises(InputError, match=r"buffers scratch "):
-        materialise(other, "cpu", Loaded(Loader(other, HeldWeights(save))))
+        materialise(other, "cpu", Loaded(WeightLoader(other, InMemoryWeights(save))))
 
 
 def test_parts_of_columns_are_refused():

@@ -12,7 +12,9 @@ from octavo.errors import InputError, nearest
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState, states_of
 from octavo.models.decoder import Decoder
+from octavo.models.weights import hugging_face_names
 from octavo.nn.linear import Linear
+from octavo.nn.mlp import LayerNormMLP
 
 
 def replace_linears(model: nn.Module) -> nn.Module:
@@ -22,6 +24,34 @@ def replace_linears(model: nn.Module) -> nn.Module:
         if type(module) is nn.Linear and module is not head:
             Linear.from_linear(module)
     return model
+
+
+def keep_frozen(model: Decoder, original: nn.Module | None) -> Decoder:
+    """Freeze in the decoder what is frozen in the model that it replaces.
+
+    Raises:
+        InputError: of matrices that become one parameter some are frozen and some are not.
+    """
+    if original is None:
+        return model
+    trains = {name: parameter.requires_grad for name, parameter in original.named_parameters(remove_duplicate=False)}
+    for name, parameter in model.named_parameters():
+        parts = {part: trains.get(part, True) for part in hugging_face_names(name, model.family)}
+        if len(set(parts.values())) > 1:
+            frozen = [part for part, trained in parts.items() if not trained]
+            raise InputError(
+                f"{', '.join(frozen)} is frozen, but in Octavo's decoder {', '.join(parts)} are one parameter ({name}): "
+                "set requires_grad of all of them to the same."
+            )
+        parameter.requires_grad_(all(parts.values()))
+    return model
+
+
+def recompute_mlps(model: nn.Module) -> None:
+    """Let each MLP make its first product again in backward and keep all else."""
+    for module in model.modules():
+        if isinstance(module, LayerNormMLP):
+            module.checkpoint = True
 
 
 def choose_recipes(

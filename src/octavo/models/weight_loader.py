@@ -1,7 +1,7 @@
 """Which rows of Hugging Face's matrices make which rows of ours, so that a rank reads its own part of a model and no more.
 
-`Loader` reads slices of rows of the tensors in a folder (or of tensors in memory) straight into a rank's part of a parameter,
-one source at a time. It speaks of rows only: who holds which is for the caller to say.
+`WeightLoader` reads slices of rows of the tensors in a folder (or of tensors in memory) straight into a rank's part of a
+parameter, one source at a time. It speaks of rows only: which rank holds which rows is an argument.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def joined_rows(lengths: Sequence[int], start: int, stop: int) -> Iterator[Rows]
         row += count
 
 
-class Loader:
+class WeightLoader:
     """Reads the weights of a model under its own names: `load(name, out, start)`.
 
     Attributes:

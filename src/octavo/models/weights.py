@@ -193,7 +193,7 @@ class Weights(Protocol):
         """Rows `start` to `stop` of a tensor (all of one that has no dimensions)."""
 
 
-class HeldWeights:
+class InMemoryWeights:
     """Weights in memory: those of a model that was loaded or trained already."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

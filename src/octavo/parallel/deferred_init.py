@@ -32,9 +32,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 
 from octavo.errors import InputError
-from octavo.parallel.coordination import all_ranks
+from octavo.parallel.coordination import Ranks
 from octavo.parallel.shards import named_tensors, part_of
-from octavo.parallel.world import state
 
 _CHUNK = 1 << 18
 """Elements drawn at a time, in temporary 64-bit integers: six times as fast on a CPU as 2^22, and 20 MB instead of 200."""
@@ -204,7 +203,7 @@ def initialise(model: nn.Module, *, seed: int, std: float, names: Collection[str
 
 
 class Load(Protocol):
-    """Reads a model's weights row by row, as `octavo.models.weight_loader.Loader` does."""
+    """Reads a model's weights row by row, as `octavo.models.weight_loader.WeightLoader` does."""
 
     @property
     def names(self) -> Collection[str]:
@@ -245,9 +244,11 @@ class FromRank0:
 
     Attributes:
         load: on rank 0, what reads its weights; ignored elsewhere.
+        ranks: all of them.
     """
 
     load: Load | None
+    ranks: Ranks
 
     def check(self, model: nn.Module, names: Sequence[str]) -> None:
         """Refuse models that differ between the ranks, and what rank 0 has no value for; every rank raises.
@@ -257,7 +258,9 @@ class FromRank0:
         tensors = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named_tensors(model)]
         has = self.load.names if self.load is not None else ()
         missing = [name for name, t in named_tensors(model) if (t.is_meta or isinstance(t, DTensor)) and name not in has]
-        said = all_ranks().everyone([hashlib.sha256(repr(tensors).encode()).hexdigest(), missing if state.rank == 0 else []])
+        said = self.ranks.everyone(
+            [hashlib.sha256(repr(tensors).encode()).hexdigest(), missing if self.ranks.rank == 0 else []]
+        )
         for rank, (digest, _) in enumerate(said):
             if digest != said[0][0]:
                 raise InputError(
@@ -277,11 +280,11 @@ class FromRank0:
         for name, tensor in named_tensors(model):
             part = part_of(tensor)
             whole = torch.empty(part.shape, dtype=tensor.dtype, device=part.local.device)
-            if state.rank == 0 and self.load is not None and name in self.load.names:
+            if self.ranks.rank == 0 and self.load is not None and name in self.load.names:
                 self.load(name, whole, 0)
-            elif state.rank == 0:
+            elif self.ranks.rank == 0:
                 whole.copy_(tensor)
-            if state.world_size > 1:
+            if self.ranks.size > 1:
                 dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # bytes: no backend knows every dtype
             part.take(whole)
 
