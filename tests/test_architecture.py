@@ -48,7 +48,15 @@ FORBIDDEN = {
 WITHOUT_TORCH = {"_version", "errors", "config"}
 """Components that never import torch, not even inside a function."""
 
-LIGHT = ("octavo", "octavo.errors", "octavo.config", "octavo.hardware", "octavo.parallel.mesh", "octavo.plan.flops")
+LIGHT = (
+    "octavo",
+    "octavo.errors",
+    "octavo.config",
+    "octavo.hardware",
+    "octavo.parallel.mesh",
+    "octavo.plan.flops",
+    "octavo.models.families",
+)
 """Modules that load no torch when they are imported."""
 
 FOLDER_MODULES = 18

@@ -170,7 +170,7 @@ def test_weights_by_an_id_come_from_the_cache_without_a_network(tiny_run, model_
 
 def test_weights_that_cannot_be_fetched_are_explained(monkeypatch, tmp_path):
     from octavo.errors import InputError
-    from octavo.models.weights import weights_folder
+    from octavo.models.sources import weights_folder
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

@@ -27,11 +27,11 @@ from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.description import describe
-from octavo.models.families import Family
+from octavo.models.families import decoder_spec
 from octavo.models.own_code import cast, compute_in, recompute_own_code, refuse_settings_of_the_decoder
 from octavo.models.replace import choose_recipes, keep_frozen, recompute_mlps, replace_linears
+from octavo.models.weight_files import InMemoryWeights, WeightFiles, Weights
 from octavo.models.weight_loader import WeightLoader
-from octavo.models.weights import InMemoryWeights, WeightFiles, Weights, family_of
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
 from octavo.parallel.fsdp import Sharding, blocks_of, gather_weights_in_fp8, shard
@@ -158,30 +158,22 @@ def build_model(
         raise InputError(f'recompute = {recompute!r} is not supported: use False, True, or "mlp".')
     device = torch.device(device)
     original = source if isinstance(source, nn.Module) else None
-    config = config or getattr(original, "config", None) if original is not None else source
-    causal_lm = original is None or (hasattr(config, "model_type") and type(original).__name__.endswith("ForCausalLM"))
-    family = family_of(config)[0] if causal_lm else None
-    weights = _weights(original, family, load_from, from_rank0)
-
-    # 1, 2. replace, and choose recipes
-    if family is not None:
+    config = source if original is None else config or getattr(original, "config", None)
+    spec, reason = decoder_spec(config) if _is_causal_lm(original, config) else (None, "")
+    load_from = None if device.type == "meta" else load_from
+    weights = _weights(original, load_from, needed=spec is not None or from_rank0 is not None)
+    if spec is not None:
         make: dict[str, Any] = {"dtype": dtype, "params_dtype": params_dtype, "buffer_dtype": buffer_dtype}
-        model: nn.Module = keep_frozen(Decoder(config, family, device="meta", fp8_head=fp8_head, **make), original)
+        model: nn.Module = keep_frozen(Decoder(config, spec, device="meta", fp8_head=fp8_head, **make), original)
     else:
         model = replace_linears(_from_config(config, params_dtype) if original is None else original)
         refuse_settings_of_the_decoder(model, fp8_head=fp8_head, objective=objective, recompute=recompute, offload=offload)
         model = compute_in(cast(model, params_dtype, buffer_dtype), dtype, device)
+        vars(model)["octavo_own_code"] = reason  # for `describe`
     choose_recipes(model, layers=layers, skip=skip, excluded=excluded)
-
-    # 3, 4. recompute, offload, compile
     if isinstance(model, Decoder):
         model.objective = objective
-        if recompute == "mlp":
-            recompute_mlps(model)
-        elif recompute:
-            model.run_block = recomputed
-        if offload:
-            model.run_block = offloaded(model.run_block)
+        _recompute(model, recompute, offload=offload)
         for part in (*model.layers, model.norm) if compile else ():
             if sharding is None:
                 part.compile()
@@ -191,35 +183,45 @@ def build_model(
         recompute_own_code(model)
     if device.type == "meta":
         return model.train()
-
-    # 5, 6, 7. shard, materialise, load
-    loader = None if weights is None else WeightLoader(model, weights)
-    values: Values
-    if from_rank0 is not None:
-        values = FromRank0(loader if from_rank0.rank == 0 else None, from_rank0)
-    elif loader is not None:
-        values = Loaded(loader)
-    else:
-        values = CounterInit(seed, model.config.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
-    if sharding is None:
-        return materialise(model, device, values).train()
     blocks = list(model.layers) if isinstance(model, Decoder) else blocks_of(model)
-    shard(model, blocks, sharding, summed=isinstance(model, Decoder) or not averaged)
-    if isinstance(model, Decoder):
-        model.data_group = sharding.data_group
-    materialise(model, device, values)
-    gather_weights_in_fp8(model, blocks, sharding)
+    if sharding is not None:
+        shard(model, blocks, sharding, summed=isinstance(model, Decoder) or not averaged)
+        if isinstance(model, Decoder):
+            model.data_group = sharding.data_group
+    materialise(model, device, _values(model, weights, from_rank0, seed))
+    if sharding is not None:
+        gather_weights_in_fp8(model, blocks, sharding)
     return model.train()
 
 
-def _weights(
-    original: nn.Module | None, family: Family | None, load_from: str | Path | None, from_rank0: Ranks | None
-) -> Weights | None:
-    """What a model is filled from, which the model's own tensors are where another model takes its place; None: nothing."""
+def _recompute(model: Decoder, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
+    if recompute == "mlp":
+        recompute_mlps(model)
+    elif recompute:
+        model.run_block = recomputed
+    if offload:
+        model.run_block = offloaded(model.run_block)
+
+
+def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, seed: int) -> Values:
+    """Where the values of a model come from; Octavo's decoder has an initialisation of its own, others have their modules'."""
+    loader = None if weights is None else WeightLoader(model, weights)
+    if from_rank0 is not None:
+        return FromRank0(loader if from_rank0.rank == 0 else None, from_rank0)
+    if loader is not None:
+        return Loaded(loader)
+    return CounterInit(seed, model.spec.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
+
+
+def _is_causal_lm(original: nn.Module | None, config: Any) -> bool:
+    return original is None or (hasattr(config, "model_type") and type(original).__name__.endswith("ForCausalLM"))
+
+
+def _weights(original: nn.Module | None, load_from: str | Path | None, *, needed: bool) -> Weights | None:
+    """What a model is filled from: a folder or, where its own tensors are needed, those; None: nothing."""
     if load_from is not None:
         return WeightFiles(load_from)
-    replaced = family is not None or from_rank0 is not None
-    if original is None or not replaced or any(parameter.is_meta for parameter in original.parameters()):
+    if original is None or not needed or any(parameter.is_meta for parameter in original.parameters()):
         return None
     return InMemoryWeights(dict(original.state_dict()))
 

@@ -22,6 +22,7 @@ from octavo.bench.run import run_suite
 from octavo.bench.worker import answers, random_batches
 from octavo.errors import InputError
 from octavo.hardware import Device, describe_device, lookup
+from octavo.models.families import spec_of
 from octavo.plan.flops import matmul_parameters
 
 CPU = torch.device("cpu")
@@ -51,16 +52,18 @@ def test_the_plain_model_is_hugging_faces_llama(case):
 
 
 def test_cases_have_the_shapes_of_the_released_models():
-    counted = matmul_parameters(CASES["llama-1b"].hf_config())
+    counted = matmul_parameters(spec_of(CASES["llama-1b"].hf_config()))
     assert (counted.layers, counted.head) == (973_078_528, 262_668_288)
-    assert matmul_parameters(CASES["llama-8b-8layers"].hf_config()).layers * 4 == 6_979_321_856
-    assert matmul_parameters(CASES["llama2-7b-8layers"].hf_config()).layers * 4 == 32 * (4 * 4096**2 + 3 * 4096 * 11_008)
+    assert matmul_parameters(spec_of(CASES["llama-8b-8layers"].hf_config())).layers * 4 == 6_979_321_856
+    assert matmul_parameters(spec_of(CASES["llama2-7b-8layers"].hf_config())).layers * 4 == 32 * (
+        4 * 4096**2 + 3 * 4096 * 11_008
+    )
     for name, case in CASES.items():
         assert case.name == name
         assert case.tokens == case.batch * case.sequence_length
         with torch.device("meta"):
             assert sum(p.numel() for p in PlainLlama(case).parameters() if p.ndim > 1) == (
-                matmul_parameters(case.hf_config()).stored + (0 if case.tied else case.vocab_size * case.hidden_size)
+                matmul_parameters(spec_of(case.hf_config())).stored + (0 if case.tied else case.vocab_size * case.hidden_size)
             )
 
 

@@ -13,6 +13,7 @@ from octavo.bench.products import WORKLOADS, measure_products, products_of
 from octavo.bench.results import render, write
 from octavo.bench.run import run_suite
 from octavo.errors import InputError
+from octavo.models.families import spec_of
 from octavo.plan.flops import matmul_parameters
 
 
@@ -22,7 +23,7 @@ from octavo.plan.flops import matmul_parameters
 )
 def test_the_products_are_those_of_the_model(name, case, layers):
     workload = WORKLOADS[name]
-    wanted = matmul_parameters(ALL_CASES[case].hf_config()).layers * workload.tokens
+    wanted = matmul_parameters(spec_of(ALL_CASES[case].hf_config())).layers * workload.tokens
     assert sum(product.flops for product in products_of(workload)) * layers == 6 * wanted
 
 

@@ -15,6 +15,7 @@ from octavo.bench.results import render
 from octavo.bench.run import run_suite
 from octavo.bench.sharded import SHARDED, build_octavo_sharded, build_plain_sharded
 from octavo.bench.worker import random_batches
+from octavo.models.families import spec_of
 from octavo.parallel import world
 from octavo.plan.flops import matmul_parameters
 
@@ -31,7 +32,7 @@ FIGURES = {
 
 def test_the_whole_8b_shape():
     for name in ("llama-8b-8k", "llama-8b-16k"):
-        counted = matmul_parameters(CASES[name].hf_config())
+        counted = matmul_parameters(spec_of(CASES[name].hf_config()))
         with torch.device("meta"):
             model = PlainLlama(CASES[name])
         assert sum(p.numel() for p in model.parameters()) == 8_030_261_248  # as published

@@ -239,9 +239,9 @@ def export(folder, degrees, tied):
 
 def export_on_a_full_disk(folder):
     model, _ = sharded()
-    from octavo.models import weights
+    from octavo.models import weight_files
 
-    weights.save_file = full_disk
+    weight_files.save_file = full_disk
     try:
         octavo.export(model, folder / "out")
     except (OctavoError, OSError) as error:

@@ -13,8 +13,8 @@ from octavo.checkpoint import manifest
 from octavo.checkpoint.failpoints import FAILPOINTS
 from octavo.checkpoint.writer import weights as weights_in
 from octavo.errors import InputError, OctavoError
-from octavo.models import weights
-from octavo.models.weights import write_pretrained
+from octavo.models import weight_files
+from octavo.models.convert import write_pretrained
 
 pytestmark = ranks.alone
 
@@ -195,11 +195,11 @@ def test_an_export_that_fails_on_the_first_rank_fails_on_all(tmp_path):
 
 def test_the_memory_of_an_export_is_that_of_a_file(tmp_path, monkeypatch):
     """What is read and not yet written never exceeds one file and the parameter at its border."""
-    monkeypatch.setattr(weights, "_SHARD_BYTES", 2000)
+    monkeypatch.setattr(weight_files, "_SHARD_BYTES", 2000)
     model, _ = rank_saving.sharded()
     held, most, files = [0], [0], []
     largest = max(tensor.nbytes for tensor in weights_in(model).values())
-    write = weights.save_file
+    write = weight_files.save_file
 
     def read(name):
         held[0] += weights_in(model)[name].nbytes
@@ -211,12 +211,12 @@ def test_the_memory_of_an_export_is_that_of_a_file(tmp_path, monkeypatch):
         files.append(path)
         held[0] = 0
 
-    monkeypatch.setattr(weights, "save_file", save)
+    monkeypatch.setattr(weight_files, "save_file", save)
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights_in(model).items()}
     write_pretrained(shapes, model.config, tmp_path / "one", read=read)
     assert len(files) > 3
     assert most[0] <= 2000 + 2 * largest
-    monkeypatch.setattr(weights, "save_file", write)
+    monkeypatch.setattr(weight_files, "save_file", write)
     write_pretrained(dict(model.state_dict()), model.config, tmp_path / "two")
     for file in (tmp_path / "two").iterdir():
         assert file.read_bytes() == (tmp_path / "one" / file.name).read_bytes(), file.name

@@ -6,7 +6,7 @@ import torch
 import octavo
 from octavo.build import build_model
 from octavo.fp8.scaling import state_records
-from octavo.models.weights import load_config
+from octavo.models.sources import load_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -1,9 +1,9 @@
-"""Small Llamas of Hugging Face with weights that matter, and how their gradients are compared with Octavo's."""
+"""Small Llamas and Mistrals of Hugging Face with weights that matter, and how their gradients are compared with Octavo's."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from octavo.models.weights import family_of, to_hugging_face
+from octavo.models.convert import to_hugging_face
 
 VOCABULARY = 97
 
@@ -29,12 +29,21 @@ SHAPES = {
     "narrow-heads": {"head_dim": 6, "num_attention_heads": 6, "num_key_value_heads": 3},
     "intermediate-176": {"intermediate_size": 176},
     "intermediate-odd": {"intermediate_size": 45},
+    "mistral": {"model_type": "mistral"},
+    "mistral-tied": {"model_type": "mistral", "tie_word_embeddings": True, "num_key_value_heads": 1},
+    "mistral-llama3-rope": {"model_type": "mistral", "rope_parameters": LLAMA3_ROPE},
+    "mistral-narrow-heads": {"model_type": "mistral", "head_dim": 6, "num_attention_heads": 6, "num_key_value_heads": 3},
 }
+"""By name what a config has in place of the keys of `llama_config`."""
 
 
 def llama_config(**changes):
-    """A Llama of two layers, 97 words, 4 query heads on 2 key-value heads, and a feed-forward size of 44."""
+    """A Llama of two layers, 97 words, 4 query heads on 2 key-value heads, and a feed-forward size of 44.
+
+    With `model_type="mistral"` a Mistral without a window.
+    """
     values = {
+        "model_type": "llama",
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
         "intermediate_size": 44,
@@ -44,14 +53,16 @@ def llama_config(**changes):
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
     }
-    return LlamaConfig(**values | changes)
+    values |= changes
+    kind = values.pop("model_type")
+    return AutoConfig.for_model(kind, **({"sliding_window": None} if kind == "mistral" else {}) | values)
 
 
 def llama(seed=0, dtype=torch.float32, **changes):
-    """A `LlamaForCausalLM` with SDPA attention whose every parameter, biases and norms included, is random."""
+    """A Hugging Face model of `llama_config` with SDPA attention; every parameter, biases and norms included, is random."""
     config = llama_config(**changes)
     config._attn_implementation = "sdpa"
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -72,7 +83,7 @@ def gradients(decoder):
     found = {name: p.grad for name, p in decoder.named_parameters()}
     missing = [name for name, grad in found.items() if grad is None]
     assert not missing, f"no gradient for {missing}"
-    return to_hugging_face(found, decoder.config, family_of(decoder.config)[0])
+    return to_hugging_face(found, decoder.spec)
 
 
 def assert_same_gradients(decoder, reference, *, relative=1e-4):

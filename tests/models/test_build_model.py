@@ -7,7 +7,7 @@ from transformers import GPTNeoConfig
 import octavo
 from octavo.build import build_model, describe
 from octavo.errors import EXIT_INPUT, InputError
-from octavo.models.weights import load_config
+from octavo.models.sources import load_config
 
 SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 44, "num_attention_heads": 4}
 CONFIG = load_config("llama-tiny", SIZES | {"num_hidden_layers": 3})

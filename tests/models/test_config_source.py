@@ -9,8 +9,9 @@ from transformers import GPTNeoConfig, LlamaForCausalLM
 
 from octavo.build import build_model
 from octavo.errors import EXIT_INPUT, InputError
-from octavo.models.families import SHAPES
-from octavo.models.weights import family_of, load_config
+from octavo.models.families import decoder_spec
+from octavo.models.shapes import SHAPES
+from octavo.models.sources import load_config
 
 
 def refused(words, *arguments):
@@ -29,7 +30,7 @@ def test_built_in_shapes_have_the_published_number_of_parameters(name, billions)
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_built_in_shapes_have_octavos_decoder(name):
-    assert family_of(load_config(name))[0] is not None
+    assert decoder_spec(load_config(name))[0] is not None
 
 
 def test_a_folder_gives_its_config(tmp_path):
@@ -105,6 +106,7 @@ def test_an_unknown_model_type_is_named(tmp_path, kind):
     [
         (GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "gpt_neo"),
         (llama_config(hidden_act="gelu"), "hidden_act = 'gelu'"),
+        (llama_config(model_type="mistral", sliding_window=64), "sliding_window = 64"),
         (
             llama_config(
                 rope_parameters={
@@ -116,6 +118,6 @@ def test_an_unknown_model_type_is_named(tmp_path, kind):
     ],
 )  # fmt: skip
 def test_what_the_decoder_does_not_compute_keeps_its_code_and_the_reason_is_given(config, reason):
-    family, why = family_of(config)
-    assert family is None
+    spec, why = decoder_spec(config)
+    assert spec is None
     assert reason in why

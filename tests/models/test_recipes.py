@@ -14,7 +14,7 @@ from octavo.errors import EXIT_INPUT, InputError
 from octavo.fp8 import scaling
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling, RowwiseScaling
 from octavo.kernels.cross_entropy import Objective
-from octavo.models.weights import load_config
+from octavo.models.sources import load_config
 
 CONFIG = load_config(
     "llama-tiny",

@@ -9,8 +9,9 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from octavo.build import transform
 from octavo.errors import InputError
+from octavo.models.convert import conversion
+from octavo.models.weight_files import InMemoryWeights, WeightFiles
 from octavo.models.weight_loader import Rows, WeightLoader, joined_rows
-from octavo.models.weights import InMemoryWeights, WeightFiles, from_hugging_face, hugging_face_names
 from octavo.nn.attention import merge_qkv
 from octavo.nn.mlp import gate_up_block, interleave
 
@@ -84,10 +85,10 @@ def test_parts_of_a_decoder_are_slices_of_the_whole(tmp_path, shape, dtype):
         assert set(load.names) == {name for name, _ in decoder.named_parameters(remove_duplicate=False)}
         for name, parameter in decoder.named_parameters(remove_duplicate=False):
             whole = parameter.detach()
-            names = hugging_face_names(name, decoder.family)
+            way = conversion(decoder.spec)
             if name != "head.weight":
-                parts = tuple(parameters(theirs)[n].float() for n in names)
-                assert torch.equal(from_hugging_face(name, parts, decoder.config, decoder.family), whole)
+                parts = tuple(parameters(theirs)[n].float() for n in way.names(name))
+                assert torch.equal(way.join(name, parts), whole)
             for ranks in (1, 3, 7):
                 start = 0
                 for part in whole.tensor_split(ranks):

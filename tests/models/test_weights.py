@@ -10,16 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from octavo.build import build_model, transform
 from octavo.errors import EXIT_INPUT, InputError
-from octavo.models import weights
-from octavo.models.weights import (
-    WeightFiles,
-    check_weights,
-    family_of,
-    from_hugging_face,
-    hugging_face_names,
-    to_hugging_face,
-    write_pretrained,
-)
+from octavo.models import weight_files
+from octavo.models.convert import check_names_and_shapes, conversion, to_hugging_face, write_pretrained
+from octavo.models.weight_files import WeightFiles
 
 
 def same_bits(one, other):
@@ -63,14 +56,11 @@ def source(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_to_and_from_hugging_face_are_inverse(shape, dtype):
     theirs = llama(3, dtype, **SHAPES[shape])
-    config, family = theirs.config, family_of(theirs.config)[0]
-    ours = parameters(transform(theirs, dtype=dtype))
-    there = to_hugging_face(ours, config, family)
+    model = transform(theirs, dtype=dtype)
+    ours, way = parameters(model), conversion(model.spec)
+    there = to_hugging_face(ours, model.spec)
     same_bits(there, parameters(theirs))
-    back = {
-        name: from_hugging_face(name, tuple(there[n] for n in hugging_face_names(name, family)), config, family)
-        for name in ours
-    }
+    back = {name: way.join(name, tuple(there[n] for n in way.names(name))) for name in ours}
     same_bits(back, ours)
 
 
@@ -79,7 +69,7 @@ def test_to_and_from_hugging_face_are_inverse(shape, dtype):
 @pytest.mark.parametrize("shard_bytes", [None, 20_000])
 def test_hugging_face_loads_what_is_written(tmp_path, monkeypatch, tied, dtype, shard_bytes):
     if shard_bytes:
-        monkeypatch.setattr(weights, "_SHARD_BYTES", shard_bytes)
+        monkeypatch.setattr(weight_files, "_SHARD_BYTES", shard_bytes)
     theirs = llama(1, dtype, tie_word_embeddings=tied, attention_bias=True)
     model = transform(theirs, dtype=dtype)
     folder = tmp_path / "out"
@@ -152,7 +142,7 @@ def test_master_weights_of_a_bf16_folder_are_its_values(source):
     model = build(theirs.config, folder, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     same_bits(
-        to_hugging_face(parameters(model), model.config, model.family),
+        to_hugging_face(parameters(model), model.spec),
         {name: p.float() for name, p in parameters(theirs).items()},
     )
 
@@ -243,14 +233,14 @@ def test_layers_are_not_confused_when_there_are_more_than_ten(source):
 def test_headers_are_held_against_a_model_without_memory(source, changes):
     model, folder = source(**changes)
     on_meta = build(model.config, device="meta")
-    check_weights(on_meta, WeightFiles(folder))
+    check_names_and_shapes(on_meta, WeightFiles(folder))
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     save_file({**tensors, name: tensors[name][:-1].clone()}, folder / "model.safetensors", {"format": "pt"})
-    refused((name, "have shape", "the config asks for"), check_weights, on_meta, WeightFiles(folder))
+    refused((name, "have shape", "the config asks for"), check_names_and_shapes, on_meta, WeightFiles(folder))
     del tensors[name]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    refused(f"no weight {name!r}", check_weights, on_meta, WeightFiles(folder))
+    refused(f"no weight {name!r}", check_names_and_shapes, on_meta, WeightFiles(folder))
 
 
 def test_a_folder_for_weights_that_cannot_be_made_is_named(tmp_path):

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, GPTNeoConfig
 
 from octavo.errors import InputError
 from octavo.models.decoder import Decoder
+from octavo.models.families import spec_of
 from octavo.models.replace import replace_linears
+from octavo.models.weight_files import InMemoryWeights, WeightFiles
 from octavo.models.weight_loader import WeightLoader
-from octavo.models.weights import InMemoryWeights, WeightFiles, family_of
 from octavo.parallel import world
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, delayed_init, materialise
@@ -30,8 +31,7 @@ SIZES = {"vocab_size": 17, "hidden_size": 40, "intermediate_size": 72, "attentio
 
 def decoder(tied=False, dtype=torch.float32, **changes):
     config = llama_config(**SIZES | {"tie_word_embeddings": tied} | changes)
-    family, _ = family_of(config)
-    return Decoder(config, family, dtype=dtype, params_dtype=dtype, device="meta")
+    return Decoder(config, spec_of(config), dtype=dtype, params_dtype=dtype, device="meta")
 
 
 def neo_config(**changes):
@@ -176,10 +176,10 @@ def refused_by_all(case):
 
 def weights(model):
     """Zeros under Hugging Face's names, for a decoder."""
-    from octavo.models.weights import to_hugging_face
+    from octavo.models.convert import to_hugging_face
 
     shapes = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
-    return to_hugging_face(shapes, model.config, model.family)
+    return to_hugging_face(shapes, model.spec)
 
 
 def marked(degrees):

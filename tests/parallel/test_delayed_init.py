@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 import ranks
 from octavo.build import transform
 from octavo.errors import InputError
+from octavo.models.convert import to_hugging_face
+from octavo.models.weight_files import InMemoryWeights
 from octavo.models.weight_loader import WeightLoader
-from octavo.models.weights import InMemoryWeights, to_hugging_face
 from octavo.parallel import deferred_init
 from octavo.parallel.deferred_init import CounterInit, Loaded, counter_normal_, delayed_init, key_of, materialise, names_on_meta
 from octavo.parallel.module_init import OwnInit
@@ -506,7 +507,7 @@ def large_folder(tmp_path_factory):
         tensors = {n: torch.empty(p.shape, dtype=p.dtype) for n, p in model.named_parameters()}
         for number, tensor in enumerate(tensors.values()):
             tensor.view(torch.int16).random_(generator=torch.Generator().manual_seed(number))
-        theirs = to_hugging_face(tensors, model.config, model.family)
+        theirs = to_hugging_face(tensors, model.spec)
         theirs = {n: (t.view(torch.int16) & 0x3FFF).view(torch.bfloat16).contiguous() for n, t in theirs.items()}  # finite
         save_file(theirs, folder / name / "model.safetensors", {"format": "pt"})
     return folder

@@ -76,12 +76,14 @@ def test_delayed_scaling_in_float32_is_one_rank_s_to_rounding(on_one_rank):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"reshard_after_forward": False}, {"recompute": True}, {"recompute": "mlp"}, {"tied": True}]
+    "settings",
+    [{"reshard_after_forward": False}, {"recompute": True}, {"recompute": "mlp"}, {"tied": True}, {"model_type": "mistral"}],
 )
 @pytest.mark.parametrize("recipe", [None, "delayed"])
 def test_variants_equal_one_rank(settings, recipe):
     options = {"recompute": settings["recompute"]} if "recompute" in settings else {}
     options |= {"sizes": {"tie_word_embeddings": True}} if "tied" in settings else {}
+    options |= {"sizes": settings} if "model_type" in settings else {}
     setting = ({}, torch.float32, recipe, 1)
     one = sharded.train(*setting, steps=3, **options)
     if "reshard_after_forward" in settings:

@@ -8,31 +8,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPTNeoConfig, GPTNeoXConfig, LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config
+from transformers import GPTNeoConfig, GPTNeoXConfig, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from octavo.errors import InputError
 from octavo.hardware import lookup
-from octavo.models.families import FAMILIES
+from octavo.models.families import spec_of
+from octavo.models.sources import load_config
 from octavo.plan.flops import (
-    MLP_MATRICES,
     MatmulParameters,
-    attention_windows,
     flops_per_token,
-    from_hf_config,
     matmul_parameters,
     mean_keys,
     mfu,
+    model_flops,
 )
 
-LLAMA_1B = SimpleNamespace(
-    model_type="llama", hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
-    intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True,
-)  # fmt: skip
-LLAMA_8B = SimpleNamespace(
-    model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-    intermediate_size=14336, vocab_size=128256, tie_word_embeddings=False,
-)  # fmt: skip
+LLAMA_1B, LLAMA_8B = (spec_of(load_config(name)) for name in ("llama-1b", "llama-8b"))
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 128}
 MODELS = [
     LlamaConfig(**SMALL, num_key_value_heads=2, head_dim=32),
@@ -50,7 +42,7 @@ def test_llama_1b_by_hand():
     assert counted == MatmulParameters(layers=973_078_528, router=0, head=262_668_288, inactive=0)
     norms = 33 * 2048
     assert counted.stored + norms == 1_235_814_400  # what the released model has, embedding and head being one
-    flops = from_hf_config(LLAMA_1B, 4096)
+    flops = model_flops(LLAMA_1B, 4096)
     assert flops.attention == 6 * 16 * 2048 * 4096
     assert flops.total == 6 * 1_235_746_816 + 805_306_368
 
@@ -61,8 +53,8 @@ def test_llama_8b_by_hand():
     norms = 65 * 4096
     assert counted.stored + counted.head + norms == 8_030_261_248  # the embedding is a matrix of its own here
     # 11,779 tokens/s at 16k are 682 TFLOP/s; 2,754 at 128k are 408.
-    assert round(11_779 * from_hf_config(LLAMA_8B, 16_384).total / 1e12) == 682
-    assert round(2_754 * from_hf_config(LLAMA_8B, 131_072).total / 1e12) == 408
+    assert round(11_779 * model_flops(LLAMA_8B, 16_384).total / 1e12) == 682
+    assert round(2_754 * model_flops(LLAMA_8B, 131_072).total / 1e12) == 408
 
 
 @pytest.mark.parametrize("config", MODELS, ids=lambda config: config.model_type)
@@ -74,21 +66,21 @@ def test_counts_equal_the_matrices_of_the_real_model(config):
     head = model.get_output_embeddings().weight
     routers = sum(p.numel() for name, p in inside.items() if name.endswith("mlp.gate.weight"))
     matrices = sum(p.numel() for p in inside.values() if p is not head)
-    counted = matmul_parameters(config)
+    counted = matmul_parameters(spec_of(config))
     assert counted.head == head.numel()
     assert counted.router == routers
     assert counted.layers + counted.inactive == matrices - routers
 
 
 def test_experts_that_are_not_visited_cost_nothing():
-    config = MixtralConfig()
-    counted = matmul_parameters(config)
+    spec = spec_of(MixtralConfig())
+    counted = matmul_parameters(spec)
     attention = 4096 * 128 * (2 * 32 + 2 * 8)
     expert = 3 * 4096 * 14336
     assert counted.layers == 32 * (attention + 2 * expert)
     assert counted.inactive == 32 * 6 * expert
     assert counted.router == 32 * 4096 * 8
-    assert from_hf_config(config, 2048).total == 6 * counted.active + 6 * 32 * 4096 * 2048
+    assert model_flops(spec, 2048).total == 6 * counted.active + 6 * 32 * 4096 * 2048
 
 
 def test_keys_seen_equal_a_count_over_the_mask():
@@ -113,20 +105,25 @@ def test_attention_that_is_not_causal_costs_twice_as_much():
 
 
 def test_windows_of_each_layer():
-    assert attention_windows(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=4096)) == [4096] * 3
-    assert attention_windows(LLAMA_1B) == [None] * 16
-    assert attention_windows(MODELS[-1]) == [None, 256, None, 256]
-    mixed = SimpleNamespace(num_hidden_layers=2, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
-    assert attention_windows(mixed) == [8, None]
+    assert spec_of(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=4096)).windows == (4096,) * 3
+    assert LLAMA_1B.windows == (None,) * 16
+    assert spec_of(MODELS[-1]).windows == (None, 256, None, 256)
+    mixed = Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention", *["full_attention"] * 2]
+    )
+    assert spec_of(mixed).windows == (8, None, None)
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones():
     with pytest.raises(InputError, match=r"unknown model family 'lama'\. Did you mean 'llama'\?"):
-        matmul_parameters(SimpleNamespace(model_type="lama"))
+        spec_of(SimpleNamespace(model_type="lama"))
 
 
-def test_every_family_that_trains_is_counted():
-    assert set(FAMILIES) <= set(MLP_MATRICES)
+def test_windows_of_layers_that_mix_are_counted_each():
+    window = spec_of(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=32))
+    full = spec_of(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None))
+    assert model_flops(full, 128).attention == 6 * 3 * 64 * 128
+    assert model_flops(window, 128).attention == 12 * 3 * 64 * (32 - 32 * 32 / 256)
 
 
 def test_mfu_is_ideal_time_over_measured_time():
@@ -136,7 +133,7 @@ def test_mfu_is_ideal_time_over_measured_time():
     assert mfu({"bf16": 156e12}, a100) == 0.5
     assert mfu({"fp8": 1e12}, a100) is None
     assert mfu({"bf16": 1e12}, None) is None
-    flops = from_hf_config(LLAMA_1B, 4096)
+    flops = model_flops(LLAMA_1B, 4096)
     split = flops.by_precision(layers="fp8")
     assert sum(split.values()) == flops.total
     assert split == {"fp8": flops.layers, "bf16": flops.head + flops.attention}

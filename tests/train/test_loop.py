@@ -20,7 +20,9 @@ from octavo.checkpoint.api import read_weights
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.errors import InputError, RunStopped
-from octavo.models.weights import family_of, load_config, to_hugging_face
+from octavo.models.convert import to_hugging_face
+from octavo.models.families import spec_of
+from octavo.models.sources import load_config
 from octavo.run import folder
 from octavo.run.metrics import read_metrics
 from octavo.train import loop
@@ -176,7 +178,7 @@ def test_export_writes_what_hugging_face_loads_to_the_bit(tiny_run, tmp_path, ca
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     weights = read_weights(run.output / "checkpoints" / "step-3")
     if not own_code:
-        weights = to_hugging_face(weights, theirs.config, family_of(theirs.config)[0])
+        weights = to_hugging_face(weights, spec_of(theirs.config))
     loaded = dict(theirs.named_parameters())
     assert loaded.keys() <= weights.keys()
     for name, parameter in loaded.items():

@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from octavo.plan.flops import MatmulParameters, TokenFlops, flops_per_token, from_hf_config, matmul_parameters
+from octavo.models.families import spec_of
+from octavo.models.shapes import SHAPES
+from octavo.plan.flops import MatmulParameters, TokenFlops, flops_per_token, matmul_parameters, model_flops
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Case:
     @property
     def parameters(self) -> int:
         """Parameters of the matrices, embedding included."""
-        counted = matmul_parameters(self.hf_config())
+        counted = matmul_parameters(spec_of(self.hf_config()))
         return counted.stored + (0 if self.tied else counted.head)
 
     @property
@@ -67,7 +69,7 @@ class Case:
 
     def flops(self) -> TokenFlops:
         """Operations of a token."""
-        return from_hf_config(self.hf_config(), self.sequence_length)
+        return model_flops(spec_of(self.hf_config()), self.sequence_length)
 
     def hf_config(self) -> Any:
         """The same shape as a `transformers.LlamaConfig`."""
@@ -166,15 +168,35 @@ class VisionCase:
 AnyCase = Case | VisionCase
 
 
+def _of_shape(name: str, shape: str, batch: int, sequence_length: int, *, layers: int | None = None) -> Case:
+    """A workload of a built-in shape, with fewer layers where they are given."""
+    of = SHAPES[shape]
+    return Case(
+        name=name,
+        hidden_size=of["hidden_size"],
+        layers=layers or of["num_hidden_layers"],
+        heads=of["num_attention_heads"],
+        kv_heads=of["num_key_value_heads"],
+        head_dim=of["hidden_size"] // of["num_attention_heads"],
+        intermediate_size=of["intermediate_size"],
+        vocab_size=of["vocab_size"],
+        tied=of["tie_word_embeddings"],
+        batch=batch,
+        sequence_length=sequence_length,
+        rope_theta=of.get("rope_parameters", {}).get("rope_theta", 10_000.0),
+        rms_norm_eps=of["rms_norm_eps"],
+    )
+
+
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
-        Case("llama-1b", 2048, 16, 32, 8, 64, 8192, 128_256, True, 4, 4096),
-        Case("llama-8b-8layers", 4096, 8, 32, 8, 128, 14_336, 128_256, False, 2, 8192),
-        Case("llama2-7b-8layers", 4096, 8, 32, 32, 128, 11_008, 32_000, False, 4, 4096, rope_theta=10_000.0),
+        _of_shape("llama-1b", "llama-1b", 4, 4096),
+        _of_shape("llama-8b-8layers", "llama-8b", 2, 8192, layers=8),
+        _of_shape("llama2-7b-8layers", "llama2-7b", 4, 4096, layers=8),
         # The whole, with 16,384 tokens a GPU in both: products enough to hide the gathering of weights behind.
-        Case("llama-8b-8k", 4096, 32, 32, 8, 128, 14_336, 128_256, False, 2, 8192),
-        Case("llama-8b-16k", 4096, 32, 32, 8, 128, 14_336, 128_256, False, 1, 16_384),
+        _of_shape("llama-8b-8k", "llama-8b", 2, 8192),
+        _of_shape("llama-8b-16k", "llama-8b", 1, 16_384),
         Case("tiny", 64, 2, 4, 2, 16, 128, 512, True, 2, 32),  # for CPUs and tests: it measures nothing
     )
 }

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import LlamaConfig
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -20,7 +21,8 @@ from octavo.errors import InputError
 from octavo.fp8.recipe import CurrentScaling, Granularity, Operand
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.cross_entropy import Objective
-from octavo.models.families import Family
+from octavo.models.families import ACTIVATIONS
+from octavo.models.spec import ModelSpec
 from octavo.nn.block import TransformerLayer
 from octavo.nn.fused import Stream
 from octavo.nn.head import linear_cross_entropy
@@ -35,15 +37,20 @@ IGNORED = -100
 class RotaryAngles:
     """cos and sin of each position's rotary angles: not a module, so that no `.to(dtype)` rounds them unasked."""
 
-    def __init__(self, config: Any, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype  # that the tables are rounded to; what uses them computes in float32
-        parameters = dict(config.rope_parameters)
-        kind = parameters.get("rope_type", "default")
+        kind = spec.rotary.get("rope_type", "default")
         if kind == "default":
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-            self.inv_freq, self.factor = 1.0 / (parameters["rope_theta"] ** exponent), 1.0
+            exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device="cpu") / spec.head_dim
+            self.inv_freq, self.factor = 1.0 / (spec.rotary["rope_theta"] ** exponent), 1.0
         else:
+            config = LlamaConfig(
+                hidden_size=spec.hidden_size,
+                num_attention_heads=spec.heads,
+                head_dim=spec.head_dim,
+                max_position_embeddings=spec.max_positions,
+                rope_parameters=dict(spec.rotary),
+            )
             self.inv_freq, self.factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
 
     def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor, bool]:
@@ -59,7 +66,7 @@ class RotaryAngles:
 
 
 class Decoder(nn.Module):
-    """A causal language model of a known family; `config` is its Hugging Face config.
+    """A causal language model as its spec says; `config` is the Hugging Face config that the spec was read from.
 
     Parameters live in `params_dtype`; the residual stream and the products outside FP8 run in `dtype`. `fp8_head`: the
     head's products for a loss are FP8 too, or with "backward" those of its gradients.
@@ -71,7 +78,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: Any,
-        family: Family,
+        spec: ModelSpec,
         *,
         dtype: torch.dtype,
         params_dtype: torch.dtype,
@@ -84,35 +91,35 @@ class Decoder(nn.Module):
             raise InputError(
                 f'fp8_head = {fp8_head!r} is not supported: use False, True, or "backward" for its gradients alone.'
             )
-        self.config, self.family, self.dtype = config, family, dtype
+        self.config, self.spec, self.dtype = config, spec, dtype
         make: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=params_dtype, device=device)
+        self.embedding = nn.Embedding(spec.vocabulary, spec.hidden_size, dtype=params_dtype, device=device)
         self.layers = nn.ModuleList(
             TransformerLayer(
-                config.hidden_size,
-                config.intermediate_size,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                layernorm_epsilon=config.rms_norm_eps,
-                attention_dropout=config.attention_dropout,
-                kv_channels=getattr(config, "head_dim", None),
-                normalization=family.normalization,
-                bias=config.attention_bias,
-                mlp_bias=config.mlp_bias,
-                activation=family.activation,
+                spec.hidden_size,
+                spec.ffn_size,
+                spec.heads,
+                spec.kv_heads,
+                layernorm_epsilon=spec.norm_eps,
+                attention_dropout=spec.attention_dropout,
+                kv_channels=spec.head_dim,
+                normalization=spec.normalization,
+                bias=spec.attention_bias,
+                mlp_bias=spec.mlp_bias,
+                activation=ACTIVATIONS[spec.activation, spec.gated],
                 **make,
             )
-            for _ in range(config.num_hidden_layers)
+            for _ in range(spec.layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **make)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=params_dtype, device=device)
-        if config.tie_word_embeddings:
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, **make)
+        self.head = nn.Linear(spec.hidden_size, spec.vocabulary, bias=False, dtype=params_dtype, device=device)
+        if spec.tied:
             self.head.weight = self.embedding.weight
         if fp8_head:
             vars(self.head)["fp8_state"] = ModuleState(self.head)
         self.fp8_logits = fp8_head != "backward"
         """Whether a head in FP8 has its product of forward in FP8 too."""
-        self.rotary = RotaryAngles(config, buffer_dtype)
+        self.rotary = RotaryAngles(spec, buffer_dtype)
         self.run_block: Callable[..., Tensor | Stream] = _call
         self.data_group: dist.ProcessGroup | None = None
         """Ranks that see other samples of the same step; gradients must then be summed over them."""

@@ -34,6 +34,8 @@ class Description:
     layers: tuple[LayerReport, ...]
     attention: str
     products: str
+    own_code: str = ""
+    """Why a model keeps its own code where Octavo knows its kind; else empty."""
 
     @property
     def fp8_layers(self) -> int:
@@ -49,7 +51,8 @@ class Description:
                 f"{layer.name:<{width}}  {'FP8' if layer.fp8 else '-':<4} {shape:<13} {layer.kind:<16} {layer.reason}".rstrip()
             )
         head = f"{self.fp8_layers} of {len(self.layers)} matrices run in FP8 under fp8_autocast"
-        return "\n".join([head, f"products: {self.products}", f"attention: {self.attention}", "", *rows])
+        own = [f"own code: {self.own_code}"] if self.own_code else []
+        return "\n".join([head, *own, f"products: {self.products}", f"attention: {self.attention}", "", *rows])
 
 
 def describe(model: nn.Module) -> Description:
@@ -74,7 +77,7 @@ def describe(model: nn.Module) -> Description:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     native = gemm.is_native(device)
     products = "FP8 units, cuBLAS" if native else f"emulated exactly on {device.type}, without FP8 units"
-    return Description(tuple(layers), _attention(device), products)
+    return Description(tuple(layers), _attention(device), products, getattr(model, "octavo_own_code", ""))
 
 
 def _head_note(model: nn.Module, state: ModuleState) -> str:

@@ -1,147 +1,221 @@
-"""Model families and built-in shapes: data, not code.
+"""Model families as data: how a Hugging Face config becomes a `ModelSpec`, and which weights are which parameters.
 
-A family says how a Hugging Face config and its weights map onto Octavo's decoder. A model of another family keeps its own code
-and gets FP8 linears in place. A built-in shape is a Hugging Face config by name, for training from random weights.
+A family with a table of names becomes Octavo's decoder where the decoder computes its config. Any other keeps its own code,
+gets FP8 linears in place and is counted all the same. Neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
+
+from octavo.errors import unknown
+from octavo.models.spec import ModelSpec
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary scalings that do not depend on the sequence at hand."""
+ACTIVATIONS = {("silu", True): "swiglu"}
+"""What the decoder's MLPs compute, by `ModelSpec.activation` and `gated`, and what the layers call it."""
+
+
+class Join(Enum):
+    """Which rows of several matrices follow each other in the one parameter that they become."""
+
+    QKV = auto()  # the queries that share a key-value head, its key, its value; then the next key-value head
+    GATE_UP = auto()  # a block of rows of the gate, as many of the up projection; then the next block
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The matrices of a source that one parameter is made of; one name for a matrix that has all parts, one after the other."""
+
+    join: Join
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """Octavo's parameters → those of the source. Outside of blocks a name that is not here is the same in both.
+
+    Attributes:
+        block: parameters of a block.
+        model: parameters outside of blocks.
+        ours, theirs: where the blocks are, as `<ours>.<number>.<parameter>`.
+    """
+
+    block: Mapping[str, str | Joined]
+    model: Mapping[str, str]
+    ours: str
+    theirs: str
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """The source's names of a parameter."""
+        prefix, entry = self._entry(name)
+        return tuple(prefix + part for part in ((entry,) if isinstance(entry, str) else entry.names))
+
+    def join(self, name: str) -> Join | None:
+        """How a parameter is joined; None for one that is the source's own."""
+        _, entry = self._entry(name)
+        return None if isinstance(entry, str) else entry.join
+
+    def _entry(self, name: str) -> tuple[str, str | Joined]:
+        if not name.startswith(f"{self.ours}."):
+            return "", self.model.get(name, name)
+        _, number, parameter = name.split(".", 2)
+        return f"{self.theirs}.{number}.", self.block[parameter]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A decoder family, by the names that its Hugging Face config and weights use."""
+    """A family of Hugging Face's.
 
-    normalization: str
-    activation: str
-    names: dict[str, str]
-    """Octavo's parameter of a model → Hugging Face's, outside of blocks."""
-    block_names: dict[str, str | tuple[str, ...]]
-    """Octavo's parameter of a block → Hugging Face's; several are joined by the rule of `joined`."""
-    joined: dict[str, str]
-    """Octavo's parameter of a block → "qkv" (by key-value head) or "gate_up" (blocks of rows)."""
-    block_prefix: str
-    requires: dict[str, tuple[Any, ...]]
-    """Config key → the values that the decoder computes; with others the model keeps its own code."""
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    """Rotary scalings that do not depend on the sequence at hand."""
+    Attributes:
+        read: config → spec.
+        names: of its weights; None for a family that is only counted.
+    """
+
+    read: Callable[[Any], ModelSpec]
+    names: NameTable | None = None
 
 
-_LLAMA = Family(
-    normalization="RMSNorm",
-    activation="swiglu",
-    names={
+def _spec(config: Any, *, gated: bool, normalization: str = "RMSNorm", eps: str = "rms_norm_eps", **more: Any) -> ModelSpec:
+    """What most families call the same."""
+    hidden, heads = int(config.hidden_size), _first(config, "num_attention_heads", "num_heads")
+    return ModelSpec(
+        family=config.model_type,
+        hidden_size=hidden,
+        ffn_size=_first(config, "intermediate_size", default=4 * hidden),
+        layers=_first(config, "num_hidden_layers", "num_layers"),
+        heads=heads,
+        kv_heads=_first(config, "num_key_value_heads", default=heads),
+        head_dim=_first(config, "head_dim", default=hidden // heads),
+        vocabulary=config.vocab_size,
+        normalization=normalization,
+        norm_eps=getattr(config, eps),
+        activation=_first(config, "hidden_act", "activation_function"),
+        gated=gated,
+        tied=bool(config.tie_word_embeddings),
+        initializer_range=config.initializer_range,
+        rotary=dict(getattr(config, "rope_parameters", None) or {}),
+        max_positions=config.max_position_embeddings,
+        windows=_windows(config),
+        **more,
+    )
+
+
+def _llama(config: Any) -> ModelSpec:
+    attention = {"attention_bias": config.attention_bias, "attention_dropout": config.attention_dropout}
+    return _spec(config, gated=True, mlp_bias=config.mlp_bias, **attention)
+
+
+def _mistral(config: Any) -> ModelSpec:
+    return _spec(config, gated=True, attention_dropout=config.attention_dropout)
+
+
+def _mixtral(config: Any) -> ModelSpec:
+    return _spec(config, gated=True, experts=config.num_local_experts, visited=config.num_experts_per_tok)
+
+
+def _qwen(config: Any) -> ModelSpec:
+    return _spec(config, gated=True)
+
+
+def _neox(config: Any) -> ModelSpec:
+    return _spec(config, gated=False, normalization="LayerNorm", eps="layer_norm_eps")
+
+
+def _neo(config: Any) -> ModelSpec:
+    return _spec(config, gated=False, normalization="LayerNorm", eps="layer_norm_epsilon")
+
+
+def _first(config: Any, *names: str, default: Any = None) -> Any:
+    """The first of these keys that is there and not None: families name the same number differently."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """Models that mix windows and full attention list their layers: `layer_types` in most, `attention_layers` in GPT-Neo."""
+    window = _first(config, "sliding_window", "window_size")
+    kinds: Sequence[str] | None = _first(config, "layer_types", "attention_layers")
+    if kinds is None:
+        return (window,) * _first(config, "num_hidden_layers", "num_layers")
+    return tuple(window if kind in ("sliding_attention", "local") else None for kind in kinds)
+
+
+_LLAMA_NAMES = NameTable(
+    model={
         "embedding.weight": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
         "head.weight": "lm_head.weight",
     },
-    block_prefix="model.layers",
-    block_names={
+    block={
         "self_attention.layernorm_qkv.layer_norm_weight": "input_layernorm.weight",
-        "self_attention.layernorm_qkv.weight": (
-            "self_attn.q_proj.weight",
-            "self_attn.k_proj.weight",
-            "self_attn.v_proj.weight",
+        "self_attention.layernorm_qkv.weight": Joined(
+            Join.QKV, ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
         ),
-        "self_attention.layernorm_qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        "self_attention.layernorm_qkv.bias": Joined(
+            Join.QKV, ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
+        ),
         "self_attention.proj.weight": "self_attn.o_proj.weight",
         "self_attention.proj.bias": "self_attn.o_proj.bias",
         "layernorm_mlp.layer_norm_weight": "post_attention_layernorm.weight",
-        "layernorm_mlp.fc1_weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        "layernorm_mlp.fc1_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+        "layernorm_mlp.fc1_weight": Joined(Join.GATE_UP, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+        "layernorm_mlp.fc1_bias": Joined(Join.GATE_UP, ("mlp.gate_proj.bias", "mlp.up_proj.bias")),
         "layernorm_mlp.fc2_weight": "mlp.down_proj.weight",
         "layernorm_mlp.fc2_bias": "mlp.down_proj.bias",
     },
-    joined={
-        "self_attention.layernorm_qkv.weight": "qkv",
-        "self_attention.layernorm_qkv.bias": "qkv",
-        "layernorm_mlp.fc1_weight": "gate_up",
-        "layernorm_mlp.fc1_bias": "gate_up",
-    },
-    requires={"hidden_act": ("silu",)},
+    ours="layers",
+    theirs="model.layers",
 )
 
-FAMILIES: dict[str, Family] = {"llama": _LLAMA}
+FAMILIES: dict[str, Family] = {
+    "llama": Family(_llama, _LLAMA_NAMES),
+    "mistral": Family(_mistral, _LLAMA_NAMES),
+    "mixtral": Family(_mixtral),
+    "qwen2": Family(_qwen),
+    "qwen3": Family(_qwen),
+    "gpt_neox": Family(_neox),
+    "gpt_neo": Family(_neo),
+}
 """By Hugging Face's `model_type`."""
 
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-_LLAMA3 = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
+DECODER_FAMILIES = tuple(kind for kind, family in FAMILIES.items() if family.names is not None)
+"""Those that Octavo's decoder computes."""
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-tiny": {
-        "model_type": "llama",
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    },
-    # Llama-3.2-1B
-    "llama-1b": _LLAMA3
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "rope_parameters": _LLAMA3_ROPE | {"factor": 32.0},
-    },
-    # Llama-3.1-8B
-    "llama-8b": _LLAMA3
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-        "rope_parameters": _LLAMA3_ROPE,
-    },
-    # Llama-3.1-70B
-    "llama-70b": _LLAMA3
-    | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-        "rope_parameters": _LLAMA3_ROPE,
-    },
-    # Llama-2-7B
-    "llama2-7b": {
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    },
-}
-"""Hugging Face configs by name; `model.config` of a run file overrides single keys."""
+
+def names_of(spec: ModelSpec) -> NameTable:
+    """The table of a decoder's weights."""
+    names = FAMILIES[spec.family].names
+    assert names is not None
+    return names
+
+
+def spec_of(config: Any) -> ModelSpec:
+    """What a Hugging Face config says of the model, computed by Octavo's decoder or not.
+
+    Raises:
+        InputError: a `model_type` that is not known here.
+    """
+    kind = str(getattr(config, "model_type", None))
+    if kind not in FAMILIES:
+        raise unknown("model family", kind, FAMILIES)
+    return FAMILIES[kind].read(config)
+
+
+def decoder_spec(config: Any) -> tuple[ModelSpec | None, str]:
+    """The spec of a config that Octavo's decoder computes, or None and the reason why the model keeps its own code."""
+    kind = config.model_type
+    if kind not in DECODER_FAMILIES:
+        return None, f"no decoder for the family {kind!r}"
+    spec = spec_of(config)
+    if (spec.activation, spec.gated) not in ACTIVATIONS:
+        return None, f"hidden_act = {spec.activation!r} is not one of {', '.join(name for name, _ in ACTIVATIONS)}"
+    rope = spec.rotary.get("rope_type", "default")
+    if rope not in ROPE_TYPES:
+        return None, f"rope_type = {rope!r} is not one of {', '.join(ROPE_TYPES)}"
+    window = next((window for window in spec.windows if window is not None), None)
+    if window is not None:
+        return None, f"sliding_window = {window}: the decoder's attention has no window"
+    return spec, ""

@@ -11,7 +11,7 @@ from torch import nn
 
 from octavo.errors import InputError
 from octavo.kernels.cross_entropy import Objective
-from octavo.models.families import FAMILIES
+from octavo.models.families import DECODER_FAMILIES
 
 _SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 """Of recomputation in Hugging Face's models: transformers 5.2x gave it the first name and warns of the second."""
@@ -41,17 +41,17 @@ def refuse_settings_of_the_decoder(
         defaults = ", ".join(f"{setting.partition(' =')[0]} = {'false' if 'head' in setting else '0.0'}" for setting in said)
         raise InputError(
             f"{', '.join(said)}: {what} keeps its own code with its own head and loss, and only those of Octavo's decoder can"
-            f" do that ({', '.join(FAMILIES)}). Set {defaults}."
+            f" do that ({', '.join(DECODER_FAMILIES)}). Set {defaults}."
         )
     if offload:
         raise InputError(
             f"train.offload = true: {what} keeps its own code, and only the blocks of Octavo's decoder are offloaded"
-            f" ({', '.join(FAMILIES)}). Use train.recompute = true instead."
+            f" ({', '.join(DECODER_FAMILIES)}). Use train.recompute = true instead."
         )
     if recompute == "mlp":
         raise InputError(
             f'train.recompute = "mlp": {what} keeps its own code, and only the MLPs of Octavo\'s decoder make their first'
-            f" product again ({', '.join(FAMILIES)}). Use train.recompute = true instead."
+            f" product again ({', '.join(DECODER_FAMILIES)}). Use train.recompute = true instead."
         )
     if recompute and not any(hasattr(model, switch) for switch in _SWITCHES):
         raise InputError(

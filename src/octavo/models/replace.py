@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from octavo.errors import InputError, nearest
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState, states_of
-from octavo.models.decoder import Decoder
-from octavo.models.weights import hugging_face_names
+from octavo.models.convert import conversion_of
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import LayerNormMLP
 
@@ -26,17 +25,18 @@ def replace_linears(model: nn.Module) -> nn.Module:
     return model
 
 
-def keep_frozen(model: Decoder, original: nn.Module | None) -> Decoder:
-    """Freeze in the decoder what is frozen in the model that it replaces.
+def keep_frozen(model: nn.Module, original: nn.Module | None) -> nn.Module:
+    """Freeze in a model what is frozen in the one whose place it takes.
 
     Raises:
         InputError: of matrices that become one parameter some are frozen and some are not.
     """
-    if original is None:
+    way = conversion_of(model)
+    if original is None or way is None:
         return model
     trains = {name: parameter.requires_grad for name, parameter in original.named_parameters(remove_duplicate=False)}
     for name, parameter in model.named_parameters():
-        parts = {part: trains.get(part, True) for part in hugging_face_names(name, model.family)}
+        parts = {part: trains.get(part, True) for part in way.names(name)}
         if len(set(parts.values())) > 1:
             frozen = [part for part, trained in parts.items() if not trained]
             raise InputError(
@@ -64,7 +64,7 @@ def choose_recipes(
     """Say by what each FP8 layer runs where that is not the autocast's recipe.
 
     Args:
-        layers: a recipe for what a pattern names, or None for high precision; of patterns that name one layer the last holds.
+        layers: a recipe for the layers of a pattern, or None for high precision; later patterns win.
         skip: patterns of layers that stay out of FP8, whatever `layers` says.
         excluded: names of layers that stay out of FP8 too, each with the reason that `describe` gives.
 
@@ -84,9 +84,17 @@ def choose_recipes(
 
 
 def _matched(model: nn.Module, states: Mapping[str, ModuleState], pattern: str, key: str) -> list[ModuleState]:
-    matched = [
-        state for name, state in states.items() if any(fnmatch.fnmatchcase(alias, pattern) for alias in _aliases(model, name))
-    ]
+    way, known = conversion_of(model), {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def aliases(name: str) -> Iterator[str]:
+        """Octavo's name of a layer and the modules around it, and the same by the source's names."""
+        yield from _outwards(name)
+        if way is not None:
+            for parameter in {f"{name}.weight", f"{name}_weight"} & known:
+                for theirs in way.names(parameter):
+                    yield from _outwards(theirs.removesuffix(".weight"))
+
+    matched = [state for name, state in states.items() if any(fnmatch.fnmatchcase(alias, pattern) for alias in aliases(name))]
     if not matched:
         guess = nearest(pattern.replace("*", ""), states)
         hint = f" The nearest layer is {guess!r}." if guess else ""
@@ -94,16 +102,7 @@ def _matched(model: nn.Module, states: Mapping[str, ModuleState], pattern: str, 
     return matched
 
 
-def _aliases(model: nn.Module, name: str) -> Iterator[str]:
-    """The names of a layer that a pattern may mean: Octavo's, its parents, and those of Hugging Face's modules."""
+def _outwards(name: str) -> Iterator[str]:
+    """A module's name after those of the modules around it."""
     parts = name.split(".")
-    yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
-    if isinstance(model, Decoder) and parts[0] == "layers":
-        prefix = f"{model.family.block_prefix}.{parts[1]}"
-        for ours, theirs in model.family.block_names.items():
-            if f"layers.{parts[1]}.{ours}".replace("_weight", ".weight") == f"{name}.weight":
-                for matrix in [theirs] if isinstance(theirs, str) else theirs:
-                    module = f"{prefix}.{matrix.removesuffix('.weight')}".split(".")
-                    yield from (".".join(module[:n]) for n in range(1, len(module) + 1))
-    elif isinstance(model, Decoder) and f"{name}.weight" in model.family.names:
-        yield model.family.names[f"{name}.weight"].removesuffix(".weight")
+    return (".".join(parts[:n]) for n in range(1, len(parts) + 1))

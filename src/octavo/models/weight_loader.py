@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.models.decoder import Decoder
-from octavo.models.weights import Weights, check_weights, hugging_face_names, join_rule
-from octavo.nn.mlp import gate_up_block
+from octavo.models.convert import check_names_and_shapes, conversion_of
+from octavo.models.weight_files import Weights
 
 
 class Rows(NamedTuple):
@@ -63,51 +62,38 @@ class WeightLoader:
         Raises:
             InputError: a weight is missing or has another shape.
         """
-        check_weights(model, weights)
+        check_names_and_shapes(model, weights)
         self._weights = weights
-        self._sources = dict(_decoder_sources(model) if isinstance(model, Decoder) else _own_sources(model, weights))
+        self._sources = dict(_sources(model, weights))
         self.names = self._sources.keys()
 
     @torch.no_grad()
     def __call__(self, name: str, out: Tensor, start: int) -> None:
         """Fill `out` with the rows from `start` on of the named tensor, converted to its dtype and device."""
-        theirs, lengths = self._sources[name]
+        parts, lengths = self._sources[name]
         if out.dim() == 0:
-            out.copy_(self._weights.read(theirs[0]))
+            out.copy_(self._weights.read(parts[0][0]))
             return
         pieces = list(joined_rows(lengths, start, start + out.shape[0]))
-        for number, source in enumerate(theirs):
+        for number, (source, offset) in enumerate(parts):
             mine = [piece for piece in pieces if piece.source == number]
             if mine:
                 # Rows of a source follow each other: one read for all, and one way to the device.
                 first = mine[0].start
-                rows = self._weights.read(source, first, mine[-1].stop).to(out.device)
+                rows = self._weights.read(source, offset + first, offset + mine[-1].stop).to(out.device)
                 for piece in mine:
                     count = piece.stop - piece.start
                     out[piece.at : piece.at + count].copy_(rows[piece.start - first :][:count])
 
 
-def _decoder_sources(model: Decoder) -> Iterator[tuple[str, tuple[tuple[str, ...], tuple[int, ...]]]]:
-    """Name → Hugging Face's names, and the rows of each in one repetition."""
-    config = model.config
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        rows, rule = parameter.shape[0], join_rule(name, model.family)
-        if rule == "qkv":
-            heads, groups = config.num_attention_heads, config.num_key_value_heads
-            head_dim = rows // (heads + 2 * groups)
-            lengths: tuple[int, ...] = (heads // groups * head_dim, head_dim, head_dim)
-        elif rule == "gate_up":
-            lengths = (gate_up_block(rows // 2),) * 2
-        else:
-            lengths = (rows,)
-        first = "embedding.weight" if name == "head.weight" and config.tie_word_embeddings else name
-        yield name, (hugging_face_names(first, model.family), lengths)
-
-
-def _own_sources(model: nn.Module, weights: Weights) -> Iterator[tuple[str, tuple[tuple[str, ...], tuple[int, ...]]]]:
-    """The same for a model that keeps its own code, whose names are Hugging Face's. A tied tensor may be under either name."""
-    state = model.state_dict(keep_vars=True)
+def _sources(model: nn.Module, weights: Weights) -> Iterator[tuple[str, tuple[list[tuple[str, int]], tuple[int, ...]]]]:
+    """Name → the source and its first row of each part, and the rows of each part in one repetition."""
+    way, state = conversion_of(model), model.state_dict(keep_vars=True)
     there = {id(tensor): name for name, tensor in reversed(state.items()) if name in weights.shapes}
     for name, tensor in state.items():
-        source = name if name in weights.shapes else there[id(tensor)]
-        yield name, ((source,), (tensor.shape[0] if tensor.dim() else 1,))
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if way is not None:
+            first = way.tied.get(name, name)
+            yield name, (way.part_rows(first, rows), way.repetition(first, rows))
+        else:  # a tied tensor may be under either name
+            yield name, ([(name if name in weights.shapes else there[id(tensor)], 0)], (rows,))

@@ -9,28 +9,16 @@ with d = heads × head_dim. The matmul parameters include the output head and le
 causal query sees T/2 keys on average, which gives the usual 6·L·d·T. Recomputed operations are not counted: they are a cost,
 not progress.
 
-Arithmetic on numbers and on the attributes of a Hugging Face config: neither torch nor transformers is imported.
+Arithmetic on numbers and on a model's spec: neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from octavo.errors import unknown
 from octavo.hardware import Gpu
-
-MLP_MATRICES = {
-    "llama": 3,
-    "mistral": 3,
-    "mixtral": 3,
-    "qwen2": 3,
-    "qwen3": 3,
-    "gpt_neox": 2,
-    "gpt_neo": 2,
-}
-"""Families that are counted (`config.model_type`), and the matrices of one MLP: 3 with a gate, 2 without."""
+from octavo.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -119,60 +107,27 @@ def mean_keys(sequence_length: int, window: int | None = None, *, causal: bool =
     return seen - seen * seen / (2 * sequence_length) if causal else float(seen)
 
 
-def matmul_parameters(config: Any) -> MatmulParameters:
-    """Count the matrices of a decoder from its Hugging Face config (attributes only).
-
-    Raises:
-        InputError: a `model_type` whose matrices are not known here.
-    """
-    family = str(getattr(config, "model_type", None))
-    if family not in MLP_MATRICES:
-        raise unknown("model family", family, MLP_MATRICES)
-    hidden = int(config.hidden_size)
-    heads = _number(config, "num_attention_heads", "num_heads")
-    head_dim = _number(config, "head_dim", default=hidden // heads)
-    kv_heads = _number(config, "num_key_value_heads", default=heads)
-    intermediate = _number(config, "intermediate_size", default=4 * hidden)
-    depth = _number(config, "num_hidden_layers", "num_layers")
-    experts = _number(config, "num_local_experts", default=0)
-    visited = _number(config, "num_experts_per_tok", default=1) if experts else 1
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    mlp = MLP_MATRICES[family] * hidden * intermediate
+def matmul_parameters(spec: ModelSpec) -> MatmulParameters:
+    """Count the matrices of a decoder."""
+    attention = spec.hidden_size * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+    mlp = (3 if spec.gated else 2) * spec.hidden_size * spec.ffn_size
+    visited = spec.visited if spec.experts else 1
     return MatmulParameters(
-        layers=depth * (attention + visited * mlp),
-        router=depth * hidden * experts,
-        head=int(config.vocab_size) * hidden,
-        inactive=depth * (max(experts, 1) - visited) * mlp,
+        layers=spec.layers * (attention + visited * mlp),
+        router=spec.layers * spec.hidden_size * spec.experts,
+        head=spec.vocabulary * spec.hidden_size,
+        inactive=spec.layers * (max(spec.experts, 1) - visited) * mlp,
     )
 
 
-def from_hf_config(config: Any, sequence_length: int) -> TokenFlops:
-    """Operations of one token of this decoder at `sequence_length` tokens.
-
-    Raises:
-        InputError: a `model_type` whose matrices are not known here.
-    """
-    heads = _number(config, "num_attention_heads", "num_heads")
-    head_dim = _number(config, "head_dim", default=int(config.hidden_size) // heads)
+def model_flops(spec: ModelSpec, sequence_length: int) -> TokenFlops:
+    """Operations of one token of a decoder at `sequence_length` tokens."""
     return flops_per_token(
-        matmul_parameters(config),
-        attention_width=heads * head_dim,
+        matmul_parameters(spec),
+        attention_width=spec.heads * spec.head_dim,
         sequence_length=sequence_length,
-        windows=attention_windows(config),
+        windows=spec.windows,
     )
-
-
-def attention_windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer, None where attention is full.
-
-    Models that mix both list their layers: `layer_types` in most, `attention_layers` in GPT-Neo, whose window is `window_size`.
-    """
-    depth = _number(config, "num_hidden_layers", "num_layers")
-    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
-    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    if kinds is None:
-        return [window] * depth
-    return [window if kind in ("sliding_attention", "local") else None for kind in kinds]
 
 
 def mfu(flops_per_second: Mapping[str, float], gpu: Gpu | None) -> float | None:
@@ -197,14 +152,3 @@ def mfu(flops_per_second: Mapping[str, float], gpu: Gpu | None) -> float | None:
             return None
         share += rate / peak
     return share
-
-
-def _number(config: Any, *names: str, default: int | None = None) -> int:
-    """The first of these attributes that is there and not None (families name the same number differently)."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value is not None:
-            return int(value)
-    if default is None:
-        raise AttributeError(f"{type(config).__name__} has none of {', '.join(names)}")
-    return default

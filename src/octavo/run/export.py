@@ -1,6 +1,6 @@
 """From a run's folder, or a model in memory, to a folder that Hugging Face loads.
 
-The newest whole checkpoint is read under Octavo's names and handed to `octavo.models.weights`, which knows what Hugging
+The newest whole checkpoint is read under Octavo's names and handed to `octavo.models.convert`, which knows what Hugging
 Face calls them. The parameters are written in the dtype in which they were trained, bit for bit. Everything comes from the
 run's own folder: the model and the data that it began with may be gone.
 
@@ -21,7 +21,8 @@ from octavo.checkpoint.api import read_weights
 from octavo.checkpoint.manifest import newest_whole
 from octavo.checkpoint.writer import weights
 from octavo.errors import InputError, nearest
-from octavo.models.weights import load_config, write_pretrained
+from octavo.models.convert import write_pretrained
+from octavo.models.sources import load_config
 from octavo.parallel.coordination import Ranks, writing_ranks
 from octavo.run.folder import RunFolder, report
 

@@ -29,8 +29,11 @@ from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, R
 from octavo.fp8.scaling import states_of
 from octavo.hardware import Device, describe_device, supports_fp8
 from octavo.kernels.cross_entropy import Objective
+from octavo.models.convert import check_names_and_shapes
 from octavo.models.decoder import Decoder
-from octavo.models.weights import WeightFiles, check_weights, load_config, weights_folder
+from octavo.models.families import spec_of
+from octavo.models.sources import load_config, weights_folder
+from octavo.models.weight_files import WeightFiles
 from octavo.parallel.mesh import Degrees, fit_batch, fit_degrees
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
@@ -140,7 +143,7 @@ def check(config: RunConfig) -> RunPlan:
     model = _meta_model(config, hf_config)
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
-        check_weights(model, WeightFiles(folder))
+        check_names_and_shapes(model, WeightFiles(folder))
     rank = rank_variable("LOCAL_RANK", 0)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     hardware = describe_device(device)
@@ -282,7 +285,7 @@ def _check_vocabulary(config: RunConfig, hf_config: Any) -> None:
 
 def _token_flops(hf_config: Any, sequence_length: int) -> flops.TokenFlops | None:
     try:
-        return flops.from_hf_config(hf_config, sequence_length)
+        return flops.model_flops(spec_of(hf_config), sequence_length)
     except (InputError, AttributeError):  # a family that is not counted has no rate, and no guess
         return None
 

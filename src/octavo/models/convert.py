@@ -1,0 +1,171 @@
+"""Weights to and from the model that they come from, bit for bit: names by a family's table, joined matrices by its rules.
+
+Octavo keeps matrices that are used together as one parameter. Its rows repeat: so many rows of the first part, so many of the
+second, …, then the next rows of the first. One description of that repetition drives both directions, reading by slices
+(`octavo.models.weight_loader`) and the conversion of checkpoints.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import InputError
+from octavo.models.decoder import Decoder
+from octavo.models.families import Join, NameTable, decoder_spec, names_of
+from octavo.models.spec import ModelSpec
+from octavo.models.weight_files import Weights, save_shards
+from octavo.nn.mlp import gate_up_block
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Between a model's parameters and those of its source.
+
+    Attributes:
+        table: their names.
+        heads, kv_heads: of the attention.
+        tied: a parameter that is another one, under the name by which the source need not have it.
+    """
+
+    table: NameTable
+    heads: int
+    kv_heads: int
+    tied: Mapping[str, str]
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """The source's names of a parameter."""
+        return self.table.names(name)
+
+    def repetition(self, name: str, rows: int) -> tuple[int, ...]:
+        """Rows of each part that follow each other in a parameter of so many rows, before the first part has its next."""
+        match self.table.join(name):
+            case Join.QKV:
+                head_dim = rows // (self.heads + 2 * self.kv_heads)
+                return self.heads // self.kv_heads * head_dim, head_dim, head_dim
+            case Join.GATE_UP:
+                return (gate_up_block(rows // 2),) * 2
+            case None:
+                return (rows,)
+
+    def part_rows(self, name: str, rows: int) -> list[tuple[str, int]]:
+        """The source and its first row of each part of a parameter."""
+        lengths, names = self.repetition(name, rows), self.names(name)
+        if len(names) == len(lengths):
+            return [(source, 0) for source in names]
+        repeated = rows // sum(lengths)
+        return [(names[0], sum(lengths[:part]) * repeated) for part in range(len(lengths))]
+
+    def join(self, name: str, parts: tuple[Tensor, ...]) -> Tensor:
+        """A parameter from its source's tensors, in the order of `names`."""
+        if self.table.join(name) is None:
+            return parts[0]
+        lengths = self.repetition(name, sum(part.shape[0] for part in parts))
+        if len(parts) == 1:
+            repeated = parts[0].shape[0] // sum(lengths)
+            parts = parts[0].split([length * repeated for length in lengths])
+        blocks = [part.unflatten(0, (-1, length)) for part, length in zip(parts, lengths, strict=True)]
+        return torch.cat(blocks, 1).flatten(0, 1)
+
+    def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """The source's tensors of a parameter; none of one that is tied."""
+        if name in self.tied:
+            return {}
+        names = self.names(name)
+        if self.table.join(name) is None:
+            return {names[0]: tensor}
+        lengths = self.repetition(name, tensor.shape[0])
+        parts = [part.flatten(0, 1) for part in tensor.unflatten(0, (-1, sum(lengths))).split(lengths, 1)]
+        return dict(zip(names, parts if len(names) > 1 else [torch.cat(parts)], strict=True))
+
+
+def conversion_of(model: nn.Module) -> Conversion | None:
+    """Of a model that took the place of another; None for one that keeps its own code, whose names are the source's."""
+    return conversion(model.spec) if isinstance(model, Decoder) else None
+
+
+def conversion(spec: ModelSpec) -> Conversion:
+    """Between a decoder and the Hugging Face model of its family."""
+    return Conversion(names_of(spec), spec.heads, spec.kv_heads, {"head.weight": "embedding.weight"} if spec.tied else {})
+
+
+def to_hugging_face(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """The decoder's parameters under Hugging Face's names, joined matrices taken apart; tied ones appear once."""
+    way = conversion(spec)
+    return {theirs: part for name, tensor in tensors.items() for theirs, part in way.split(name, tensor).items()}
+
+
+def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
+    """Compare the names and shapes of weights with a model, which may be on meta or sharded; reads no weight.
+
+    Raises:
+        InputError: the first weight that is missing or has another shape.
+    """
+    way = conversion_of(model)
+    state = model.state_dict(keep_vars=True)
+    if way is None:  # a tied tensor may be there under either name
+        present = {id(tensor) for name, tensor in state.items() if name in weights.shapes}
+        state = {name: tensor for name, tensor in state.items() if name in weights.shapes or id(tensor) not in present}
+    for name, tensor in state.items():
+        # The shape alone: taking a sharded matrix apart would gather it.
+        shape = torch.empty(tensor.shape, device="meta")
+        for theirs, part in ({name: shape} if way is None else way.split(name, shape)).items():
+            if (found := weights.shape(theirs)) != tuple(part.shape):
+                raise InputError(f"{theirs}: the weights have shape {found}, the config asks for {tuple(part.shape)}.")
+
+
+def write_pretrained(
+    tensors: Mapping[str, Tensor],
+    config: Any,
+    folder: str | Path,
+    tokenizer_folder: Path | None = None,
+    *,
+    read: Callable[[str], Tensor] | None = None,
+) -> None:
+    """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, bit for bit.
+
+    Args:
+        tensors: under Octavo's names (of the decoder, or of a model that kept its own code).
+        config: the Hugging Face config.
+        folder: new, or empty.
+        tokenizer_folder: whose files are copied beside the weights.
+        read: gives the values, where `tensors` are on the meta device. A file's tensors are read when it is written, so that
+            no more than those of one file are in memory; one whose parts go into two files is read twice.
+    """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise InputError(f"{folder} is not empty: export writes a new folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{str(folder)!r} cannot be made: {error.strerror or error}. Give another folder.") from None
+    spec = decoder_spec(config)[0] if "embedding.weight" in tensors else None
+    way = None if spec is None else conversion(spec)
+
+    def theirs(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return {name: tensor} if way is None else way.split(name, tensor)
+
+    # The shapes alone: taking a matrix apart on the meta device says what there will be without reading it.
+    pieces = {name: theirs(name, torch.empty_like(tensor, device="meta")) for name, tensor in tensors.items()}
+    values = read or tensors.__getitem__
+    save_shards(pieces, lambda name: theirs(name, values(name)), folder)
+    config = type(config).from_dict(config.to_dict())
+    config.dtype = next(iter(tensors.values())).dtype
+    if not config.architectures:
+        config.architectures = [_causal_lm_class(config)]
+    config.save_pretrained(folder)
+    for path in sorted(tokenizer_folder.iterdir()) if tokenizer_folder else ():
+        if path.is_file() and path.name not in ("config.json", "generation_config.json"):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _causal_lm_class(config: Any) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]

@@ -1,0 +1,55 @@
+"""What a decoder computes, in numbers: one frozen value that all of Octavo reads in place of a family's own config keys.
+
+`octavo.models.families` makes it from a Hugging Face config. The decoder, the count of operations and the conversion of weights
+read nothing else. It also says what Octavo's blocks do not compute yet (windows, experts), which the count needs all the same.
+Neither torch nor transformers is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder-only transformer.
+
+    Attributes:
+        family: Hugging Face's `model_type`, which names the table of its weights.
+        hidden_size, ffn_size, layers, heads, kv_heads, head_dim, vocabulary: its shape; `ffn_size` is that of one expert.
+        normalization, norm_eps: "RMSNorm" or "LayerNorm", and what is added to its mean square.
+        activation, gated: the function of the MLP by Hugging Face's name, and whether it is applied to a gate.
+        attention_bias, mlp_bias: whether both products of the attention, and those of the MLP, have one.
+        attention_dropout: in training.
+        tied: the output head is the embedding.
+        initializer_range: standard deviation of the initial matrices.
+        rotary: Hugging Face's `rope_parameters`; empty for a model without.
+        max_positions: for which rotary scalings are made.
+        windows: one entry a layer: None for full attention, else the keys that a sliding window keeps.
+        experts, visited: of each MLP (0 for none), and how many of them a token visits.
+    """
+
+    family: str
+    hidden_size: int
+    ffn_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    normalization: str
+    norm_eps: float
+    activation: str
+    gated: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float = 0.0
+    tied: bool = False
+    initializer_range: float = 0.02
+    rotary: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    max_positions: int | None = None
+    windows: tuple[int | None, ...] = ()
+    experts: int = 0
+    visited: int = 1
