@@ -1,6 +1,7 @@
 """The one order in which a model is made, on one screen, so that each parallelism is written once.
 
-1. replace      a known family becomes Octavo's decoder; in any other module eligible `nn.Linear`s are replaced in place
+1. replace      a known family becomes Octavo's decoder, and timm's vision transformer gets its blocks; in any other module
+                eligible `nn.Linear`s are replaced in place
 2. choose       layers that a pattern names run by another recipe, or stay out of FP8
 3. recompute    blocks keep their input only, or all but one product; offload: what they keep waits in host memory
 4. compile      block by block
@@ -28,8 +29,10 @@ from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.description import describe
 from octavo.models.families import decoder_spec
-from octavo.models.own_code import cast, compute_in, recompute_own_code, refuse_settings_of_the_decoder
+from octavo.models.own_code import cast, compute_in, recompute_own_code, refuse_block_settings, refuse_head_settings
 from octavo.models.replace import choose_recipes, keep_frozen, recompute_mlps, replace_linears
+from octavo.models.spec import ModelSpec
+from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
 from octavo.models.weight_files import InMemoryWeights, WeightFiles, Weights
 from octavo.models.weight_loader import WeightLoader
 from octavo.parallel.coordination import Ranks, all_ranks
@@ -63,11 +66,13 @@ def transform(
     recompute: bool | Literal["mlp"] = False,
     offload: bool = False,
     compile: bool = False,
+    blocks: Literal["auto", "own"] = "auto",
 ) -> nn.Module:
     """Make a model's linear layers run in FP8 under `octavo.fp8_autocast`, and shard it over the ranks of `octavo.init`.
 
-    A Hugging Face model of a known family becomes Octavo's decoder with the same weights. Any other module keeps its code and
-    has its eligible `nn.Linear`s replaced in place. Both are called as before. Gradients of a sharded decoder are summed over
+    A Hugging Face model of a known family becomes Octavo's decoder with the same weights, and timm's `VisionTransformer` gets
+    Octavo's blocks. Any other module keeps its code and has its eligible `nn.Linear`s replaced in place. All are called as
+    before. Gradients of a sharded decoder are summed over
     the ranks, and its loss is the mean over the global batch; those of any other module are averaged.
 
     Args:
@@ -88,6 +93,7 @@ def transform(
         recompute: keep only each block's input for backward; "mlp": all but the first product of each MLP.
         offload: keep what blocks save for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
         compile: `torch.compile` each of Octavo's blocks.
+        blocks: "own" keeps the code of a model that would get Octavo's blocks, and its names in checkpoints.
 
     Raises:
         InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a parameter or
@@ -117,6 +123,7 @@ def transform(
         buffer_dtype=DTYPES[state.config.buffer_dtype],
         fp8_head=fp8_head,
         averaged=True,
+        blocks=blocks,
     ).train(training)
 
 
@@ -141,6 +148,7 @@ def build_model(
     load_from: str | Path | None = None,
     from_rank0: Ranks | None = None,
     buffer_dtype: torch.dtype = torch.float32,
+    blocks: Literal["auto", "own"] = "auto",
 ) -> nn.Module:
     """The one order in which a model is made, for `transform` and for a run; arguments that are not here are as in `transform`.
 
@@ -154,53 +162,96 @@ def build_model(
         averaged: average the gradients of a model that keeps its own code, as mean losses need it, and do not sum them.
         from_rank0: all ranks, of which the first has the weights.
     """
+    if blocks not in ("auto", "own"):
+        raise unknown("blocks", str(blocks), ("auto", "own"), key="model.blocks")
     if recompute not in (False, True, "mlp"):
         raise InputError(f'recompute = {recompute!r} is not supported: use False, True, or "mlp".')
     device = torch.device(device)
     original = source if isinstance(source, nn.Module) else None
     config = source if original is None else config or getattr(original, "config", None)
-    spec, reason = decoder_spec(config) if _is_causal_lm(original, config) else (None, "")
     load_from = None if device.type == "meta" else load_from
-    weights = _weights(original, load_from, needed=spec is not None or from_rank0 is not None)
+    spec, vision, reason = _replacement(original, config, blocks, can_fill=bool(load_from or from_rank0))
+    weights = _weights(original, load_from, needed=vision or spec is not None or from_rank0 is not None)
+    trains = {} if original is None else {n: p.requires_grad for n, p in original.named_parameters(remove_duplicate=False)}
+    model: nn.Module
     if spec is not None:
-        make: dict[str, Any] = {"dtype": dtype, "params_dtype": params_dtype, "buffer_dtype": buffer_dtype}
-        model: nn.Module = keep_frozen(Decoder(config, spec, device="meta", fp8_head=fp8_head, **make), original)
+        decoder = Decoder(
+            config, spec, dtype=dtype, params_dtype=params_dtype, device="meta", buffer_dtype=buffer_dtype, fp8_head=fp8_head
+        )
+        decoder.objective = objective
+        model = keep_frozen(decoder, trains)
     else:
-        model = replace_linears(_from_config(config, params_dtype) if original is None else original)
-        refuse_settings_of_the_decoder(model, fp8_head=fp8_head, objective=objective, recompute=recompute, offload=offload)
+        model = _from_config(config, params_dtype) if original is None else original
+        refuse_head_settings(model, fp8_head, objective)
+        if vision:
+            model = keep_frozen(replace_blocks(model, params_dtype), trains)
+        else:
+            refuse_block_settings(model, recompute, offload=offload)
+            model = replace_linears(model)
+            vars(model)["octavo_own_code"] = reason  # for `describe`
         model = compute_in(cast(model, params_dtype, buffer_dtype), dtype, device)
-        vars(model)["octavo_own_code"] = reason  # for `describe`
     choose_recipes(model, layers=layers, skip=skip, excluded=excluded)
-    if isinstance(model, Decoder):
-        model.objective = objective
-        _recompute(model, recompute, offload=offload)
-        for part in (*model.layers, model.norm) if compile else ():
-            if sharding is None:
-                part.compile()
-            else:  # inside of the hooks that gather and free its parameters, which no graph can hold
-                part.forward = torch.compile(part.forward)
+    stack, parts = _blocks(model)
+    if stack is not None:
+        _recompute(stack, recompute, offload=offload)
+        _compile([*parts, *([model.norm] if isinstance(model, Decoder) else [])], compile, sharded=sharding is not None)
     elif recompute:
         recompute_own_code(model)
     if device.type == "meta":
         return model.train()
-    blocks = list(model.layers) if isinstance(model, Decoder) else blocks_of(model)
     if sharding is not None:
-        shard(model, blocks, sharding, summed=isinstance(model, Decoder) or not averaged)
+        shard(model, parts, sharding, summed=isinstance(model, Decoder) or not averaged)
         if isinstance(model, Decoder):
             model.data_group = sharding.data_group
     materialise(model, device, _values(model, weights, from_rank0, seed))
     if sharding is not None:
-        gather_weights_in_fp8(model, blocks, sharding)
+        gather_weights_in_fp8(model, parts, sharding)
     return model.train()
 
 
-def _recompute(model: Decoder, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
+def _replacement(
+    original: nn.Module | None, config: Any, blocks: Literal["auto", "own"], *, can_fill: bool
+) -> tuple[ModelSpec | None, bool, str]:
+    """The spec of the decoder that takes a model's place, or whether a vision transformer's blocks are replaced, or why not."""
+    causal_lm = original is None or (hasattr(config, "model_type") and type(original).__name__.endswith("ForCausalLM"))
+    vision = original is not None and is_vision_transformer(original)
+    if not causal_lm and not vision:
+        return None, False, ""
+    if blocks == "own":
+        return None, False, 'blocks = "own"'
+    if causal_lm:
+        spec, reason = decoder_spec(config)
+        return spec, False, reason
+    assert original is not None
+    if not can_fill and any(parameter.is_meta for parameter in original.parameters()):
+        return None, False, "its blocks have initial values of their own: give load_from or load_state_dict_from_rank0"
+    reason = own_code_reason(original)
+    return None, not reason, reason
+
+
+def _blocks(model: nn.Module) -> tuple[Decoder | Blocks | None, list[nn.Module]]:
+    """What runs Octavo's blocks (None: the model's own code), and the blocks, of which each is sharded by itself."""
+    if isinstance(model, Decoder):
+        return model, list(model.layers)
+    stack = getattr(model, "blocks", None)
+    return (stack, list(stack)) if isinstance(stack, Blocks) else (None, blocks_of(model))
+
+
+def _recompute(stack: Decoder | Blocks, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
     if recompute == "mlp":
-        recompute_mlps(model)
+        recompute_mlps(stack)
     elif recompute:
-        model.run_block = recomputed
+        stack.run_block = recomputed
     if offload:
-        model.run_block = offloaded(model.run_block)
+        stack.run_block = offloaded(stack.run_block)
+
+
+def _compile(parts: Sequence[nn.Module], compile: bool, *, sharded: bool) -> None:
+    for part in parts if compile else ():
+        if sharded:  # inside of the hooks that gather and free its parameters, which no graph can hold
+            part.forward = torch.compile(part.forward)
+        else:
+            part.compile()
 
 
 def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, seed: int) -> Values:
@@ -211,10 +262,6 @@ def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None,
     if loader is not None:
         return Loaded(loader)
     return CounterInit(seed, model.spec.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
-
-
-def _is_causal_lm(original: nn.Module | None, config: Any) -> bool:
-    return original is None or (hasattr(config, "model_type") and type(original).__name__.endswith("ForCausalLM"))
 
 
 def _weights(original: nn.Module | None, load_from: str | Path | None, *, needed: bool) -> Weights | None:

@@ -221,20 +221,16 @@ def build_octavo_vision(
     fast: FastAccumulation = False,
     seed: int = SEED,
 ) -> Training:
-    """timm's model with Octavo's layers for its blocks, in FP8 where `recipe` names one; they are fused already.
+    """timm's model through `octavo.transform`, in FP8 where `recipe` names one; its blocks are fused already.
 
     Their kernels are shorter than what Python needs to launch them, so that forward and backward are a CUDA graph.
     """
+    from octavo.build import transform
     from octavo.fp8.autocast import fp8_autocast
-    from octavo.nn.block import TransformerLayer
 
     scaling = _scaling(recipe, fast)
-    shape = (case.hidden_size, case.intermediate_size, case.heads)
-    how: dict[str, Any] = {"self_attn_mask_type": "no_mask", "params_dtype": torch.float32, "device": device}
-    how["activation"] = "gelu_exact"  # timm's
-    model = timm_model(case, device, seed)
-    replace_blocks(model, lambda eps: TransformerLayer(*shape, layernorm_epsilon=eps, **how), streams=True)
-    around = under_autocast(device, lambda: fp8_autocast(enabled=scaling is not None, fp8_recipe=scaling))
+    model = transform(timm_model(case, device, seed), scaling, dtype=torch.bfloat16, params_dtype=torch.float32)
+    around = partial(fp8_autocast, enabled=scaling is not None, fp8_recipe=scaling)
     return Training(model, Classifier(model), around, torch.optim.SGD(model.parameters(), **SGD), graph=True)
 
 

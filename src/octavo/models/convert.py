@@ -23,6 +23,8 @@ from octavo.models.spec import ModelSpec
 from octavo.models.weight_files import Weights, save_shards
 from octavo.nn.mlp import gate_up_block
 
+_ATTACHED = "octavo_conversion"
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -87,7 +89,14 @@ class Conversion:
 
 def conversion_of(model: nn.Module) -> Conversion | None:
     """Of a model that took the place of another; None for one that keeps its own code, whose names are the source's."""
-    return conversion(model.spec) if isinstance(model, Decoder) else None
+    found: Conversion | None = vars(model).get(_ATTACHED)
+    return conversion(model.spec) if isinstance(model, Decoder) else found
+
+
+def attach(model: nn.Module, way: Conversion) -> nn.Module:
+    """Keep with a model how its parameters are those of its source."""
+    vars(model)[_ATTACHED] = way
+    return model
 
 
 def conversion(spec: ModelSpec) -> Conversion:
@@ -135,6 +144,33 @@ def write_pretrained(
         config: the Hugging Face config.
         folder: new, or empty.
         tokenizer_folder: whose files are copied beside the weights.
+        read: as in `write_weights`.
+    """
+    spec = decoder_spec(config)[0] if "embedding.weight" in tensors else None
+    folder = write_weights(tensors, folder, None if spec is None else conversion(spec), read=read)
+    config = type(config).from_dict(config.to_dict())
+    config.dtype = next(iter(tensors.values())).dtype
+    if not config.architectures:
+        config.architectures = [_causal_lm_class(config)]
+    config.save_pretrained(folder)
+    for path in sorted(tokenizer_folder.iterdir()) if tokenizer_folder else ():
+        if path.is_file() and path.name not in ("config.json", "generation_config.json"):
+            shutil.copyfile(path, folder / path.name)
+
+
+def write_weights(
+    tensors: Mapping[str, Tensor],
+    folder: str | Path,
+    way: Conversion | None,
+    *,
+    read: Callable[[str], Tensor] | None = None,
+) -> Path:
+    """Write weights under the names of their source, bit for bit, as safetensors; returns the folder.
+
+    Args:
+        tensors: under Octavo's names.
+        folder: new, or empty.
+        way: to the source; None where the names are the source's.
         read: gives the values, where `tensors` are on the meta device. A file's tensors are read when it is written, so that
             no more than those of one file are in memory; one whose parts go into two files is read twice.
     """
@@ -145,8 +181,6 @@ def write_pretrained(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{str(folder)!r} cannot be made: {error.strerror or error}. Give another folder.") from None
-    spec = decoder_spec(config)[0] if "embedding.weight" in tensors else None
-    way = None if spec is None else conversion(spec)
 
     def theirs(name: str, tensor: Tensor) -> dict[str, Tensor]:
         return {name: tensor} if way is None else way.split(name, tensor)
@@ -155,14 +189,7 @@ def write_pretrained(
     pieces = {name: theirs(name, torch.empty_like(tensor, device="meta")) for name, tensor in tensors.items()}
     values = read or tensors.__getitem__
     save_shards(pieces, lambda name: theirs(name, values(name)), folder)
-    config = type(config).from_dict(config.to_dict())
-    config.dtype = next(iter(tensors.values())).dtype
-    if not config.architectures:
-        config.architectures = [_causal_lm_class(config)]
-    config.save_pretrained(folder)
-    for path in sorted(tokenizer_folder.iterdir()) if tokenizer_folder else ():
-        if path.is_file() and path.name not in ("config.json", "generation_config.json"):
-            shutil.copyfile(path, folder / path.name)
+    return folder
 
 
 def _causal_lm_class(config: Any) -> str:

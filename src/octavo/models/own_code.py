@@ -17,20 +17,13 @@ _SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 """Of recomputation in Hugging Face's models: transformers 5.2x gave it the first name and warns of the second."""
 
 
-def refuse_settings_of_the_decoder(
-    model: nn.Module,
-    *,
-    fp8_head: bool | Literal["backward"],
-    objective: Objective | None,
-    recompute: bool | Literal["mlp"],
-    offload: bool,
-) -> None:
-    """Refuse what only Octavo's decoder does.
+def refuse_head_settings(model: nn.Module, fp8_head: bool | Literal["backward"], objective: Objective | None) -> None:
+    """Refuse what only the head of Octavo's decoder does.
 
     Raises:
         InputError: naming the key to change.
     """
-    what = getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
+    what = _kind(model)
     objective = objective or Objective()
     asked = {
         f"fp8.head = {json.dumps(fp8_head)}": fp8_head,
@@ -43,6 +36,15 @@ def refuse_settings_of_the_decoder(
             f"{', '.join(said)}: {what} keeps its own code with its own head and loss, and only those of Octavo's decoder can"
             f" do that ({', '.join(DECODER_FAMILIES)}). Set {defaults}."
         )
+
+
+def refuse_block_settings(model: nn.Module, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
+    """Refuse what only Octavo's blocks do.
+
+    Raises:
+        InputError: naming the key to change.
+    """
+    what = _kind(model)
     if offload:
         raise InputError(
             f"train.offload = true: {what} keeps its own code, and only the blocks of Octavo's decoder are offloaded"
@@ -58,6 +60,10 @@ def refuse_settings_of_the_decoder(
             f"recompute = True: {what} keeps its own code and has no {_SWITCHES[1]}(), the switch of Hugging Face's models:"
             " use recompute = False, and torch.utils.checkpoint in the model's forward."
         )
+
+
+def _kind(model: nn.Module) -> str:
+    return getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
 
 
 def recompute_own_code(model: nn.Module) -> None:

@@ -25,16 +25,15 @@ def replace_linears(model: nn.Module) -> nn.Module:
     return model
 
 
-def keep_frozen(model: nn.Module, original: nn.Module | None) -> nn.Module:
-    """Freeze in a model what is frozen in the one whose place it takes.
+def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> nn.Module:
+    """Freeze in a model what is frozen in the one whose place it takes, as `trains` says by the names of that one.
 
     Raises:
         InputError: of matrices that become one parameter some are frozen and some are not.
     """
     way = conversion_of(model)
-    if original is None or way is None:
+    if way is None:
         return model
-    trains = {name: parameter.requires_grad for name, parameter in original.named_parameters(remove_duplicate=False)}
     for name, parameter in model.named_parameters():
         parts = {part: trains.get(part, True) for part in way.names(name)}
         if len(set(parts.values())) > 1:

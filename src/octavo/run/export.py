@@ -21,7 +21,7 @@ from octavo.checkpoint.api import read_weights
 from octavo.checkpoint.manifest import newest_whole
 from octavo.checkpoint.writer import weights
 from octavo.errors import InputError, nearest
-from octavo.models.convert import write_pretrained
+from octavo.models.convert import Conversion, conversion_of, write_pretrained, write_weights
 from octavo.models.sources import load_config
 from octavo.parallel.coordination import Ranks, writing_ranks
 from octavo.run.folder import RunFolder, report
@@ -30,7 +30,7 @@ from octavo.run.folder import RunFolder, report
 def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
     """Write a model, or the newest whole checkpoint of a run, as `AutoModelForCausalLM.from_pretrained` loads it.
 
-    Over ranks every rank calls it, and rank 0 writes; the parameters of a sharded model are gathered one by one.
+    Of timm's vision transformer with Octavo's blocks the weights are written under timm's names, for `load_state_dict`. Over ranks every rank calls it, and rank 0 writes; the parameters of a sharded model are gathered one by one.
 
     Args:
         model_or_path: a transformed model, or the folder of a run, whose tokenizer is copied too.
@@ -45,16 +45,18 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
         run = Path(model_or_path)
         ranks.on_first(lambda: export_run(run, to))
         return
-    config = getattr(model_or_path, "config", None)
+    config, way = getattr(model_or_path, "config", None), conversion_of(model_or_path)
     if not hasattr(config, "save_pretrained"):
-        raise InputError(
-            "octavo.export: the model has no Hugging Face config (model.config), so Hugging Face could not load it."
-        )
+        if way is None:
+            raise InputError(
+                "octavo.export: the model has no Hugging Face config (model.config), so Hugging Face could not load it."
+            )
+        config = None
     ranks.on_first(lambda: _check_empty(to))
-    _write_gathered(weights(model_or_path), config, to, ranks)
+    _write_gathered(weights(model_or_path), config, way, to, ranks)
 
 
-def _write_gathered(tensors: Mapping[str, torch.Tensor], config: Any, to: Path, ranks: Ranks) -> None:
+def _write_gathered(tensors: Mapping[str, torch.Tensor], config: Any, way: Conversion | None, to: Path, ranks: Ranks) -> None:
     """Write on rank 0. It names each tensor before it reads it, so that the others gather along; None is the end."""
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
 
@@ -63,7 +65,10 @@ def _write_gathered(tensors: Mapping[str, torch.Tensor], config: Any, to: Path, 
         return _whole(tensors[name])
 
     def write() -> str | None:
-        write_pretrained(shapes, config, to, read=gathered)
+        if config is None:
+            write_weights(shapes, to, way, read=gathered)
+        else:
+            write_pretrained(shapes, config, to, read=gathered)
         return None
 
     while (name := ranks.on_first(write)) is not None:  # only on the others: rank 0 comes back when it has written all
