@@ -26,6 +26,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from octavo._version import __version__
+from octavo.errors import first_line
 from octavo.hardware import cpu_name, describe_device, driver_version, supports_fp8, system_memory_gib
 
 
@@ -95,8 +96,7 @@ def _attempt(look: Callable[[], Any]) -> Any:
         with _quiet():
             return look()
     except (Exception, SystemExit) as error:
-        text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-        return {"error": f"{type(error).__name__}: {text}"}
+        return {"error": f"{type(error).__name__}: {first_line(error)}"}
 
 
 @contextlib.contextmanager

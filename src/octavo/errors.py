@@ -34,6 +34,11 @@ class RunStopped(OctavoError):
     exit_code = EXIT_STOPPED
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message that is not empty; "no message" where there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known name closest to `word`, or None if none is close enough to be a slip of the finger."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

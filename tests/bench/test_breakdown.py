@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 import octavo.kernels
-from octavo.bench.breakdown import KINDS, LARGEST, OTHER, Kernel, kind_of, record, summarise
+from octavo.bench.breakdown import KINDS, LARGEST, OTHER, KernelTime, kind_of, record, summarise
 from octavo.bench.cases import CASES
-from octavo.bench.measure import Place, measure_case
+from octavo.bench.measure import Target, measure_case
 from octavo.bench.peers import ENTRIES
 from octavo.bench.results import render, row
 from octavo.hardware import describe_device
@@ -49,8 +49,8 @@ NAMES = {
 FAMILIES = {
     "activation": "activation", "cast": "casts", "cast_scaled": "casts", "cross_entropy": "cross entropy", "norm": "norms",
     "norm_rows": "norms",
-    "attention": "attention", "attention_forward": "attention", "attention_backward": "attention",
-    "sums": "copies and elementwise", "rope": "rope", "adamw": "optimizer", "scales": "scales",
+    "attention.forward": "attention", "attention.backward": "attention",
+    "column_sum": "copies and elementwise", "rope": "rope", "adamw": "optimizer", "scales": "scales",
 }  # fmt: skip
 """Of the files of kernels, the kind that theirs are."""
 
@@ -63,9 +63,9 @@ def test_a_kernel_is_told_by_its_name(name):
 def launched():
     """(file, name) of every kernel of Octavo that is launched: the others are functions of those."""
     sources = {}
-    for module in pkgutil.iter_modules(octavo.kernels.__path__):
-        path = importlib.import_module(f"octavo.kernels.{module.name}").__file__
-        sources[module.name] = Path(path).read_text(encoding="utf-8")
+    for module in pkgutil.walk_packages(octavo.kernels.__path__, "octavo.kernels."):
+        path = importlib.import_module(module.name).__file__
+        sources[module.name.removeprefix("octavo.kernels.")] = Path(path).read_text(encoding="utf-8")
     for file, source in sources.items():
         for part in source.split("@triton.jit\ndef ")[1:]:
             name = part.split("(")[0]
@@ -75,15 +75,15 @@ def launched():
 
 def test_octavos_kernels_have_the_kind_of_their_file():
     found = list(launched())
-    assert {("cast", "_cast_by_fours"), ("norm_rows", "norm_rows"), ("attention_forward", "attention_forward")} <= set(found)
+    assert {("cast", "_cast_by_fours"), ("norm_rows", "norm_rows"), ("attention.forward", "attention_forward")} <= set(found)
     for file, name in found:
         expected = "scales" if name == "_scale_of" else FAMILIES[file]
         assert kind_of(name) == expected, (file, name)
 
 
 def test_sums_are_of_a_step():
-    kernels = [Kernel("nvjet_qqtst_1", 6.0, 4), Kernel("nvjet_tst_1", 2.0, 2), Kernel("nvjet_qqtst_2", 3.0, 2)]
-    kernels += [Kernel(f"unknown_{i}", 0.1, 2) for i in range(20)]
+    kernels = [KernelTime("nvjet_qqtst_1", 6.0, 4), KernelTime("nvjet_tst_1", 2.0, 2), KernelTime("nvjet_qqtst_2", 3.0, 2)]
+    kernels += [KernelTime(f"unknown_{i}", 0.1, 2) for i in range(20)]
     found = summarise(kernels, 2)
     assert found["kernel_ms"] == pytest.approx({"fp8 products": 4.5, "bf16 products": 1.0, OTHER: 1.0})
     assert next(iter(found["kernel_ms"])) == "fp8 products"
@@ -102,12 +102,12 @@ def test_a_profile_is_read():
 
 
 def test_a_measured_entry_tells_its_breakdown(tmp_path):
-    place = Place(describe_device("cpu"), "cpu")
+    target = Target(describe_device("cpu"), "cpu")
     entries = [ENTRIES["torch-bf16"]]
     case = CASES["tiny"]
-    (measured,) = measure_case("one-gpu", case, entries, place=place, steps=2, warmup=0, profiled=1, say=lambda line: None)
+    (measured,) = measure_case("one-gpu", case, entries, target=target, steps=2, warmup=0, profiled=1, say=lambda line: None)
     assert measured.error is None
-    figures = row(case, measured, place)
+    figures = row(case, measured, target)
     assert figures["kernel_ms"]
     assert 0 < len(figures["largest_kernels"]) <= LARGEST
     text = io.StringIO()

@@ -9,7 +9,7 @@ from rich.console import Console
 
 import ranks
 from octavo.bench.cases import CASES
-from octavo.bench.checkpoint import State, difference
+from octavo.bench.checkpoint import Fingerprint, difference
 from octavo.bench.plain import PlainLlama
 from octavo.bench.results import render
 from octavo.bench.run import run_suite
@@ -64,11 +64,11 @@ def test_a_rank_that_fails_leaves_no_files(tmp_path, break_rank_1):
 
 
 def test_what_does_not_come_back_is_an_error():
-    saved = State({"weight of a": "1", "FP8 state": "2"}, 6.0)
-    assert difference(saved, State({"weight of a": "1", "FP8 state": "2"}, 6.001)) is None
-    assert difference(saved, State({"weight of a": "1", "FP8 state": "3"}, 6.0)) == (
+    saved = Fingerprint({"weight of a": "1", "FP8 state": "2"}, 6.0)
+    assert difference(saved, Fingerprint({"weight of a": "1", "FP8 state": "2"}, 6.001)) is None
+    assert difference(saved, Fingerprint({"weight of a": "1", "FP8 state": "3"}, 6.0)) == (
         "FP8 state was restored with other content than was saved"
     )
-    assert difference(saved, State({"weight of a": "1"}, 6.0)) is not None
+    assert difference(saved, Fingerprint({"weight of a": "1"}, 6.0)) is not None
     for loss in (6.1, math.nan):
-        assert difference(saved, State(saved.digests, loss)) == f"the next loss is {loss} after restoring, and was 6.0"
+        assert difference(saved, Fingerprint(saved.digests, loss)) == f"the next loss is {loss} after restoring, and was 6.0"

@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import LlamaForCausalLM
 
 from octavo.bench.cases import CASES, Case
-from octavo.bench.measure import Measurement, Place, all_fit
+from octavo.bench.measure import Measurement, Target, all_fit
 from octavo.bench.peers import ENTRIES, build_plain
 from octavo.bench.plain import PlainLlama
 from octavo.bench.results import best_peer, commit, document, render, row, write
@@ -27,7 +27,7 @@ from octavo.plan.flops import matmul_parameters
 
 CPU = torch.device("cpu")
 H200 = Device("NVIDIA H200", lookup("NVIDIA H200"), (9, 0), 139.8, "cuda")
-ONE_H200 = Place(H200, "cuda:0")
+ONE_H200 = Target(H200, "cuda:0")
 UNTIED = Case("untied", 48, 2, 6, 3, 16, 80, 96, False, 2, 16, rope_theta=10_000.0)
 
 
@@ -184,9 +184,9 @@ def test_entries_stay_resident_only_where_the_memory_holds_them_all():
     assert all_fit(answers, CASES["llama-1b"], 8, ONE_H200)  # 35 + 7 x 10 of 139.8
     assert not all_fit(answers, CASES["llama-1b"], 11, ONE_H200)
     cpu = Device("CPU", None, None, 20.0, "cpu")
-    assert all_fit([{}], CASES["llama-1b"], 1, Place(cpu, "cpu"))  # 1.24 × 10⁹ × 8 bytes are 9.2 GiB
-    assert not all_fit([{}], CASES["llama-1b"], 2, Place(cpu, "cpu"))
-    assert not all_fit([{}] * 2, CASES["llama-1b"], 1, Place(cpu, "cpu", 2))  # 16 bytes of each, on both ranks together
+    assert all_fit([{}], CASES["llama-1b"], 1, Target(cpu, "cpu"))  # 1.24 × 10⁹ × 8 bytes are 9.2 GiB
+    assert not all_fit([{}], CASES["llama-1b"], 2, Target(cpu, "cpu"))
+    assert not all_fit([{}] * 2, CASES["llama-1b"], 1, Target(cpu, "cpu", 2))  # 16 bytes of each, on both ranks together
 
 
 def test_rows_follow_from_steps():
@@ -208,7 +208,7 @@ def test_rows_follow_from_steps():
 def test_a_loss_that_is_no_number_is_an_error():
     measured = Measurement(ENTRIES["torch-bf16"])
     measured.take([{"seconds": [0.1], "loss": math.nan}])
-    assert row(CASES["tiny"], measured, Place(describe_device("cpu"), "cpu"))["error"] == "the loss is nan after 1 timed steps"
+    assert row(CASES["tiny"], measured, Target(describe_device("cpu"), "cpu"))["error"] == "the loss is nan after 1 timed steps"
 
 
 def test_the_ratio_is_to_the_fastest_peer_that_is_not_octavo(tmp_path):

@@ -211,7 +211,7 @@ def test_the_command_refuses_with_exit_code_2(capsys):
 def test_a_workload_whose_model_is_not_installed_is_left_out(monkeypatch):
     monkeypatch.setattr(run, "version", lambda package: None)
     said = []
-    gpu = run.Place(run.describe_device("cpu").__class__("a GPU", None, (9, 0), 140.0, "cuda"), "cuda:0")
+    gpu = run.Target(run.describe_device("cpu").__class__("a GPU", None, (9, 0), 140.0, "cuda"), "cuda:0")
     entries = [ENTRIES["octavo-delayed"], ENTRIES["octavo-delayed-fp8-head"]]
     plan = run._plan(ONE_GPU, None, entries, gpu, said.append)
     assert [case.name for case, _ in plan] == ["llama-1b", "llama-8b-8layers", "llama2-7b-8layers"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.bench.cases import CASES, VISION_CASES
-from octavo.bench.measure import Measurement, Place
+from octavo.bench.measure import Measurement, Target
 from octavo.bench.peers import ENTRIES
 from octavo.bench.results import best_peer, row
 from octavo.bench.run import run_suite
@@ -15,7 +15,7 @@ from octavo.hardware import Device, lookup
 
 CPU = torch.device("cpu")
 TINY, HUGE = VISION_CASES["tiny-vit"], VISION_CASES["vit-huge"]
-ONE_H200 = Place(Device("NVIDIA H200", lookup("NVIDIA H200"), (9, 0), 139.8, "cuda"), "cuda:0")
+ONE_H200 = Target(Device("NVIDIA H200", lookup("NVIDIA H200"), (9, 0), 139.8, "cuda"), "cuda:0")
 
 
 @pytest.fixture(scope="module")

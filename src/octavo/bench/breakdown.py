@@ -1,9 +1,8 @@
-"""Where a step's time on the GPU goes: kernel milliseconds by kind, read from the names of the kernels that ran.
+"""Kernel times of a step by kind, from the names of the kernels.
 
-Names are all that a profile has of cuBLAS, cuDNN, Transformer Engine and what torch.compile has written, so kinds are a table
-of patterns, of which the first that matches counts: what names a kernel surely stands before what merely hints. The largest
-kernels are listed with the kind they were given, so that a wrong pattern is seen. Kernels of several streams overlap: the sum
-can be more than the step.
+A profile has only names of the kernels of cuBLAS, cuDNN, Transformer Engine and torch.compile. So kinds are a table of
+patterns: the first match counts, and certain patterns stand before vague ones. A row also lists the largest kernels with their
+kinds, to reveal a wrong pattern. Kernels of several streams overlap, so the sum can exceed the step.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 LARGEST = 15
-"""Kernels that are listed by name."""
+"""Number of kernels in the list."""
 NAME_LENGTH = 160
-"""Characters of a name that are kept: templates write thousands."""
+"""Characters of a name; templates have thousands."""
 OTHER = "other"
 
 _FP8 = r"e4m3|e5m2|f8|fp8|float8"
 _PRODUCT = r"gemm|cutlass|scaled_mm|matmul|cublas|triton_tem"
 KINDS: tuple[tuple[str, str], ...] = (
-    # Octavo's own are whole names.
+    # Octavo's kernels, by their whole names.
     ("norms", r"^_?(norm|backward)_(rows|tiles)$"),
     ("activation", r"^_(forward|backward)(_by_fours)?$"),
     ("attention", r"^(attention_forward|backward_(queries|keys))$"),
@@ -47,18 +46,20 @@ KINDS: tuple[tuple[str, str], ...] = (
         r"memcpy|memset|elementwise|copy|fill|cat|index|embedding|reduce|column_sums|triton|distribution|scatter|add|mul",
     ),
 )
-"""Kind and the pattern of its kernels' names, in lower case; the first that is found counts."""
+"""Kind and the pattern of its kernels' names in lower case; the first match counts."""
 
 _COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in KINDS)
-# Spans of the host that a profile also draws on the GPU's line, over the kernels that they contain.
+# Ranges of the host that a profile repeats on the GPU's timeline, around the kernels in them.
 _SPAN = re.compile(r"^(Optimizer\.|ProfilerStep|Torch-Compiled|## |nccl:|autograd::|FSDP::)")
 
 
-class Kernel(NamedTuple):
-    """One kernel of a profile, or several of one name.
+class KernelTime(NamedTuple):
+    """All calls of the kernels of one name in a profile.
 
     Attributes:
-        name: as the compiler wrote it. ms: all its time. calls: how often it ran.
+        name: the compiler's.
+        ms: time of all calls.
+        calls: their number.
     """
 
     name: str
@@ -67,13 +68,13 @@ class Kernel(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """The kind of a kernel by its name; `OTHER` where no pattern is found."""
+    """The kind of a kernel by its name; `OTHER` without a match."""
     lower = name.lower()
     return next((kind for kind, pattern in _COMPILED if pattern.search(lower)), OTHER)
 
 
-def summarise(kernels: Iterable[Kernel], steps: int) -> dict[str, Any]:
-    """Milliseconds a step by kind, largest first, and the largest kernels: what a row keeps."""
+def summarise(kernels: Iterable[KernelTime], steps: int) -> dict[str, Any]:
+    """Milliseconds a step by kind, largest first, and the largest kernels, for a row of the results."""
     by_size = sorted(kernels, key=lambda kernel: kernel.ms, reverse=True)
     kinds: dict[str, float] = {}
     for kernel in by_size:
@@ -94,7 +95,7 @@ def summarise(kernels: Iterable[Kernel], steps: int) -> dict[str, Any]:
 
 
 def record(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, Any]:
-    """Profile `steps` calls of `step` and summarise the kernels; on a CPU, which has none, PyTorch's operators."""
+    """Profile `steps` calls of `step` and summarise the kernels; on a CPU PyTorch's operators."""
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as profiled:
         for _ in range(steps):
@@ -107,5 +108,5 @@ def record(step: Callable[[], object], steps: int, device: torch.device) -> dict
         if event.device_type.name != wanted or getattr(event, "is_user_annotation", False) or _SPAN.match(event.key):
             continue
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        kernels.append(Kernel(event.key, microseconds / 1e3, event.count))
+        kernels.append(KernelTime(event.key, microseconds / 1e3, event.count))
     return summarise(kernels, steps)

@@ -1,9 +1,8 @@
-"""The workloads: the shapes of released models, with random weights, tokens and images.
+"""Workloads: shapes of released models, with random weights, tokens and images.
 
-A layer of the 8B or 7B model repeats, so that 8 of them with embedding and head say on one GPU what the whole model does, in a
-third of the memory; several GPUs train the whole. RoPE is unscaled: the table of angles is made once and has no part in the
-speed. Text is counted in tokens and vision in images; what a step costs and holds is asked of the case, so that nothing that
-measures needs to know which of them it is.
+One GPU trains 8 layers of an 8B or 7B model with embedding and head, in a third of the memory of the whole; several GPUs train
+the whole. Rotary angles are unscaled: their table is made once and has no part in the speed. The speed of text is in tokens a
+second, of vision in images a second. Text and vision cases have the same properties, so the measurement is the same for both.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from octavo.plan.flops import MatmulParameters, TokenFlops, flops_per_token, mat
 
 @dataclass(frozen=True)
 class Case:
-    """One workload: a Llama's shape and a batch.
+    """A Llama's shape and a batch.
 
     Attributes:
         name: as the results name it.
@@ -53,7 +52,7 @@ class Case:
 
     @property
     def units(self) -> int:
-        """What `rate` counts, in a step."""
+        """Tokens in a step: the unit of `rate`."""
         return self.tokens
 
     @property
@@ -64,11 +63,11 @@ class Case:
 
     @property
     def batch_shape(self) -> dict[str, int]:
-        """What a row tells of the batch."""
+        """Sizes of the batch, for the row of the results."""
         return {"batch": self.batch, "sequence_length": self.sequence_length}
 
     def flops(self) -> TokenFlops:
-        """Operations of a token."""
+        """FLOPs of a token."""
         return model_flops(spec_of(self.hf_config()), self.sequence_length)
 
     def hf_config(self) -> Any:
@@ -93,7 +92,7 @@ class Case:
 
 @dataclass(frozen=True)
 class VisionCase:
-    """One workload: the shape of timm's vision transformer with a class token, and a batch.
+    """The shape of timm's vision transformer with a class token, and a batch.
 
     Attributes:
         name: as the results name it.
@@ -102,9 +101,9 @@ class VisionCase:
         batch: images in a step.
 
     Class attributes, which `Case` has too:
-        rate: the key of a row under which the speed stands.
-        package: the distribution that the model is taken from.
-        state_bytes: of each parameter in training: weight, gradient, states of the optimizer.
+        rate: the key of a row that holds the speed.
+        package: the distribution of the model's code; None: Octavo's own.
+        state_bytes: bytes of a parameter in training: weight, gradient, optimizer states.
     """
 
     name: str
@@ -134,7 +133,7 @@ class VisionCase:
 
     @property
     def units(self) -> int:
-        """What `rate` counts, in a step."""
+        """Images in a step: the unit of `rate`."""
         return self.batch
 
     @property
@@ -147,11 +146,11 @@ class VisionCase:
 
     @property
     def batch_shape(self) -> dict[str, int]:
-        """What a row tells of the batch."""
+        """Sizes of the batch, for the row of the results."""
         return {"batch": self.batch, "image_size": self.image_size, "sequence_length": self.sequence_length}
 
     def flops(self) -> TokenFlops:
-        """Operations of an image; its first and last products, of patches and classes, are beside the blocks as a router is."""
+        """FLOPs of an image; the products of patches and of classes count as the router, which is never in FP8."""
         d = self.hidden_size
         matrices = self.layers * (4 * d * d + 2 * d * self.intermediate_size)
         token = flops_per_token(
@@ -168,43 +167,45 @@ class VisionCase:
 AnyCase = Case | VisionCase
 
 
-def _of_shape(name: str, shape: str, batch: int, sequence_length: int, *, layers: int | None = None) -> Case:
-    """A workload of a built-in shape, with fewer layers where they are given."""
-    of = SHAPES[shape]
+def case_of(shape: str, name: str, batch: int, sequence_length: int, *, layers: int | None = None) -> Case:
+    """A case by the name of a built-in shape (`octavo.models.shapes.SHAPES`); layers: fewer than the whole model has."""
+    sizes = SHAPES[shape]
+    heads: int = sizes["num_attention_heads"]
+    rope: dict[str, Any] = sizes.get("rope_parameters", {"rope_theta": 10_000.0})  # Llama's default
     return Case(
-        name=name,
-        hidden_size=of["hidden_size"],
-        layers=layers or of["num_hidden_layers"],
-        heads=of["num_attention_heads"],
-        kv_heads=of["num_key_value_heads"],
-        head_dim=of["hidden_size"] // of["num_attention_heads"],
-        intermediate_size=of["intermediate_size"],
-        vocab_size=of["vocab_size"],
-        tied=of["tie_word_embeddings"],
+        name,
+        hidden_size=sizes["hidden_size"],
+        layers=layers or sizes["num_hidden_layers"],
+        heads=heads,
+        kv_heads=sizes["num_key_value_heads"],
+        head_dim=sizes.get("head_dim", sizes["hidden_size"] // heads),
+        intermediate_size=sizes["intermediate_size"],
+        vocab_size=sizes["vocab_size"],
+        tied=sizes["tie_word_embeddings"],
         batch=batch,
         sequence_length=sequence_length,
-        rope_theta=of.get("rope_parameters", {}).get("rope_theta", 10_000.0),
-        rms_norm_eps=of["rms_norm_eps"],
+        rope_theta=rope["rope_theta"],
+        rms_norm_eps=sizes["rms_norm_eps"],
     )
 
 
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
-        _of_shape("llama-1b", "llama-1b", 4, 4096),
-        _of_shape("llama-8b-8layers", "llama-8b", 2, 8192, layers=8),
-        _of_shape("llama2-7b-8layers", "llama2-7b", 4, 4096, layers=8),
-        # The whole, with 16,384 tokens a GPU in both: products enough to hide the gathering of weights behind.
-        _of_shape("llama-8b-8k", "llama-8b", 2, 8192),
-        _of_shape("llama-8b-16k", "llama-8b", 1, 16_384),
-        Case("tiny", 64, 2, 4, 2, 16, 128, 512, True, 2, 32),  # for CPUs and tests: it measures nothing
+        case_of("llama-1b", "llama-1b", 4, 4096),
+        case_of("llama-8b", "llama-8b-8layers", 2, 8192, layers=8),
+        case_of("llama2-7b", "llama2-7b-8layers", 4, 4096, layers=8),
+        # The whole model. 16,384 tokens a GPU in both: enough arithmetic to hide the gathering of weights.
+        case_of("llama-8b", "llama-8b-8k", 2, 8192),
+        case_of("llama-8b", "llama-8b-16k", 1, 16_384),
+        Case("tiny", 64, 2, 4, 2, 16, 128, 512, True, 2, 32),  # for CPUs and tests; it measures nothing
     )
 }
 VISION_CASES: dict[str, VisionCase] = {
     case.name: case
     for case in (
         VisionCase("vit-huge", 1280, 32, 16, 5120, 1000, 14, 224, 128),
-        VisionCase("tiny-vit", 64, 2, 4, 128, 10, 8, 32, 2),  # as tiny is
+        VisionCase("tiny-vit", 64, 2, 4, 128, 10, 8, 32, 2),  # for CPUs and tests; it measures nothing
     )
 }
 ALL_CASES: dict[str, AnyCase] = {**CASES, **VISION_CASES}

@@ -1,13 +1,12 @@
-"""Checkpoints of a model in training: how long they take, how long training stands still, and that they come back as they were.
+"""The checkpoint suite: time of a save, pause of training, time of a restore, and equality of the restored state.
 
-One group of processes builds and trains, saves once while it waits and then in the background while it goes on; another one, of
-another number of ranks and with other weights, restores the last. The same sha256 of gathered weights, moments and FP8 state,
-and the same next loss, are part of the result: a checkpoint that does not return is an error and no figure.
+One group of processes trains, saves in the foreground, then in the background. A second group, with another number of ranks
+and other weights, restores the last checkpoint. The sha256 of gathered weights, moments and FP8 state must be the same, and so
+must the next loss; otherwise the row has an error and no figures.
 
-The first save in the background pays for the page-locked memory that the others reuse, so `stall_seconds` is that of the last.
-A checkpoint of the 8B shape has 96 GB (weights and two moments in float32), so there is never more than one on the disk. What
-was just written is read from the host's cache where that is large enough: `restore_seconds` is then the host's and not the
-disk's.
+The first save in the background allocates the pinned buffer that later ones reuse, so `stall_seconds` is that of the last one.
+A checkpoint of the 8B shape has 96 GB (weights and two moments in float32), so the disk holds one at a time. Where the host's
+page cache holds the files, `restore_seconds` is the time of the cache and not of the disk.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 
 from octavo.bench.cases import Case
 from octavo.bench.group import Answers, Group
-from octavo.bench.measure import Place, largest
+from octavo.bench.measure import Target, largest
 from octavo.bench.peers import SEED, Entry
 
 LOSS_TOLERANCE = 1e-3
@@ -31,14 +30,14 @@ LOSS_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Storing:
-    """What the suite is asked for.
+class CheckpointOptions:
+    """Options of the suite.
 
     Attributes:
-        folder: below which checkpoints are written, in a folder of their own that is removed afterwards.
+        folder: parent of a temporary folder for the checkpoints.
         restore_ranks: ranks that restore.
-        saves: saves in the background, of which the last is measured.
-        steps: steps that are timed without a write.
+        saves: saves in the background; the last is measured.
+        steps: timed steps without a write.
         warmup: steps before them.
     """
 
@@ -50,26 +49,28 @@ class Storing:
 
 
 @dataclass(frozen=True)
-class State:
-    """What is compared: sha256 by name, and the loss of the next step."""
+class Fingerprint:
+    """Identity of a state: sha256 by name, and the loss of the next step."""
 
     digests: dict[str, str]
     loss: float
 
 
 class _Failed(Exception):
-    """A group of processes failed; the message says why."""
+    """A group of processes failed; the message has the reason."""
 
 
-def measure_checkpoints(case: Case, entry: Entry, *, place: Place, how: Storing, say: Callable[[str], None]) -> dict[str, Any]:
-    """The row of one entry: its figures, or its error with what was known by then."""
+def measure_checkpoints(
+    case: Case, entry: Entry, *, target: Target, options: CheckpointOptions, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The row of one entry: its figures, or its error with the figures so far."""
     known: dict[str, Any] = {"workload": case.name, "entry": entry.name, "head": entry.head}
-    known |= {"gpus": place.ranks, "restore_gpus": how.restore_ranks}
-    how.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".octavo-checkpoint-", dir=how.folder) as folder:
+    known |= {"gpus": target.ranks, "restore_gpus": options.restore_ranks}
+    options.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".octavo-checkpoint-", dir=options.folder) as folder:
         try:
-            saved = _save(case, entry, place, how, Path(folder), known, say)
-            restored = _restore(case, entry, place, how, folder, known)
+            saved = _save(case, entry, target, options, Path(folder), known, say)
+            restored = _restore(case, entry, target, options, folder, known)
             say(f"{case.name}: verified in {known['verify_seconds']:.1f} s, restored in {known['restore_seconds']:.1f} s")
         except _Failed as failure:
             known["error"] = str(failure)
@@ -82,30 +83,36 @@ def measure_checkpoints(case: Case, entry: Entry, *, place: Place, how: Storing,
 
 
 def _save(
-    case: Case, entry: Entry, place: Place, how: Storing, folder: Path, known: dict[str, Any], say: Callable[[str], None]
-) -> State:
+    case: Case,
+    entry: Entry,
+    target: Target,
+    options: CheckpointOptions,
+    folder: Path,
+    known: dict[str, Any],
+    say: Callable[[str], None],
+) -> Fingerprint:
     """Train and save; the last checkpoint stays in `folder`."""
-    group = _group(case, entry, place, place.ranks)
+    group = _group(case, entry, target, target.ranks)
     try:
         _ask(group, "build")
         known["build_seconds"] = time.perf_counter() - group.started
-        _ask(group, "warm_up", steps=how.warmup)
-        known["step_ms"] = _median_ms(_ask(group, "steps", steps=how.steps))
+        _ask(group, "warm_up", steps=options.warmup)
+        known["step_ms"] = _median_ms(_ask(group, "steps", steps=options.steps))
         say(f"{case.name}: {entry.name}: {known['step_ms']:.1f} ms a step")
         answers = _ask(group, "save", folder=str(folder), step=0)
         known |= {"bytes": answers[0]["bytes"], "save_seconds": largest(answers, "seconds")}
         known["save_gb_per_second"] = known["bytes"] / known["save_seconds"] / 1e9
         say(f"{case.name}: saved {known['bytes'] / 1e9:.1f} GB in {known['save_seconds']:.1f} s")
-        for step in range(1, how.saves + 1):
+        for step in range(1, options.saves + 1):
             shutil.rmtree(folder / f"step-{step - 1}")
-            digests = _ask(group, "digests")[0]["digests"] if step == how.saves else {}
+            digests = _ask(group, "digests")[0]["digests"] if step == options.saves else {}
             known |= _in_background(_ask(group, "save_behind", folder=str(folder), step=step))
             known.setdefault("first_stall_seconds", known["stall_seconds"])
             say(
                 f"{case.name}: in the background: stalled {known['stall_seconds']:.2f} s, "
                 f"whole after {known['whole_seconds']:.1f} s"
             )
-        return State(digests, known["loss"])
+        return Fingerprint(digests, known["loss"])
     finally:
         group.close()
 
@@ -119,9 +126,11 @@ def _in_background(answers: Answers) -> dict[str, Any]:
     }
 
 
-def _restore(case: Case, entry: Entry, place: Place, how: Storing, folder: str, known: dict[str, Any]) -> State:
-    """Restore what is in `folder` over weights of another seed."""
-    group = _group(case, entry, place, how.restore_ranks)
+def _restore(
+    case: Case, entry: Entry, target: Target, options: CheckpointOptions, folder: str, known: dict[str, Any]
+) -> Fingerprint:
+    """Restore the checkpoint in `folder` over weights of another seed."""
+    group = _group(case, entry, target, options.restore_ranks)
     try:
         _ask(group, "build", seed=SEED + 1)
         answers = _ask(group, "restore", folder=folder)
@@ -130,13 +139,13 @@ def _restore(case: Case, entry: Entry, place: Place, how: Storing, folder: str, 
         digests = _ask(group, "digests")[0]["digests"]
         loss = statistics.fmean(answer["loss"] for answer in _ask(group, "next_loss"))
         known |= {"restored_loss": loss, "tensors_compared": len(digests)}
-        return State(digests, loss)
+        return Fingerprint(digests, loss)
     finally:
         group.close()
 
 
-def difference(saved: State, restored: State) -> str | None:
-    """What did not come back, in words."""
+def difference(saved: Fingerprint, restored: Fingerprint) -> str | None:
+    """The first difference as a sentence; None where the two are equal."""
     for name, digest in saved.digests.items():
         if restored.digests.get(name) != digest:
             return f"{name} was restored with other content than was saved"
@@ -145,8 +154,8 @@ def difference(saved: State, restored: State) -> str | None:
     return None
 
 
-def _group(case: Case, entry: Entry, place: Place, ranks: int) -> Group:
-    return Group(["checkpoint", entry.name, case.name], device=place.where, ranks=ranks)
+def _group(case: Case, entry: Entry, target: Target, ranks: int) -> Group:
+    return Group(["checkpoint", entry.name, case.name], device=target.torch_device, ranks=ranks)
 
 
 def _ask(group: Group, do: str, **arguments: Any) -> Answers:

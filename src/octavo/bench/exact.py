@@ -1,7 +1,7 @@
-"""The layers in float64 and plain PyTorch: what their errors are measured against.
+"""Exact layers: plain PyTorch in float64, the reference of the layers suite.
 
-A layer is a function of its parameters, by the names that Octavo and Transformer Engine both give them. Rows of a joint
-query/key/value matrix stand by key-value head, and all gates of a gated activation above all ups, as in Transformer Engine.
+A layer is a function of its parameters, by their names in Octavo and Transformer Engine. Rows of the joint query/key/value
+matrix are grouped by key-value head; of gate and up all rows of gate come first, as in Transformer Engine.
 
 Shapes: B batch, T tokens, K features, H query heads, G key-value heads, D head dimension.
 """
@@ -22,15 +22,15 @@ EPS = 1e-5
 
 
 class Heads(NamedTuple):
-    """Attention: query heads, key-value heads, and the angles of causal attention [T, D] (None: every key is seen)."""
+    """Attention: query heads, key-value heads, rotary angles [T, D] of causal attention (None: no mask, no rotation)."""
 
     queries: int
     groups: int
     angles: Tensor | None
 
 
-def part(parameters: Parameters, prefix: str) -> Parameters:
-    """The parameters below a prefix, by what stands behind it."""
+def below(parameters: Parameters, prefix: str) -> Parameters:
+    """The parameters with this prefix, without it."""
     return {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
 
 
@@ -60,7 +60,7 @@ def mlp(p: Parameters, x: Tensor, kind: str, activation: str) -> Tensor:
 def attention(p: Parameters, x: Tensor, kind: str, heads: Heads) -> Tensor:
     """Norm, queries/keys/values [B, T, (H + 2G)·D], rotation, softmax(q · kᵀ / √D) · v, product."""
     per_group = heads.queries // heads.groups
-    qkv_BTGPD = linear(part(p, "layernorm_qkv."), norm(part(p, "layernorm_qkv."), x, kind)).unflatten(
+    qkv_BTGPD = linear(below(p, "layernorm_qkv."), norm(below(p, "layernorm_qkv."), x, kind)).unflatten(
         -1, (heads.groups, per_group + 2, -1)
     )
     q_BTGPD, k_BTGPD, v_BTGPD = qkv_BTGPD.split([per_group, 1, 1], -2)
@@ -71,7 +71,7 @@ def attention(p: Parameters, x: Tensor, kind: str, heads: Heads) -> Tensor:
         unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
         scores = scores.masked_fill(unseen, -math.inf)
     context = torch.einsum("bgpts,bsgd->btgpd", scores.softmax(-1), v_BTGPD.squeeze(-2))
-    return linear(part(p, "proj."), context.flatten(2))
+    return linear(below(p, "proj."), context.flatten(2))
 
 
 def rotate(x_BTGPD: Tensor, angles_TD: Tensor) -> Tensor:
@@ -83,5 +83,5 @@ def rotate(x_BTGPD: Tensor, angles_TD: Tensor) -> Tensor:
 
 def block(p: Parameters, x: Tensor, kind: str, activation: str, heads: Heads) -> Tensor:
     """A transformer layer: attention and MLP, each added to the residual."""
-    h = x + attention(part(p, "self_attention."), x, kind, heads)
-    return h + mlp(part(p, "layernorm_mlp."), h, kind, activation)
+    h = x + attention(below(p, "self_attention."), x, kind, heads)
+    return h + mlp(below(p, "layernorm_mlp."), h, kind, activation)

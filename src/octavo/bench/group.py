@@ -1,8 +1,8 @@
-"""The parent's side of an entry: its processes, one a rank, asked in turn and ended together.
+"""Worker processes of an entry, one a rank: started, asked and ended together by the parent.
 
-Every rank gets each request as a line and answers with one, rather than rank 0 for all: a rank that fails while the others
-wait for it in a collective is seen at once, and the row can name it. The ranks of one host meet at a file and speak over the
-loopback interface, so that a suite needs no port and no network.
+Every rank gets each request and answers it, not rank 0 alone: if a rank fails while the others wait for it in a collective, the
+parent sees it at once and the row names the rank. The ranks of one host meet at a file and use the loopback interface, so a
+suite needs no port and no network.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from pathlib import Path
 from typing import IO, Any
 
 GRACE_SECONDS = 1.0
-"""After the first fault, how long the others may tell theirs: a rank that was killed says nothing, those that lost it do."""
+"""Wait after the first error, since the surviving ranks may report before the end of a killed one is seen."""
 
 ONE_HOST = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
-    # NVLink multicast wants rights over the whole fabric that containers and virtual machines rarely have. Off for all entries.
+    # NVLink multicast needs rights over the whole fabric, which containers and virtual machines rarely have. Off for all.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-"""What ranks of one host find in their environment, unless the user has said otherwise."""
+"""Defaults of the environment for the ranks of one host; the user's own variables win."""
 
 Answers = list[dict[str, Any]]
-"""One of each rank, in their order."""
+"""One answer of each rank, in order."""
 
 
 class Group:
     """The processes of one entry.
 
     Attributes:
-        error: why it has failed, None while it has not.
+        error: the reason of its failure; None so far.
         started: `time.perf_counter()` when its first process was started.
     """
 
     def __init__(self, arguments: Sequence[str], *, device: str, ranks: int = 1) -> None:
-        """Start `python -m octavo.bench.worker ARGUMENTS DEVICE` once a rank; "cuda" is each rank's own GPU."""
+        """Start `python -m octavo.bench.worker ARGUMENTS DEVICE RENDEZVOUS` for each rank; "cuda" is each rank's own GPU."""
         self.error: str | None = None
         self.started = time.perf_counter()
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-bench-")
@@ -53,10 +53,10 @@ class Group:
         command = [sys.executable, "-m", "octavo.bench.worker", *arguments]
         self._processes = []
         for rank in range(ranks):
-            where = f"cuda:{rank}" if device == "cuda" else device
-            log = None if rank == 0 else self._log(rank).open("w")  # what every rank says is read once, from the first
+            own = f"cuda:{rank}" if device == "cuda" else device
+            log = None if rank == 0 else self._log(rank).open("w")  # only rank 0 prints, since the ranks print the same
             process = subprocess.Popen(
-                [*command, where, str(Path(self._folder.name) / "meeting")],
+                [*command, own, str(Path(self._folder.name) / "rendezvous")],
                 env=_environment(device, rank, ranks),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, encoding="utf-8",
             )  # fmt: skip
@@ -67,13 +67,13 @@ class Group:
             self._processes.append(process)
 
     def ask(self, do: str, **arguments: Any) -> Answers:
-        """Let every rank `do` something and wait for all answers; after a fault, [] and `error` says why."""
+        """Send a request to every rank and wait for all answers; after a failure [], with the reason in `error`."""
         if self.error is not None:
             return []
         request = json.dumps({"do": do, **arguments})
         for process in self._processes:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which is what it answers
+            with contextlib.suppress(BrokenPipeError):  # it has ended: the listener reports that
                 print(request, file=process.stdin, flush=True)
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < len(self._processes):
@@ -87,13 +87,13 @@ class Group:
         return [answers[rank] for rank in sorted(answers)]
 
     def close(self) -> None:
-        """End the processes and give back all they hold."""
+        """End the processes and remove their folder."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.wait()
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # what it had not read is lost with it
+            with contextlib.suppress(BrokenPipeError):  # it ended before it read the last request
                 process.stdin.close()
         self._folder.cleanup()
 
@@ -104,9 +104,9 @@ class Group:
         self._said.put((rank, None))
 
     def _cause(self, rank: int, answer: dict[str, Any] | None) -> str:
-        """The first fault, or a death that comes right behind it, which is then what the first one has noticed.
+        """The first error, or the end of a process shortly after it, which is then the cause of that error.
 
-        A rank that tells a fault stays until it is ended, so that no death is the consequence of another's exception.
+        A worker that reports an error stays until the parent ends it, so no process ends because of another's exception.
         """
         deadline = time.perf_counter() + GRACE_SECONDS
         while answer is not None and len(self._processes) > 1 and (left := deadline - time.perf_counter()) > 0:
@@ -129,12 +129,12 @@ class Group:
 
 
 def _environment(device: str, rank: int, ranks: int) -> dict[str, str]:
-    """That of torchrun for one host, over the user's own."""
+    """The user's environment with torchrun's variables for one host."""
     environment = dict(os.environ)
     if ranks > 1:
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        # A rank's threads, as many as its share of the cores: with all of them each the ranks would wait for one another.
+        # Each rank has threads for its share of the cores: with threads for all cores the ranks would wait for one another.
         environment = {**ONE_HOST, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **environment}
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return environment | {name: str(value) for name, value in places.items()}
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return environment | {name: str(value) for name, value in variables.items()}

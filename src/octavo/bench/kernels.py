@@ -1,17 +1,14 @@
-"""Octavo's Triton kernels alone, beside the device's own copy: how near each is to what the memory gives.
+"""Bandwidth of Octavo's Triton kernels, as a share of the device's own copy in the same run.
 
-All of them are bound by memory, so the figure is the bytes that must move over the time, as a share of what a copy reaches in
-the same run. What must move is stated in the table, in bytes read and written for each element of the shape: every operand
-once, and twice where a kernel needs two passes over more than the L2 cache holds. Statistics, scales and angles are small and
-not counted.
+All kernels are bound by memory. The figure is the necessary traffic over the time. The table states the traffic in bytes read
+and written for each element of the shape: every operand once, and twice where a kernel needs two passes over more than the L2
+cache. Statistics, scales and angles are small and not counted.
 
-Each call is timed between two CUDA events after the L2 cache was filled with something else, behind a pause in which the host
-hands the call over: launch overhead is not in the figure. The median counts.
+Each call is timed with a cold L2 cache and without its launch (`octavo.kernels.timing`). The median counts.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -20,26 +17,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.errors import first_line
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import activation, adamw, cast, cast_scaled, column_sum, cross_entropy, norm, rope
 from octavo.kernels.cast import Into
+from octavo.kernels.timing import median_us
 
 EPS = 1e-5
 GATE_UP_BLOCK = 32
-"""Columns of gate before as many of up, as the MLP lays them out."""
+"""Columns of gate, then as many of up: the layout of the MLP."""
 HEAD_DIM, HEADS_A_GROUP = 128, 4
 FLUSHED_BYTES = 256 * 2**20
-"""What is read between calls: several times the L2 cache of any GPU of the table."""
+"""Read between two calls: several times the L2 cache of any GPU in `octavo.hardware`."""
 PAUSE_CYCLES = 1_000_000
-"""Half a millisecond, longer than the host takes to launch a call."""
+"""Half a millisecond: longer than the launch of a call."""
 
 
-class Work(NamedTuple):
-    """A call on tensors of its own.
+class Call(NamedTuple):
+    """A call of a kernel with its tensors.
 
     Attributes:
-        run: calls the kernel; returns what it wrote.
-        reads: the tensors that it reads.
+        run: calls the kernel; returns its results.
+        reads: its operands.
     """
 
     run: Callable[[], Any]
@@ -51,20 +50,20 @@ class Kernel:
     """One row of the table.
 
     Attributes:
-        name: as the results name it.
+        name: in the results.
         make: makes the call for (rows, columns, device).
-        reads, writes: bytes of each element of the shape that must move.
-        shapes: [rows, columns] that are measured.
+        reads, writes: necessary traffic in bytes for each element of the shape.
+        shapes: measured [rows, columns].
     """
 
     name: str
-    make: Callable[[int, int, torch.device], Work]
+    make: Callable[[int, int, torch.device], Call]
     reads: float
     writes: float
     shapes: tuple[tuple[int, int], ...] = ((16_384, 4096),)
 
     def bytes(self, rows: int, columns: int) -> int:
-        """What must move."""
+        """Necessary traffic in bytes."""
         return round(rows * columns * (self.reads + self.writes))
 
 
@@ -73,49 +72,49 @@ def _random(rows: int, columns: int, device: torch.device, dtype: torch.dtype = 
 
 
 def _into(device: torch.device, *, fp8: bool, row: bool = True, column: bool = True) -> Into:
-    """FP8 in the layouts asked for, with scale and amax as delayed scaling has them; or bfloat16 as it is."""
+    """FP8 in the given layouts with scale and amax of delayed scaling; or bfloat16."""
     if not fp8:
         return Into(torch.bfloat16)
     scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
     return Into(E4M3.dtype, E4M3.max, scale, amax, row, column)
 
 
-def _cast(rows: int, columns: int, device: torch.device, *, column: bool, dtype: torch.dtype = torch.bfloat16) -> Work:
+def _cast(rows: int, columns: int, device: torch.device, *, column: bool, dtype: torch.dtype = torch.bfloat16) -> Call:
     x, into = _random(rows, columns, device, dtype), _into(device, fp8=True)
     assert into.scale is not None
     scale = into.scale
-    return Work(lambda: cast.cast(x, scale, into.amax, into.dtype, into.fp8_max, column), (x,))
+    return Call(lambda: cast.cast(x, scale, into.amax, into.dtype, into.fp8_max, column), (x,))
 
 
-def _norm(rows: int, columns: int, device: torch.device, *, kind: str, fp8: bool) -> Work:
+def _norm(rows: int, columns: int, device: torch.device, *, kind: str, fp8: bool) -> Call:
     x, delta = (_random(rows, columns, device) for _ in range(2))
     weight, into = torch.ones(columns, device=device, dtype=torch.bfloat16), _into(device, fp8=fp8)
     bias = torch.zeros_like(weight) if kind == "LayerNorm" else None
-    return Work(lambda: norm.norm(kind, x, delta, weight, bias, EPS, into), (x, delta))
+    return Call(lambda: norm.norm(kind, x, delta, weight, bias, EPS, into), (x, delta))
 
 
-def _norm_backward(rows: int, columns: int, device: torch.device, *, kind: str, fp8: bool) -> Work:
+def _norm_backward(rows: int, columns: int, device: torch.device, *, kind: str, fp8: bool) -> Call:
     dy, h, residual = (_random(rows, columns, device) for _ in range(3))
     weight = torch.ones(columns, device=device, dtype=torch.bfloat16)
     _, stats, _ = norm.norm(kind, h, None, weight, None, EPS, Into(torch.bfloat16))
     into = _into(device, fp8=True) if fp8 else None
-    return Work(lambda: norm.norm_backward(kind, dy, h, weight, stats, residual, into=into), (dy, h, residual))
+    return Call(lambda: norm.norm_backward(kind, dy, h, weight, stats, residual, into=into), (dy, h, residual))
 
 
-def _activation(rows: int, columns: int, device: torch.device, *, name: str, fp8: bool) -> Work:
-    # Rows alone, as the layers ask: backward makes the transposed FP8.
+def _activation(rows: int, columns: int, device: torch.device, *, name: str, fp8: bool) -> Call:
+    # Rowwise alone, as in the layers: backward makes the columnwise FP8.
     x, into = _random(rows, columns, device), _into(device, fp8=fp8, column=False)
-    return Work(lambda: activation.activation(name, x, GATE_UP_BLOCK, into), (x,))
+    return Call(lambda: activation.activation(name, x, GATE_UP_BLOCK, into), (x,))
 
 
 def _activation_backward(
     rows: int, columns: int, device: torch.device, *, name: str, fp8: bool, again: bool = False, bias: bool = False
-) -> Work:
+) -> Call:
     x, into = _random(rows, columns, device), _into(device, fp8=fp8)
     dy = _random(rows, columns // (2 if activation.is_gated(name) else 1), device)
-    # What the weight gradient of the second product needs where forward's result was not kept; forward has recorded its amax.
+    # The columnwise operand of the second product's weight gradient, recomputed; its amax was recorded in forward.
     anew = _into(device, fp8=True, row=False)._replace(amax=None) if again else None
-    return Work(lambda: activation.activation_backward(name, dy, x, GATE_UP_BLOCK, into, again=anew, bias=bias), (dy, x))
+    return Call(lambda: activation.activation_backward(name, dy, x, GATE_UP_BLOCK, into, again=anew, bias=bias), (dy, x))
 
 
 def _angles(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -123,33 +122,33 @@ def _angles(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _split_rotate(rows: int, columns: int, device: torch.device) -> Work:
+def _split_rotate(rows: int, columns: int, device: torch.device) -> Call:
     groups = columns // ((HEADS_A_GROUP + 2) * HEAD_DIM)
     qkv, (cos, sin) = _random(rows, columns, device).unflatten(0, (2, -1)), _angles(rows // 2, device)
-    return Work(lambda: rope.split_rotate(qkv, HEADS_A_GROUP * groups, groups, cos, sin, mirrored=True), (qkv,))
+    return Call(lambda: rope.split_rotate(qkv, HEADS_A_GROUP * groups, groups, cos, sin, mirrored=True), (qkv,))
 
 
-def _join_rotated(rows: int, columns: int, device: torch.device, *, fp8: bool) -> Work:
+def _join_rotated(rows: int, columns: int, device: torch.device, *, fp8: bool) -> Call:
     groups = columns // ((HEADS_A_GROUP + 2) * HEAD_DIM)
     dq, dk, dv = (
         _random(rows, heads * HEAD_DIM, device).unflatten(-1, (heads, HEAD_DIM)).unflatten(0, (2, -1))
         for heads in (HEADS_A_GROUP * groups, groups, groups)
     )
     (cos, sin), into = _angles(rows // 2, device), _into(device, fp8=fp8)
-    return Work(lambda: rope.join_rotated(dq, dk, dv, cos, sin, into, mirrored=True), (dq, dk, dv))
+    return Call(lambda: rope.join_rotated(dq, dk, dv, cos, sin, into, mirrored=True), (dq, dk, dv))
 
 
-def _cross_entropy(rows: int, columns: int, device: torch.device, *, fp8: bool) -> Work:
+def _cross_entropy(rows: int, columns: int, device: torch.device, *, fp8: bool) -> Call:
     logits, target = _random(rows, columns, device), torch.randint(columns, (rows,), device=device)
     grad_scale, more = (
         torch.ones((), device=device),
         torch.empty(rows, columns, dtype=E5M2.dtype, device=device) if fp8 else None,
     )
     objective = cross_entropy.Objective()
-    return Work(lambda: cross_entropy.cross_entropy_(logits, target, grad_scale, objective, more)[1], (logits,))
+    return Call(lambda: cross_entropy.cross_entropy_(logits, target, grad_scale, objective, more)[1], (logits,))
 
 
-def _adamw(rows: int, columns: int, device: torch.device, *, dtype: torch.dtype) -> Work:
+def _adamw(rows: int, columns: int, device: torch.device, *, dtype: torch.dtype) -> Call:
     param, grad, exp_avg = (_random(rows, columns, device, dtype) for _ in range(3))
     exp_avg_sq = exp_avg.square()
     states = (param, grad, exp_avg, exp_avg_sq)
@@ -159,27 +158,27 @@ def _adamw(rows: int, columns: int, device: torch.device, *, dtype: torch.dtype)
         adamw.adamw_(*states, lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step)
         return param, exp_avg, exp_avg_sq
 
-    return Work(run, states)
+    return Call(run, states)
 
 
-def _amax(rows: int, columns: int, device: torch.device) -> Work:
+def _amax(rows: int, columns: int, device: torch.device) -> Call:
     x = _random(rows, columns, device)
-    return Work(lambda: cast_scaled.amax(x), (x,))
+    return Call(lambda: cast_scaled.amax(x), (x,))
 
 
-def _column_sums(rows: int, columns: int, device: torch.device) -> Work:
+def _column_sums(rows: int, columns: int, device: torch.device) -> Call:
     x = _random(rows, columns, device)
-    return Work(lambda: column_sum.column_sums(x), (x,))
+    return Call(lambda: column_sum.column_sums(x), (x,))
 
 
-def _rows(rows: int, columns: int, device: torch.device, *, column: bool) -> Work:
+def _rows(rows: int, columns: int, device: torch.device, *, column: bool) -> Call:
     x = _random(rows, columns, device)
-    return Work(lambda: cast_scaled.rows(x, E4M3.dtype, E4M3.max, row=True, column=column), (x,))
+    return Call(lambda: cast_scaled.rows(x, E4M3.dtype, E4M3.max, row=True, column=column), (x,))
 
 
-def _blocks(rows: int, columns: int, device: torch.device, *, block_rows: int) -> Work:
+def _blocks(rows: int, columns: int, device: torch.device, *, block_rows: int) -> Call:
     x = _random(rows, columns, device)
-    return Work(lambda: cast_scaled.blocks(x, E4M3.dtype, E4M3.max, block_rows, row=True, column=True), (x,))
+    return Call(lambda: cast_scaled.blocks(x, E4M3.dtype, E4M3.max, block_rows, row=True, column=True), (x,))
 
 
 GATED = ((16_384, 2 * 14_336), (16_384, 2 * 8192))
@@ -188,7 +187,7 @@ QKV = ((16_384, 6144),)
 VIT = ((32_896, 5120),)
 """Activations of ViT-Huge: 128 images of 257 patches."""
 LOGITS = ((4096, 128_256),)
-"""A chunk as the head takes them."""
+"""A chunk of the head."""
 _swiglu, _gelu = partial(_activation, name="swiglu"), partial(_activation, name="gelu")
 _swiglu_backward = partial(_activation_backward, name="swiglu")
 _gelu_backward = partial(_activation_backward, name="gelu")
@@ -197,14 +196,14 @@ TABLE: tuple[Kernel, ...] = (
     Kernel("cast", partial(_cast, column=False), 2, 1),
     Kernel("cast-transpose", partial(_cast, column=True), 2, 2, ((16_384, 4096), (16_384, 14_336))),
     Kernel("cast-transpose-float32", partial(_cast, column=True, dtype=torch.float32), 4, 2),
-    # The residual is added first: x and delta are read, their sum and the norm of it written.
+    # With the addition to the residual stream: reads x and delta, writes their sum and its norm.
     Kernel("rms-norm", partial(_norm, kind="RMSNorm", fp8=False), 4, 4),
     Kernel("rms-norm-fp8", partial(_norm, kind="RMSNorm", fp8=True), 4, 4),
     Kernel("layer-norm-fp8", partial(_norm, kind="LayerNorm", fp8=True), 4, 4),
     Kernel("rms-norm-backward", partial(_norm_backward, kind="RMSNorm", fp8=False), 6, 2),
     Kernel("rms-norm-backward-fp8", partial(_norm_backward, kind="RMSNorm", fp8=True), 6, 4),
     Kernel("layer-norm-backward", partial(_norm_backward, kind="LayerNorm", fp8=False), 6, 2),
-    # The shape is that of gate and up; the result has half as many elements.
+    # The shape of gate and up; the result has half as many elements.
     Kernel("swiglu", partial(_swiglu, fp8=False), 2, 1, GATED),
     Kernel("swiglu-fp8", partial(_swiglu, fp8=True), 2, 0.5, GATED),
     Kernel("swiglu-backward", partial(_swiglu_backward, fp8=False), 3, 2, GATED),
@@ -240,7 +239,9 @@ def measure_kernels(
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     scratch = torch.zeros(FLUSHED_BYTES // 4, device=device)
-    time = partial(median_us, scratch=scratch, iterations=iterations, warmup=warmup)
+    how: dict[str, Any] = {"device": device, "rounds": iterations, "warm_up": max(1, warmup), "pause_cycles": PAUSE_CYCLES}
+    # Reading leaves nothing in the L2 cache that would be written back while the call is timed.
+    time = partial(median_us, prepare=scratch.sum, **how)
     rows = []
     for shape in COPIED:
         source = _random(*shape, device)
@@ -251,32 +252,13 @@ def measure_kernels(
         for shape in kernel.shapes:
             try:
                 (us,) = time(kernel.make(*shape, device).run)
-            except Exception as error:  # one kernel that does not compile here must not take the others' figures along
-                text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}"
+            except Exception as error:  # a kernel that does not compile here must not cost the others their figures
+                text = f"{type(error).__name__}: {first_line(error)}"
                 rows.append({"workload": kernel.name, "entry": "octavo", "shape": list(shape), "error": text})
             else:
                 rows.append(_figures(kernel.name, "octavo", shape, kernel.bytes(*shape), us))
                 say(f"{kernel.name} {shape[0]} x {shape[1]}: {us:.1f} us, {rows[-1]['gb_per_s'] / ceiling:.1%} of a copy")
     return [row if "error" in row else {**row, "share_of_copy": row["gb_per_s"] / ceiling} for row in rows]
-
-
-def median_us(*runs: Callable[[], object], scratch: Tensor, iterations: int, warmup: int) -> list[float]:
-    """Median time of each call on the GPU, in microseconds, each with a cold L2 cache, and in turns."""
-    for _ in range(max(1, warmup)):
-        for run in runs:
-            run()
-    marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
-    for _ in range(iterations):
-        for run, pairs in zip(runs, marks, strict=True):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            scratch.sum()  # reading leaves nothing behind that would have to be written back while the call is timed
-            torch.cuda._sleep(PAUSE_CYCLES)
-            begin.record()
-            run()
-            end.record()
-            pairs.append((begin, end))
-    torch.cuda.synchronize(scratch.device)
-    return [statistics.median(begin.elapsed_time(end) for begin, end in pairs) * 1e3 for pairs in marks]
 
 
 def _figures(name: str, entry: str, shape: tuple[int, int], moved: int, us: float) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Errors of layers: how far Octavo's and Transformer Engine's are from float64, output and each gradient.
+"""The layers suite: errors of outputs and gradients against float64, for Octavo's layers and Transformer Engine's.
 
-Both libraries' layers are made by the same call, with the same random weights in bfloat16, and run on the same random inputs
-and output gradients. The error of a tensor is ‖found − exact‖ / ‖exact‖, the norms over all elements and in float64; exact is
-`octavo.bench.exact` on the same rounded values. Delayed scaling repeats forward and backward on the same tensors until its
-scales are theirs, and until its history holds nothing of the steps in which they were not. The median over the seeds counts.
+Both libraries' layers have the same arguments, random bfloat16 weights, inputs and output gradients. The error of a tensor is
+‖found − exact‖ / ‖exact‖, norms over all elements in float64; exact is `octavo.bench.exact` on the same rounded values. Under
+delayed scaling forward and backward first repeat on the same tensors until the history holds only their amaxes. The median over
+the seeds counts.
 
-Both run in this process. Transformer Engine's library does not load once PyTorch has used cuDNN, hence `transformer_engine`
-has to be called before anything else runs on the GPU.
+Both run in this process. Transformer Engine's library does not load after PyTorch has used cuDNN, so `transformer_engine` must
+be called before any work on the GPU.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from torch import Tensor, nn
 import octavo.nn
 from octavo.bench import exact
 from octavo.bench.peers import ENVIRONMENT
+from octavo.errors import first_line
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling
 from octavo.nn.mlp import deinterleave, interleave
 
 HISTORY = 16
-"""Steps, as many as Transformer Engine's recipe in `octavo.bench.te` has."""
+"""Steps; the same as in `octavo.bench.te`."""
 SETTLING = HISTORY + 4
-"""Steps until no amax of a step with unfit scales is left."""
+"""Steps until the history holds no amax from a step with unsettled scales."""
 RECIPES: dict[str, Callable[[], Any] | None] = {
     "bf16": None,
     "delayed": lambda: DelayedScaling(amax_history_len=HISTORY),
@@ -47,7 +48,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Size:
-    """What the layers of the table are made for: sequences and their length, features, heads."""
+    """Sizes of the layers and of their input: sequences, tokens, features, heads."""
 
     batch: int
     tokens: int
@@ -65,18 +66,18 @@ class Size:
 ON_GPU = Size(2, 1024, 2048, 8192, 32, 8)
 """A layer of Llama-3.2-1B."""
 ON_CPU = Size(2, 32, 64, 128, 4, 2)
-"""It shows that the suite runs; the emulation's numbers are Octavo's, its speed is not."""
+"""For tests of the suite."""
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCase:
     """One row of the table.
 
     Attributes:
-        name: as the results name it.
-        kind: the class, of either library.
-        normalization, activation, bias: as its constructor takes them, where it does.
-        llama: of a transformer layer, whether attention is causal, with rotary embedding and shared key-value heads.
+        name: in the results.
+        kind: the class, in either library.
+        normalization, activation, bias: arguments of the constructor.
+        llama: causal attention with rotary embedding and grouped key-value heads (transformer layers).
     """
 
     name: str
@@ -87,7 +88,7 @@ class Layer:
     llama: bool = False
 
     def arguments(self, size: Size) -> tuple[tuple[int, ...], dict[str, Any]]:
-        """What its constructor is called with, in either library."""
+        """Arguments of the constructor, in either library."""
         how: dict[str, Any] = {"bias": self.bias}
         if self.kind == "Linear":
             return (size.hidden, size.hidden), how
@@ -115,42 +116,42 @@ class Layer:
             return exact.linear(parameters, exact.norm(parameters, x, self.normalization))
         if self.kind == "LayerNormMLP":
             return exact.mlp(parameters, x, self.normalization, self.activation)
-        # Angles are float32 for everybody: another rounding of them would be another function.
+        # Angles are float32 for both libraries: with another rounding it would be another function.
         angles = angles_of(size, x.device).to(x.dtype) if self.llama else None
         heads = exact.Heads(size.heads, self._groups(size), angles)
         return exact.block(parameters, x, self.normalization, self.activation, heads)
 
     def call(self, size: Size, device: torch.device) -> dict[str, Any]:
-        """What forward takes beside the input, in either library."""
+        """Arguments of forward beside the input, in either library."""
         return {"rotary_pos_emb": angles_of(size, device)[:, None, None]} if self.llama else {}
 
     def _groups(self, size: Size) -> int:
         return size.groups if self.llama else size.heads
 
 
-LAYERS: dict[str, Layer] = {
+LAYERS: dict[str, LayerCase] = {
     layer.name: layer
     for layer in (
-        Layer("linear", "Linear"),
-        Layer("layernorm-linear", "LayerNormLinear"),
-        Layer("rmsnorm-linear", "LayerNormLinear", "RMSNorm", bias=False),
-        Layer("mlp-gelu", "LayerNormMLP"),
-        Layer("mlp-swiglu", "LayerNormMLP", "RMSNorm", "swiglu", bias=False),
-        Layer("vit-layer", "TransformerLayer"),
-        Layer("llama-layer", "TransformerLayer", "RMSNorm", "swiglu", bias=False, llama=True),
+        LayerCase("linear", "Linear"),
+        LayerCase("layernorm-linear", "LayerNormLinear"),
+        LayerCase("rmsnorm-linear", "LayerNormLinear", "RMSNorm", bias=False),
+        LayerCase("mlp-gelu", "LayerNormMLP"),
+        LayerCase("mlp-swiglu", "LayerNormMLP", "RMSNorm", "swiglu", bias=False),
+        LayerCase("vit-layer", "TransformerLayer"),
+        LayerCase("llama-layer", "TransformerLayer", "RMSNorm", "swiglu", bias=False, llama=True),
     )
 }
 
 
 @dataclass(frozen=True)
 class Library:
-    """Whose layers are measured.
+    """A library with its layers.
 
     Attributes:
-        name: how the keys of a row begin.
-        layers: has the classes.
-        around: of a recipe's name, what makes the surroundings of a forward, one maker for all steps.
-        interleaved: whether gates and ups alternate in blocks of rows.
+        name: prefix of its keys in a row.
+        layers: the module with the classes.
+        around: from a recipe's name to the context manager around a forward.
+        interleaved: whether gate and up alternate in blocks of rows.
     """
 
     name: str
@@ -158,24 +159,24 @@ class Library:
     around: Callable[[str], Around]
     interleaved: bool = False
 
-    def make(self, layer: Layer, size: Size, device: torch.device) -> nn.Module:
+    def make(self, layer: LayerCase, size: Size, device: torch.device) -> nn.Module:
         """The layer, its parameters in bfloat16."""
         sizes, how = layer.arguments(size)
         made: nn.Module = getattr(self.layers, layer.kind)(*sizes, **how, params_dtype=torch.bfloat16, device=device)
         return made
 
-    def _alternates(self, name: str, layer: Layer) -> bool:
+    def _alternates(self, name: str, layer: LayerCase) -> bool:
         return self.interleaved and "fc1_" in name and layer.activation == "swiglu"
 
     @torch.no_grad()
-    def fill(self, module: nn.Module, layer: Layer, drawn: Tensors) -> None:
-        """Copy the drawn parameters, in which gates stand above ups."""
+    def fill(self, module: nn.Module, layer: LayerCase, drawn: Tensors) -> None:
+        """Copy the drawn parameters, whose rows are all of gate, then all of up."""
         for name, parameter in module.named_parameters():
             value = drawn[name]
             parameter.copy_(interleave(*value.chunk(2)) if self._alternates(name, layer) else value)
 
-    def gradients(self, module: nn.Module, layer: Layer) -> Tensors:
-        """The gradients of the parameters, in the order of rows in which they were drawn."""
+    def gradients(self, module: nn.Module, layer: LayerCase) -> Tensors:
+        """The gradients of the parameters, in the drawn order of rows."""
         found = {}
         for name, parameter in module.named_parameters():
             assert parameter.grad is not None, name
@@ -193,7 +194,7 @@ OCTAVO = Library("octavo", octavo.nn, _octavo_around, interleaved=True)
 
 
 def transformer_engine(device: torch.device, say: Callable[[str], None]) -> Library | None:
-    """Transformer Engine's layers; None, and a line that says why, where they cannot run."""
+    """Transformer Engine's layers; None, with a message of the reason, where they cannot run."""
     if device.type != "cuda":
         say("Transformer Engine needs a GPU: only Octavo's errors")
         return None
@@ -209,12 +210,12 @@ def transformer_engine(device: torch.device, say: Callable[[str], None]) -> Libr
 
 
 def angles_of(size: Size, device: torch.device) -> Tensor:
-    """Angles of rotary embedding [T, D], float32, of which the second half repeats the first."""
+    """Rotary angles [T, D], float32; the second half of a row repeats the first."""
     inverse = ROPE_BASE ** -(torch.arange(0, size.head_dim, 2, device=device).float() / size.head_dim)
     return torch.outer(torch.arange(size.tokens, device=device).float(), inverse).repeat(1, 2)
 
 
-def draw(layer: Layer, size: Size, device: torch.device, seed: int) -> tuple[Tensors, Tensor, Tensor]:
+def draw(layer: LayerCase, size: Size, device: torch.device, seed: int) -> tuple[Tensors, Tensor, Tensor]:
     """Parameters by name, input and output gradient, all in bfloat16: norms around 1, matrices by 1/√fan_in."""
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -233,7 +234,7 @@ def draw(layer: Layer, size: Size, device: torch.device, seed: int) -> tuple[Ten
     return parameters, x, grad
 
 
-def exact_tensors(layer: Layer, size: Size, parameters: Tensors, x: Tensor, grad: Tensor) -> Tensors:
+def exact_tensors(layer: LayerCase, size: Size, parameters: Tensors, x: Tensor, grad: Tensor) -> Tensors:
     """Output and gradients in float64."""
     leaves = {name: value.double().requires_grad_() for name, value in parameters.items()}
     x = x.double().requires_grad_()
@@ -243,7 +244,7 @@ def exact_tensors(layer: Layer, size: Size, parameters: Tensors, x: Tensor, grad
 
 
 def found_tensors(
-    library: Library, layer: Layer, size: Size, recipe: str, parameters: Tensors, x: Tensor, grad: Tensor, settling: int
+    library: Library, layer: LayerCase, size: Size, recipe: str, parameters: Tensors, x: Tensor, grad: Tensor, settling: int
 ) -> Tensors:
     """Output and gradients of a library's layer, after `settling` passes over the same tensors."""
     module, around = library.make(layer, size, x.device), library.around(recipe)
@@ -270,7 +271,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def measure_layers(
-    layers: Iterable[Layer],
+    layers: Iterable[LayerCase],
     device: torch.device,
     libraries: Sequence[Library],
     *,
@@ -281,12 +282,12 @@ def measure_layers(
     """A row for each tensor of each layer under each recipe; a library that fails has None and NAME_failed.
 
     Args:
-        layers: of the table.
-        device: where.
-        libraries: whose layers.
-        seeds: draws of weights, inputs and output gradients, whose median counts.
-        settling: passes of delayed scaling before the one that counts.
-        say: is told what happens, a line at a time.
+        layers: rows of `LAYERS`.
+        device: for both libraries.
+        libraries: Octavo, and Transformer Engine where it runs.
+        seeds: draws of weights, inputs and output gradients; the median counts.
+        settling: passes of delayed scaling before the measured one.
+        say: takes progress messages, a line each.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
@@ -310,8 +311,8 @@ def measure_layers(
                         found = found_tensors(library, layer, size, recipe, *drawn, passes)
                         for name in tensors:
                             errors.setdefault((recipe, name, library.name), []).append(error(found[name], expected[name]))
-                    except Exception as fault:  # what a peer cannot do must not take the others' figures along
-                        text = f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0] or 'no message'}"
+                    except Exception as fault:  # a peer's failure must not cost the others their figures
+                        text = f"{type(fault).__name__}: {first_line(fault)}"
                         failed[recipe, library.name] = text
                         say(f"{layer.name}, {recipe}: {library.name} failed: {text}")
         rows += [_row(layer, size, recipe, name, seeds, errors, failed) for recipe in RECIPES for name in tensors]
@@ -319,7 +320,7 @@ def measure_layers(
 
 
 def _row(
-    layer: Layer,
+    layer: LayerCase,
     size: Size,
     recipe: str,
     tensor: str,

@@ -1,9 +1,8 @@
-"""All entries on one case, turn by turn.
+"""Measures all entries on one case, in turns.
 
-Speed drifts with temperature and with what a machine did before, so entries take turns: each is built, warmed up and timed for
-half of its steps, then all are timed again (A B C, A B C). Between turns an entry keeps its weights and optimizer states and
-gives its activations back. Where the memory does not hold all of them, each takes both turns at once and ends; the row says
-which it was (`interleaved`).
+Speed drifts with temperature and load, so entries take turns: each is built, warmed up and timed for half of its steps, then
+all are timed again (A B C, A B C). Between turns an entry keeps weights and optimizer states and frees its activations. Where
+the memory does not hold all entries, each takes both turns at once and ends; `interleaved` in the row tells the two apart.
 """
 
 from __future__ import annotations
@@ -21,40 +20,40 @@ from octavo.bench.peers import Entry
 from octavo.hardware import GIB, Device
 
 MEMORY_SHARE = 0.9
-"""Of the device's memory, what resident entries and one step may fill together."""
+"""Share of the device's memory for all resident entries and one step."""
 
 CONTEXT_GIB = 1.0
-"""What a process holds on a GPU beside its tensors: CUDA's context and the libraries' workspaces."""
+"""GPU memory of a process beside its tensors: CUDA's context and the libraries' workspaces."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a suite runs.
+class Target:
+    """Device and number of ranks of a suite.
 
     Attributes:
         device: one of the GPUs, or the CPU.
-        where: its name as torch writes it; "cuda" or "cpu" for several ranks.
+        torch_device: torch's name of it; "cuda" or "cpu" for several ranks.
         ranks: processes of an entry, one a GPU.
     """
 
     device: Device
-    where: str
+    torch_device: str
     ranks: int = 1
 
 
 @dataclass
 class Measurement:
-    """What is known of one entry.
+    """Figures of one entry, or its error.
 
     Attributes:
         seconds: each timed step of the first rank, in order.
-        loss: of the last step, mean of the ranks.
-        peak_gib: the allocator's peak in the timed steps, of the rank with the largest; None on a CPU.
+        loss: of the last step, mean over the ranks.
+        peak_gib: the allocator's peak in the timed steps, maximum over the ranks; None on a CPU.
         interleaved: whether its turns alternated with other entries'.
-        build_seconds: from the start of its process until the model was built and filled; None until it is.
-        start_seconds: the same until the end of the first step; None where that was not a step of its own.
-        breakdown: where the time of a step goes, as `octavo.bench.breakdown` tells; empty where nobody asked.
-        error: why there are no figures.
+        build_seconds: from the start of its process to a built and filled model.
+        start_seconds: from there to the end of the first step, the build included; None without a warm-up.
+        breakdown: kernel times (`octavo.bench.breakdown`); empty where they were not recorded.
+        error: the reason for missing figures.
     """
 
     entry: Entry
@@ -73,7 +72,7 @@ class Measurement:
         return statistics.median(self.seconds)
 
     def take(self, answers: Answers) -> None:
-        """Add what the ranks answered in a turn."""
+        """Add the ranks' answers of a turn."""
         self.seconds += answers[0]["seconds"]
         self.loss = statistics.fmean(answer["loss"] for answer in answers)
         self.peak_gib = largest(answers, "peak_gib")
@@ -81,15 +80,15 @@ class Measurement:
             self.error = f"the loss is {self.loss} after {len(self.seconds)} timed steps"
 
 
-class Worker:
-    """An entry that is being measured: its processes and what is known of it."""
+class RunningEntry:
+    """An entry with its worker processes and its figures so far."""
 
-    def __init__(self, suite: str, entry: Entry, case: AnyCase, place: Place) -> None:
+    def __init__(self, suite: str, entry: Entry, case: AnyCase, target: Target) -> None:
         self.result = Measurement(entry)
-        self.group = Group([suite, entry.name, case.name], device=place.where, ranks=place.ranks)
+        self.group = Group([suite, entry.name, case.name], device=target.torch_device, ranks=target.ranks)
 
     def start(self, warmup: int) -> None:
-        """Build the model and take the steps that count for nothing."""
+        """Build the model and take the warm-up steps."""
         self.result.build_seconds = self._until_done("build")
         if warmup:
             self.result.start_seconds = self._until_done("warm_up", steps=1)
@@ -97,7 +96,7 @@ class Worker:
             self._until_done("warm_up", steps=warmup - 1)
 
     def turn(self, steps: int) -> Answers:
-        """Time steps, unless it has failed before; returns what the ranks answered."""
+        """Time steps, unless the entry has failed before; returns the ranks' answers."""
         answers = self.group.ask("measure", steps=steps) if steps and self.result.error is None else []
         self.result.error = self.result.error or self.group.error
         if answers:
@@ -105,21 +104,21 @@ class Worker:
         return answers
 
     def profile(self, steps: int) -> None:
-        """Add where the time of a step goes, unless it has failed before; `steps` 0: nobody asked."""
+        """Record kernel times of so many steps, unless the entry has failed before."""
         answers = self.group.ask("profile", steps=steps) if steps and self.result.error is None else []
         self.result.error = self.result.error or self.group.error
         if answers:
             self.result.breakdown = answers[0]
 
     def _until_done(self, do: str, **arguments: int) -> float | None:
-        """Seconds from the start of the processes until this is done; None where it failed."""
+        """Seconds from the start of the processes to the end of a request; None where it failed."""
         done = self.group.ask(do, **arguments)
         self.result.error = self.group.error
         return time.perf_counter() - self.group.started if done else None
 
 
 def largest(answers: Answers, key: str) -> float | None:
-    """The largest of what the ranks tell under `key`; None where they do not."""
+    """The maximum of `key` over the ranks' answers; None where no answer has it."""
     return max((answer[key] for answer in answers if key in answer), default=None)
 
 
@@ -128,65 +127,65 @@ def measure_case(
     case: AnyCase,
     entries: list[Entry],
     *,
-    place: Place,
+    target: Target,
     steps: int,
     warmup: int,
     profiled: int = 0,
     say: Callable[[str], None],
 ) -> list[Measurement]:
-    """Measure every entry on one case; an entry that fails has its error instead of figures.
+    """Measure every entry on one case; a failed entry has its error instead of figures.
 
     Args:
-        suite: whose entries they are.
+        suite: the entries' suite.
         case: the workload.
-        entries: what is compared, in order.
-        place: where.
+        entries: in order.
+        target: device and number of ranks.
         steps: timed steps of each entry, over both turns.
-        warmup: steps before them, which compile.
-        profiled: steps after them, in which the time of each kernel is recorded.
-        say: is told what happens, a line at a time.
+        warmup: steps before them, compilation included.
+        profiled: steps after them, whose kernel times are recorded.
+        say: takes progress messages, a line each.
     """
     later = steps // 2
-    workers: list[Worker] = []
+    running: list[RunningEntry] = []
     keep: bool | None = None
     try:
         for entry in entries:
             say(f"{case.name}: {entry.name}")
-            worker = Worker(suite, entry, case, place)
-            workers.append(worker)
-            worker.start(warmup)
-            answers = worker.turn(steps - later)
+            one = RunningEntry(suite, entry, case, target)
+            running.append(one)
+            one.start(warmup)
+            answers = one.turn(steps - later)
             if keep is None and answers:
-                keep = all_fit(answers, case, len(entries), place)
+                keep = all_fit(answers, case, len(entries), target)
                 say(
                     f"{case.name}: entries take turns" if keep else f"{case.name}: one entry after the other, to fit the memory"
                 )
             if not keep:
-                worker.turn(later)
-                worker.profile(profiled)
-                worker.group.close()
-                if worker.result.error is None:
-                    say(f"{case.name}: {entry.name}: {worker.result.step_seconds * 1e3:.1f} ms a step")
+                one.turn(later)
+                one.profile(profiled)
+                one.group.close()
+                if one.result.error is None:
+                    say(f"{case.name}: {entry.name}: {one.result.step_seconds * 1e3:.1f} ms a step")
         if keep:
-            for worker in workers:
-                worker.result.interleaved = len(entries) > 1
-                worker.turn(later)
-            for worker in workers:  # only now: a profiler's slowing must not reach anybody's timed steps
-                worker.profile(profiled)
+            for one in running:
+                one.result.interleaved = len(entries) > 1
+                one.turn(later)
+            for one in running:  # after all timed steps, since a profiler slows
+                one.profile(profiled)
     finally:
-        for worker in workers:
-            worker.group.close()
-    for worker in workers:
-        if worker.result.error:
-            say(f"{case.name}: {worker.result.entry.name} failed: {worker.result.error}")
-    return [worker.result for worker in workers]
+        for one in running:
+            one.group.close()
+    for one in running:
+        if one.result.error:
+            say(f"{case.name}: {one.result.entry.name} failed: {one.result.error}")
+    return [one.result for one in running]
 
 
-def all_fit(answers: Answers, case: AnyCase, entries: int, place: Place) -> bool:
-    """Whether all entries can stay resident beside the steps of one, judged by the first that ran."""
+def all_fit(answers: Answers, case: AnyCase, entries: int, target: Target) -> bool:
+    """Whether all entries fit in memory beside the steps of one, estimated from the first that ran."""
     held, needed = (largest(answers, key) for key in ("held_gib", "needed_gib"))
     if held is not None and needed is not None:
         held, needed = held + CONTEXT_GIB, needed + CONTEXT_GIB
-    else:  # a CPU has no allocator to ask: weights, gradients and states, or sharded ones with two moments in float32
-        held = needed = case.parameters * (case.state_bytes if place.ranks == 1 else 16) / GIB
-    return needed + (entries - 1) * held <= MEMORY_SHARE * place.device.memory_gib
+    else:  # a CPU's allocator has no figures: weights, gradients and states, or sharded ones with two moments in float32
+        held = needed = case.parameters * (case.state_bytes if target.ranks == 1 else 16) / GIB
+    return needed + (entries - 1) * held <= MEMORY_SHARE * target.device.memory_gib

@@ -1,12 +1,11 @@
-"""What is compared on one GPU: a table of entries, each a model with a step that trains it.
+"""Entries of the one-GPU suite: a table of models, each with its training step.
 
 Every entry does the same work on the same tokens: forward, backward, AdamW on parameters and states in bfloat16 (Octavo's own;
-for the peers PyTorch's fused one), gradients set to None. The output head multiplies in bfloat16 unless an entry's name says
-otherwise; what differs is how the linear layers of the blocks do. A vision transformer trains by SGD with momentum on float32
-weights under autocast.
+for the peers PyTorch's fused one), gradients set to None. Entries differ in the precision of the blocks' linear layers; the
+output head is in bfloat16 except in entries with `head` in their name. Vision transformers train by SGD with momentum on
+float32 weights under autocast.
 
-A peer is imported when its entry is built, so that one that is not installed is a row with an error, and none waits for
-another's imports.
+A peer is imported when its entry is built: a missing one is a row with an error, and no entry waits for another's imports.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, 
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "fused": True}
 SEED = 0
 ENVIRONMENT = {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0"}
-"""What Transformer Engine reads: cuDNN's attention, and never a slower one that happens to be installed."""
+"""For Transformer Engine: cuDNN's attention, even where another one is installed."""
 PEERS = {"bf16": "torch-", "torchao": "ao-", "te": "te-"}
-"""Groups of peers by the name that a user gives them, and how their entries' names begin."""
+"""Groups of peers (`--peers`) and the prefix of their entries' names."""
 
 
 class Trainer(Protocol):
-    """What a builder returns.
+    """A model with its training step: the result of a builder.
 
     Attributes:
         graph: whether its steps replay a CUDA graph.
@@ -48,7 +47,7 @@ class Trainer(Protocol):
     graph: bool
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Train on one batch (token ids, or images with classes) and return its loss, a scalar that is not waited for."""
+        """Train on one batch (token ids, or images with classes); returns the loss, a scalar, without a wait for the device."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,13 @@ class Entry:
     """One row of the table.
 
     Attributes:
-        name: as the results name it.
-        layers: precision in which the blocks' linear layers multiply on a device that can: "bf16" or "fp8".
+        name: in the results.
+        layers: precision of the blocks' linear layers, "bf16" or "fp8".
         head: precision of the output head.
-        head_forward: that of its product of forward, where it is another.
-        build: makes the trainer for (case, device, whether to compile), its weights by the keyword `seed`.
-        package: the distribution whose version is recorded beside the figures; None: Octavo or PyTorch itself.
-        vision: makes the trainer for a case of images; None: the entry has none.
+        head_forward: precision of its forward product, if another.
+        build: makes the trainer for (case, device, whether to compile); keyword `seed` of the weights.
+        package: the distribution whose version is recorded; None: Octavo or PyTorch itself.
+        vision: makes the trainer for a vision case; None: unsupported.
     """
 
     name: str
@@ -74,12 +73,12 @@ class Entry:
     head_forward: str | None = None
 
     def builder(self, case: AnyCase) -> Callable[..., Trainer] | None:
-        """What makes the trainer for this case; None: the entry does not run it."""
+        """The builder for this case; None: unsupported."""
         return self.vision if isinstance(case, VisionCase) else self.build
 
 
 class Training:
-    """A model, its optimizer (PyTorch's fused AdamW where none is given) and what surrounds its forward.
+    """A model, its optimizer (by default PyTorch's fused AdamW) and the context manager around its forward.
 
     graph: forward and backward are one CUDA graph.
     """
@@ -105,7 +104,7 @@ class Training:
             self.gradients = graphed(self._loss, model.parameters())
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Forward, backward, optimizer; gradients do not outlive the step."""
+        """Forward, backward, optimizer; gradients are freed."""
         loss = self.gradients(inputs, labels)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -128,7 +127,7 @@ def build_plain(case: Case, device: torch.device, compiled: bool, *, float8: str
         model: nn.Module = PlainLlama(case).to(torch.bfloat16)
     if float8 is not None:
         _to_float8(model, float8, lambda module, name: name != "lm_head")
-    # A whole graph or an error: a peer must not lose its speed to a graph break that nobody sees.
+    # `fullgraph`, so that no unnoticed graph break slows the peer.
     return Training(model, torch.compile(model, fullgraph=True) if compiled else model)
 
 
@@ -145,7 +144,7 @@ def build_timm(
 
 
 def _to_float8(model: nn.Module, recipe: str, where: Callable[[nn.Module, str], bool]) -> None:
-    """Let torchao convert the linear layers that `where` (module, name) takes."""
+    """Convert the linear layers for which `where(module, name)` is true, by torchao."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=where)
@@ -164,7 +163,7 @@ def build_te(case: Case, device: torch.device, compiled: bool, *, recipe: str | 
 def build_te_vision(
     case: VisionCase, device: torch.device, compiled: bool, *, recipe: str | None = None, seed: int = SEED
 ) -> Training:
-    """timm's model with Transformer Engine's layers for its blocks; they are compiled already."""
+    """timm's model with Transformer Engine's layers as its blocks."""
     os.environ.update(ENVIRONMENT)
     from octavo.bench import te
 
@@ -188,7 +187,7 @@ def build_octavo(
 ) -> Training:
     """Octavo's model and optimizer, in FP8 where `recipe` names one of `octavo.recipe`; head: as `fp8.head`.
 
-    fast: as `fp8.fast_accumulation`. Its layers are fused already: nothing is compiled.
+    fast: as `fp8.fast_accumulation`. Nothing is compiled: the layers are fused kernels.
     """
     from octavo.build import build_model
     from octavo.fp8.autocast import fp8_autocast
@@ -247,7 +246,7 @@ def _octavo(name: str, layers: str, **how: Any) -> Entry:
 
 
 def _backward_head(name: str, *, fast: FastAccumulation = False) -> Entry:
-    """Delayed scaling, whose head has FP8 products in backward alone."""
+    """Delayed scaling with an FP8 head in backward."""
     build = partial(build_octavo, recipe="delayed", head="backward", fast=fast)
     return Entry(name, "fp8", "fp8", build, head_forward="bf16")
 

@@ -1,8 +1,8 @@
-"""A Llama in plain PyTorch, as an engineer without Octavo would write and compile it: the bf16 peer, and torchao's model.
+"""A Llama in plain PyTorch: the bf16 peer, and torchao's model.
 
-It gives a peer no handicap: everything between the products is one `torch.compile` graph, attention is SDPA with grouped
-key-value heads (cuDNN's kernel on Hopper), logits stay in the model's dtype and only the loss is float32. It is
-`transformers.LlamaForCausalLM` to rounding, with the same parameter names, and has no cache, padding or generation.
+It is written to be fast: the model is one `torch.compile` graph, attention is SDPA with grouped key-value heads (cuDNN's
+kernel on Hopper), logits stay in the model's dtype and only the loss is float32. Outputs equal `transformers.LlamaForCausalLM`
+up to rounding, with the same parameter names; cache, padding and generation are left out.
 
 Shapes: B batch, T sequence, H heads (kv heads for keys and values), K head_dim, D hidden size, V vocabulary.
 """
@@ -102,8 +102,8 @@ class Backbone(nn.Module):
 class PlainLlama(nn.Module):
     """A Llama with its loss.
 
-    Weights are drawn from N(0, 0.02²) by PyTorch's generator of the device they are made on. `loss` may be replaced by its
-    compiled self where the model is not compiled as a whole.
+    Weights are drawn from N(0, 0.02²) by PyTorch's generator of their device. Where the model is not compiled as a whole,
+    `loss` can be replaced by its compiled version.
     """
 
     def __init__(self, case: Case) -> None:
@@ -127,7 +127,7 @@ class PlainLlama(nn.Module):
 
 
 def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Mean cross entropy of each next token, in float32 whatever the dtype of the logits."""
-    # The last position gets no target instead of being cut off: a slice of the logits would be a copy of gigabytes.
+    """Mean cross entropy of each next token, in float32 for logits of any dtype."""
+    # The last position has no target: a slice without it would copy gigabytes of logits.
     targets_BT = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORED)

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.bench.kernels import FLUSHED_BYTES, median_us
+from octavo.bench.kernels import FLUSHED_BYTES, PAUSE_CYCLES
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import gemm
+from octavo.kernels.timing import median_us
 
 FLOPS_A_TERM = 2
 """A multiplication and an addition."""
@@ -83,7 +84,8 @@ def measure_products(
     """A row for each product of each workload in each precision, with both contestants' times."""
     torch.cuda.set_device(device.index or 0)
     scratch = torch.zeros(FLUSHED_BYTES // 4, device=device)
-    time = partial(median_us, scratch=scratch, iterations=iterations, warmup=max(warmup, CHOOSING))
+    how: dict[str, Any] = {"device": device, "rounds": iterations, "warm_up": max(warmup, CHOOSING)}
+    time = partial(median_us, prepare=scratch.sum, pause_cycles=PAUSE_CYCLES, **how)
     rows: list[dict[str, Any]] = []
     for workload in workloads:
         for precision, calls in CONTESTS.items():

@@ -1,7 +1,7 @@
-"""A run's figures with where they come from: rows, machine, commit; as JSON on disk and as a table on the screen.
+"""Results of a run with their provenance, as JSON on disk and as a table on the screen.
 
-A figure without provenance is not a figure: each file holds the command, the commit, the date, the machine and the versions of
-everything that was compared. Ratios are drawn within a run and not stored, since they follow from the rows.
+Each file holds the command, the commit, the date, the machine and the versions of all peers. Ratios are not stored, since they
+follow from the rows of a run.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rich.table import Table
 
 from octavo.bench.cases import ALL_CASES, AnyCase
 from octavo.bench.measure import Measurement as Measured
-from octavo.bench.measure import Place
+from octavo.bench.measure import Target
 from octavo.bench.peers import Entry
 from octavo.hardware import Device, driver_version
 from octavo.plan.flops import mfu
 from octavo.storage import write_atomic
 
 LOG_WIDTH = 160
-"""Columns at most in what is not a terminal, where rich assumes 80 and would cut figures off."""
+"""Maximum width outside a terminal, where rich assumes 80 columns and would cut figures off."""
 
 Columns = tuple[tuple[str, str, str, float], ...]
-"""Title, key of the row, text of the figure, and what the figure is multiplied by."""
+"""Title, key of the row, format and factor of the figure."""
 
 SPEED: Columns = (
     ("tok/s", "tokens_per_second", "{:,.0f}", 1),
@@ -69,7 +69,7 @@ CHECKPOINT: Columns = (
 )
 
 
-def row(case: AnyCase, measured: Measured, place: Place) -> dict[str, Any]:
+def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
     """The row of one entry: its figures per GPU, or its error."""
     entry = measured.entry
     named = {"workload": case.name, "entry": entry.name, "head": entry.head}
@@ -85,22 +85,22 @@ def row(case: AnyCase, measured: Measured, place: Place) -> dict[str, Any]:
         case.rate: rate,
         "step_ms": measured.step_seconds * 1e3,
         "tflops": flops.total * rate / 1e12,
-        "mfu": mfu({precision: work * rate for precision, work in split.items()}, place.device.gpu),
+        "mfu": mfu({precision: work * rate for precision, work in split.items()}, target.device.gpu),
         "peak_gib": measured.peak_gib,
         "loss": measured.loss,
         "layers": entry.layers,
         **case.batch_shape,
         "steps": len(measured.seconds),
         "interleaved": measured.interleaved,
-        "gpus": place.ranks,
+        "gpus": target.ranks,
         "build_seconds": measured.build_seconds,
         "start_seconds": measured.start_seconds,
         **measured.breakdown,
     }
 
 
-def document(suite: str, command: str, place: Place, entries: Iterable[Entry], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A whole run as `benchmarks/` keeps it."""
+def document(suite: str, command: str, target: Target, entries: Iterable[Entry], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A whole run, as a file of `benchmarks/`."""
     cases = [ALL_CASES[name] for one in rows if (name := one.get("workload")) in ALL_CASES]
     peers = [package for package in (*(entry.package for entry in entries), *(case.package for case in cases)) if package]
     return {
@@ -108,13 +108,13 @@ def document(suite: str, command: str, place: Place, entries: Iterable[Entry], r
         "command": command,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(place.device, peers, place.ranks),
+        "machine": machine(target.device, peers, target.ranks),
         "rows": rows,
     }
 
 
 def machine(device: Device, peers: Iterable[str], gpus: int = 1) -> dict[str, Any]:
-    """What the figures were measured on, and the versions of what was compared; `count` is of the GPUs that were used."""
+    """Device, driver and versions, those of the peers included; `count`: GPUs in use."""
     on_gpu = device.kind == "cuda"
     return {
         "gpu": device.name if on_gpu else None,
@@ -136,12 +136,12 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this code: from OCTAVO_COMMIT, which a copy of a checkout needs, else from git, else unknown."""
+    """The commit of this code: from OCTAVO_COMMIT (for a copy without .git), else from git, else None."""
     if named := os.environ.get("OCTAVO_COMMIT"):
         return named
     here = Path(__file__)
     try:
-        # An installed package may lie in a folder of somebody else's repository: only one that tracks this file is ours.
+        # An installed package may lie in another repository's folder: the right repository tracks this file.
         subprocess.run(["git", "ls-files", "--error-unmatch", here.name], cwd=here.parent, capture_output=True, check=True)
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here.parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -152,7 +152,7 @@ def commit() -> str | None:
 def write(results: dict[str, Any], output: Path) -> list[Path]:
     """Write a run: into `output` if that is a .json file, else into that folder as SUITE-WORKLOAD.json, one a workload.
 
-    The kernels are one file, kernels.json, as products and layers are: each is a few figures, and they are read side by side.
+    Kernels, products and layers are one file each.
     """
     if output.suffix == ".json":
         files = {output: results}
@@ -213,10 +213,10 @@ def render(results: dict[str, Any], console: Console) -> None:
 
 
 def _titled(what: str, results: dict[str, Any], *first: str) -> Table:
-    """An empty table that says where its figures are from, with its first columns."""
-    place = results["machine"]
-    where = f"{place['count']} x {place['gpu']}" if place["count"] > 1 else place["gpu"] or place["cpu"]
-    title = f"{what} · {where} · torch {place['torch']}"
+    """An empty table with the machine in its title, and its first columns."""
+    machine = results["machine"]
+    name = f"{machine['count']} x {machine['gpu']}" if machine["count"] > 1 else machine["gpu"] or machine["cpu"]
+    title = f"{what} · {name} · torch {machine['torch']}"
     table = Table(title=title, box=SIMPLE, pad_edge=False, title_justify="left")
     for name in first:
         table.add_column(name)
@@ -224,7 +224,7 @@ def _titled(what: str, results: dict[str, Any], *first: str) -> Table:
 
 
 def _print_table(table: Table, rows: list[dict[str, Any]], columns: Columns, console: Console) -> None:
-    """Fill and print it: two names a row, the figures, and the ratio to the best peer where there is one."""
+    """Fill and print a table: two names a row, the figures, and the ratio to the best peer if there is one."""
     best = best_peer(rows)
     for name, *_ in columns:
         table.add_column(name, justify="right")
@@ -265,7 +265,7 @@ def _print_breakdown(title: str, rows: list[dict[str, Any]], console: Console) -
 
 
 def _print_errors(results: dict[str, Any], console: Console) -> None:
-    """A table for each layer, tensors down; for each recipe both libraries' errors and Octavo's over the other's."""
+    """A table for each layer, tensors down; for each recipe both libraries' errors and their ratio."""
     rows = results["rows"]
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     for layer in dict.fromkeys(row["layer"] for row in rows):
@@ -288,20 +288,20 @@ def _print_errors(results: dict[str, Any], console: Console) -> None:
 
 
 def _errors(row: dict[str, Any]) -> list[str]:
-    """Both errors and their ratio, "-" for what is not there."""
+    """Both errors and their ratio, "-" for a missing one."""
     found = [row["octavo_error"], row["te_error"]]
     ratio = _ratio(row)
     return [*("-" if one is None else f"{one:.3%}" for one in found), "-" if ratio is None else f"{ratio:.3f}"]
 
 
 def _ratio(row: dict[str, Any]) -> float | None:
-    """Octavo's error over Transformer Engine's; None where one of them is not there, or nothing to compare with."""
+    """Octavo's error over Transformer Engine's; None where one is missing, or Transformer Engine's is 0."""
     octavo, te = row["octavo_error"], row["te_error"]
     return octavo / te if octavo is not None and te else None
 
 
 def _print_whole(table: Table, console: Console) -> None:
-    """Print a table, in what is not a terminal as wide as it needs to be."""
+    """Print a table; outside a terminal in its full width."""
     if not console.is_terminal:
         wide = Console(width=LOG_WIDTH)
         table.width = Measurement.get(wide, wide.options, table).maximum

@@ -1,4 +1,4 @@
-"""`octavo bench`: runs a suite, writes its results, hands them back.
+"""`octavo bench`: runs a suite, writes its results and returns them.
 
 run_suite("one-gpu", cases=["llama-1b"], peers=["te"], command="octavo bench one-gpu --cases llama-1b --peers te")
 """
@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.checkpoint import Storing, measure_checkpoints
+from octavo.bench.checkpoint import CheckpointOptions, measure_checkpoints
 from octavo.bench.kernels import KERNELS, measure_kernels
 from octavo.bench.layers import LAYERS, OCTAVO, measure_layers, transformer_engine
-from octavo.bench.measure import Place, measure_case
+from octavo.bench.measure import Target, measure_case
 from octavo.bench.peers import ENTRIES, PEERS, Entry
 from octavo.bench.products import WORKLOADS, measure_products
 from octavo.bench.results import document, render, row, version, write
@@ -25,10 +25,10 @@ __all__ = ["SUITES", "render", "run_suite"]
 
 FOLDER = Path("benchmarks")
 CPU_RANKS = 2
-"""Ranks of the suites that need several, on a CPU, where no number is given."""
+"""Default number of ranks on a CPU for suites of several."""
 SAVES = 2
 PROFILED_STEPS = 3
-"""Steps whose kernels are recorded for a breakdown."""
+"""Steps of a breakdown."""
 
 Say = Callable[[str], None]
 
@@ -55,25 +55,24 @@ def run_suite(
 
     Args:
         suite: a name from `SUITES`.
-        cases: workloads of the suite, kernels or layers; none: the usual ones that suit the device and are installed.
-        entries: of the suite's, exactly these; none: Octavo's own, or the usual ones, and peers. Entries that fail have a row
-            with "error".
-        peers: groups from `PEERS` that stand beside Octavo's entries; None: all that are installed.
-        steps: timed steps of each entry, calls of a kernel or product, or seeds of a layer, whose median counts; None: the
-            suite's number.
-        warmup: steps before them, which compile, or settle the scales of a layer; None: the suite's number.
-        breakdown: record where each entry's time on the GPU goes, in a few more steps.
+        cases: workloads of the suite, kernels or layers; None: the suite's default for the device and the installed packages.
+        entries: exactly these; None: Octavo's own, or the suite's default, and peers. A failed entry has a row with "error".
+        peers: groups from `PEERS` beside Octavo's entries; None: all that are installed.
+        steps: timed steps of each entry, calls of a kernel or product, or seeds of a layer, for a median; None: the suite's
+            number.
+        warmup: steps before them, for compilation or for the scales of a layer; None: the suite's number.
+        breakdown: record kernel times of each entry in a few more steps.
         output: a .json file, or a folder for one file a workload; None: `benchmarks/`.
-        device: as torch names it; None: the GPU if there is one.
-        gpus: of the suites that use several: how many, on a CPU ranks; None: all.
-        folder: of the checkpoint suite: where checkpoints are written and removed again; None: beside the output.
-        saves: of the checkpoint suite: saves in the background, of which the last is measured.
-        restore_gpus: of the checkpoint suite: how many restore; None: half of those that save.
-        command: what the user typed, for the record.
-        say: is told what happens, a line at a time.
+        device: torch's name of it; None: the GPU if there is one.
+        gpus: number of GPUs, or of ranks on a CPU, for suites of several; None: all.
+        folder: parent folder of temporary checkpoints (checkpoint suite); None: beside the output.
+        saves: saves in the background, of which the last is measured (checkpoint suite).
+        restore_gpus: GPUs that restore (checkpoint suite); None: half of those that save.
+        command: the command line, for the record.
+        say: takes progress messages, a line each.
 
     Returns:
-        The document as it was written, with the rows of all cases.
+        The document that was written, with the rows of all cases.
 
     Raises:
         InputError: an unknown suite, case, entry, peer or device, a number of GPUs that is not there, no steps, or a suite that
@@ -81,25 +80,25 @@ def run_suite(
     """
     chosen = _choose(suite, cases, entries, peers)
     steps, warmup = _counts(chosen, steps, warmup, saves)
-    place = _place(chosen, device, gpus)
-    _check_gpu(chosen, place, breakdown)
+    target = _target(chosen, device, gpus)
+    _check_gpu(chosen, target, breakdown)
     output = output or FOLDER
     if not chosen.entries:
         run = _run_layers if suite == "layers" else partial(_run_calls, suite)
-        return run(cases or chosen.cases, place, steps, warmup, output, command, say)
+        return run(cases or chosen.cases, target, steps, warmup, output, command, say)
     compared = _compared(chosen, entries, peers, say)
     rows: list[dict[str, Any]] = []
-    for case, able in _plan(chosen, cases, compared, place, say):
+    for case, able in _plan(chosen, cases, compared, target, say):
         if suite == "checkpoint":
             below = folder or (output.parent if output.suffix == ".json" else output)
-            how = Storing(below, _restore_ranks(place, restore_gpus), saves, steps, warmup)
-            rows += [measure_checkpoints(case, entry, place=place, how=how, say=say) for entry in able]
+            options = CheckpointOptions(below, _restore_ranks(target, restore_gpus), saves, steps, warmup)
+            rows += [measure_checkpoints(case, entry, target=target, options=options, say=say) for entry in able]
         else:
             profiled = PROFILED_STEPS if breakdown else 0
-            measured = measure_case(suite, case, able, place=place, steps=steps, warmup=warmup, profiled=profiled, say=say)
-            rows += [row(case, one, place) for one in measured]
-        # After each case: what hours have measured should not be lost with what comes next.
-        results = document(suite, command, place, compared, rows)
+            measured = measure_case(suite, case, able, target=target, steps=steps, warmup=warmup, profiled=profiled, say=say)
+            rows += [row(case, one, target) for one in measured]
+        # After each case, so that a later failure loses no finished case.
+        results = document(suite, command, target, compared, rows)
         written = write(results, output)
     for path in written:
         say(f"wrote {path}")
@@ -107,41 +106,41 @@ def run_suite(
 
 
 def _run_calls(
-    suite: str, names: Sequence[str], place: Place, steps: int, warmup: int, output: Path, command: str, say: Say
+    suite: str, names: Sequence[str], target: Target, steps: int, warmup: int, output: Path, command: str, say: Say
 ) -> dict[str, Any]:
     """The kernels of these names, or the products of these workloads, in this process."""
     import torch
 
     how: dict[str, Any] = {"iterations": steps, "warmup": warmup, "say": say}
-    device = torch.device(place.where)
+    device = torch.device(target.torch_device)
     if suite == "kernels":
         rows = measure_kernels([KERNELS[name] for name in names], device, **how)
     else:
         rows = measure_products([WORKLOADS[name] for name in names], device, **how)
-    results = document(suite, command, place, [], rows)
+    results = document(suite, command, target, [], rows)
     for path in write(results, output):
         say(f"wrote {path}")
     return results
 
 
 def _run_layers(
-    names: Sequence[str], place: Place, seeds: int, settling: int, output: Path, command: str, say: Say
+    names: Sequence[str], target: Target, seeds: int, settling: int, output: Path, command: str, say: Say
 ) -> dict[str, Any]:
     """The layers of these names, in this process."""
     import torch
 
-    device = torch.device(place.where)
+    device = torch.device(target.torch_device)
     theirs = transformer_engine(device, say)
     libraries = [OCTAVO] if theirs is None else [OCTAVO, theirs]
     rows = measure_layers([LAYERS[name] for name in names], device, libraries, seeds=seeds, settling=settling, say=say)
-    results = document("layers", command, place, [] if theirs is None else [ENTRIES["te-bf16"]], rows)
+    results = document("layers", command, target, [] if theirs is None else [ENTRIES["te-bf16"]], rows)
     for path in write(results, output):
         say(f"wrote {path}")
     return results
 
 
 def _choose(suite: str, cases: Sequence[str] | None, entries: Sequence[str] | None, peers: Sequence[str] | None) -> Suite:
-    """The suite, after every name was found."""
+    """The suite, after a check of every name."""
     if suite not in SUITES:
         raise unknown("benchmark suite", suite, SUITES)
     chosen = SUITES[suite]
@@ -165,7 +164,7 @@ def _choose(suite: str, cases: Sequence[str] | None, entries: Sequence[str] | No
 
 
 def _counts(suite: Suite, steps: int | None, warmup: int | None, saves: int) -> tuple[int, int]:
-    """Steps and warm-up, the suite's where none are given."""
+    """Steps and warm-up, by default the suite's."""
     steps, warmup = suite.steps if steps is None else steps, suite.warmup if warmup is None else warmup
     if steps < 1 or warmup < 0:
         raise InputError(
@@ -177,21 +176,22 @@ def _counts(suite: Suite, steps: int | None, warmup: int | None, saves: int) -> 
     return steps, warmup
 
 
-def _check_gpu(suite: Suite, place: Place, breakdown: bool) -> None:
-    """Refuse what only a GPU can tell where there is none, and a breakdown of what has no steps."""
-    if suite.name in ("kernels", "products") and place.device.kind != "cuda":
+def _check_gpu(suite: Suite, target: Target, breakdown: bool) -> None:
+    """Refuse kernels without a GPU, and a breakdown without a GPU or without training steps."""
+    if suite.name in ("kernels", "products") and target.device.kind != "cuda":
         raise InputError(
             f"the suite {suite.name} times {suite.name} that run on a GPU, and the device is cpu."
             " Use --device cuda where there is one."
         )
-    if breakdown and (place.device.kind != "cuda" or suite.name not in ("one-gpu", "sharded")):
+    if breakdown and (target.device.kind != "cuda" or suite.name not in ("one-gpu", "sharded")):
         raise InputError(
-            f"--breakdown reads the kernels of training steps on a GPU: not those of the suite {suite.name} on {place.where}."
+            f"--breakdown reads the kernels of training steps on a GPU: not those of the suite {suite.name}"
+            f" on {target.torch_device}."
         )
 
 
 def _compared(suite: Suite, entries: Sequence[str] | None, peers: Sequence[str] | None, say: Say) -> list[Entry]:
-    """The entries by name; or Octavo's own and those of the groups, by default of all that are installed."""
+    """The entries by name; or Octavo's own with those of the groups of peers, by default all that are installed."""
     if entries or (suite.usual and peers is None):
         return [suite.entries[name] for name in entries or suite.usual]
     found, missing = [], dict[str, list[str]]()
@@ -207,14 +207,14 @@ def _compared(suite: Suite, entries: Sequence[str] | None, peers: Sequence[str] 
 
 
 def _plan(
-    suite: Suite, cases: Sequence[str] | None, compared: list[Entry], place: Place, say: Say
+    suite: Suite, cases: Sequence[str] | None, compared: list[Entry], target: Target, say: Say
 ) -> list[tuple[Any, list[Entry]]]:
-    """Each case with the entries that run it.
+    """Each case with the entries that support it.
 
     Raises:
-        InputError: no case has any.
+        InputError: no entry supports any of the cases.
     """
-    usual = suite.cpu_cases if place.device.kind == "cpu" else suite.cases
+    usual = suite.cpu_cases if target.device.kind == "cpu" else suite.cases
     plan = []
     for case in (suite.known[name] for name in cases or usual):
         if not cases and case.package and version(case.package) is None:
@@ -232,8 +232,8 @@ def _plan(
     return plan
 
 
-def _place(suite: Suite, asked: str | None, gpus: int | None) -> Place:
-    """The device and how many of it."""
+def _target(suite: Suite, asked: str | None, gpus: int | None) -> Target:
+    """The device and the number of ranks."""
     import torch
 
     try:
@@ -254,15 +254,15 @@ def _place(suite: Suite, asked: str | None, gpus: int | None) -> Place:
             f"gpus = {ranks}: the suite {suite.name} needs {allowed}. Use --gpus {most or least} or another suite."
         )
     if most == 1:
-        where = f"cuda:{device.index or 0}" if on_gpu else "cpu"
-        return Place(describe_device(where), where)
+        name = f"cuda:{device.index or 0}" if on_gpu else "cpu"
+        return Target(describe_device(name), name)
     if on_gpu and (":" in str(device) or ranks > count):
         raise InputError(f"device {device} and gpus = {ranks}: torch sees {count} GPUs. Use --device cuda --gpus {count}.")
-    return Place(describe_device("cuda:0" if on_gpu else "cpu"), device.type, ranks)
+    return Target(describe_device("cuda:0" if on_gpu else "cpu"), device.type, ranks)
 
 
-def _restore_ranks(place: Place, asked: int | None) -> int:
-    ranks = max(1, place.ranks // 2) if asked is None else asked
-    if ranks < 1 or (place.device.kind == "cuda" and ranks > place.ranks):
-        raise InputError(f"restore_gpus = {ranks}: use 1 to {place.ranks} of the GPUs that save.")
+def _restore_ranks(target: Target, asked: int | None) -> int:
+    ranks = max(1, target.ranks // 2) if asked is None else asked
+    if ranks < 1 or (target.device.kind == "cuda" and ranks > target.ranks):
+        raise InputError(f"restore_gpus = {ranks}: use 1 to {target.ranks} of the GPUs that save.")
     return ranks

@@ -1,11 +1,11 @@
-"""What is compared on several GPUs: each entry's model sharded over all ranks, with float32 master weights.
+"""Entries of the sharded suite: models sharded over all ranks, with float32 master weights.
 
-Every entry gathers weights block by block in bfloat16 (Octavo's FP8 layers in FP8), sums gradients in float32 and runs
-PyTorch's fused AdamW on its own shards. Each rank has tokens of its own. Models are built on the meta device and filled shard
-by shard, so that no GPU ever holds the whole in float32. `octavo.init` has laid the ranks out before a builder is called.
+Every entry gathers weights block by block in bfloat16 (Octavo's FP8 layers in FP8), sums gradients in float32 and runs AdamW on
+its own shards. Each rank has its own tokens. Models are built on the meta device and filled shard by shard, so that no GPU ever
+holds the whole in float32. Builders need a process group (`octavo.init`).
 
-The peer is what torchtitan does: FSDP2 around each compiled block, the embedding, and norm and head together; the loss
-compiled, so that float32 logits (8.4 GB for 16,384 tokens) exist only inside a kernel.
+The peer is sharded like torchtitan: FSDP2 around each compiled block, around the embedding, and around norm and head together;
+the loss is compiled, so float32 logits (8.4 GB for 16,384 tokens) exist only inside a kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def build_plain_sharded(case: Case, device: torch.device, compiled: bool, *, see
     """The plain PyTorch model over all ranks."""
     with torch.device("meta"):
         model = PlainLlama(case)
-    if compiled:  # inside of FSDP2's hooks, and a whole graph or an error: a peer must not lose its speed to a graph break
+    if compiled:  # inside FSDP2's hooks; `fullgraph`, so that no unnoticed graph break slows the peer
         for part in (*model.model.layers, model.model.norm):
             part.forward = torch.compile(part.forward, fullgraph=True)
         model.loss = torch.compile(next_token_loss, fullgraph=True)
@@ -38,22 +38,22 @@ def build_plain_sharded(case: Case, device: torch.device, compiled: bool, *, see
 
 
 def _shard(model: PlainLlama, *, tied: bool) -> None:
-    """FSDP2 in groups that are gathered together, each while the one before computes."""
+    """FSDP2 in groups; each group is gathered while the one before computes."""
     assert state.mesh is not None
     how: dict[str, Any] = {
         "mesh": state.mesh["hybrid_shard"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
     head: list[nn.Module] = []
-    if not tied:  # a tied matrix is used first and last, and stays gathered with the root
+    if not tied:  # a tied matrix stays gathered with the root, since it is used first and last
         fully_shard(model.model.embed_tokens, **how)
         head = [model.model.norm, model.lm_head]
     for block in model.model.layers:
         fully_shard(block, **how)
-    if head:  # backward begins with these, so that freeing them would only mean to gather them again at once
+    if head:  # backward begins with these: freed, they would be gathered again at once
         fully_shard(head, reshard_after_forward=False, **how)
     fully_shard(model, **how)
-    # Backward prefetches by itself. In forward it is the host's being ahead that does, which a busy host is not always.
+    # FSDP2 prefetches in backward. In forward a group is gathered early only if the host runs ahead, so prefetch is explicit.
     order = [module for module in (*model.model.layers, *head[:1]) if isinstance(module, FSDPModule)]
     for first, second in pairwise(order):
         first.set_modules_to_forward_prefetch([second])

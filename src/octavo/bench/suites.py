@@ -1,4 +1,4 @@
-"""The suites: which entries each compares, on what, over how many ranks."""
+"""The table of suites: entries, workloads and number of ranks of each."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Suite:
 
     Attributes:
         name: as the results name it.
-        entries: what can be compared.
-        usual: entries that are compared when none is named; none: all.
-        cases: workloads on GPUs when none is named.
-        cpu_cases: the same on a CPU.
-        ranks: least and most processes of an entry; None: as many as there are GPUs.
-        known: all workloads that can be named.
-        steps, warmup: timed steps of each entry, and steps before them, where no number is given.
+        entries: of the suite, by name.
+        usual: default entries; empty: all.
+        cases: default workloads on GPUs.
+        cpu_cases: default workloads on a CPU.
+        ranks: minimum and maximum of processes of an entry; None: the number of GPUs.
+        known: all workloads, by name.
+        steps, warmup: default numbers of timed steps and of steps before them.
     """
 
     name: str
@@ -52,11 +52,11 @@ SUITES: dict[str, Suite] = {
             (1, None),
             usual=("octavo-delayed",),
         ),
-        # No entries: Octavo's kernels stand beside the device's copy.
+        # No entries: kernels are compared with the device's copy.
         Suite("kernels", {}, tuple(KERNELS), (1, 1), known=KERNELS, steps=100, warmup=10),
         # PyTorch's choice of an algorithm stands beside Octavo's in each row.
         Suite("products", {}, tuple(WORKLOADS), (1, 1), known=WORKLOADS, steps=20, warmup=3),
-        # Errors instead of times: a step is a seed, and warm-up is what delayed scaling needs.
+        # Errors instead of times: a step is a seed, and the warm-up settles delayed scaling.
         Suite("layers", {}, tuple(LAYERS), (1, 1), known=LAYERS, steps=3, warmup=SETTLING),
     )
 }

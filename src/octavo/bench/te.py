@@ -1,9 +1,9 @@
-"""Transformer Engine's peers, arranged as they are fastest on one GPU: a Llama, and the blocks of a vision transformer.
+"""Transformer Engine's peers in their fastest arrangement on one GPU: a Llama, and blocks of a vision transformer.
 
 Norms, products, activation and rotary embedding are Transformer Engine's fused kernels, attention is cuDNN's, query/key/value
-are one parameter. The Llama's embedding and output head are PyTorch's in bfloat16, and its loss over the whole logits is one
-compiled kernel. Nothing but what runs Transformer Engine imports this file, after it has set what `octavo.bench.peers` calls
-`ENVIRONMENT`: Transformer Engine reads it when its modules are made.
+are one parameter. The Llama's embedding and output head are PyTorch's in bfloat16; its loss over the whole logits is one
+compiled kernel. Set `ENVIRONMENT` of `octavo.bench.peers` before the import: Transformer Engine reads it when its modules are
+made.
 
 Shapes: B batch, T sequence, D hidden size, V vocabulary.
 """
@@ -26,14 +26,14 @@ from octavo.bench.plain import STD, next_token_loss
 from octavo.bench.vision import ToAutocast
 
 RECIPES = {
-    # A short history is what its users take; its length has no part in the speed.
+    # The length of the history has no part in the speed.
     "delayed": lambda: DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max"),
     "current": lambda: Float8CurrentScaling(),
 }
 
 
 def autocast(recipe: str | None) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What makes the surroundings of a forward: FP8 by the recipe of this name, one object for all steps, or nothing."""
+    """The context manager around a forward: FP8 by the recipe of this name, one recipe object for all steps; None: no FP8."""
     if recipe is None:
         return contextlib.nullcontext
     return partial(te.autocast, enabled=True, recipe=RECIPES[recipe]())
@@ -81,20 +81,19 @@ class VisionAttention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Attend; returns B × T × D."""
         qkv = self.layernorm_qkv(x_BTD).unflatten(-1, (self.heads, 3, self.head_dim))
-        # Views whose layout attention recognises by their pointers, and so gives its gradients out of one tensor, which the
-        # split's backward hands on as it stands.
+        # Attention recognises the layout of these views by their pointers. Its gradients are then views of one tensor, which
+        # the split's backward returns without a copy.
         q, k, v = (part.squeeze(-2) for part in SplitAlongDim.apply(qkv, -2, (1, 1, 1)))
         attended: Tensor = self.proj(self.core_attention(q, k, v))
         return attended
 
 
 class VisionLayer(nn.Module):
-    """One block of a vision transformer: `te.TransformerLayer`'s parts, names and function, without its passes over memory.
+    """A block of a vision transformer: parts, names and function of `te.TransformerLayer`, with fewer passes over memory.
 
-    That layer hands attention the joint product whole, which takes it apart by slices: backward then fills a tensor of zeros
-    for each of query, key and value, copies the gradient into it, and adds the three. And it leaves the biases of the second
-    products to an operation of their own, whose backward sums the gradient once more. Each of these is a pass over a tensor,
-    in every layer.
+    `te.TransformerLayer` slices the joint product into query, key and value: backward fills a tensor of zeros for each, copies
+    the gradient into it, and adds the three. It also adds the biases of the second products in separate operations, whose
+    backward sums the gradient once more. Each of these is a pass over a tensor in every layer.
     """
 
     def __init__(self, case: VisionCase, eps: float, device: torch.device) -> None:

@@ -1,14 +1,13 @@
-"""One entry in a process of its own, or one rank of it: builds a model, then trains and times steps when its parent says so.
+"""Worker process of an entry, one a rank: builds the model, then trains and times steps on request.
 
-    python -m octavo.bench.worker SUITE ENTRY CASE DEVICE MEETING
+    python -m octavo.bench.worker SUITE ENTRY CASE DEVICE RENDEZVOUS
 
-A process to itself costs seconds, and buys that no entry inherits another's compiled code, allocator or FP8 state, and that
-one that crashes is a row with an error. It reads a JSON object a line, {"do": "build"} or {"do": "measure", "steps": n}, and
-answers each with one: the figures, or {"error": text}. Standard output belongs to the answers; what libraries print goes to
-standard error. Several ranks, told by WORLD_SIZE as torchrun does, meet at the file MEETING.
+A process of its own costs seconds. In return no entry inherits compiled code, an allocator or FP8 state from another, and a
+crash is a row with an error. Requests come on standard input as JSON objects, one a line: {"do": "build"} or {"do": "measure",
+"steps": n}. Each gets one answer on standard output: figures, or {"error": text}. Output of libraries goes to standard error.
+Ranks have torchrun's environment variables and meet at the file RENDEZVOUS.
 
-In the checkpoint suite a worker also saves while it waits, saves while it trains, restores, and tells digests of its state,
-through `octavo.checkpoint.api` as `octavo train` does.
+The worker of the checkpoint suite also saves, restores and hashes its state, by `octavo.checkpoint.api` as `octavo train` does.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from octavo.bench.peers import SEED, Entry, Training
 from octavo.bench.suites import SUITES
 from octavo.checkpoint.api import Checkpointer, restore
 from octavo.checkpoint.shard_io import raw
-from octavo.errors import InputError, OctavoError
+from octavo.errors import InputError, OctavoError, first_line
 from octavo.fp8.scaling import state_records
 from octavo.hardware import GIB
 from octavo.parallel import world
@@ -44,7 +43,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 class Worker:
-    """A built entry on its device, with the batches that every entry sees in the same order, on each rank others."""
+    """A built entry on its device, with its batches: the same for every entry, different on each rank."""
 
     def __init__(self, entry: Entry, case: AnyCase, device: torch.device, *, seed: int = SEED) -> None:
         self.device, self.case = device, case
@@ -56,21 +55,21 @@ class Worker:
         self._wait()
 
     def warm_up(self, steps: int) -> dict[str, Any]:
-        """Compile, allocate and fill caches in steps that count for nothing."""
+        """Compile, allocate and fill caches in steps that are not timed."""
         for _ in range(steps):
             self._step()
         self._wait()
         if self.device.type == "cuda" and not self.trainer.graph:
-            # From here on: what a step needs, without what compiling and trying kernels needed. A graph's memory was taken when
-            # it was recorded, and its replays are not counted.
+            # The peak counts from here, without the memory of compilation and of kernel trials. A CUDA graph allocates when it
+            # is recorded, and its replays are not counted.
             torch.cuda.reset_peak_memory_stats(self.device)
         return {}
 
     def measure(self, steps: int) -> dict[str, Any]:
         """Time steps; returns their seconds, the last loss and, on a GPU, memory in GiB.
 
-        `peak_gib` is the allocator's peak since the warm-up; `held_gib` is what this process keeps until its next turn, and
-        `needed_gib` the most that it took from the device.
+        `peak_gib`: the allocator's peak since the warm-up. `held_gib`: memory kept until the next turn. `needed_gib`: the peak
+        of the memory reserved on the device.
         """
         if self.device.type != "cuda":
             seconds, loss = self._time_cpu(steps)
@@ -84,7 +83,7 @@ class Worker:
         return {"seconds": seconds, "loss": float(loss), **memory, "held_gib": torch.cuda.memory_reserved(self.device) / GIB}
 
     def profile(self, steps: int) -> dict[str, Any]:
-        """Kernel milliseconds a step by kind, and the largest kernels, in steps that are not timed."""
+        """Kernel milliseconds a step by kind, and the largest kernels, from steps that are not timed."""
         from octavo.bench.breakdown import record
 
         self._step()
@@ -102,9 +101,9 @@ class Worker:
         return self.trainer.step(*next(self.batches))
 
     def _time_cuda(self, steps: int) -> tuple[list[float], Tensor]:
-        loss = self._step()  # the memory that went back after the last turn is taken again outside of the timed steps
+        loss = self._step()  # allocates again the memory that the last turn gave back, outside of the timed steps
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-        # One event between steps and nothing waited for: from one to the next is all of a step, launch gaps included.
+        # One event between steps and no wait: the time between two events is the whole step, launch gaps included.
         marks[0].record()
         for mark in marks[1:]:
             loss = self._step()
@@ -129,7 +128,7 @@ def random_batches(case: Case, device: torch.device, rank: int = 0) -> list[Tens
 
 
 def labelled_batches(case: AnyCase, device: torch.device, rank: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """A few batches with labels: random tokens, which are their own; or normal random images and random classes."""
+    """A few batches with labels: random tokens as their own labels, or normal random images with random classes."""
     if not isinstance(case, VisionCase):
         return [(tokens, tokens) for tokens in random_batches(case, device, rank)]
     generator = torch.Generator().manual_seed(SEED + rank)
@@ -140,7 +139,7 @@ def labelled_batches(case: AnyCase, device: torch.device, rank: int = 0) -> list
 
 
 class CheckpointWorker(Worker):
-    """A rank that trains, with one sequence a step: its checkpoint is as large, and fewer GPUs can restore it."""
+    """A rank of the checkpoint suite. It trains one sequence a step, so that fewer GPUs can restore the same checkpoint."""
 
     def __init__(self, entry: Entry, case: Case, device: torch.device, *, seed: int = SEED) -> None:
         case = dataclasses.replace(case, batch=1)
@@ -155,19 +154,19 @@ class CheckpointWorker(Worker):
         return {"seconds": [self._seconds(self._waited_step) for _ in range(steps)]}
 
     def save(self, folder: str, step: int) -> dict[str, Any]:
-        """Write `step-N` below `folder` and wait until it is whole; returns seconds and, on rank 0, bytes."""
+        """Write `step-N` below `folder` in the foreground; returns seconds and, on rank 0, bytes."""
         checkpointer = self._checkpoints(folder)
         self._meet()
         seconds = self._seconds(lambda: checkpointer.save(step, self.model, self.optimizer, {}))
         return {"seconds": seconds, **self._size(Path(folder) / f"step-{step}")}
 
     def save_behind(self, folder: str, step: int) -> dict[str, Any]:
-        """Write `step-N` below `folder` in the background and train until it is whole.
+        """Write `step-N` below `folder` in the background and train until it is complete.
 
         Returns:
-            stall_seconds, for which training stood still; whole_seconds from the start of the save to the end of the step in
-            which it became whole; seconds of each step meanwhile; the loss of the first of them, which has the same tokens on
-            every rank; on rank 0 bytes.
+            stall_seconds: pause of training; whole_seconds: from the start of the save to the end of the step in which it was
+            complete; seconds: of each step meanwhile; loss: of the first of them, on the same tokens on every rank; bytes, on
+            rank 0.
         """
         checkpointer, path = self._checkpoints(folder), Path(folder) / f"step-{step}"
         self._meet()
@@ -188,7 +187,7 @@ class CheckpointWorker(Worker):
         return {"stall_seconds": stall, "whole_seconds": whole, "seconds": seconds, "loss": loss, **self._size(path)}
 
     def restore(self, folder: str) -> dict[str, Any]:
-        """Verify the newest checkpoint below `folder`, every byte of it, and put it into the model; returns seconds of both.
+        """Verify every byte of the newest checkpoint below `folder` and load it; returns seconds of both.
 
         Raises:
             OctavoError: there is none.
@@ -205,11 +204,11 @@ class CheckpointWorker(Worker):
         return {"verify_seconds": verified - begun, "restore_seconds": time.perf_counter() - verified}
 
     def next_loss(self) -> dict[str, Any]:
-        """Train on tokens that are the same on every rank, so that the loss does not depend on how many there are."""
+        """Train on the same tokens on every rank, so that the loss does not depend on the number of ranks."""
         return {"loss": float(self.trainer.step(self.common, self.common))}
 
     def digests(self) -> dict[str, Any]:
-        """On rank 0 the sha256 of some weights with their moments, gathered, and of the FP8 state; nothing on the others."""
+        """On rank 0 the sha256 of some gathered weights and moments, and of the FP8 state; empty on the others."""
         named = list(self.model.named_parameters())
         found = {}
         for name, parameter in (named[0], named[len(named) // 2], named[-1]):
@@ -223,7 +222,7 @@ class CheckpointWorker(Worker):
         return {"digests": found} if world.state.rank == 0 else {}
 
     def _checkpoints(self, folder: str) -> Checkpointer:
-        """One for all saves: it keeps the memory that copies are made in."""
+        """One for all saves, since it keeps the pinned buffer."""
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(Path(folder), keep=1, report=lambda line: print(line))
         return self._checkpointer
@@ -253,9 +252,9 @@ class CheckpointWorker(Worker):
 
 
 def answers(requests: Iterator[str], build: Callable[..., Worker]) -> Iterator[str]:
-    """Answer request lines until there are no more, or until one fails: a worker that failed is in no known state.
+    """Answer request lines up to the end or the first failure: after one the worker's state is unknown.
 
-    {"do": "build", …} calls `build`, any other the worker's method of that name, with what else the request has.
+    {"do": "build", …} calls `build`, any other the worker's method of that name; the other keys are its arguments.
     """
     worker: Worker | None = None
     for line in requests:
@@ -267,25 +266,21 @@ def answers(requests: Iterator[str], build: Callable[..., Worker]) -> Iterator[s
                 worker = build(**request)
             else:
                 answer = getattr(worker, do)(**request)
-        except Exception as error:  # whatever a peer raises is its row of the results
-            yield json.dumps({"error": f"{type(error).__name__}: {_first_line(str(error))}"})
+        except Exception as error:  # a peer's exception of any kind becomes its row of the results
+            yield json.dumps({"error": f"{type(error).__name__}: {first_line(error)}"})
             return
         yield json.dumps(answer)
 
 
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no message")
-
-
-def join(device: torch.device, meeting: str) -> None:
-    """Be a rank of the world that the environment tells of; nothing where it tells of none."""
+def join(device: torch.device, rendezvous: str) -> None:
+    """Join the process group of the environment's WORLD_SIZE; nothing for one rank."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size > 1:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{meeting}",
+            init_method=f"file://{rendezvous}",
             rank=int(os.environ["RANK"]),
             world_size=size,
             device_id=device if device.type == "cuda" else None,
@@ -316,7 +311,7 @@ def main(arguments: list[str]) -> None:
 
     for answer in answers(iter(sys.stdin), build):
         print(answer, file=channel, flush=True)
-    sys.stdin.read()  # a rank that failed stays until it is ended: the others would notice its end, and tell that instead
+    sys.stdin.read()  # a failed rank waits for its end: if it left first, the other ranks would report that instead
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import statistics
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +35,7 @@ from octavo.fp8.tensor import Quantized
 from octavo.hardware import supports_fp8
 from octavo.kernels import gemm
 from octavo.kernels.cast import cast
+from octavo.kernels.timing import median_us
 from octavo.parallel.coordination import all_ranks
 from octavo.run.folder import RunFolder
 from octavo.storage import write_atomic
@@ -185,12 +185,7 @@ def measure(shape: Shape, recipe: Recipe, device: torch.device, setting: Setting
     place = torch.ones((2,), device=device)
     kinds = (lambda: wide_products(x, weight, dy), lambda: fp8_products(x, weight, dy, recipe, place))
     with torch.cuda.device(device):
-        for _ in range(_WARM_UP):
-            for run in kinds:
-                run()
-        events = [[_timed(run) for run in kinds] for _ in range(_ROUNDS)]
-        torch.cuda.synchronize()
-    wide, fp8 = (statistics.median(1e3 * start.elapsed_time(end) for start, end in one) for one in zip(*events, strict=True))
+        wide, fp8 = median_us(*kinds, device=device, rounds=_ROUNDS, warm_up=_WARM_UP, pause_cycles=_HIDE_CYCLES)
     return Timing(wide, fp8)
 
 
@@ -227,15 +222,6 @@ def _both(x: Tensor, how: Cast, place: Tensor) -> tuple[Quantized, Quantized]:
     assert along is not None
     assert across is not None
     return along, across
-
-
-def _timed(run: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_HIDE_CYCLES)
-    start.record()
-    run()
-    end.record()
-    return start, end
 
 
 def _microseconds(value: float) -> str:
