@@ -158,7 +158,11 @@ def test_figures_of_the_readme_are_in_benchmarks():
         for row in rows_of(name):
             groups.setdefault(row["group"], []).append(row["gap_percent"])
             keys = re.sub(r" ?optimizer\.warmup_steps=\d+", "", row["keys"]).strip()
-            more = ", weight gradients alone fast, which no key says" if row["group"] == "delayed-weight-gradient" else ""
+            more = (
+                ", fast accumulation in weight gradients only (an experiment)"
+                if row["group"] == "delayed-weight-gradient"
+                else ""
+            )
             labels.setdefault(row["group"], set()).add(f"`{keys}`{more}")
         assert f"standard deviation of {statistics.stdev(groups['bf16']):.2f}%" in readme
         page = readme if name.endswith("low-rate") else performance
@@ -177,12 +181,12 @@ def test_figures_of_the_readme_are_in_benchmarks():
     plain = [row for row in low if row["group"] == "bf16"]
     assert (len(fast), len(others), len(plain)) == (7, 9, 4)
     usual = statistics.mean(row["validation_loss"] for row in plain)
-    assert f"bf16's runs differ by {100 * statistics.stdev(row['validation_loss'] for row in plain) / usual:.2f}%" in flowing
+    assert f"the bf16 runs differ by {100 * statistics.stdev(row['validation_loss'] for row in plain) / usual:.2f}%" in flowing
     above = [100 * (statistics.mean(row["validation_loss"] for row in rows) / usual - 1) for rows in (others, fast)]
     assert f"FP8 costs {above[0]:.2f}%, or {above[1]:.2f}% with fast accumulation in both" in flowing
-    assert f"fast in both gradients end {between(fast, plain)} above bf16's mean" in flowing
-    assert f"or in input gradients alone, {between(others, plain)}." in flowing
-    assert f"between the two it is {between(fast, others)}." in flowing
+    assert f"in both gradients: seven runs end {between(fast, plain)} above bf16's mean" in flowing
+    assert f"fast in input gradients alone: nine runs end {between(others, plain)} above it" in flowing
+    assert f"difference of the two groups is {between(fast, others)}," in flowing
     evaluated = [100 * (row["validation_loss_in_fp8"] / row["validation_loss"] - 1) for row in low if row["group"] == "bf16"]
     assert f"{max(evaluated):.2f}% for weights that were trained in bf16" in flowing
     seeds = {}
