@@ -17,7 +17,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "octavo"
 
 LAYERS = (
-    ("_version", "errors"),
+    ("_version", "errors", "dtypes"),
     ("hardware", "storage"),
     ("config",),
     ("kernels",),

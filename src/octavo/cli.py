@@ -109,11 +109,11 @@ def train(
     from octavo.watchdog.stopping import StopRequest
 
     with StopRequest() as stop:  # before torch is loaded: a scheduler may change its mind at once
-        from octavo.run.summary import closing_lines
+        from octavo.run.summary import summary_lines
         from octavo.train.loop import train as run
 
         result = run(config, console=_console(stderr=as_json, quiet=_rank() > 0), stop=stop)
-    _print_once(result.as_dict() if as_json else closing_lines(result))
+    _print_once(result.as_dict() if as_json else summary_lines(result))
 
 
 @app.command(epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")

@@ -96,7 +96,7 @@ def _attempt(look: Callable[[], Any]) -> Any:
         with _quiet():
             return look()
     except (Exception, SystemExit) as error:
-        return {"error": f"{type(error).__name__}: {first_line(error)}"}
+        return {"error": first_line(error)}
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from octavo.data import prepare
 from octavo.data.corpus import Corpus
+from octavo.data.prepared import prepare
 from octavo.data.readers import Document
 from octavo.errors import InputError
 

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.data import Loader, prepare
+from octavo.data.loader import BatchLoader
+from octavo.data.prepared import prepare
 from octavo.errors import InputError
 
 
@@ -17,7 +18,7 @@ def data(config, lines):
 
 def _loader(data, split="train", **changes):
     values = {"sequence_length": 32, "packing": "join", "seed": 7, "global_batch": 8, "micro_batch": 2}
-    return Loader(data, split, **{**values, **changes})
+    return BatchLoader(data, split, **{**values, **changes})
 
 
 def _rows(batches):

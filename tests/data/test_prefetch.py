@@ -5,8 +5,9 @@ import threading
 import pytest
 import torch
 
-from octavo.data import Loader, prepare
-from octavo.data.prefetch import ReadAhead
+from octavo.data.loader import BatchLoader
+from octavo.data.prefetch import Prefetcher
+from octavo.data.prepared import prepare
 
 
 @pytest.fixture
@@ -16,7 +17,7 @@ def data(config, lines):
 
 def _loader(data, **changes):
     values = {"sequence_length": 32, "packing": "join", "seed": 7, "global_batch": 8, "micro_batch": 2}
-    return Loader(data, "train", **{**values, **changes})
+    return BatchLoader(data, "train", **{**values, **changes})
 
 
 def _rows(batches):
@@ -48,7 +49,7 @@ def test_every_step_is_that_of_the_loader_over_epochs_and_ranks(data, packing, r
     reference = _loader(data, packing=packing, micro_batch=8)
     settings = [{"packing": packing, "dp_rank": rank, "dp_size": ranks} for rank in range(ranks)]
     crossed = 0
-    readers = [ReadAhead(_loader(data, **one), workers=workers) for workers in (0, 2) for one in settings]
+    readers = [Prefetcher(_loader(data, **one), workers=workers) for workers in (0, 2) for one in settings]
     for first in range(0, 3 * n, 8):
         crossed += first // n != (first + 7) // n
         steps = [reader.step(first) for reader in readers]
@@ -66,14 +67,14 @@ def test_many_threads_over_epochs_that_are_shorter_than_a_step(config, tmp_path)
     n = len(data.sequences("train"))
     assert 1 < n < 16
     plain = _loader(data, global_batch=16, micro_batch=4)
-    with ReadAhead(_loader(data, global_batch=16, micro_batch=4), workers=8) as reader:
+    with Prefetcher(_loader(data, global_batch=16, micro_batch=4), workers=8) as reader:
         for first in range(0, 16 * 40, 16):
             assert _rows(reader.step(first)) == _rows(plain.step(first))
 
 
 def test_a_resumed_run_may_begin_anywhere_and_jump(data):
     plain = _loader(data)
-    with ReadAhead(_loader(data), workers=3) as reader:
+    with Prefetcher(_loader(data), workers=3) as reader:
         for first in (40, 48, 56, 8, 16, 16, 1000, 0):
             assert _rows(reader.step(first)) == _rows(plain.step(first))
 
@@ -81,17 +82,17 @@ def test_a_resumed_run_may_begin_anywhere_and_jump(data):
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_no_more_steps_are_read_than_asked_for_and_none_after_the_last(data, workers):
     spied = Spied(_loader(data))
-    with ReadAhead(spied, workers=workers, end=80) as reader:
+    with Prefetcher(spied, workers=workers, end=80) as reader:
         for step in range(10):
             reader.step(8 * step)
             assert max(spied.asked) <= min(8 * (step + workers), 72)
-            assert len(reader._ahead) == min(workers, 9 - step)
+            assert len(reader._queue) == min(workers, 9 - step)
     assert sorted(spied.asked) == list(range(0, 80, 8))
 
 
 def test_without_workers_nothing_is_read_ahead(data):
     spied = Spied(_loader(data))
-    reader = ReadAhead(spied)
+    reader = Prefetcher(spied)
     reader.step(0)
     reader.step(8)
     assert spied.asked == [0, 8]
@@ -100,7 +101,7 @@ def test_without_workers_nothing_is_read_ahead(data):
 
 def test_an_error_comes_at_the_step_it_belongs_to_and_the_step_can_be_asked_for_again(data):
     spied, plain = Spied(_loader(data), fails_at=16), _loader(data)
-    with ReadAhead(spied, workers=3) as reader:
+    with Prefetcher(spied, workers=3) as reader:
         for first in (0, 8):
             assert _rows(reader.step(first)) == _rows(plain.step(first))
         with pytest.raises(OSError, match="sample 16 is on a disk that is gone"):
@@ -111,7 +112,7 @@ def test_an_error_comes_at_the_step_it_belongs_to_and_the_step_can_be_asked_for_
 
 
 def test_threads_end_with_the_context_also_after_an_error(data):
-    reader = ReadAhead(_loader(data), workers=2)
+    reader = Prefetcher(_loader(data), workers=2)
 
     def interrupted():
         with reader:
@@ -130,11 +131,11 @@ def test_for_a_gpu_the_threads_pin_in_its_own_context(data, monkeypatch):
     devices, pinned = [], []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append((device, threading.current_thread().name)))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(threading.current_thread().name) or tensor)
-    with ReadAhead(_loader(data), workers=1, device=torch.device("cuda", 3), end=16) as reader:
+    with Prefetcher(_loader(data), workers=1, device=torch.device("cuda", 3), end=16) as reader:
         reader.step(0)
         reader.step(8)
     assert devices == [(torch.device("cuda", 3), "octavo-read_0")]
     assert pinned == ["octavo-read_0"] * (2 * 4 * 3)
-    with ReadAhead(_loader(data), workers=1, device=torch.device("cpu"), end=8) as reader:
+    with Prefetcher(_loader(data), workers=1, device=torch.device("cpu"), end=8) as reader:
         reader.step(0)
     assert len(pinned) == 24

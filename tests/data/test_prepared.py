@@ -15,7 +15,8 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from octavo.config.data import DataConfig
-from octavo.data import build, check_vocabulary, folder_of, prepare, prepared_or_none
+from octavo.data import build
+from octavo.data.prepared import check_vocabulary, folder_of, prepare, prepared_or_none
 from octavo.errors import InputError, OctavoError
 
 SPLITS = ("train", "validation")
@@ -101,14 +102,14 @@ def test_documents_are_taken_by_count_with_a_seed(lines, config):
 
 
 def test_documents_are_drawn_with_equal_chance(tmp_path):
-    from octavo.data.document_store import Spool, fill
+    from octavo.data.document_store import DocumentStore, collect
     from octavo.data.readers import Document
 
     counts = np.zeros(12, int)
     for seed in range(1500):
         documents = [Document(str(i), None, "") for i in range(12)]
-        with Spool(tmp_path / "spool") as spool:
-            chosen = [int(text) for text in spool.texts(fill(spool, documents, count=3, seed=seed, max_bytes=None))]
+        with DocumentStore(tmp_path / "documents") as store:
+            chosen = [int(text) for text in store.texts(collect(store, documents, count=3, seed=seed, max_bytes=None))]
         assert chosen == sorted(set(chosen))
         counts[chosen] += 1
     assert (np.abs(counts - 375) < 90).all()  # five standard deviations
@@ -128,8 +129,10 @@ def test_max_tokens_is_shared_by_the_splits(lines, config, fraction, monkeypatch
 
 def test_reading_stops_when_there_is_text_enough_for_max_tokens(lines, config, monkeypatch):
     read = []
-    append = build.Spool.append
-    monkeypatch.setattr(build.Spool, "append", lambda self, document: read.append(document.text) or append(self, document))
+    append = build.DocumentStore.append
+    monkeypatch.setattr(
+        build.DocumentStore, "append", lambda self, document: read.append(document.text) or append(self, document)
+    )
     data = prepare(config(lines, max_tokens=100))
     assert sum(data.token_counts.values()) == 100
     assert sum(len(text.encode()) for text in read[:-1]) < 3200 <= sum(len(text.encode()) for text in read)
@@ -294,7 +297,7 @@ def test_a_full_disk_is_explained_and_leaves_nothing(tmp_path, lines, config, mo
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(build.Spool, "seal", full)
+    monkeypatch.setattr(build.DocumentStore, "seal", full)
     with pytest.raises(OctavoError, match=r"no room to prepare data in .*MiB are free.*data\.folder") as caught:
         prepare(config(lines))
     assert not isinstance(caught.value, InputError)
@@ -322,7 +325,8 @@ def test_a_tokenizer_learns_from_training_documents_alone(lines, config, monkeyp
 PREPARE = """
 import json, sys, time
 from octavo.config.data import DataConfig
-from octavo.data import build, prepare
+from octavo.data import build
+from octavo.data.prepared import prepare
 values = json.loads(sys.argv[1])
 if len(sys.argv) > 2:
     whole = build.manifest.own_files

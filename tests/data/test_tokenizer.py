@@ -83,15 +83,15 @@ def test_training_is_the_same_in_another_process(trained, tmp_path):
     assert (tmp_path / "this/tokenizer.json").read_bytes() == (tmp_path / "other/tokenizer.json").read_bytes()
 
 
-def test_the_saved_folder_is_what_transformers_loads_and_what_the_light_way_reads(trained, saved):
+def test_the_saved_folder_is_what_transformers_loads_and_what_tokenizers_alone_reads(trained, saved):
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(saved)
     assert (len(theirs), theirs.eos_token_id, theirs.bos_token) == (300, 0, "<|endoftext|>")
-    light = tokenizer._load_light(saved)
-    assert (light.vocab_size, light.end, light.prefix, light.suffix) == (300, 0, (), (0,))
+    encoder = tokenizer._load_without_transformers(saved)
+    assert (encoder.vocab_size, encoder.end, encoder.prefix, encoder.suffix) == (300, 0, (), (0,))
     for text in TEXTS[:3]:
-        assert [*theirs(text)["input_ids"], 0] == _ids(trained, [text])[0] == _ids(light, [text])[0]
+        assert [*theirs(text)["input_ids"], 0] == _ids(trained, [text])[0] == _ids(encoder, [text])[0]
         assert theirs.decode(theirs(text)["input_ids"]) == text
 
 
@@ -112,13 +112,13 @@ def _word_tokenizer(folder, *, begin=True, **config):
 
 
 def test_tokens_that_a_tokenizer_adds_are_kept_and_its_truncation_is_not(tmp_path):
-    light = tokenizer.load(str(_word_tokenizer(tmp_path / "t")))
-    assert _ids(light, ["a b a b a b", "b"]) == [[0, 2, 3, 2, 3, 2, 3, 1], [0, 3, 1]]
+    encoder = tokenizer.load(str(_word_tokenizer(tmp_path / "t")))
+    assert _ids(encoder, ["a b a b a b", "b"]) == [[0, 2, 3, 2, 3, 2, 3, 1], [0, 3, 1]]
 
 
 def test_where_the_configuration_adds_tokens_transformers_is_asked(tmp_path):
     folder = _word_tokenizer(tmp_path / "t", begin=False, add_bos_token=True, add_eos_token=True)
-    assert tokenizer._load_light(folder) is None
+    assert tokenizer._load_without_transformers(folder) is None
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder)
@@ -140,7 +140,7 @@ def test_where_the_configuration_adds_tokens_transformers_is_asked(tmp_path):
     ],
 )
 def test_what_stands_around_a_document(whole, inner, end, expected):
-    assert tokenizer._around(whole, inner, end) == expected
+    assert tokenizer._prefix_and_suffix(whole, inner, end) == expected
 
 
 def test_a_tokenizer_without_an_end_token_adds_none(tmp_path):

@@ -5,7 +5,7 @@ import torch
 
 from octavo.fp8.recipe import DelayedScaling
 from octavo.hardware import supports_fp8
-from octavo.train.fp8_auto import Setting, Shape, against, measure, table
+from octavo.train.fp8_auto import Setting, Shape, measure, reason_to_exclude, table
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,8 +20,8 @@ def test_a_small_shape_and_a_large_one_go_each_its_way(tmp_path, monkeypatch):
     small, large = Shape(256, 256, 256), Shape(8192, 4096, 4096)
     wanted = [(small, recipe), (large, recipe)]
     found = table(wanted, setting, lambda shape, recipe: measure(shape, recipe, device, setting))
-    assert "bf16 is faster here" in against(small, found[small, recipe], torch.bfloat16)
-    assert against(large, found[large, recipe], torch.bfloat16) == ""
+    assert "bf16 is faster here" in reason_to_exclude(small, found[small, recipe], torch.bfloat16)
+    assert reason_to_exclude(large, found[large, recipe], torch.bfloat16) == ""
     assert 1 < found[small, recipe].wide < 400 < found[large, recipe].wide < 50_000  # microseconds: of 0.8 TFLOP
 
     def never(shape, recipe):

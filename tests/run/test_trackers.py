@@ -89,5 +89,5 @@ def test_a_tracker_that_cannot_be_closed_is_a_warning(run, monkeypatch, capsys):
     monkeypatch.setattr(Chatty, "fails", ("close",))
     assert main(run.command) == 0
     captured = capsys.readouterr()
-    assert "wandb could not be closed (OSError: the server is gone.)" in captured.err
+    assert "wandb could not be closed (OSError: the server is gone)" in captured.err
     assert Quiet.events[-1] == "close"

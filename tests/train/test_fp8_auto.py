@@ -49,13 +49,13 @@ def losses(run):
     return [(r["step"], r["loss"].hex()) for r in read_metrics(run.output / "metrics.jsonl")]
 
 
-def settled(run, *overrides, resumed=False):
-    return fp8_auto.settled(check(RunConfig.from_file(run.file, overrides)), RunFolder(run.output), resumed=resumed)
+def choose_layers(run, *overrides, resumed=False):
+    return fp8_auto.choose_layers(check(RunConfig.from_file(run.file, overrides)), RunFolder(run.output), resumed=resumed)
 
 
 def test_layers_that_lose_stay_out_with_both_timings_and_describe_says_so(tiny_run, timed):
     run = tiny_run()
-    plan = settled(run, *MEASURED)
+    plan = choose_layers(run, *MEASURED)
     assert plan.recipe is not None
     assert sorted(timed) == [((64, rows, columns), "delayed") for rows, columns in ((32, 32), (32, 64), (64, 32), FC1)]
     model = loop.build(plan, prepare(plan.config.data))[0].model
@@ -71,14 +71,14 @@ def test_layers_that_lose_stay_out_with_both_timings_and_describe_says_so(tiny_r
 
 def test_each_layer_is_timed_under_its_own_recipe_and_what_is_out_already_is_not(tiny_run, timed):
     given = ['fp8.layers={"layers.0.*" = "rowwise", "*.fc2" = "bf16"}', 'fp8.skip=["*.proj"]']
-    plan = settled(tiny_run(), *MEASURED, *given)
+    plan = choose_layers(tiny_run(), *MEASURED, *given)
     assert sorted(timed) == sorted(((64, *shape), name) for shape in ((64, 32), FC1) for name in ("delayed", "rowwise"))
     assert set(plan.excluded) == {f"layers.{n}.self_attention.layernorm_qkv" for n in range(2)}
 
 
 def test_true_and_false_measure_nothing(tiny_run, timed):
     for enabled in ("true", "false"):
-        plan = settled(tiny_run(enabled), f"fp8.enabled={enabled}")
+        plan = choose_layers(tiny_run(enabled), f"fp8.enabled={enabled}")
         assert not plan.excluded
     assert not timed
 
@@ -93,7 +93,7 @@ def test_on_a_cpu_auto_is_off_says_why_and_saves_that(tiny_run, capsys):
     assert losses(run) == losses(plain)
     choice = json.loads((run.output / "choices.json").read_text())
     assert choice["fp8"] is False
-    plan = settled(run, AUTO, "fp8.head=true")
+    plan = choose_layers(run, AUTO, "fp8.head=true")
     reports = {r.name: r for r in describe(loop.build(plan, prepare(plan.config.data))[0].model).layers}
     for name in ("layers.0.layernorm_mlp.fc1", "head"):
         assert "never faster" in reports[name].reason
@@ -130,10 +130,10 @@ def test_a_run_that_began_without_goes_on_without_and_the_other_way_round(tiny_r
     off, on = tiny_run("off"), tiny_run("on")
     for run, given in ((off, [AUTO]), (on, MEASURED)):
         run.output.mkdir()
-        fp8_auto.record(settled(run, *given), RunFolder(run.output))
+        fp8_auto.record(choose_layers(run, *given), RunFolder(run.output))
     timed.clear()
-    assert settled(off, *MEASURED, resumed=True).recipe is None
-    plan = settled(on, AUTO, resumed=True)  # on a CPU that would not choose it
+    assert choose_layers(off, *MEASURED, resumed=True).recipe is None
+    plan = choose_layers(on, AUTO, resumed=True)  # on a CPU that would not choose it
     assert plan.recipe is not None
     assert len(plan.excluded) == 6
     assert not timed
@@ -146,7 +146,7 @@ def test_a_choice_that_is_lost_is_not_guessed_at(tiny_run, timed, content):
     if content is not None:
         (run.output / "choices.json").write_text(content)
     with pytest.raises(InputError, match=r"choices\.json"):
-        settled(run, *MEASURED, resumed=True)
+        choose_layers(run, *MEASURED, resumed=True)
 
 
 def settled_of_rank(file, output):
@@ -155,7 +155,7 @@ def settled_of_rank(file, output):
     rank = world.state.rank
     fp8_auto.timer_on = lambda plan: lambda shape, recipe: Timing(float(rank + 2), 3.0 if rank == 0 else 1.0)
     config = RunConfig.from_file(file, [*MEASURED, "train.micro_batch=1"])
-    plan = fp8_auto.settled(check(config), RunFolder(output), resumed=False)
+    plan = fp8_auto.choose_layers(check(config), RunFolder(output), resumed=False)
     model = loop.build(plan, prepare(config.data))[0].model
     return plan.excluded, [name for name, state in states_of(model) if not state.skipped]
 
@@ -172,7 +172,7 @@ def test_the_first_rank_measures_for_all(tiny_run):
 def test_mfu_counts_each_layer_in_the_precision_that_it_runs_in(tiny_run, timed):
     run = tiny_run()
     settings = ["model.config.hidden_size=32"]
-    plan = settled(run, *MEASURED, *settings)
+    plan = choose_layers(run, *MEASURED, *settings)
     config = plan.hf_config
     one = {"qkv": 64 * 32, "proj": 32 * 32, "fc1": 128 * 32, "fc2": 32 * 64}
     share = one["fc1"] / sum(one.values())

@@ -7,7 +7,16 @@ import torch
 import triton
 
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling
-from octavo.train.fp8_auto import Setting, Shape, Timing, against, cache_folder, fp8_products, table, wide_products
+from octavo.train.fp8_auto import (
+    Setting,
+    Shape,
+    Timing,
+    cache_folder,
+    fp8_products,
+    high_precision_products,
+    reason_to_exclude,
+    table,
+)
 
 SMALL, LARGE = Shape(512, 256, 128), Shape(8192, 4096, 4096)
 SETTING = Setting("NVIDIA H200", torch.bfloat16, torch.float32)
@@ -36,11 +45,11 @@ def timer():
 
 def test_a_small_product_stays_out_with_both_timings_and_a_large_one_does_not(timer):
     found = table([(SMALL, RECIPE), (LARGE, RECIPE)], SETTING, timer)
-    reason = against(SMALL, found[SMALL, RECIPE], torch.bfloat16)
+    reason = reason_to_exclude(SMALL, found[SMALL, RECIPE], torch.bfloat16)
     assert reason == "bf16 is faster here: 0.2 µs against 20.1 µs in FP8 at 512 × 256 × 128"  # noqa: RUF001
-    assert against(SMALL, Timing(1234.5, 2345.6), torch.float16).startswith("float16 is faster here: 1,23")
-    assert against(LARGE, found[LARGE, RECIPE], torch.bfloat16) == ""
-    assert against(SMALL, Timing(15, 15), torch.bfloat16)  # nothing is gained
+    assert reason_to_exclude(SMALL, Timing(1234.5, 2345.6), torch.float16).startswith("float16 is faster here: 1,23")
+    assert reason_to_exclude(LARGE, found[LARGE, RECIPE], torch.bfloat16) == ""
+    assert reason_to_exclude(SMALL, Timing(15, 15), torch.bfloat16)  # nothing is gained
 
 
 def test_a_shape_is_measured_once_a_machine(timer):
@@ -111,7 +120,7 @@ def test_both_kinds_compute_the_layers_three_products(recipe):
     x, weight, dy = (torch.randn(shape) for shape in ((48, 32), (64, 32), (48, 64)))
     x, dy = x.bfloat16(), dy.bfloat16()
     wanted = (x.float() @ weight.t(), dy.float() @ weight, dy.float().t() @ x.float())
-    wide, fp8 = wide_products(x, weight, dy), fp8_products(x, weight, dy, recipe(), torch.ones(2))
+    wide, fp8 = high_precision_products(x, weight, dy), fp8_products(x, weight, dy, recipe(), torch.ones(2))
     for name, a, b, exact in zip(("y", "dx", "dw"), wide, fp8, wanted, strict=True):
         assert a.dtype == b.dtype == (torch.float32 if name == "dw" else torch.bfloat16)
         assert (a.float() - exact).norm() < 0.01 * exact.norm()

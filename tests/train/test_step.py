@@ -116,7 +116,7 @@ def gradient(run, targets):
 @pytest.mark.parametrize("targets", [2**17, 2**23])
 @pytest.mark.parametrize("how", [("model.config.num_hidden_layers=6",), ("train.micro_batch=2",)])
 def test_the_first_step_of_delayed_scaling_is_as_exact_as_current_scaling(tiny_run, how, targets, monkeypatch):
-    monkeypatch.setattr("octavo.train.step._all_targets", lambda run, batches: targets)
+    monkeypatch.setattr("octavo.train.step._global_targets", lambda run, batches: targets)
     run, recipes = tiny_run(), ("fp8.enabled=false", "fp8.recipe=current", "fp8.amax_history_len=8", "fp8.amax_history_len=8")
     *others, delayed = (built(run, *how, recipe)[0] for recipe in recipes)
     before = [p.detach().clone() for p in delayed.model.parameters()]

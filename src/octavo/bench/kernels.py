@@ -253,7 +253,7 @@ def measure_kernels(
             try:
                 (us,) = time(kernel.make(*shape, device).run)
             except Exception as error:  # a kernel that does not compile here must not cost the others their figures
-                text = f"{type(error).__name__}: {first_line(error)}"
+                text = first_line(error)
                 rows.append({"workload": kernel.name, "entry": "octavo", "shape": list(shape), "error": text})
             else:
                 rows.append(_figures(kernel.name, "octavo", shape, kernel.bytes(*shape), us))

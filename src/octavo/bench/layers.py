@@ -312,7 +312,7 @@ def measure_layers(
                         for name in tensors:
                             errors.setdefault((recipe, name, library.name), []).append(error(found[name], expected[name]))
                     except Exception as fault:  # a peer's failure must not cost the others their figures
-                        text = f"{type(fault).__name__}: {first_line(fault)}"
+                        text = first_line(fault)
                         failed[recipe, library.name] = text
                         say(f"{layer.name}, {recipe}: {library.name} failed: {text}")
         rows += [_row(layer, size, recipe, name, seeds, errors, failed) for recipe in RECIPES for name in tensors]

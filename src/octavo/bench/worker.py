@@ -267,7 +267,7 @@ def answers(requests: Iterator[str], build: Callable[..., Worker]) -> Iterator[s
             else:
                 answer = getattr(worker, do)(**request)
         except Exception as error:  # a peer's exception of any kind becomes its row of the results
-            yield json.dumps({"error": f"{type(error).__name__}: {first_line(error)}"})
+            yield json.dumps({"error": first_line(error)})
             return
         yield json.dumps(answer)
 

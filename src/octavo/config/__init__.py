@@ -1,13 +1,13 @@
-"""What a user may say in a run file, and what the defaults are.
+"""Keys of a run file, their types and defaults.
 
-A run file is TOML with one table a section; every key is a typed, documented field of a model below, and nothing else is
-accepted. The models hold values only: they open no file but the run file itself and import no torch, so that a mistake is
-answered in milliseconds, before data or a GPU is touched. `octavo.launch` reads them on machines without torch.
+A run file is TOML with one table a section. Every key is a typed, documented field of a model below; any other key is an error.
+The models open no file but the run file and import no torch: a mistake is reported in milliseconds, before data or a GPU is
+touched.
 
     config = RunConfig.from_file("run.toml", ["optimizer.lr=1e-4"])
-    config.to_toml()            # the resolved file that is kept in the run folder
+    config.to_toml()            # the resolved run file
 
-One file a section, each with its own checks; `octavo.config.run` composes them.
+One file a section, with its checks; `octavo.config.run` composes them.
 """
 
 from octavo.config.checkpoint import CheckpointConfig

@@ -1,4 +1,4 @@
-"""[checkpoint]: when a run is saved."""
+"""[checkpoint]: when a run is saved, and how many checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from octavo.config.section import Section
 
 
 class CheckpointConfig(Section):
-    """When the run is saved."""
+    """When the run is saved, and how many checkpoints are kept."""
 
     every: int = Field(100, ge=0, description="Steps between checkpoints; 0: only at the end or when stopped.")
-    keep: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
+    keep: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     async_: bool = Field(
         False,
         alias="async",
-        description="Write in the background: training waits only for the copy of the state to host memory.",
+        description="Write in the background: training waits only for the copy to host memory.",
     )

@@ -10,7 +10,7 @@ from octavo.config.section import Section
 
 
 class DataConfig(Section):
-    """Which text it learns, and how the text becomes sequences."""
+    """The training text and its sequences."""
 
     source: str | list[str] = Field(
         description='"python:docstrings", "python:packages", local .txt, .jsonl or .parquet files (globs), or a Hugging Face '
@@ -29,20 +29,22 @@ class DataConfig(Section):
     packing: Literal["join", "documents"] = Field(
         "join", description='"join": one stream cut in sequences; "documents": attention and loss stay within a document.'
     )
-    max_documents: int | None = Field(None, ge=1, description="Take this many documents, chosen by `seed`; all when absent.")
-    max_tokens: int | None = Field(None, ge=2, description="Stop tokenising after this many tokens; all when absent.")
-    validation_fraction: float = Field(0.05, ge=0.0, lt=1.0, description="Share of the documents held out for validation.")
-    seed: int = Field(0, ge=0, description="Of the choice of documents, of the split and of the order of samples.")
+    max_documents: int | None = Field(None, ge=1, description="Documents to take, sampled by `seed`; all when absent.")
+    max_tokens: int | None = Field(None, ge=2, description="Tokens to take; all when absent.")
+    validation_fraction: float = Field(
+        0.05, ge=0.0, lt=1.0, description="Share of the documents that is held out for validation."
+    )
+    seed: int = Field(0, ge=0, description="Seed of the sampled documents, the validation split and the order of samples.")
     workers: int = Field(
-        0, ge=0, le=64, description="Threads that read the coming steps' sequences ahead; 0: read when the step begins."
+        0, ge=0, le=64, description="Threads that prefetch the sequences of coming steps; 0: each step reads its own."
     )
     folder: str = Field(
-        "runs/data", description="Where tokenised corpora are kept, one folder for each distinct [data] section."
+        "runs/data", description="Folder of tokenised corpora, with one folder for each distinct [data] section."
     )
 
     @field_validator("sequence_length")
     @classmethod
-    def _a_sequence_predicts_something(cls, value: int) -> int:
+    def _check_length(cls, value: int) -> int:
         if value < 2:
             raise ValueError("a sequence must have at least 2 tokens, since the first is never predicted: use 2 or more")
         return value

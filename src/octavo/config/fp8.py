@@ -10,46 +10,44 @@ from octavo.config.section import Section
 
 
 class Fp8Config(Section):
-    """Which products run in 8-bit floating point, and with which scales."""
+    """Products in 8-bit floating point, and their scales."""
 
     enabled: bool | Literal["auto"] = Field(
         True,
-        description="true: FP8 where the device multiplies it (a CPU emulates it, exactly), and none on a GPU that does not, "
-        'unless `emulate`. "auto": in the layers that a measurement at the start finds faster in FP8, and none where FP8 would '
-        "be emulated, unless `emulate`. false: none.",
+        description="true: FP8 on GPUs with FP8 products and, emulated exactly, on CPUs; other GPUs train without FP8 unless "
+        '`emulate`. "auto": FP8 in the layers that are faster in FP8, measured at the start; none where FP8 would be emulated, '
+        "unless `emulate`. false: no FP8.",
     )
     recipe: Literal["delayed", "current", "rowwise", "block"] = Field("delayed", description="How scales are chosen.")
     format: Literal["HYBRID", "E4M3"] = Field(
         "HYBRID", description="HYBRID: E4M3 forward, E5M2 for gradients (delayed and current scaling only)."
     )
-    amax_history_len: int = Field(1024, ge=1, description="Steps that a scale looks back on (delayed scaling only).")
+    amax_history_len: int = Field(1024, ge=1, description="Steps in the amax history of a scale (delayed scaling only).")
     amax_compute_algo: Literal["max", "most_recent"] = Field(
-        "max", description="What a scale takes from its history (delayed scaling only)."
+        "max", description="Which amax of the history sets the scale (delayed scaling only)."
     )
-    margin: int = Field(
-        0, ge=-64, le=64, description="Powers of two that a scale stays below the format's maximum (delayed scaling only)."
-    )
+    margin: int = Field(0, ge=-64, le=64, description="Scales are divided by 2^margin (delayed scaling only).")
     fast_accumulation: bool | Literal["input_gradient"] = Field(
         False,
-        description="true: faster, by Hopper's fast accumulation in backward too, not in forward alone, for about 0.15% of "
-        'loss after 1,000 steps. "input_gradient": there in input gradients alone, for no more loss than without (delayed and '
+        description="Hopper's fast accumulation in backward (forward always has it). true: in both gradients, for about 0.15% "
+        'of loss after 1,000 steps. "input_gradient": in input gradients only, at no cost in loss. false: in none (delayed and '
         "current scaling only; heads and experts stay precise).",
     )
     use_power_2_scales: bool = Field(
-        False, description="Scales are rounded down to powers of two (current scaling only; those of blocks always are)."
+        False, description="Round scales down to powers of two (current scaling only; block scaling always does)."
     )
-    skip: list[str] = Field(default_factory=list, description="Patterns of module names that stay out of FP8 (`fnmatch`).")
+    skip: list[str] = Field(default_factory=list, description="Patterns (`fnmatch`) of the names of modules without FP8.")
     layers: dict[str, Literal["bf16", "delayed", "current", "rowwise", "block"]] = Field(
         default_factory=dict,
-        description='Patterns of module names → the recipe of these layers, or "bf16" for none in place of `recipe`; the last '
-        "pattern that names a layer holds, and `skip` above all.",
+        description='Patterns of module names → their recipe in place of `recipe`, or "bf16" for no FP8. Later patterns win; '
+        "`skip` overrides all.",
     )
     head: bool | Literal["backward"] = Field(
         False,
-        description='true: the output head\'s products are FP8 too. "backward": those of its gradients, which leaves the loss '
-        "as it is (Octavo's decoder only).",
+        description='FP8 in the output head. true: all three products. "backward": the products of its gradients only, which '
+        "does not change the loss (Octavo's decoder only).",
     )
     emulate: bool = Field(
         False,
-        description='Compute FP8\'s numbers slowly, on a GPU without FP8 products and, with `enabled` = "auto", on a CPU.',
+        description='Emulate FP8 (the same numbers, slowly) on GPUs without FP8 and, with `enabled` = "auto", on CPUs.',
     )

@@ -1,4 +1,4 @@
-"""[launch]: the patience of the watchdog."""
+"""[launch]: timeouts of the watchdog."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from octavo.config.section import Section
 
 
 class LaunchConfig(Section):
-    """How several ranks belong together."""
+    """Timeouts of the watchdog of several ranks."""
 
     timeout: float = Field(
-        600.0, gt=0, description="Seconds that a rank may be silent, or the others may wait for it, before the job is ended."
+        600.0,
+        gt=0,
+        description="Seconds without progress of a rank, or of the ranks that wait for it, before the job is ended.",
     )
-    grace: float = Field(
-        10.0, ge=0, description="Seconds that ranks have to end by themselves once one has failed, before they are killed."
-    )
+    grace: float = Field(10.0, ge=0, description="Seconds between the failure of a rank and the kill of the others.")

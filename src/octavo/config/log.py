@@ -10,9 +10,9 @@ from octavo.config.section import Section
 
 
 class LogConfig(Section):
-    """What is reported while it runs."""
+    """Progress lines and experiment trackers."""
 
     every: int = Field(1, ge=1, description="Steps between progress lines; metrics.jsonl has every step.")
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
-        default_factory=list, description="Experiment trackers that also get the metrics (each an extra to install)."
+        default_factory=list, description="Experiment trackers that also receive the metrics (each is an extra to install)."
     )

@@ -13,17 +13,19 @@ class OptimizerConfig(Section):
     """AdamW, its schedule and clipping."""
 
     lr: float = Field(3e-4, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled; not applied to norms, biases and other vectors.")
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="Decay of the two moments.")
-    eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
-    warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises linearly from zero.")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="What the rate does after the warm-up.")
-    min_lr_fraction: float = Field(0.1, ge=0, le=1, description="Where cosine and linear end, as a fraction of lr.")
+    weight_decay: float = Field(
+        0.1, ge=0, description="Decoupled weight decay of matrices; none for norms, biases and other vectors."
+    )
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="Decay rates of the two moments.")
+    eps: float = Field(1e-8, gt=0, description="Added to the denominator of the update.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear rise of the rate from zero.")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Learning rate after the warm-up.")
+    min_lr_fraction: float = Field(0.1, ge=0, le=1, description="Final rate of cosine and linear, as a fraction of lr.")
     clip: float = Field(1.0, ge=0, description="Largest global norm of the gradient; 0: no clipping.")
 
     @field_validator("betas")
     @classmethod
-    def _betas_are_decays(cls, value: tuple[float, float]) -> tuple[float, float]:
+    def _check_betas(cls, value: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError("both betas must lie in [0, 1): the usual pair is [0.9, 0.95]")
         return value

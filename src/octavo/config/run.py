@@ -1,4 +1,4 @@
-"""A whole run file: its sections, TOML in and out, `section.key=value` overrides."""
+"""Run file: all sections, TOML in and out, `section.key=value` overrides."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from octavo.errors import InputError, nearest
 
 
 class RunConfig(Section):
-    """A whole run file."""
+    """All sections of a run file."""
 
     model: ModelConfig
     data: DataConfig
@@ -38,7 +38,7 @@ class RunConfig(Section):
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @model_validator(mode="after")
-    def _steps_divide(self) -> RunConfig:
+    def _check_warmup(self) -> RunConfig:
         warmup, steps = self.optimizer.warmup_steps, self.train.steps
         if warmup > steps:
             raise ValueError(f"optimizer.warmup_steps = {warmup} is more than train.steps = {steps}: use at most {steps}")
@@ -49,7 +49,7 @@ class RunConfig(Section):
         """Read a run file and apply `section.key=value` overrides.
 
         Raises:
-            InputError: the file is missing, is not TOML, or says something that is not in the schema.
+            InputError: the file is missing, is not TOML, or has an invalid key or value.
         """
         path = Path(path)
         if path.is_dir():
@@ -78,14 +78,14 @@ class RunConfig(Section):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "configuration") -> RunConfig:
-        """Validate nested tables; every fault is reported at once in one InputError."""
+        """Validate nested tables; one InputError reports all faults."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             raise InputError(f"{where}: {explain(cls, error)}") from None
 
     def to_toml(self) -> str:
-        """The run file with every key written out; reading it back gives an equal RunConfig."""
+        """The run file with every key; reading it back gives an equal RunConfig."""
         return tomli_w.dumps(_without_none(self.model_dump()))
 
     @property
@@ -118,7 +118,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _without_none(value: Any) -> Any:
-    """TOML has no null: a key without a value is left out."""
+    """Leave out keys without a value: TOML has no null."""
     if isinstance(value, dict):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""The base of every section, and the message that answers a fault in one."""
+"""Base class of all sections, and the error message for invalid keys and values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.errors import nearest
 
 
 class Section(BaseModel):
-    """A table of the run file: unknown keys are refused, values are immutable once read."""
+    """A table of the run file: unknown keys are errors, values are immutable."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), strict=True, allow_inf_nan=False, serialize_by_alias=True
@@ -18,12 +18,12 @@ class Section(BaseModel):
 
 
 def explain(cls: type[BaseModel], error: ValidationError) -> str:
-    """Every fault of a validation in one line: the key, its value, the nearest key that exists."""
+    """All faults of a validation in one line, each with key, value and the nearest known key."""
     return "; ".join(_explain_one(cls, fault["loc"], fault["type"], fault["msg"], fault["input"]) for fault in _distinct(error))
 
 
 def _distinct(error: ValidationError) -> list[Any]:
-    """One fault for each key: a union reports one for each of its members, any of which would do."""
+    """One fault a key: pydantic reports one for each member of a union."""
     found: dict[tuple[str, ...], Any] = {}
     for fault in error.errors(include_url=False):
         first = found.setdefault(tuple(str(part) for part in fault["loc"][:2]), fault)
@@ -57,7 +57,7 @@ def _describe(cls: type[BaseModel], loc: tuple[int | str, ...]) -> str:
 
 
 def known_keys(cls: type[BaseModel]) -> list[str]:
-    """Every `section.key` of a model of sections, in order; none of a model of plain keys."""
+    """Every `section.key` of a model of sections, in order; empty for a model of plain keys."""
     return [f"{section}.{key}" for section, field in cls.model_fields.items() for key in _fields(field.annotation)]
 
 

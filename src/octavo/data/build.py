@@ -1,8 +1,8 @@
-"""Tokenise a corpus into a folder: spool, split, tokenizer, token files, manifest.
+"""Tokenise a corpus into a folder: document store, split, tokenizer, token files, manifest.
 
-The folder is a scratch one; `prepared` locks it and renames it when it is whole. Token files are raw little-endian uint16 or
-uint32 with the starts of the documents beside them, so that a memory map is all it takes to read them; documents are stored
-unpacked. Memory stays bounded by a batch of text and a few numbers a document, whatever the corpus.
+The folder is temporary: `prepared` locks it and renames it when it is whole. Token files are raw little-endian uint16 or uint32
+with a file of document offsets, to be read by memory map; documents are stored unpacked. Memory is bounded by a batch of text
+and a few numbers a document.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from octavo._version import __version__
 from octavo.config.data import DataConfig
 from octavo.data import document_store, manifest, rng, tokenizer
 from octavo.data.corpus import Corpus
-from octavo.data.document_store import Numbers, Spool
+from octavo.data.document_store import DocumentNumbers, DocumentStore
 from octavo.data.manifest import Counts, Manifest, Split
 from octavo.data.tokenizer import Encoder
 from octavo.errors import InputError
 from octavo.storage import write_atomic
 
 _LONGEST_TOKEN = 32
-"""With `max_tokens`, reading stops at this many bytes a token: more than any real text has on average."""
+"""With `max_tokens`, reading stops at this many bytes a token: more than the average of any real text."""
 
 Chunk = tuple[npt.NDArray[np.uint32], bool]
-"""Tokens of a document or of a part of one, and whether the document ends there."""
+"""Tokens of a document or of a part of it, and whether the document ends there."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which spooled documents go where, and how many tokens at most; `cut` splits one document's tokens instead."""
+class SplitPlan:
+    """Documents of each split; with `cut`, both splits are parts of one document's tokens."""
 
-    train: Numbers
-    validation: Numbers
+    train: DocumentNumbers
+    validation: DocumentNumbers
     cut: bool
 
 
@@ -49,31 +49,32 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, *, show: bool, conso
     """Tokenise the corpus into `folder`, which exists and is empty.
 
     Raises:
-        InputError: something in the corpus cannot be used, or there is too little of it.
+        InputError: the corpus has a fault, or too little text.
     """
     sources = [manifest.record(path) for path in manifest.source_files(config, corpus.files)]
-    named = tokenizer.load(config.tokenizer) if config.tokenizer != "train" else None  # before reading: the name may be wrong
+    named = tokenizer.load(config.tokenizer) if config.tokenizer != "train" else None  # first: the name may be wrong
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    spooled = folder / "spool"
-    with Progress(*columns, console=console, disable=not show, transient=True) as progress, Spool(spooled) as documents:
-        drawn = document_store.fill(
+    store_file = folder / "documents"
+    bars = Progress(*columns, console=console, disable=not show, transient=True)
+    with bars as progress, DocumentStore(store_file) as documents:
+        selected = document_store.collect(
             documents,
             progress.track(corpus, total=None, description="reading documents"),
             count=config.max_documents,
             seed=config.seed,
             max_bytes=config.max_tokens * _LONGEST_TOKEN if config.max_tokens else None,
         )
-        if not len(drawn):
+        if not len(selected):
             raise InputError(f"data.source = {config.source!r} holds no text: every document is empty. Change data.source.")
-        plan = split(drawn, config)
+        plan = split(selected, config)
         encoder = _encoder(config, named, documents, plan, progress)
-        details = _write_tokens(config, documents, plan, encoder, folder, progress)
-    spooled.unlink()
-    _refuse_moving_sources(sources)
+        tokens = _write_tokens(config, documents, plan, encoder, folder, progress)
+    store_file.unlink()
+    _check_unchanged(sources)
     if encoder is not None:
         encoder.save(folder / "tokenizer")
     files = manifest.own_files(folder)
-    tokenizer_sum = _tokenizer_sum(files)
+    tokenizer_sha256 = _tokenizer_sha256(files)
     result = Manifest(
         format=manifest.FORMAT,
         octavo=__version__,
@@ -81,37 +82,39 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, *, show: bool, conso
         key=manifest.key(config),
         sources=sources,
         files=files,
-        splits=details.splits,
-        tokenizer_sha256=tokenizer_sum,
-        vocab_size=encoder.vocab_size if encoder else details.max_id + 1,
-        max_token_id=details.max_id,
+        splits=tokens.splits,
+        tokenizer_sha256=tokenizer_sha256,
+        vocab_size=encoder.vocab_size if encoder else tokens.max_id + 1,
+        max_token_id=tokens.max_id,
         end_token_id=encoder.end if encoder else None,
-        dtype="uint16" if details.dtype.itemsize == 2 else "uint32",
-        fingerprint=manifest.fingerprint(files, tokenizer_sum),
+        dtype="uint16" if tokens.dtype.itemsize == 2 else "uint32",
+        fingerprint=manifest.fingerprint(files, tokenizer_sha256),
     )
     write_atomic(folder / manifest.FILE, result.model_dump_json(indent=1) + "\n")
     return result
 
 
-def split(documents: Numbers, config: DataConfig) -> Plan:
+def split(documents: DocumentNumbers, config: DataConfig) -> SplitPlan:
     """Hold out round(validation_fraction · documents) of them, chosen by the seed, and at least one on each side.
 
     A corpus of one document has its tokens split instead: the last part is held out.
     """
     count, fraction = len(documents), config.validation_fraction
     if fraction == 0:
-        return Plan(documents, documents[:0], cut=False)
+        return SplitPlan(documents, documents[:0], cut=False)
     if count == 1:
-        return Plan(documents, documents, cut=True)
+        return SplitPlan(documents, documents, cut=True)
     held_out = min(max(round(count * fraction), 1), count - 1)
     order = rng.generator(config.seed, rng.SPLIT).permutation(count)
     mask = np.zeros(count, bool)
     mask[order[:held_out]] = True
-    return Plan(documents[~mask], documents[mask], cut=False)
+    return SplitPlan(documents[~mask], documents[mask], cut=False)
 
 
-def _encoder(config: DataConfig, named: Encoder | None, documents: Spool, plan: Plan, progress: Progress) -> Encoder | None:
-    """The named tokenizer or one trained now; None for a corpus that came as tokens, without one named."""
+def _encoder(
+    config: DataConfig, named: Encoder | None, documents: DocumentStore, plan: SplitPlan, progress: Progress
+) -> Encoder | None:
+    """The named tokenizer, else one trained on the text; None for a corpus of token ids without a named one."""
     if named is not None and documents.max_id >= named.vocab_size:
         raise InputError(
             f"data.source holds token id {documents.max_id}, but data.tokenizer = {config.tokenizer!r} ends at "
@@ -124,8 +127,8 @@ def _encoder(config: DataConfig, named: Encoder | None, documents: Spool, plan: 
     return tokenizer.train(texts, config.vocab_size)
 
 
-def _sample(documents: Spool, numbers: Numbers, seed: int) -> Numbers:
-    """Training documents of TRAINING_BYTES together: all of them, or as many as fit, drawn by the seed (at least one)."""
+def _sample(documents: DocumentStore, numbers: DocumentNumbers, seed: int) -> DocumentNumbers:
+    """All training documents, or a random sample of TRAINING_BYTES at most (at least one document)."""
     sizes = np.fromiter((documents.size(number) for number in numbers), np.int64, len(numbers))
     if sizes.sum() <= tokenizer.TRAINING_BYTES:
         return numbers
@@ -135,21 +138,23 @@ def _sample(documents: Spool, numbers: Numbers, seed: int) -> Numbers:
 
 
 @dataclass(frozen=True)
-class _Details:
+class _Tokens:
+    """Sizes and dtype of the token files."""
+
     splits: dict[Split, Counts]
     max_id: int
     dtype: np.dtype
 
 
 def _write_tokens(
-    config: DataConfig, documents: Spool, plan: Plan, encoder: Encoder | None, folder: Path, progress: Progress
-) -> _Details:
+    config: DataConfig, documents: DocumentStore, plan: SplitPlan, encoder: Encoder | None, folder: Path, progress: Progress
+) -> _Tokens:
     vocabulary = encoder.vocab_size if encoder else documents.max_id + 1
     dtype = np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
     limits = _limits(config)
     task = progress.add_task("tokenising", total=len(plan.train) + (0 if plan.cut else len(plan.validation)))
 
-    def chunks(numbers: Numbers) -> Iterator[Chunk]:
+    def chunks(numbers: DocumentNumbers) -> Iterator[Chunk]:
         if documents.tokenised or encoder is None:
             found: Iterator[Chunk] = ((ids, True) for ids in documents.token_ids(numbers))
         else:
@@ -165,12 +170,12 @@ def _write_tokens(
         writers["train"].write(chunks(plan.train), limits["train"])
         writers["validation"].write(chunks(plan.validation), limits["validation"])
     counts = {name: writer.finish() for name, writer in writers.items()}
-    _refuse_too_little(config, counts)
-    return _Details(counts, max(writer.max_id for writer in writers.values()), dtype)
+    _check_size(config, counts)
+    return _Tokens(counts, max(writer.max_id for writer in writers.values()), dtype)
 
 
 def _limits(config: DataConfig) -> dict[Split, int | None]:
-    """`max_tokens` shared between the splits by `validation_fraction`, so that both are there."""
+    """Token limits of the splits: `max_tokens` divided by `validation_fraction`, at least 2 each."""
     total = config.max_tokens
     if total is None:
         return {"train": None, "validation": None}
@@ -186,7 +191,7 @@ def _limits(config: DataConfig) -> dict[Split, int | None]:
 
 
 class _Writer:
-    """The two files of a split: tokens, and where documents start."""
+    """Writes the two files of a split: tokens and document offsets."""
 
     def __init__(self, folder: Path, name: Split, dtype: np.dtype) -> None:
         self._tokens = (folder / f"{name}.bin").open("wb")
@@ -218,7 +223,7 @@ class _Writer:
 def _cut_document(
     chunks: Iterable[Chunk], writers: dict[Split, _Writer], config: DataConfig, scratch: Path, dtype: np.dtype
 ) -> None:
-    """Split the tokens of the only document, by way of a file: how many there are is known at its end."""
+    """Split the tokens of the only document, through a file: their number is known at the end."""
     whole = 0
     with scratch.open("wb") as file:
         for ids, _ in chunks:
@@ -233,7 +238,7 @@ def _cut_document(
     scratch.unlink()
 
 
-def _refuse_too_little(config: DataConfig, counts: dict[Split, Counts]) -> None:
+def _check_size(config: DataConfig, counts: dict[Split, Counts]) -> None:
     for name in manifest.SPLITS if config.validation_fraction > 0 else manifest.SPLITS[:1]:
         if counts[name].tokens < 2:
             raise InputError(
@@ -242,7 +247,7 @@ def _refuse_too_little(config: DataConfig, counts: dict[Split, Counts]) -> None:
             )
 
 
-def _refuse_moving_sources(sources: Sequence[manifest.SourceFile]) -> None:
+def _check_unchanged(sources: Sequence[manifest.SourceFile]) -> None:
     for source in sources:
         path = Path(source.path)
         status = path.stat() if path.exists() else None
@@ -250,8 +255,8 @@ def _refuse_moving_sources(sources: Sequence[manifest.SourceFile]) -> None:
             raise InputError(f"{source.path} changed while it was read. Wait until it is written, and run again.")
 
 
-def _tokenizer_sum(files: dict[str, manifest.OwnFile]) -> str | None:
-    """The sum of tokenizer.json, or of all the tokenizer's files where there is none."""
+def _tokenizer_sha256(files: dict[str, manifest.OwnFile]) -> str | None:
+    """SHA-256 of tokenizer.json, or of all tokenizer files if there is none."""
     own = {name: file.sha256 for name, file in files.items() if name.startswith("tokenizer/")}
     if not own:
         return None

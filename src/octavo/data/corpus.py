@@ -1,10 +1,10 @@
-"""What `data.source` names, found and checked before anything is read.
+"""Corpus: the sources that `data.source` names, resolved before anything is read.
 
-A corpus is a list of sources; a source knows its files (whose sums identify the data) and iterates its documents. Finding is
-apart from reading because most mistakes are in the name: they are answered here in milliseconds, with the nearest name that
-exists, before a folder is made or a token is counted. What is wrong inside a file is found by `readers`, with its line.
+A source has a list of files (their SHA-256 identifies the data) and an iterator of documents. Most mistakes are in the name:
+they are reported here in milliseconds, with the nearest existing name, before a folder is made. Faults inside a file are
+reported by `readers`, with the line.
 
-Files and folders on disk go before the Hugging Face Hub, and nothing from the Hub is ever executed.
+Local files and folders come before the Hugging Face Hub. No code from the Hub is executed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Source:
     """One entry of `data.source`.
 
     Attributes:
-        files: the files that it reads, in order; empty for a data set of the Hub, whose files Octavo does not manage.
-        documents: reads it from the start.
-        plain: whether Octavo reads the files itself, one after another.
+        files: its files in order; empty for a data set of the Hub, since `datasets` manages those files.
+        documents: starts a new iteration over its documents.
+        plain: whether Octavo's own readers read the files, one after another.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Corpus:
     """All sources of a `[data]` section, in the order given.
 
     Raises:
-        InputError: a file is missing, a glob matches nothing, a kind of file is not known, or a name can be none of these.
+        InputError: a file is missing, a glob matches nothing, or a kind of file is not supported.
     """
 
     def __init__(self, config: DataConfig) -> None:
@@ -53,7 +53,7 @@ class Corpus:
 
     @property
     def files(self) -> list[Path]:
-        """Every file that is read, in order, once."""
+        """The files of all sources, in order, without duplicates."""
         return list(dict.fromkeys(path for source in self.sources for path in source.files))
 
     def __iter__(self) -> Iterator[Document]:
@@ -62,7 +62,7 @@ class Corpus:
 
 
 def check_sources(config: DataConfig) -> None:
-    """Refuse a `data.source` that cannot be found; milliseconds, since nothing is read and no Python file is listed.
+    """Resolve `data.source` without reading it or listing Python's files: milliseconds.
 
     Raises:
         InputError: as `Corpus`.
@@ -73,10 +73,10 @@ def check_sources(config: DataConfig) -> None:
 
 
 def holds_text(config: DataConfig) -> bool | None:
-    """Whether the first document is text and not token ids; None where that would need a data set to be loaded.
+    """Whether the first document is text rather than token ids; None where a data set would have to be loaded.
 
     Raises:
-        InputError: the first document cannot be used.
+        InputError: the first document is invalid.
     """
     name = _names(config)[0]
     if name in _PYTHON:
@@ -91,9 +91,9 @@ def holds_text(config: DataConfig) -> bool | None:
 
 
 def identity(name: str) -> str:
-    """What a source is called independently of the current folder: part of the name under which prepared data is kept."""
+    """A name of a source that does not depend on the current folder; part of the key of prepared data."""
     if name in _PYTHON:
-        return f"{name}@{python_source.interpreter()}"  # two interpreters that share a data folder have different sources
+        return f"{name}@{python_source.interpreter()}"  # interpreters that share a data folder differ
     path = Path(name).expanduser()
     return str(path.absolute()) if path.exists() or _is_glob(name) or _looks_local(name) else name
 
@@ -144,7 +144,7 @@ def _files(name: str, files: list[Path], config: DataConfig) -> Source:
 
 
 def _folder(path: Path, config: DataConfig) -> Source:
-    """A folder of plain files is read here; one that has splits, subfolders or other formats is left to `datasets`."""
+    """Read a folder of plain files here; `datasets` reads one with splits, subfolders or other formats."""
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
     if not entries:
         raise InputError(f"data.source = {str(path)!r} is an empty folder. Put .txt, .jsonl or .parquet files in it.")
@@ -160,12 +160,12 @@ def _is_glob(name: str) -> bool:
 
 
 def _looks_local(name: str) -> bool:
-    """Whether a name that does not exist must have meant a file: an id of the Hub is `name` or `owner/name`."""
+    """Whether a missing name can only be a file: an id of the Hub is `name` or `owner/name`."""
     return Path(name).suffix in readers.BY_SUFFIX or name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def _similar(path: Path) -> str:
-    """A sentence that names the nearest existing file, or what there is instead; empty if there is nothing near."""
+    """A hint: the nearest existing file, or the first missing folder; empty if neither helps."""
     parent = path.parent
     if parent.is_dir():
         guess = nearest(path.name, [entry.name for entry in parent.iterdir()])

@@ -1,9 +1,8 @@
-"""Documents on disk between reading and tokenising.
+"""Document store: documents on disk between reading and tokenising.
 
-The documents of a split, and the text that a tokenizer learns from, depend on how many documents there are, which is known
-only when the last source has been read. Reading may be slow (parsing, decompressing) and is done once: documents go to one
-file as they come, and are then taken from it in any order at the speed of a memory map. The price is disk: the corpus' own
-size for a while.
+The validation split and the tokenizer's sample depend on the number of documents, which is known only after the last source is
+read. Reading may be slow (parsing, decompressing) and happens once: documents are appended to one file and then read in any
+order through a memory map. The price is disk: the corpus' own size for a while.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from octavo.data import rng
 from octavo.data.readers import Document
 from octavo.errors import InputError
 
-Numbers = npt.NDArray[np.int64]
-"""Documents of a spool, by number."""
+DocumentNumbers = npt.NDArray[np.int64]
+"""Documents of a store, by number."""
 
 
-class Spool:
-    """Documents by number, in one file: text as UTF-8, tokens as little-endian uint32. One kind or the other, never both.
+class DocumentStore:
+    """Documents by number, in one file: text as UTF-8 or tokens as little-endian uint32, never both.
 
     Use as a context manager; `append` first, then `seal`, then read.
     """
@@ -38,7 +37,7 @@ class Spool:
         self._first: Document | None = None
         self.max_id = -1
 
-    def __enter__(self) -> Spool:
+    def __enter__(self) -> DocumentStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -51,47 +50,34 @@ class Spool:
 
     @property
     def stored(self) -> int:
-        """Bytes that are stored."""
+        """Bytes in the store."""
         return self._offsets[-1]
 
     @property
     def tokenised(self) -> bool:
-        """Whether the documents came as token ids."""
+        """Whether the documents are token ids."""
         return self._first is not None and self._first.text is None
 
     def append(self, document: Document) -> int:
         """Store a document and return its number.
 
         Raises:
-            InputError: it is text where the others are tokens, or the reverse; its text has no UTF-8 form.
+            InputError: text among token ids, or the reverse; text that has no UTF-8 form.
         """
         if self._first is None:
             self._first = Document(None if document.text is None else "", document.input_ids, document.origin)
         if (document.text is None) != self.tokenised:
-            words, tokens = (document, self._first) if self.tokenised else (self._first, document)
+            text, tokens = (document, self._first) if self.tokenised else (self._first, document)
             raise InputError(
-                f"data.source mixes text ({words.origin}) with token ids ({tokens.origin}). Make two runs of it, or "
-                "tokenise all of it."
+                f"data.source mixes text ({text.origin}) with token ids ({tokens.origin}). Use two runs, or tokenise all of it."
             )
-        if document.text is not None:
-            try:
-                payload = document.text.encode()
-            except UnicodeEncodeError as error:
-                half = hex(ord(document.text[error.start]))
-                raise InputError(
-                    f"{document.origin}: character {error.start} is half of a surrogate pair, {half}. Correct it."
-                ) from None
-        else:
-            ids = document.input_ids
-            assert ids is not None
-            self.max_id = max(self.max_id, int(ids.max()))
-            payload = ids.astype("<u4").tobytes()
+        payload = self._encode(document)
         self._file.write(payload)
         self._offsets.append(self._offsets[-1] + len(payload))
         return len(self) - 1
 
     def seal(self) -> None:
-        """No more documents come."""
+        """End writing; from here on documents can be read."""
         self._file.flush()
         if self.stored:
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -100,42 +86,57 @@ class Spool:
         """Bytes of one document."""
         return self._offsets[number + 1] - self._offsets[number]
 
-    def texts(self, numbers: Numbers) -> Iterator[str]:
+    def texts(self, numbers: DocumentNumbers) -> Iterator[str]:
         """The texts of these documents."""
         for number in numbers:
             yield self._payload(number).decode()
 
-    def token_ids(self, numbers: Numbers) -> Iterator[npt.NDArray[np.uint32]]:
-        """The tokens of these documents."""
+    def token_ids(self, numbers: DocumentNumbers) -> Iterator[npt.NDArray[np.uint32]]:
+        """The token ids of these documents."""
         for number in numbers:
             yield np.frombuffer(self._payload(number), "<u4")
+
+    def _encode(self, document: Document) -> bytes:
+        ids = document.input_ids
+        if ids is not None:
+            self.max_id = max(self.max_id, int(ids.max()))
+            return ids.astype("<u4").tobytes()
+        assert document.text is not None
+        try:
+            return document.text.encode()
+        except UnicodeEncodeError as error:
+            half = hex(ord(document.text[error.start]))
+            raise InputError(
+                f"{document.origin}: character {error.start} is half of a surrogate pair, {half}. Correct it."
+            ) from None
 
     def _payload(self, number: int) -> bytes:
         assert self._map is not None
         return self._map[self._offsets[number] : self._offsets[number + 1]]
 
 
-def fill(spool: Spool, documents: Iterable[Document], *, count: int | None, seed: int, max_bytes: int | None) -> Numbers:
-    """Store documents and return the numbers of those that are taken, in the order of the corpus.
+def collect(
+    store: DocumentStore, documents: Iterable[Document], *, count: int | None, seed: int, max_bytes: int | None
+) -> DocumentNumbers:
+    """Store documents and return the numbers of the selected ones, in the order of the corpus.
 
-    Empty documents are left out. With `count`, that many are drawn from all of them with equal chance (reservoir sampling:
-    every document is read, but only about count · (1 + log(all / count)) are stored). Without it, reading stops once
-    `max_bytes` are stored.
+    Empty documents are skipped. With `count`, a uniform sample of that size is selected (reservoir sampling: every document is
+    read, but only about count · (1 + log(all / count)) are stored). Without it, reading stops once `max_bytes` are stored.
     """
-    drawn = array("q")
+    selected = array("q")
     generator = rng.generator(seed, rng.DOCUMENTS)
     seen = 0
     for document in documents:
         if not document.text and (document.input_ids is None or not len(document.input_ids)):
             continue
         if count is None or seen < count:
-            drawn.append(spool.append(document))
+            selected.append(store.append(document))
         else:
-            place = int(generator.integers(0, seen + 1))
-            if place < count:
-                drawn[place] = spool.append(document)
+            slot = int(generator.integers(0, seen + 1))
+            if slot < count:
+                selected[slot] = store.append(document)
         seen += 1
-        if count is None and max_bytes is not None and spool.stored >= max_bytes:
+        if count is None and max_bytes is not None and store.stored >= max_bytes:
             break
-    spool.seal()
-    return np.sort(np.asarray(drawn, np.int64))
+    store.seal()
+    return np.sort(np.asarray(selected, np.int64))

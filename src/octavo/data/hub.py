@@ -1,8 +1,7 @@
-"""Data sets that `datasets` knows how to load: names of the Hugging Face Hub, and folders with splits.
+"""Sources that `datasets` loads: data sets of the Hugging Face Hub, and local folders with splits.
 
-`datasets` 4 and later executes no code from a data set, and nothing here asks it to. Importing it takes a second, so it is
-imported when a source needs it. A data set of the Hub is identified by its name and split, not by sums of its files: `datasets`
-keeps and checks those in its own cache.
+`datasets` 4 and later executes no code from a data set. It takes a second to import, so it is imported on demand. A data set of
+the Hub is identified by name and split, not by the SHA-256 of its files: `datasets` verifies those in its own cache.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import Any
 
 from octavo.config.data import DataConfig
 from octavo.data.readers import Document, read_data_set
-from octavo.errors import InputError
+from octavo.errors import InputError, first_line
 
 
 def from_hub(name: str, config: DataConfig, hint: str) -> Iterator[Document]:
     """The documents of a named data set.
 
     Raises:
-        InputError: it does not exist, cannot be reached, has no such split, or needs code; `hint` may name a local file.
+        InputError: it does not exist, cannot be reached, has no such split, or needs code; `hint` is added to the message.
     """
     import datasets
 
@@ -29,8 +28,8 @@ def from_hub(name: str, config: DataConfig, hint: str) -> Iterator[Document]:
     except Exception as error:
         raise InputError(
             f"data.source = {name!r} is no local file, and the Hugging Face data set {name!r}, split {config.split!r}, cannot "
-            f"be loaded: {_reason(error)}.{hint} Check the name, data.subset, data.split and the network, or give a local file "
-            'or "python:docstrings" as data.source.'
+            f"be loaded: {first_line(error)}.{hint} Check the name, data.subset, data.split and the network, or give a local "
+            'file or "python:docstrings" as data.source.'
         ) from None
     yield from read_data_set(data, config.text_field, f"data set {name!r}")
 
@@ -49,7 +48,7 @@ def _load_folder(path: Path, subset: str | None, split: str) -> Any:
         data = datasets.load_from_disk(str(path))
     except Exception as error:
         raise InputError(
-            f"data.source = {str(path)!r}: the folder cannot be loaded as a data set, split {split!r}: {_reason(error)}. "
+            f"data.source = {str(path)!r}: the folder cannot be loaded as a data set, split {split!r}: {first_line(error)}. "
             "Check data.subset and data.split, or name the files themselves (a pattern such as 'folder/*.jsonl')."
         ) from None
     if isinstance(data, datasets.DatasetDict):
@@ -57,8 +56,3 @@ def _load_folder(path: Path, subset: str | None, split: str) -> Any:
             raise InputError(f"data.source = {str(path)!r} has no split {split!r}, only {', '.join(data)}. Change data.split.")
         return data[split]
     return data
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or ["no reason given"]
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}"

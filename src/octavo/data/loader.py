@@ -1,11 +1,11 @@
-"""Batches for a rank, from the number of the next sample and nothing else.
+"""Batches of a rank, as a function of the number of the next sample.
 
-Sample g of a run is sequence `permutation(seed, g // n)[g % n]` of the n sequences. So the whole state of the data is one
-integer: a resumed run, on any number of ranks and with any micro-batch, sees the same samples in the same global batches. The
-price is a permutation in memory, 8 bytes a sequence.
+Sample g of a run is sequence `permutation(seed, g // n)[g % n]` of the n sequences. So the state of the data is one integer: a
+resumed run, on any number of ranks and with any micro-batch, sees the same samples in the same global batches. The price is a
+permutation in memory, 8 bytes a sequence.
 
-Sequences come from a memory map, so a batch costs a copy and is made when it is asked for; `octavo.data.prefetch` asks early
-where the disk is slower than that. Batches may be asked for from several threads.
+Sequences are copied from a memory map on request; `octavo.data.prefetch` requests them early for slow disks. The loader is safe
+to use from several threads.
 """
 
 from __future__ import annotations
@@ -27,28 +27,26 @@ from octavo.parallel.mesh import fit_batch
 
 
 class Batch(NamedTuple):
-    """A micro-batch, int64 [B, T] each. Labels are not shifted: label t is token t, or -100 where nothing is predicted."""
+    """A micro-batch, int64 [B, T] each. Labels are not shifted: label t is token t, or IGNORED."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
 
 
-class Loader:
+class BatchLoader:
     """Batches of one split for one rank of data parallelism.
 
     Args:
-        prepared: the data.
-        split: "train" or "validation".
         sequence_length: T.
         packing: "join" or "documents".
-        seed: of the order of samples.
+        seed: seed of the order of samples.
         global_batch: sequences in a step, over all ranks.
-        micro_batch: sequences in a micro-batch of one rank; None: all of the rank's share.
-        dp_rank, dp_size: which ranks see different samples, and which of them this is.
+        micro_batch: sequences in a micro-batch of one rank; None: the rank's whole share.
+        dp_rank, dp_size: rank and size of the data-parallel group.
 
     Raises:
-        InputError: the global batch does not divide by the ranks and the micro-batch, or the split is empty.
+        InputError: ranks × micro-batch does not divide the global batch, or the split is empty.
     """
 
     def __init__(
@@ -76,21 +74,18 @@ class Loader:
         self._ordering = threading.Lock()
 
     def step(self, first_sample: int) -> list[Batch]:
-        """The micro-batches of this rank for the step whose global batch begins with this sample.
-
-        Samples are counted from 0 over all epochs.
-        """
+        """This rank's micro-batches of the step that begins at `first_sample`, counted from 0 over all epochs."""
         if first_sample < 0:
             raise ValueError(f"sample numbers start at 0, not {first_sample}")
-        chosen, size = self._chosen(first_sample), self.micro_batch
-        return [_tensors(self._sequences.batch(chosen[at : at + size])) for at in range(0, len(chosen), size)]
+        indices, size = self._indices(first_sample), self.micro_batch
+        return [_tensors(self._sequences.batch(indices[at : at + size])) for at in range(0, len(indices), size)]
 
     def validation(self, batches: int) -> Iterator[Batch]:
-        """The first `batches` micro-batches of the split, or all where there are fewer, in fixed order, no sequence twice.
+        """This rank's part of the first `batches` micro-batches of the split, in fixed order, each sequence once.
 
-        The number counts micro-batches over all ranks, so that any number of ranks validates on the same sequences. Every
-        rank yields equally many batches; the last one may be smaller, and a rank that has no sequence left for it yields one
-        whose labels are all -100, so that ranks that work together stay in step.
+        `batches` counts over all ranks: any number of ranks validates on the same sequences. Every rank yields equally many
+        batches, since ranks run collectives together: the last may be smaller, and a rank without a sequence for it yields a
+        batch of IGNORED labels.
         """
         total = min(batches * self.micro_batch, len(self._sequences))
         for first in range(0, total, self.micro_batch * self._ranks):
@@ -98,25 +93,25 @@ class Loader:
             if mine < total:
                 yield _tensors(self._sequences.batch(range(mine, min(mine + self.micro_batch, total))))
             else:
-                filler = self._sequences.batch([0])
-                filler.labels.fill(IGNORED)
-                yield _tensors(filler)
+                ignored = self._sequences.batch([0])
+                ignored.labels.fill(IGNORED)
+                yield _tensors(ignored)
 
-    def _chosen(self, first_sample: int) -> list[int]:
-        """The sequences of this rank's share: a contiguous part of the global batch."""
+    def _indices(self, first_sample: int) -> list[int]:
+        """The sequences of this rank: a contiguous part of the global batch."""
         share = self.global_batch // self._ranks
         start = first_sample + self._rank * share
-        chosen = []
+        indices = []
         for sample in range(start, start + share):
-            epoch, place = divmod(sample, len(self._sequences))
-            chosen.append(int(self._order(epoch)[place]))
-        return chosen
+            epoch, position = divmod(sample, len(self._sequences))
+            indices.append(int(self._order(epoch)[position]))
+        return indices
 
     def _order(self, epoch: int) -> Int64:
-        with self._ordering:  # or another thread's epoch would push this one out between the lines
+        with self._ordering:  # another thread may evict this epoch
             if epoch not in self._orders:
                 self._orders[epoch] = rng.generator(self._seed, epoch).permutation(len(self._sequences))
-                if len(self._orders) > 2:  # a step lies in two epochs at most, unless epochs are tiny
+                if len(self._orders) > 2:  # a step spans two epochs at most, unless epochs are tiny
                     self._orders.popitem(last=False)
             return self._orders[epoch]
 

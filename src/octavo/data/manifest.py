@@ -1,9 +1,8 @@
-"""What a folder of prepared data says about itself, and whether that is still true.
+"""Manifest of a folder of prepared data, and the checks against it.
 
-The manifest is written last, and the folder is renamed into place after it: a folder with a manifest is whole. Later it is
-held against the sizes of its own files (a cut copy, a full disk) and against the sources it was made from: size and
-modification time first, which costs a microsecond a file, and the sum only where these differ (a fresh checkout touches
-everything and changes nothing).
+The manifest is written last and the folder is then renamed into place: a folder with a manifest is whole. Later the folder's
+files are checked by size (cut copies, full disks). Sources are checked by size and modification time, a microsecond a file, and
+by SHA-256 only if the time differs: a fresh checkout changes every time and no content.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class _Record(BaseModel):
 
 
 class SourceFile(_Record):
-    """A file that the data was made from."""
+    """A file of the corpus or of the tokenizer, as it was read."""
 
     path: str
     size: int
@@ -48,14 +47,14 @@ class OwnFile(_Record):
 
 
 class Counts(_Record):
-    """What a split holds."""
+    """Sizes of a split."""
 
     documents: int
     tokens: int
 
 
 class Manifest(_Record):
-    """manifest.json; `key` holds the settings that decide what the tokens are."""
+    """manifest.json; `key` is the result of `key(config)`."""
 
     format: int
     octavo: str
@@ -73,9 +72,9 @@ class Manifest(_Record):
 
 
 def key(config: DataConfig) -> dict[str, Any]:
-    """The settings that decide what the tokens are.
+    """The settings that the tokens depend on.
 
-    `sequence_length` and `packing` are not among them: tokens are stored unpacked, so that one preparation serves every length.
+    Not `sequence_length` and `packing`: tokens are stored unpacked, so that one preparation serves every length.
     """
     names = [config.source] if isinstance(config.source, str) else config.source
     folder = None if config.tokenizer == "train" else check(config.tokenizer)
@@ -100,12 +99,12 @@ def source_files(config: DataConfig, corpus_files: Sequence[Path]) -> list[Path]
 
 
 def record(path: Path) -> SourceFile:
-    """A source file as it is now; reads all of it."""
+    """A source file as it is now, with its SHA-256."""
     status = path.stat()
-    return SourceFile(path=str(path.absolute()), size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=_sum(path))
+    return SourceFile(path=str(path.absolute()), size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=_sha256(path))
 
 
-def _sum(source: Path) -> str:
+def _sha256(source: Path) -> str:
     try:
         return sha256_file(source)
     except OSError as error:
@@ -113,19 +112,19 @@ def _sum(source: Path) -> str:
 
 
 def own_files(folder: Path) -> dict[str, OwnFile]:
-    """The files below a prepared folder, without its manifest."""
+    """The files of a prepared folder except its manifest."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILE)
     return {str(path.relative_to(folder)): OwnFile(size=path.stat().st_size, sha256=sha256_file(path)) for path in paths}
 
 
 def fingerprint(files: dict[str, OwnFile], tokenizer_sha256: str | None) -> str:
-    """What identifies the data: the token files and the tokenizer, not where, when or from which files they were made."""
+    """Identity of the data: SHA-256 over token files and tokenizer, without paths and times."""
     parts = [f"{name} {file.sha256}" for name, file in sorted(files.items()) if "/" not in name]
     return hashlib.sha256("\n".join([*parts, f"tokenizer {tokenizer_sha256}"]).encode()).hexdigest()
 
 
 def read(folder: Path) -> Manifest | None:
-    """The manifest of a folder, or None where there is none that this version understands."""
+    """The manifest of a folder; None if there is none in this version's format."""
     try:
         return Manifest.model_validate_json((folder / FILE).read_bytes())
     except (OSError, ValidationError):
@@ -133,7 +132,7 @@ def read(folder: Path) -> Manifest | None:
 
 
 def damage(folder: Path, manifest: Manifest) -> str | None:
-    """What is wrong with the folder's own files, by their sizes; None if nothing."""
+    """The first missing file, or file of the wrong size, as a sentence; None if there is none."""
     for name, file in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
@@ -145,10 +144,10 @@ def damage(folder: Path, manifest: Manifest) -> str | None:
 
 
 def changes(manifest: Manifest, paths: Sequence[Path]) -> tuple[str | None, list[SourceFile]]:
-    """Compare the sources with what they were.
+    """Compare the sources with the manifest.
 
     Returns:
-        The first change in words, None if there is none; and the sources with today's modification times.
+        The first change as a sentence, None if there is none; and the sources with current modification times.
     """
     known = {source.path: source for source in manifest.sources}
     current = {str(path.absolute()): path for path in paths}
@@ -166,7 +165,7 @@ def changes(manifest: Manifest, paths: Sequence[Path]) -> tuple[str | None, list
             continue
         if status.st_size != before.size:
             return f"{name} has {status.st_size:,} bytes and had {before.size:,}", manifest.sources
-        if _sum(path) != before.sha256:
+        if _sha256(path) != before.sha256:
             return f"{name} has other content of the same size", manifest.sources
         fresh.append(before.model_copy(update={"mtime_ns": status.st_mtime_ns}))
     return None, fresh

@@ -1,13 +1,12 @@
-"""Documents to sequences of one length.
+"""Packing: documents to sequences of one length.
 
-"join" is a stream: all documents one after another, cut every T tokens. Nothing is padded, and attention sees across
-documents. "documents" keeps them apart: position ids restart at 0 at each document, which is what attention and the loss go
-by. Documents longer than T are cut; what remains and the shorter ones are packed whole, by best fit in decreasing length
-(Ding et al., "Fewer Truncations Improve Language Modeling", 2024): sequences are nearly as few as with cutting everywhere,
-and no document loses its context to a cut that is not needed. The price is padding where no document fits, which text of many
-lengths hardly has, and an index in memory of 16 bytes a document.
+"join" cuts the stream of all documents every T tokens: no padding, and attention crosses documents. "documents" keeps documents
+apart: position ids restart at 0 at each one, and attention and loss follow the position ids. Documents longer than T are cut;
+remainders and shorter documents are packed whole, by best fit in decreasing length (Ding et al., "Fewer Truncations Improve
+Language Modeling", 2024): nearly as few sequences as with cuts everywhere, and no needless cut takes a document's context. The
+price is some padding, and an index in memory of 16 bytes a document.
 
-Nothing here copies the corpus: a `Packing` says which tokens a sequence has, `Sequences` reads them from the memory map.
+The corpus is not copied: a `Packing` holds ranges of tokens, `Sequences` reads them from the memory map.
 
     T: tokens in a sequence    P: pieces of documents    S: sequences    N: tokens of the split    D: documents
 """
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 IGNORED = -100
-"""The label of a position that is not a target (PyTorch's and Hugging Face's)."""
+"""Label of a position without a target (PyTorch's and Hugging Face's)."""
 
 Int64 = npt.NDArray[np.int64]
 
@@ -37,11 +36,11 @@ class Arrays(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Which tokens go where: sequence s consists of pieces first_S[s] to first_S[s + 1], then padding.
+    """Ranges of tokens by sequence: sequence s consists of pieces first_S[s] to first_S[s + 1], then padding.
 
     Attributes:
-        start_P, length_P: the tokens of a piece in the split, as a range.
-        first_S: [S + 1] the first piece of each sequence.
+        start_P, length_P: range of a piece's tokens in the split.
+        first_S: [S + 1] first piece of each sequence.
     """
 
     start_P: Int64
@@ -55,8 +54,7 @@ class Packing:
 def join(tokens: int, sequence_length: int) -> Packing:
     """Cut a stream of N `tokens` every T tokens.
 
-    What is left at the end is dropped, unless it is all there is: then it makes one padded sequence. Fewer than 2 tokens make
-    none.
+    The remainder is dropped, except that a stream shorter than T makes one padded sequence. Fewer than 2 tokens make none.
     """
     whole = tokens // sequence_length
     if whole == 0 and tokens >= 2:
@@ -69,12 +67,12 @@ def pack_documents(offsets_D: npt.NDArray[Any], sequence_length: int) -> Packing
     """Pack documents without joining them.
 
     Args:
-        offsets_D: [D + 1] where each document starts in the split, and the end of the last.
+        offsets_D: [D + 1] start of each document in the split, and the end of the last.
         sequence_length: T.
 
     Returns:
-        Sequences in the order of their first token, pieces in order within each. A piece of one token is left out: nothing
-        predicts it, and it predicts nothing.
+        Sequences in the order of their first token, pieces in order within each. Pieces of one token are left out: they have
+        no target.
     """
     start_D = np.asarray(offsets_D[:-1], np.int64)
     length_D = np.diff(np.asarray(offsets_D, np.int64))
@@ -100,13 +98,13 @@ def pack_documents(offsets_D: npt.NDArray[Any], sequence_length: int) -> Packing
 
 
 def _best_fit(length_P: Int64, capacity: int) -> Int64:
-    """The bin of each piece (lengths below `capacity`): longest first, each into the fullest bin that has room for it.
+    """The bin of each piece (lengths below `capacity`): longest first, each into the fullest bin with room for it.
 
-    Bin capacities are a set of small integers, kept as the bits of one Python integer, so that the fullest bin with room is the
-    lowest bit at or above the length: about 1 s for a million documents at T = 2048, 1.7 s at 16,384.
+    The free capacities of bins are the bits of one Python integer, so the fullest bin with room is the lowest bit at or above
+    the length: about 1 s for a million documents at T = 2048, 1.7 s at 16,384.
     """
     bin_P = np.empty(len(length_P), np.int64)
-    bins_with: list[list[int]] = [[] for _ in range(capacity + 1)]  # by room that is left
+    bins_with: list[list[int]] = [[] for _ in range(capacity + 1)]  # by free capacity
     rooms = 0  # bit r is set when bins_with[r] is not empty
     bins = 0
     for piece in np.argsort(-length_P, kind="stable").tolist():
@@ -133,17 +131,17 @@ def _packing(start_P: npt.NDArray[Any], length_P: npt.NDArray[Any], first_S: npt
 
 
 class Sequences:
-    """The sequences of one split, by number, read from the memory map when asked for.
+    """The sequences of one split by number, read from the memory map on request.
 
-    Labels are IGNORED at position 0 of every document (of every sequence, when joined), which nothing predicts, and on
-    padding. Padding counts as a document of its own: its positions restart at 0, so that no attention reaches it.
+    Labels are IGNORED on padding and at position 0 of every document (of every sequence, when joined). Padding is a document of
+    its own: its positions restart at 0, so that no attention reaches it.
 
     Args:
         tokens: [N] token ids, any integer type.
-        offsets: [D + 1] starts of the documents, and the end.
+        offsets: [D + 1] start of each document, and the end of the last.
         sequence_length: T.
         packing: "join" or "documents".
-        pad_id: what padding holds; any id of the vocabulary.
+        pad_id: token id of padding; any id of the vocabulary.
     """
 
     def __init__(

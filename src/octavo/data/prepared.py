@@ -1,11 +1,11 @@
-"""Tokenised data on disk: made once, found again, shared by every rank and every run that asks for the same.
+"""Prepared data: token files on disk, made once and shared by every rank and run with the same [data] section.
 
     data = prepare(config.data)         # the second call takes milliseconds
     data.tokens("train")                # a memory map
 
-A folder appears by rename when it is whole. Work in progress stands under `.preparing`, where no lookup goes; its lock makes
-a second process wait and then find the result. What was made is held against its sources each time; what is done about a
-change is the caller's choice: a new run prepares anew, a resumed one must not train on other data in silence.
+A folder appears by rename once it is whole. Work in progress is under `.preparing`, behind a lock: a second process waits, then
+finds the result. Sources are compared with the manifest each time. After a change a new run prepares the data again; a resumed
+run is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from octavo.storage import FolderLock, free_bytes, fsync_folder, fsync_tree, wri
 
 _WORK = ".preparing"
 _WAIT_SECONDS = 24 * 3600.0
-"""How long to wait for another process that prepares the same data; a dead one's lock is released by the kernel."""
+"""Longest wait for another process that prepares the same data; the kernel releases the lock of a dead one."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class PreparedData:
     """A corpus as token files.
 
     Attributes:
-        folder: where it stands.
-        manifest: what it says about itself.
-        sequence_length, packing: of the configuration that asked for it; defaults of `sequences`.
+        folder: path of the token files.
+        manifest: the folder's manifest.
+        sequence_length, packing: defaults of `sequences`.
     """
 
     folder: Path
@@ -60,22 +60,22 @@ class PreparedData:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the tokenizer can give; for a corpus that came as tokens without one, one more than the largest."""
+        """One more than the tokenizer's largest id; without a tokenizer, than the largest id in the data."""
         return self.manifest.vocab_size
 
     @property
     def max_token_id(self) -> int:
-        """The largest id that occurs."""
+        """The largest id in the data."""
         return self.manifest.max_token_id
 
     @property
     def end_token_id(self) -> int | None:
-        """The token at the end of every document, None where there is none."""
+        """The token at the end of every document; None if there is none."""
         return self.manifest.end_token_id
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """A folder that `transformers.AutoTokenizer.from_pretrained` reads, None for a corpus that came as tokens."""
+        """A folder for `transformers.AutoTokenizer.from_pretrained`; None for a corpus of token ids without a tokenizer."""
         return self.folder / "tokenizer" if self.manifest.tokenizer_sha256 else None
 
     @property
@@ -93,13 +93,13 @@ class PreparedData:
         return self._map(f"{split}.bin", "<u2" if self.manifest.dtype == "uint16" else "<u4")
 
     def offsets(self, split: Split) -> npt.NDArray[np.uint64]:
-        """[D + 1] where each document starts in `tokens(split)`, and the end of the last."""
+        """[D + 1] start of each document in `tokens(split)`, and the end of the last."""
         return self._map(f"{split}.offsets.bin", "<u8")
 
     def sequences(
         self, split: Split, *, sequence_length: int | None = None, packing: Literal["join", "documents"] | None = None
     ) -> Sequences:
-        """The sequences of a split, by number; none for a split that is empty."""
+        """The sequences of a split, by number."""
         return Sequences(
             self.tokens(split),
             self.offsets(split),
@@ -120,18 +120,17 @@ def prepare(
     progress: bool | None = None,
     console: Console | None = None,
 ) -> PreparedData:
-    """The prepared data of a `[data]` section, made now if it is not there.
+    """The prepared data of a `[data]` section; tokenises the corpus if there is none.
 
     Args:
-        config: the section; the data stands in `<config.folder>/<name of the source>-<hash of the section>`.
-        on_change: what to do when a source file is not what it was: make the data anew, or refuse (on resume).
+        config: the section; the data is in `<config.folder>/<name of the source>-<hash of the section>`.
+        on_change: after a change of a source file, prepare again, or raise (on resume).
         progress: whether to show bars; by default on a terminal only.
-        console: where bars and notices go; by default standard error.
+        console: for bars and notices; by default standard error.
 
     Raises:
-        InputError: the corpus or the tokenizer is missing or unusable, or has changed and `on_change` is "error". Nothing is
-        left
-            on disk.
+        InputError: the corpus or the tokenizer is missing or invalid, or has changed and `on_change` is "error". Nothing is
+            left on disk.
         OctavoError: the disk is full, or the folder cannot be written.
     """
     console = console or Console(stderr=True)
@@ -148,20 +147,20 @@ def prepare(
                 found = _current(config, corpus, target, on_change, None)
                 if found is None:
                     show = console.is_terminal if progress is None else progress
-                    found = _make(config, corpus, target, work / "partial", show=show, console=console)
+                    found = _build_folder(config, corpus, target, work / "partial", show=show, console=console)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise _explain(error, target) from error
     finally:
-        for folder in (work.parent, *made):  # those that were made for it and stayed empty, innermost first
+        for folder in (work.parent, *made):  # created here and still empty, innermost first
             with contextlib.suppress(OSError):
                 folder.rmdir()
     return found
 
 
 def prepared_or_none(config: DataConfig) -> PreparedData | None:
-    """The prepared data if it is there and whole; looks at its own files only, not at the sources, and writes nothing."""
+    """The prepared data if it is whole; checks the folder's own files and not the sources, and writes nothing."""
     target = folder_of(config)
     found = manifest.read(target)
     if found is None or found.key != manifest.key(config) or manifest.damage(target, found):
@@ -170,7 +169,7 @@ def prepared_or_none(config: DataConfig) -> PreparedData | None:
 
 
 def folder_of(config: DataConfig) -> Path:
-    """Where the prepared data of a section stands, or would."""
+    """The folder of the prepared data of a section, whether or not it exists."""
     digest = hashlib.sha256(json.dumps(manifest.key(config), sort_keys=True).encode()).hexdigest()
     names = [config.source] if isinstance(config.source, str) else config.source
     slug = re.sub(r"[^a-z0-9]+", "-", Path(names[0] if names else "").name.lower()).strip("-")[:40] or "data"
@@ -179,7 +178,7 @@ def folder_of(config: DataConfig) -> Path:
 
 
 def check_vocabulary(prepared: PreparedData, vocab_size: int) -> None:
-    """Refuse data whose ids do not fit into an embedding of `vocab_size` rows.
+    """Refuse token ids beyond an embedding of `vocab_size` rows.
 
     Raises:
         InputError: the largest token id is `vocab_size` or more.
@@ -196,7 +195,7 @@ def check_vocabulary(prepared: PreparedData, vocab_size: int) -> None:
 def _current(
     config: DataConfig, corpus: Corpus, target: Path, on_change: Literal["rebuild", "error"], console: Console | None
 ) -> PreparedData | None:
-    """What stands at `target`, if it may be used; says why not on the console."""
+    """The data at `target` if it is valid; otherwise None, with the reason on the console."""
     found = manifest.read(target)
     if found is None or found.key != manifest.key(config):
         return None
@@ -215,13 +214,15 @@ def _current(
         return None
     if sources != found.sources:
         found = found.model_copy(update={"sources": sources})
-        with contextlib.suppress(OSError):  # a read-only folder is compared by sums each time
+        with contextlib.suppress(OSError):  # a read-only folder: SHA-256 is computed each time
             write_atomic(target / manifest.FILE, found.model_dump_json(indent=1) + "\n")
     return _prepared(config, target, found)
 
 
-def _make(config: DataConfig, corpus: Corpus, target: Path, partial: Path, *, show: bool, console: Console) -> PreparedData:
-    if partial.parent.exists():  # the rest of a process that was killed
+def _build_folder(
+    config: DataConfig, corpus: Corpus, target: Path, partial: Path, *, show: bool, console: Console
+) -> PreparedData:
+    if partial.parent.exists():  # left by a killed process
         shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     made = build(config, corpus, partial, show=show, console=console)
@@ -229,7 +230,7 @@ def _make(config: DataConfig, corpus: Corpus, target: Path, partial: Path, *, sh
     replaced = partial.with_name("replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
-        target.rename(replaced)  # processes that have it mapped keep their maps
+        target.rename(replaced)  # memory maps of other processes stay valid
     partial.rename(target)
     fsync_folder(target.parent)
     return _prepared(config, target, made)

@@ -1,8 +1,8 @@
-"""Text that every Python installation has: its own source files.
+"""Corpora without a download: the source files of the running Python installation.
 
-A first run, a test and a benchmark need a real corpus with no download. The standard library's docstrings are a small one in
-English (about 2 MB); all installed packages are a large one in Python (hundreds of MB). Files are parsed or read, never
-imported. The corpus is that of the running interpreter: another version gives other text, and prepared data notices.
+First runs, tests and benchmarks need real text. The standard library's docstrings are a small English corpus (about 2 MB); all
+installed packages are a large Python corpus (hundreds of MB). Files are parsed or read, never imported. Another version of
+Python gives other text, and prepared data notices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TESTS = frozenset({"test", "tests", "idle_test"})
 
 
 def interpreter() -> str:
-    """What the corpus depends on: the version and the place of the standard library."""
+    """Version and location of the standard library, which identify the corpus."""
     return f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}:{_stdlib()}"
 
 
@@ -41,9 +41,9 @@ def package_files() -> list[Path]:
 
 
 def docstrings(files: Sequence[Path]) -> Iterator[Document]:
-    """One document for each docstring of a module, class or function, with its indentation removed.
+    """One document for each docstring of a module, class or function, without its indentation.
 
-    Files that do not parse are skipped: a standard library may hold templates and samples in older syntax.
+    Files that do not parse are skipped: a standard library may contain templates and older syntax.
     """
     for path in files:
         try:
@@ -83,7 +83,7 @@ def _python_files(root: Path, *, skip: frozenset[str]) -> list[Path]:
 
 
 def _encodable(text: str) -> bool:
-    """A docstring may hold half of a surrogate pair, which no tokenizer takes."""
+    """Whether text has a UTF-8 form: a docstring may contain half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

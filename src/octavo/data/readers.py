@@ -1,7 +1,7 @@
-"""Documents out of files: text, JSON lines, Parquet.
+"""Readers of documents: text, JSON lines, Parquet.
 
-Each reader streams, so that a file may be larger than memory (a .txt file is one document and is read whole), and names the
-file and the line or row of whatever it cannot use: skipping bad lines in silence would train on something else than was asked.
+Each reader streams, so that a file may be larger than memory (a .txt file is one document and is read whole). A fault is an
+error with the file and the line or row: skipping bad lines silently would train on other data than requested.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from octavo.errors import InputError, nearest
+from octavo.errors import InputError, first_line, nearest
 
 _ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, or one list of token ids from somebody else's tokenizer; `origin` says where it stands, for messages."""
+    """One text, or one list of token ids; `origin` is the file and line, for messages."""
 
     text: str | None
     input_ids: npt.NDArray[np.uint32] | None
@@ -30,12 +30,12 @@ class Document:
 
 
 def read_text(path: Path, text_field: str) -> Iterator[Document]:
-    """The whole file as one document; line ends are kept as they are, a byte order mark is not."""
+    """The whole file as one document, without a byte order mark; line ends are unchanged."""
     yield Document(_decode(_bytes(path), str(path)).removeprefix("\ufeff"), None, str(path))
 
 
 def read_json_lines(path: Path, text_field: str) -> Iterator[Document]:
-    """One JSON object a line: the text under `text_field` or, where there is none, the tokens under `input_ids`."""
+    """One JSON object a line: the text under `text_field`, else the token ids under `input_ids`."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -57,8 +57,8 @@ def read_json_lines(path: Path, text_field: str) -> Iterator[Document]:
 
 
 def read_parquet(path: Path, text_field: str) -> Iterator[Document]:
-    """The rows of one column, by batches: `text_field` or, where there is none, `input_ids`."""
-    import pyarrow  # heavy, and needed for this kind of file only
+    """The rows of one column, in batches: `text_field`, else `input_ids`."""
+    import pyarrow  # heavy
     import pyarrow.parquet
 
     try:
@@ -70,13 +70,13 @@ def read_parquet(path: Path, text_field: str) -> Iterator[Document]:
                     row += 1
                     yield from_row({column: value}, text_field, f"{path}, row {row}")
     except pyarrow.ArrowException as error:
-        raise InputError(f"{str(path)!r} is not a readable Parquet file: {_first_line(error)}. Replace it.") from None
+        raise InputError(f"{str(path)!r} is not a readable Parquet file: {first_line(error)}. Replace it.") from None
     except OSError as error:
         raise unreadable(path, error) from None
 
 
 def read_data_set(data: Any, text_field: str, name: str) -> Iterator[Document]:
-    """The rows of a `datasets.Dataset`, by batches, as Parquet's."""
+    """The rows of one column of a `datasets.Dataset`, in batches, as `read_parquet`."""
     column = _column(data.column_names, text_field, name)
     row = 0
     for batch in data.select_columns([column]).iter(batch_size=_ROWS):
@@ -86,10 +86,10 @@ def read_data_set(data: Any, text_field: str, name: str) -> Iterator[Document]:
 
 
 def from_row(row: Mapping[str, Any], text_field: str, origin: str) -> Document:
-    """A document from one row; `text_field` goes before `input_ids` where a row has both.
+    """A document from one row: `text_field`, else `input_ids`.
 
     Raises:
-        InputError: neither is there, or what is there is of another type.
+        InputError: the row has neither, or a value of another type.
     """
     if text_field in row:
         text = row[text_field]
@@ -153,12 +153,8 @@ def _decode(data: bytes, where: str, *, first_line: int = 1) -> str:
 
 
 def unreadable(path: Path, error: OSError) -> InputError:
-    """The answer to a source file that the system does not let be read."""
+    """The InputError of a source file that the system cannot read."""
     return InputError(f"data.source: cannot read {str(path)!r}: {error.strerror or error}. Check its permissions.")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _kind(value: object) -> str:
@@ -172,4 +168,4 @@ BY_SUFFIX: dict[str, Callable[[Path, str], Iterator[Document]]] = {
     ".json": read_json_lines,
     ".parquet": read_parquet,
 }
-"""The reader for each kind of file: (path, text_field) → documents."""
+"""Readers by suffix: (path, text_field) → documents."""

@@ -1,7 +1,7 @@
-"""Random numbers that depend on a seed and a purpose, and on nothing else.
+"""Random generators of data: each depends on a seed and a purpose alone.
 
-A counter-based generator keyed by (seed, stream) gives the same numbers in every process, at any time, whatever was drawn
-before: no state to save, none to share between ranks.
+A counter-based generator keyed by (seed, stream) gives the same numbers in every process, whatever was drawn before: there is
+no state to save or to share between ranks.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 DOCUMENTS = 2**63
-"""The stream for which documents are taken."""
-
+"""Stream of the choice of documents."""
 SPLIT = 2**63 + 1
-"""The stream for which documents are held out."""
-
+"""Stream of the validation split."""
 TOKENIZER = 2**63 + 2
-"""The stream for which documents a tokenizer learns from."""
+"""Stream of the documents that train a tokenizer."""
 
 
 def generator(seed: int, stream: int) -> np.random.Generator:
-    """The generator of a purpose; streams below 2**63 are the epochs of sample order."""
+    """The generator of a stream; streams below 2**63 are the epochs of sample order."""
     return np.random.Generator(np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)))

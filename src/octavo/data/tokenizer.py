@@ -1,12 +1,11 @@
-"""Text to token ids: a tokenizer trained on the corpus, or any of Hugging Face's.
+"""Tokenizer: a byte-level BPE trained on the corpus, or one of Hugging Face's.
 
-`tokenizer = "train"` learns a byte-level BPE, so that a run needs nothing but text, and every text round-trips exactly. Any
-other value is a Hugging Face folder or id. transformers takes seconds to import, so a folder whose tokenizer.json says
-everything is read by `tokenizers` alone; where transformers would change something (its own classes, tokens added by its
-configuration) it is asked. No code from a tokenizer's folder is executed.
+With `tokenizer = "train"` a run needs nothing but text, and every text round-trips exactly. Any other value is a Hugging Face
+folder or id. transformers takes seconds to import, so a folder is read by `tokenizers` alone unless transformers would change
+the result (own classes, tokens added by its configuration). No code from a tokenizer's folder is executed.
 
-A document becomes: what the tokenizer puts in front (a BOS, for some), the text, what it puts behind, and its end token (EOS)
-where it has one and did not put it there itself.
+A document is encoded as the tokenizer's prefix (a BOS, for some), the text, its suffix, and the end token (EOS) if the suffix
+does not end in it.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from octavo.errors import InputError, nearest
+from octavo.errors import InputError, first_line, nearest
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TRAINING_BYTES = 50_000_000
-"""A BPE learns from at most this much text: its merges are settled long before, and training time grows with the text."""
+"""Largest sample for training a BPE: merges settle long before, and training time grows with the text."""
 
 _BATCH_CHARACTERS = 2**20
 _PIECE_CHARACTERS = 2**20
@@ -37,14 +36,14 @@ _PATTERNS = ("*token*.json", "vocab.*", "merges.txt", "*.model", "chat_template.
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer, reduced to what preparing data needs.
+    """The functions of a tokenizer that prepare data.
 
     Attributes:
-        vocab_size: one more than the largest id that it can give.
-        end: id of the end token, None if the tokenizer has none.
-        prefix, suffix: ids around every document; the suffix holds the end token.
+        vocab_size: one more than the largest id.
+        end: id of the end token; None if there is none.
+        prefix, suffix: ids around every document; the suffix includes the end token.
         encode_batch: texts → ids, without special tokens.
-        save: write a folder that `transformers.AutoTokenizer.from_pretrained` reads.
+        save: write a folder for `transformers.AutoTokenizer.from_pretrained`.
     """
 
     vocab_size: int
@@ -57,8 +56,8 @@ class Encoder:
     def stream(self, texts: Iterable[str]) -> Iterator[tuple[npt.NDArray[np.uint32], bool]]:
         """Yield (ids, whether they end the document) for each piece of each text, in order.
 
-        A text of more than a million characters comes in pieces cut at line ends, so that memory stays bounded: a token that
-        would span such a cut comes out as two. The prefix and the suffix are in the first and the last piece.
+        Texts of more than a million characters are cut at line ends to bound memory; a token across a cut becomes two. The
+        first piece has the prefix, the last one the suffix.
         """
         batch: list[tuple[str, bool, bool]] = []
         size = 0
@@ -75,15 +74,15 @@ class Encoder:
         if not batch:
             return
         for (_, first, last), ids in zip(batch, self.encode_batch([piece[0] for piece in batch]), strict=True):
-            around = [*(self.prefix if first else ()), *ids, *(self.suffix if last else ())]
-            yield np.array(around, dtype=np.uint32), last
+            whole = [*(self.prefix if first else ()), *ids, *(self.suffix if last else ())]
+            yield np.array(whole, dtype=np.uint32), last
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Encoder:
-    """Learn a byte-level BPE with at most `vocab_size` tokens, the end token included.
+    """Train a byte-level BPE with at most `vocab_size` tokens, the end token included; fewer if the text has fewer merges.
 
-    It has fewer where the text holds fewer merges. The caller bounds the text (TRAINING_BYTES). The same texts give the same
-    tokenizer. The end token's name in a text is encoded as ordinary characters: a text cannot end its own document.
+    The caller bounds the text (TRAINING_BYTES). The same texts give the same tokenizer. The end token's name in a text is
+    encoded as ordinary characters, so that a text cannot end its own document.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -115,27 +114,26 @@ def load(name: str) -> Encoder:
     """A Hugging Face tokenizer from a folder or by its id.
 
     Raises:
-        InputError: there is none, or it cannot be loaded.
+        InputError: it does not exist or cannot be loaded.
     """
     folder = check(name)
     if folder is not None:
-        light = _load_light(folder)
-        if light is not None:
-            return light
+        encoder = _load_without_transformers(folder)
+        if encoder is not None:
+            return encoder
     try:
         from transformers import AutoTokenizer
 
-        # False, not absent: transformers would otherwise ask on stdin whether to run the folder's code, and a pipe may say yes
+        # False, not absent: otherwise transformers asks on stdin whether to run the folder's code, and a pipe may say yes
         tokenizer = AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=False)
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise InputError(
-                f"data.tokenizer = {name!r} brings Python code of its own, which Octavo never runs. Give a tokenizer that "
-                'needs none (a folder with a tokenizer.json), or "train".'
+                f"data.tokenizer = {name!r} needs Python code of its own, which Octavo never runs. Give a tokenizer without "
+                'code (a folder with a tokenizer.json), or "train".'
             ) from None
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(".")
         raise InputError(
-            f"data.tokenizer = {name!r} cannot be loaded: {type(error).__name__}: {reason}. Give a folder with a "
+            f"data.tokenizer = {name!r} cannot be loaded: {first_line(error)}. Give a folder with a "
             'tokenizer.json, a tokenizer of the Hugging Face Hub, or "train".'
         ) from None
     if tokenizer.is_fast:
@@ -145,13 +143,13 @@ def load(name: str) -> Encoder:
         ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
-    prefix, suffix = _around(tokenizer("a")["input_ids"], encode(["a"])[0], tokenizer.eos_token_id)
+    prefix, suffix = _prefix_and_suffix(tokenizer("a")["input_ids"], encode(["a"])[0], tokenizer.eos_token_id)
     size = max(tokenizer.get_vocab().values()) + 1
     return Encoder(size, tokenizer.eos_token_id, prefix, suffix, encode, _saver(tokenizer))
 
 
 def check(name: str) -> Path | None:
-    """The folder of a local tokenizer, None for an id of the Hub; refuses at once what can be neither."""
+    """The folder of a local tokenizer; None for an id of the Hub. Any other name is an InputError."""
     path = Path(name).expanduser()
     if path.is_dir():
         if not tokenizer_files(name):
@@ -171,26 +169,26 @@ def check(name: str) -> Path | None:
 
 
 def local_vocab_size(name: str) -> int | None:
-    """One more than the largest id of a local tokenizer, where its tokenizer.json says so; None for every other name."""
+    """One more than the largest id of a local tokenizer that needs no transformers; None for any other name."""
     folder = None if name == "train" else check(name)
-    light = _load_light(folder) if folder is not None else None
-    return light.vocab_size if light is not None else None
+    encoder = _load_without_transformers(folder) if folder is not None else None
+    return encoder.vocab_size if encoder is not None else None
 
 
 def tokenizer_files(name: str) -> list[Path]:
-    """The files that make up a local tokenizer, sorted; none for "train" and for ids of the Hub."""
+    """The files of a local tokenizer, sorted; none for "train" and for ids of the Hub."""
     folder = Path(name).expanduser()
     if name == "train" or not folder.is_dir():
         return []
     return sorted({path for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()})
 
 
-def _load_light(folder: Path) -> Encoder | None:
-    """Read tokenizer.json without transformers, or None where transformers would make something else of it."""
+def _load_without_transformers(folder: Path) -> Encoder | None:
+    """Read tokenizer.json by `tokenizers`; None if transformers would make another tokenizer of the folder."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # tokenizers raises plain Exception; transformers then says what is wrong, or copes
+    except Exception:  # tokenizers raises plain Exception; transformers then reads it, or reports the fault
         return None
     named = [
         _content(value) for key, value in config.items() if key.endswith("_token") and value and not isinstance(value, bool)
@@ -218,21 +216,22 @@ def _from_backend(tokenizer: Any, eos: str | None, save: Callable[[Path], None])
     tokenizer.no_padding()
 
     def encode(texts: list[str]) -> list[list[int]]:
-        # `fast` leaves out offsets, which nothing here reads.
+        # `fast` computes no offsets.
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     end = tokenizer.token_to_id(eos) if eos else None
-    prefix, suffix = _around(tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids, end)
+    with_special, without = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
+    prefix, suffix = _prefix_and_suffix(with_special, without, end)
     size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     return Encoder(size, end, prefix, suffix, encode, save)
 
 
-def _around(whole: Sequence[int], inner: Sequence[int], end: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What stands before and after a text's own ids, with the end token behind all of it."""
+def _prefix_and_suffix(whole: Sequence[int], inner: Sequence[int], end: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Special tokens before and after a text's own ids, the end token last."""
     width = len(inner)
     matches = (i for i in range(len(whole) - width + 1) if list(whole[i : i + width]) == list(inner))
     start = next(matches, None)
-    if start is None:  # the tokenizer does more than to add tokens around: leave documents as they are
+    if start is None:  # special tokens change the text's own ids: leave documents without them
         start, whole = 0, inner
     suffix = tuple(whole[start + width :])
     if end is not None and suffix[-1:] != (end,):

@@ -75,7 +75,7 @@ def summarise(metrics: Path, steps: int) -> Summary:
     )
 
 
-def closing_lines(result: Result) -> list[str]:
+def summary_lines(result: Result) -> list[str]:
     """The last words of a run: where it is, what it reached, what FP8 cost, and what to try next."""
     own, other = result.summary, result.bf16
     lines = ["", f"The run is in {result.folder}: run.toml, metrics.jsonl, checkpoints/, model/config.json, tokenizer/."]

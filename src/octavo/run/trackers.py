@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from octavo.errors import InputError
+from octavo.errors import InputError, first_line
 
 
 class Tracker(Protocol):
@@ -108,7 +108,7 @@ class Trackers:
                     tracker.log(step, values)
             except Exception as error:
                 del self._open[name]
-                _warn(f"{name} failed at step {step} and is dropped ({_first_line(error)}); metrics.jsonl has every step.")
+                _warn(f"{name} failed at step {step} and is dropped ({first_line(error)}); metrics.jsonl has every step.")
 
     def close(self) -> None:
         """Let every tracker hand over what it still holds."""
@@ -118,7 +118,7 @@ class Trackers:
                 with contextlib.redirect_stdout(sys.stderr):
                     tracker.close()
             except Exception as error:
-                _warn(f"{name} could not be closed ({_first_line(error)}); metrics.jsonl has every step.")
+                _warn(f"{name} could not be closed ({first_line(error)}); metrics.jsonl has every step.")
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -148,7 +148,7 @@ def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any],
                 raise
             remedy = _REMEDIES.get(name, f"Check that {name} works by itself")
             raise InputError(
-                f"log.trackers asks for {name!r}, which does not start: {_first_line(error)} {remedy}, or take it out of "
+                f"log.trackers asks for {name!r}, which does not start: {first_line(error)}. {remedy}, or take it out of "
                 "log.trackers."
             ) from None
     return Trackers(opened)
@@ -161,11 +161,6 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _run_id(folder: Path) -> str:
     return f"{folder.name}-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]}"
-
-
-def _first_line(error: Exception) -> str:
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line}".removesuffix(": ").removesuffix(".") + "."
 
 
 def _warn(message: str) -> None:

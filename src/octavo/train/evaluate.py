@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from octavo.data.loader import Batch
-from octavo.train.step import Stepper, count_targets, loss_of
+from octavo.train.step import TrainContext, count_targets, loss_of
 
 
 @torch.no_grad()
-def validation_loss(run: Stepper, batches: Sequence[Batch]) -> float:
+def validation_loss(run: TrainContext, batches: Sequence[Batch]) -> float:
     """Mean loss over all real targets of the ranks' `batches`, in nats; NaN if there are none."""
     targets = sum(count_targets(batch.labels) for batch in batches)
     if run.group is not None:

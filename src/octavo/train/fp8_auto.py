@@ -39,7 +39,7 @@ from octavo.kernels.timing import median_us
 from octavo.parallel.coordination import all_ranks
 from octavo.run.folder import RunFolder
 from octavo.storage import write_atomic
-from octavo.train.plan import RunPlan, recipe_of
+from octavo.train.plan import RunPlan, recipe_from_config
 
 _ROUNDS, _WARM_UP = 25, 3
 _HIDE_CYCLES = 2_000_000
@@ -75,7 +75,7 @@ class Setting(NamedTuple):
 Timer = Callable[[Shape, Recipe], Timing]
 
 
-def settled(plan: RunPlan, folder: RunFolder, *, resumed: bool) -> RunPlan:
+def choose_layers(plan: RunPlan, folder: RunFolder, *, resumed: bool) -> RunPlan:
     """The plan with the layers that `fp8.enabled = "auto"` keeps out of FP8; all ranks call it.
 
     resumed: the run has checkpoints, so that its own choice holds.
@@ -93,7 +93,7 @@ def settled(plan: RunPlan, folder: RunFolder, *, resumed: bool) -> RunPlan:
     timer = timer_on(plan)
     if timer is None:  # emulated because fp8.emulate asks for it
         return plan
-    excluded = all_ranks().on_first(lambda: slower_in_fp8(plan, timer))
+    excluded = all_ranks().on_first(lambda: slower_layers(plan, timer))
     taken = sum(layer.recipe is not None for layer in plan.layers.values())
     note = f"{plan.fp8_note}, where it is faster: in {taken - len(excluded)} of {taken} layers"
     return dataclasses.replace(plan, excluded=excluded, fp8_note=note)
@@ -113,14 +113,14 @@ def timer_on(plan: RunPlan) -> Timer | None:
     return lambda shape, recipe: measure(shape, recipe, plan.device, _setting(plan))
 
 
-def slower_in_fp8(plan: RunPlan, timer: Timer) -> dict[str, str]:
+def slower_layers(plan: RunPlan, timer: Timer) -> dict[str, str]:
     """The layers for which FP8 does not pay, each with both timings."""
     tokens = plan.micro_batch * plan.config.data.sequence_length
     wanted = {
         name: (Shape(tokens, *layer.shape), layer.recipe) for name, layer in plan.layers.items() if layer.recipe is not None
     }
     timings = table(wanted.values(), _setting(plan), timer)
-    reasons = {name: against(pair[0], timings[pair], plan.dtype) for name, pair in wanted.items()}
+    reasons = {name: reason_to_exclude(pair[0], timings[pair], plan.dtype) for name, pair in wanted.items()}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
@@ -130,7 +130,7 @@ def _setting(plan: RunPlan) -> Setting:
 
 def _as_begun(plan: RunPlan, choice: Mapping[str, Any]) -> RunPlan:
     note = f"FP8 as it was chosen when the run began, on {choice['device']}"
-    recipe = recipe_of(plan.config.fp8) if choice["fp8"] else None
+    recipe = recipe_from_config(plan.config.fp8) if choice["fp8"] else None
     how = ": none" if recipe is None else "" if supports_fp8(plan.device) else ", emulated here"
     return dataclasses.replace(plan, recipe=recipe, excluded=choice["kept_out"], fp8_note=note + how)
 
@@ -163,7 +163,7 @@ def table(wanted: Iterable[tuple[Shape, Recipe]], setting: Setting, timer: Timer
     return found
 
 
-def against(shape: Shape, timing: Timing, dtype: torch.dtype) -> str:
+def reason_to_exclude(shape: Shape, timing: Timing, dtype: torch.dtype) -> str:
     """Why a layer of this shape stays out of FP8; empty where FP8 is the faster."""
     if timing.fp8 < timing.wide:
         return ""
@@ -183,13 +183,13 @@ def measure(shape: Shape, recipe: Recipe, device: torch.device, setting: Setting
     weight = torch.randn(shape.rows, shape.columns, dtype=setting.weight_dtype, **make)
     dy = torch.randn(shape.tokens, shape.rows, dtype=setting.dtype, **make)
     place = torch.ones((2,), device=device)
-    kinds = (lambda: wide_products(x, weight, dy), lambda: fp8_products(x, weight, dy, recipe, place))
+    kinds = (lambda: high_precision_products(x, weight, dy), lambda: fp8_products(x, weight, dy, recipe, place))
     with torch.cuda.device(device):
         wide, fp8 = median_us(*kinds, device=device, rounds=_ROUNDS, warm_up=_WARM_UP, pause_cycles=_HIDE_CYCLES)
     return Timing(wide, fp8)
 
 
-def wide_products(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def high_precision_products(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A layer's output, input gradient and weight gradient in the dtype of `x`, as its backward computes them.
 
     A weight of another dtype is converted for each of its two products, since backward does not keep the first one's.

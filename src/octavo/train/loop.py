@@ -27,8 +27,8 @@ from octavo.build import DTYPES, build_model, describe, sharding_of
 from octavo.checkpoint.api import Checkpointer, check_weights, read_state, restore
 from octavo.checkpoint.rng_state import seed_everything
 from octavo.config.run import RunConfig
-from octavo.data.loader import Batch, Loader
-from octavo.data.prefetch import ReadAhead
+from octavo.data.loader import Batch, BatchLoader
+from octavo.data.prefetch import Prefetcher
 from octavo.data.prepared import PreparedData, check_vocabulary, prepare
 from octavo.errors import InputError, RunStopped
 from octavo.parallel.coordination import all_ranks, writing_ranks
@@ -44,7 +44,7 @@ from octavo.train.evaluate import perplexity, validation_loss
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import build_optimizer
 from octavo.train.plan import RunPlan, check, model_options
-from octavo.train.step import Stepper, begin_histories, train_step
+from octavo.train.step import TrainContext, begin_histories, train_step
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watch
 
@@ -69,7 +69,7 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
             before = folder.config() if folder.has_checkpoints else None  # what never saved binds nobody
             if before is not None:
                 check_resumable(before, config, folder.path)
-            plan = fp8_auto.settled(plan, folder, resumed=before is not None)
+            plan = fp8_auto.choose_layers(plan, folder, resumed=before is not None)
             other = without_fp8(plan) if config.train.compare_bf16 and plan.recipe is not None else None
             if other is not None:
                 _check_beside(RunFolder(other.config.output), other.config)  # before an FP8 run that it would be compared with
@@ -138,7 +138,7 @@ class Session:
 
     plan: RunPlan
     fingerprint: str
-    run: Stepper
+    run: TrainContext
     validation: list[Batch]
     metrics: MetricsFile | None
     """On the first rank."""
@@ -181,7 +181,7 @@ def _train_steps(session: Session, done: int, stop: StopRequest) -> None:
             raise RunStopped(f"stopped by {by} after step {step} of {steps}, saved. Run the same command again to continue.")
 
 
-def build(plan: RunPlan, prepared: PreparedData, watch: Watch | None = None) -> tuple[Stepper, list[Batch]]:
+def build(plan: RunPlan, prepared: PreparedData, watch: Watch | None = None) -> tuple[TrainContext, list[Batch]]:
     """The model on its device, its optimizer and its data; and the batches of a validation, empty without a split."""
     config = plan.config
     if plan.device.type == "cuda":
@@ -208,10 +208,10 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watch | None = None) -> 
     validation: list[Batch] = []
     if prepared.token_counts["validation"] >= 2:
         validation = list(_loader(plan, prepared, "validation").validation(config.train.validate_batches))
-    run = Stepper(
+    run = TrainContext(
         model=model,
         optimizer=build_optimizer(model, config.optimizer),
-        loader=ReadAhead(
+        loader=Prefetcher(
             _loader(plan, prepared, "train"),
             workers=config.data.workers,
             device=plan.device,
@@ -277,9 +277,9 @@ def without_fp8(plan: RunPlan) -> RunPlan:
     )
 
 
-def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "validation"]) -> Loader:
+def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "validation"]) -> BatchLoader:
     config = plan.config
-    return Loader(
+    return BatchLoader(
         prepared,
         split,
         sequence_length=config.data.sequence_length,

@@ -135,7 +135,7 @@ def check(config: RunConfig) -> RunPlan:
     micro_batch, accumulation = fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
     _check_float16(config)
     check_trackers(config.log.trackers)
-    recipe = recipe_of(config.fp8)
+    recipe = recipe_from_config(config.fp8)
     check_sources(config.data)
     hf_config = load_config(config.model.source, config.model.config)
     _check_length(config, hf_config)
@@ -165,7 +165,7 @@ def check(config: RunConfig) -> RunPlan:
     )
 
 
-def recipe_of(config: Fp8Config, name: str | None = None) -> Recipe:
+def recipe_from_config(config: Fp8Config, name: str | None = None) -> Recipe:
     """The recipe that a run file's [fp8] section asks for; or another one of this name, with the settings of the section."""
     name = name or config.recipe
     if name == "delayed":
@@ -185,7 +185,9 @@ def model_options(config: RunConfig) -> dict[str, Any]:
     """What of a run file decides by which recipe a layer runs, and what is minimised, as `build_model` takes it."""
     return {
         "skip": config.fp8.skip,
-        "layers": {p: None if name == "bf16" else recipe_of(config.fp8, name) for p, name in config.fp8.layers.items()},
+        "layers": {
+            p: None if name == "bf16" else recipe_from_config(config.fp8, name) for p, name in config.fp8.layers.items()
+        },
         "fp8_head": config.fp8.head,
         "objective": Objective(label_smoothing=config.train.label_smoothing, z_loss=config.train.z_loss),
     }

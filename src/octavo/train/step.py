@@ -23,7 +23,7 @@ from torch import nn
 
 from octavo.config.optimizer import OptimizerConfig
 from octavo.data.loader import Batch
-from octavo.data.prefetch import ReadAhead
+from octavo.data.prefetch import Prefetcher
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
@@ -38,7 +38,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Stepper:
+class TrainContext:
     """What a step needs, all of it built.
 
     Attributes:
@@ -52,7 +52,7 @@ class Stepper:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    loader: ReadAhead
+    loader: Prefetcher
     recipe: Recipe | None
     device: torch.device
     documents: bool
@@ -88,12 +88,12 @@ class StepResult:
     stopping: bool = False
 
 
-BEGINNING = 4
+HISTORY_PASSES = 4
 """Passes over the first samples from which histories begin. A cast has its scale once the casts behind it have theirs: two in a
 branch of a block, and the gradient of the stream a pass later, since branches add to it; one more for longer branches."""
 
 
-def begin_histories(run: Stepper) -> None:
+def begin_histories(run: TrainContext) -> None:
     """Let delayed scaling see the samples of the first step before that step; all ranks call it, before they draw a number.
 
     A history begins empty and its scale at 1, behind which gradients vanish: the first steps would train on what is left of
@@ -104,9 +104,9 @@ def begin_histories(run: Stepper) -> None:
     if all(recipe is None or recipe.history is None for recipe in by):
         return
     batches = run.loader.loader.step(0)  # not through what reads ahead, which is to begin with the first step
-    targets = _all_targets(run, batches)
+    targets = _global_targets(run, batches)
     accumulate(run.model, last=True)
-    for _ in range(BEGINNING):
+    for _ in range(HISTORY_PASSES):
         loss = loss_of(run.model, batches[0], targets, recipe=run.recipe, device=run.device, documents=run.documents)
         (loss if run.loss_scale is None else loss * run.loss_scale.scale).backward()
         run.optimizer.zero_grad()
@@ -114,7 +114,7 @@ def begin_histories(run: Stepper) -> None:
             forget_overflow(run.model)
 
 
-def train_step(run: Stepper, step: int, stop: StopRequest | None = None) -> StepResult:
+def train_step(run: TrainContext, step: int, stop: StopRequest | None = None) -> StepResult:
     """Do optimizer step `step` (the first is 1); all ranks call it.
 
     Raises:
@@ -125,7 +125,7 @@ def train_step(run: Stepper, step: int, stop: StopRequest | None = None) -> Step
     batches = run.loader.step((step - 1) * run.global_batch)
     data_seconds = time.perf_counter() - started
     run.watch.phase("forward")  # here the ranks wait for one whose data is late
-    targets = _all_targets(run, batches)
+    targets = _global_targets(run, batches)
 
     scale = 1.0 if run.loss_scale is None else run.loss_scale.scale
     total = torch.zeros((), device=run.device)
@@ -167,7 +167,7 @@ def train_step(run: Stepper, step: int, stop: StopRequest | None = None) -> Step
     )
 
 
-def _all_targets(run: Stepper, batches: Sequence[Batch]) -> int | torch.Tensor:
+def _global_targets(run: TrainContext, batches: Sequence[Batch]) -> int | torch.Tensor:
     """Real targets of the global batch, at least 1; nothing waits for the device."""
     own = sum(count_targets(batch.labels) for batch in batches)
     if run.group is None:
@@ -177,7 +177,7 @@ def _all_targets(run: Stepper, batches: Sequence[Batch]) -> int | torch.Tensor:
     return total.clamp(min=1)
 
 
-def _skips(run: Stepper, step: int, loss: float, norm: float, locate: Callable[[], str | None]) -> bool:
+def _skips(run: TrainContext, step: int, loss: float, norm: float, locate: Callable[[], str | None]) -> bool:
     """Whether the step must leave the weights alone; raises where that would not help either."""
     if run.loss_scale is None:
         check_finite(run.model, step, loss, norm, locate=locate)
@@ -189,7 +189,7 @@ def _skips(run: Stepper, step: int, loss: float, norm: float, locate: Callable[[
     return False
 
 
-def _locate(run: Stepper, batches: Sequence[Batch], targets: int | torch.Tensor) -> str | None:
+def _locate(run: TrainContext, batches: Sequence[Batch], targets: int | torch.Tensor) -> str | None:
     """Where the forwards of these micro-batches stop being finite."""
     how: dict[str, Any] = {"recipe": run.recipe, "device": run.device, "documents": run.documents}
     return first_nonfinite(run.model, [partial(loss_of, run.model, batch, targets, **how) for batch in batches])
