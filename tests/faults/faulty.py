@@ -1,9 +1,9 @@
-"""A rank that has a fault at a chosen place: `faulty.py KIND:PHASE:STEP:RANK COMMAND …`, started by torchrun.
+"""A rank with a planted fault: `faulty.py KIND:PHASE:STEP:RANK COMMAND …`, started by torchrun.
 
-The fault happens as the main thread enters the phase (on every rank where RANK is "*"), in the first attempt only: a restarted
-rank is healthy. Just before it the moment is written to $FAULT_FILE. COMMAND is `demo TIMEOUT GRACE`, a loop of the phases of a
-training with the collectives of real ranks but without a model, or an `octavo` command line such as `train run.toml`. Of
-several ranks only $FAILPOINT_RANK has the failpoint that the environment names, also in the first attempt only.
+The fault happens as the main thread enters the phase (RANK "*": on every rank), in the first round only: a restarted rank is
+healthy. The time is written to $FAULT_FILE just before. COMMAND is `demo TIMEOUT GRACE`, a loop over the phases of a training
+with real collectives but without a model, or an `octavo` command line such as `train run.toml`. Only rank $FAILPOINT_RANK gets
+the failpoint of the environment, also in the first round only.
 
     kill    SIGKILL, as the kernel does when memory is out
     freeze  SIGSTOP
@@ -25,13 +25,13 @@ from octavo.watchdog.processes import die_with_launcher, leave
 from octavo.watchdog.stopping import StopRequest
 
 STEPS, SAVE_EVERY = 6, 2
-FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+FIRST_ROUND = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
 def main():
     fault, command, *arguments = sys.argv[1:]
     die_with_launcher()
-    if not FIRST_ATTEMPT or os.environ.get("FAILPOINT_RANK") != os.environ.get("RANK"):
+    if not FIRST_ROUND or os.environ.get("FAILPOINT_RANK") != os.environ.get("RANK"):
         os.environ.pop("OCTAVO_FAILPOINT", None)
     if fault != "none":
         plant(*fault.split(":"))
@@ -57,7 +57,7 @@ def plant(kind, phase, step, rank):
     def move(watch, place):
         enter(watch, place)
         here = place.part > 0 and (place.phase, str(place.step)) == (phase, step) and rank in ("*", str(watch.rank))
-        if here and FIRST_ATTEMPT:
+        if here and FIRST_ROUND:
             Path(os.environ["FAULT_FILE"]).write_text(repr(time.time()))
             commit(kind)
 
@@ -83,7 +83,7 @@ def demo(timeout, grace):
     import torch
     import torch.distributed as dist
 
-    from octavo.parallel.rendezvous import store_of_attempt
+    from octavo.parallel.rendezvous import round_store
     from octavo.parallel.world import init, state
     from octavo.watchdog.watchdog import Watch
 
@@ -92,7 +92,7 @@ def demo(timeout, grace):
     with StopRequest() as stop:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store_of_attempt(rank, world, 600), rank=rank, world_size=world)
+        dist.init_process_group(backend, store=round_store(rank, world, 600), rank=rank, world_size=world)
         init()
         x = torch.ones(1000, device=state.device)
         watch = Watch.of_job(timeout=timeout, grace=grace)

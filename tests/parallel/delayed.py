@@ -23,7 +23,7 @@ from octavo.parallel import world
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, delayed_init, materialise
 from octavo.parallel.module_init import OwnInit
-from octavo.parallel.shards import part_of
+from octavo.parallel.shards import local_shard
 
 SIZES = {"vocab_size": 17, "hidden_size": 40, "intermediate_size": 72, "attention_bias": True}
 """No size divides by 4 ranks, nor by the 16 elements of FP8 products."""
@@ -131,7 +131,7 @@ def parts(kind, degrees):
     materialise(model, "cpu", OwnInit(0) if kind == "plain" else CounterInit(0, 1.0))
     found = []
     for name, parameter in model.named_parameters():
-        part, whole = part_of(parameter), full(parameter)
+        part, whole = local_shard(parameter), full(parameter)
         assert part.local.data_ptr() == parameter.to_local().data_ptr()
         assert torch.equal(part.local, whole[part.start : part.stop])
         if part.local.numel():
@@ -241,7 +241,7 @@ def own(**changes):
 
 
 def check_against(model, folder):
-    part = part_of(model.layers[5].layernorm_mlp.fc2_weight)
+    part = local_shard(model.layers[5].layernorm_mlp.fc2_weight)
     with safe_open(folder / "model.safetensors", "pt") as file:
         rows = file.get_slice("model.layers.5.mlp.down_proj.weight")[part.start : part.stop]
     assert torch.equal(part.local, rows)

@@ -23,7 +23,7 @@ from octavo.models.weight_loader import WeightLoader
 from octavo.parallel import deferred_init
 from octavo.parallel.deferred_init import CounterInit, Loaded, counter_normal_, delayed_init, key_of, materialise, names_on_meta
 from octavo.parallel.module_init import OwnInit
-from octavo.parallel.shards import part_of
+from octavo.parallel.shards import local_shard
 
 pytestmark = ranks.alone
 
@@ -369,7 +369,7 @@ def test_buffers_on_meta_come_from_files_that_have_them(tmp_path):
 
 
 def test_parts_of_columns_are_refused():
-    assert part_of(torch.tensor(3.0)).stop == 1
+    assert local_shard(torch.tensor(3.0)).stop == 1
     message = "whole rows"
     with pytest.raises(AssertionError, match=message):
         ranks.run(1, by_columns)
@@ -379,7 +379,7 @@ def by_columns():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    part_of(distribute_tensor(torch.zeros(2, 4), init_device_mesh("cpu", (1,)), [Shard(1)]))
+    local_shard(distribute_tensor(torch.zeros(2, 4), init_device_mesh("cpu", (1,)), [Shard(1)]))
 
 
 # Ranks.

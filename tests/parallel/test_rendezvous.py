@@ -1,4 +1,4 @@
-"""Ranks of an attempt agree on a name although earlier attempts left theirs in the same store."""
+"""Ranks of a rendezvous round agree on a name although earlier rounds left theirs in the same store."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -7,15 +7,15 @@ import pytest
 import torch.distributed as dist
 
 from octavo.errors import OctavoError
-from octavo.parallel.rendezvous import meet, store_of_attempt
+from octavo.parallel.rendezvous import round_name, round_store
 
 
-def attempt(store, world, ranks):
-    """What each of these ranks, started in this order, gets: a name or its error."""
+def run_round(store, world, ranks):
+    """The result of each of these ranks, started in this order: a name or an error."""
 
     def one(rank):
         try:
-            return meet(store, rank, world, timeout=5 if len(ranks) == world else 0.3)
+            return round_name(store, rank, world, timeout=5 if len(ranks) == world else 0.3)
         except OctavoError as error:
             return error
 
@@ -23,35 +23,35 @@ def attempt(store, world, ranks):
         return list(pool.map(one, ranks))
 
 
-def test_ranks_of_an_attempt_agree_and_attempts_differ():
+def test_ranks_of_a_round_agree_and_rounds_differ():
     store = dist.HashStore()
-    first, second = attempt(store, 3, [0, 1, 2]), attempt(store, 3, [2, 1, 0])
+    first, second = run_round(store, 3, [0, 1, 2]), run_round(store, 3, [2, 1, 0])
     assert len(set(first)) == len(set(second)) == 1
     assert set(first).isdisjoint(second)
 
 
 @pytest.mark.parametrize("came", [[0, 1], [1, 2], [0]])
-def test_an_attempt_to_which_not_all_came_misleads_nobody(came):
+def test_an_incomplete_round_does_not_mislead_the_next(came):
     store = dist.HashStore()
-    assert all("has waited 0.3 s for the others" in str(said) for said in attempt(store, 3, came))
-    assert len(set(attempt(store, 3, [1, 0, 2]))) == 1
+    assert all("has waited 0.3 s for the others" in str(said) for said in run_round(store, 3, came))
+    assert len(set(run_round(store, 3, [1, 0, 2]))) == 1
 
 
-def test_a_rank_that_is_early_waits_for_the_name_of_its_own_attempt():
+def test_an_early_rank_waits_for_the_name_of_its_own_round():
     store = dist.HashStore()
-    old = attempt(store, 2, [0, 1])[0]
+    old = run_round(store, 2, [0, 1])[0]
     found = []
-    early = threading.Thread(target=lambda: found.append(meet(store, 1, 2, timeout=5)))
+    early = threading.Thread(target=lambda: found.append(round_name(store, 1, 2, timeout=5)))
     early.start()
     early.join(0.1)
     assert not found
-    new = meet(store, 0, 2, timeout=5)
+    new = round_name(store, 0, 2, timeout=5)
     early.join()
     assert found == [new]
     assert new != old
 
 
 def test_one_rank_and_no_agent(monkeypatch):
-    assert meet(dist.HashStore(), 0, 1, timeout=0)
+    assert round_name(dist.HashStore(), 0, 1, timeout=0)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    assert store_of_attempt(0, 2, timeout=1) is None
+    assert round_store(0, 2, timeout=1) is None

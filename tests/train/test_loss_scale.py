@@ -10,13 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from octavo.checkpoint.rng_state import seed_everything
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.data.prepared import prepare
 from octavo.errors import InputError, OctavoError, RunStopped
 from octavo.fp8 import scaling
 from octavo.nn.head import linear_cross_entropy
+from octavo.parallel.world import seed_everything
 from octavo.run.metrics import read_metrics
 from octavo.train import loop
 from octavo.train.evaluate import validation_loss

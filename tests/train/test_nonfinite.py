@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.checkpoint.rng_state import seed_everything
 from octavo.config.run import RunConfig
 from octavo.data.prepared import prepare
 from octavo.errors import OctavoError
+from octavo.parallel.world import seed_everything
 from octavo.train.loop import build
 from octavo.train.nonfinite import first_nonfinite
 from octavo.train.plan import check

@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from octavo.checkpoint.rng_state import seed_everything
 from octavo.config.run import RunConfig
 from octavo.data.prepared import prepare
 from octavo.fp8 import scaling
+from octavo.parallel.world import seed_everything
 from octavo.train.evaluate import perplexity, validation_loss
 from octavo.train.loop import build
 from octavo.train.plan import check

@@ -80,7 +80,7 @@ class Checkpointer:
             for path in self.folder.glob(".tmp-*"):
                 shutil.rmtree(path)
 
-        writing_ranks().on_first(remove)
+        writing_ranks().on_rank_0(remove)
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, None if there never was one; damaged newer ones are reported and later replaced.
@@ -95,7 +95,7 @@ class Checkpointer:
             path, self._damaged = manifest.newest_whole(self.folder, self.report)
             return path
 
-        return writing_ranks().on_first(look)
+        return writing_ranks().on_rank_0(look)
 
     def save(
         self,
@@ -127,7 +127,7 @@ class Checkpointer:
 
         def write_and_prune() -> None:
             write(path, snapshot, ranks, step)
-            ranks.on_first(lambda: self._prune(step))
+            ranks.on_rank_0(lambda: self._prune(step))
 
         if background:
             self._background = Background(write_and_prune)
@@ -149,7 +149,7 @@ class Checkpointer:
             return
         running, failed = 1, 2
         state = failed if self.failed else 0 if self._background.done else running
-        if all_ranks().largest(state) != running:
+        if all_ranks().max(state) != running:
             self.wait()
 
     def wait(self) -> None:
@@ -161,7 +161,7 @@ class Checkpointer:
         write, self._background = self._background, None
         if write is not None:
             write.join()
-            all_ranks().agree(write.fault)
+            all_ranks().share_error(write.fault)
 
     def _prune(self, step: int) -> None:
         whole = [path for number, path in manifest.step_folders(self.folder) if number <= step and path not in self._damaged]
@@ -239,8 +239,8 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
         InputError: it is of another model or optimizer; nothing was changed then.
     """
     ranks = writing_ranks()
-    stored = ranks.on_first(lambda: shard_io.open_shards(path))
-    with ranks.together():
+    stored = ranks.on_rank_0(lambda: shard_io.open_shards(path))
+    with ranks.sharing_errors():
         state = read_state(path)
         groups = state.pop("groups")
         scalars: dict[str, dict[str, Any]] = state.pop("optimizer", {})
@@ -250,9 +250,9 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
             optimizer_state.check_scalars(path, model, optimizer, scalars)
         if recipe is not None:
             check_state_records(model, into.records)
-    with ranks.together():
+    with ranks.sharing_errors():
         stored.read(into.content())
-    with ranks.together():
+    with ranks.sharing_errors():
         if recipe is not None:
             load_state_records(model, into.records, recipe)
         if optimizer is not None:
@@ -331,7 +331,7 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
         OctavoError: the disk is full, or another rank failed.
     """
     path, ranks = Path(path).absolute(), writing_ranks()
-    with ranks.together():
+    with ranks.sharing_errors():
         for key, value in extra.items():
             try:
                 json.dumps(value, allow_nan=False)
@@ -339,7 +339,7 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
                 raise InputError(
                     f"octavo.save: extra {key!r} cannot be written as JSON ({error}); pass numbers, text, lists or dicts."
                 ) from None
-    ranks.on_first(lambda: _make_way(path))
+    ranks.on_rank_0(lambda: _make_way(path))
     write(path, take(model, optimizer, {"extra": extra}, ranks), ranks)
 
 
@@ -371,7 +371,7 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
             raise InputError(f"octavo.load: there is no checkpoint at {path}.")
         manifest.verify(path)
 
-    writing_ranks().on_first(look)
+    writing_ranks().on_rank_0(look)
     state = restore(path, model, optimizer)
     extra: dict[str, Any] = state.get("extra", {})
     return extra
@@ -379,7 +379,7 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
 
 def check_weights(path: Path, wanted: shard_io.Layout) -> None:
     """Refuse a checkpoint whose weights are not those of the model that `wanted` describes (InputError names them)."""
-    found = writing_ranks().on_first(lambda: shard_io.open_shards(path).layout)
+    found = writing_ranks().on_rank_0(lambda: shard_io.open_shards(path).layout)
     shard_io.check_layout(path, shard_io.part_of(found, "model."), wanted)
 
 

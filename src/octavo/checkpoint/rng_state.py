@@ -19,13 +19,6 @@ from octavo.parallel import world
 _TRACKED = "tracked."  # before the names of octavo.state's own generators
 
 
-def seed_everything(seed: int) -> None:
-    """Start every generator from `seed`."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def random_tensors() -> dict[str, torch.Tensor]:
     """torch's generator states, uint8.
 
@@ -35,8 +28,8 @@ def random_tensors() -> dict[str, torch.Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
-    if world.state._tracker is not None:
-        states |= {_TRACKED + name: value for name, value in world.state._tracker.get_states().items()}
+    if world.state.rng_tracker is not None:
+        states |= {_TRACKED + name: value for name, value in world.state.rng_tracker.get_states().items()}
     return states
 
 
@@ -71,4 +64,4 @@ def seed_beside(tensors: dict[str, torch.Tensor], rank: int) -> None:
     The same checkpoint on the same ranks thus draws the same numbers, and no two ranks draw alike.
     """
     digest = hashlib.sha256(tensors["cpu"].numpy().tobytes() + rank.to_bytes(8, "little")).digest()
-    seed_everything(int.from_bytes(digest[:8], "little") >> 1)
+    world.seed_everything(int.from_bytes(digest[:8], "little") >> 1)

@@ -106,7 +106,7 @@ def share_out(parts: Sequence[Part], ranks: Ranks) -> list[Part]:
         planner.set_up_planner({}, is_coordinator=True)
         shared.extend(each.items for each in planner.create_global_plan(plans)[0])
 
-    ranks.on_first(plan)
+    ranks.on_rank_0(plan)
     mine = {item.index for item in ranks.scatter(shared)}
     return [part for part in parts if part.item.index in mine]
 

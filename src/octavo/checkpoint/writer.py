@@ -84,7 +84,7 @@ def take(
         InputError: the optimizer keeps what a checkpoint cannot hold.
         OctavoError: another rank could not, or there is no memory for the copy.
     """
-    with ranks.together():
+    with ranks.sharing_errors():
         parts = shard_io.parts_of(collect(model, optimizer, ranks.rank))
         scalars = random_scalars()
         if ranks.rank == 0:
@@ -100,10 +100,10 @@ def take(
             texts = {random_file(ranks.rank): json.dumps(scalars)}
     parts = shard_io.share_out(parts, ranks)
     if staging is not None:
-        with ranks.together():
+        with ranks.sharing_errors():
             copies = staging.copy([part.data for part in parts])
             parts = [dataclasses.replace(part, data=copy) for part, copy in zip(parts, copies, strict=True)]
-    needed = ranks.total(shard_io.bytes_needed(parts) + sum(2 * len(text) for text in texts.values()))
+    needed = ranks.sum(shard_io.bytes_needed(parts) + sum(2 * len(text) for text in texts.values()))
     return Snapshot(parts, texts, needed)
 
 
@@ -113,7 +113,7 @@ def write(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | None = None)
     Raises:
         OctavoError: a disk is full, or another rank failed; earlier checkpoints are intact and nothing is left behind.
     """
-    temporary = path.parent / ranks.on_first(lambda: _begin(path, snapshot.needed))
+    temporary = path.parent / ranks.on_rank_0(lambda: _begin(path, snapshot.needed))
 
     def remove() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -126,13 +126,13 @@ def write(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | None = None)
             remove()  # before the others hear of it
             raise
 
-    with ranks.together(undo=remove), shard_io.space_named(path.parent, snapshot.needed):
+    with ranks.sharing_errors(undo=remove), shard_io.space_named(path.parent, snapshot.needed):
         entries = shard_io.write_shard(temporary, snapshot.parts, ranks.rank, step)
         if ranks.rank:
             for name, text in snapshot.texts.items():
                 write_atomic(temporary / name, text)
     known = {name: entry for each in ranks.gather(entries) for name, entry in each.items()}
-    ranks.on_first(finish)
+    ranks.on_rank_0(finish)
 
 
 def _begin(path: Path, needed: int) -> str:

@@ -1,13 +1,13 @@
-"""What ranks have to agree on: who does what once, and that all stop when one fails.
+"""Coordination of ranks: a function runs once on rank 0, and any rank's exception reaches all.
 
-A checkpoint that one rank could not finish is no checkpoint. So every phase of a save or a load ends in an exchange, after
-which either all ranks go on or all raise: the one with the fault its own exception, the others an `OctavoError` that names the
-rank and the fault. Nobody is left waiting for a rank that has given up.
+A checkpoint that one rank could not finish is no checkpoint. So every phase of a save or a load ends in a collective after
+which all ranks continue or all raise: the rank with the error its own exception, the others an `OctavoError` that names the
+rank and the error. No rank waits for one that has given up.
 
-Two gloo groups of all ranks carry this. One serves the thread that trains. The other, with hours of patience because a slow
-disk is no failure, serves whoever writes or reads files, which may be a thread in the background: collectives of two threads
-in one group would be mistaken for each other. Objects travel pickled between the processes of one job, as PyTorch's own object
-collectives do; nothing pickled reaches a disk.
+Two gloo groups of all ranks carry this. One serves the training thread. The other serves the thread that reads or writes files,
+which may run in the background: collectives of two threads on one group would be mistaken for each other. Its timeout is
+hours, because a slow disk is no failure. Objects travel pickled between the processes of one job, as in PyTorch's own object
+collectives; nothing pickled reaches a disk.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ import torch
 import torch.distributed as dist
 
 from octavo.errors import InputError, OctavoError
-from octavo.parallel import world
 
 T = TypeVar("T")
 
-_PATIENCE = datetime.timedelta(hours=4)  # for the slowest disk among the ranks, and for hashing a whole checkpoint
-_made: dict[str, tuple[Any, dist.ProcessGroup]] = {}
+_PATIENCE = datetime.timedelta(hours=4)  # the slowest disk among the ranks, hashing a whole checkpoint
+_groups: dict[str, tuple[Any, dist.ProcessGroup]] = {}
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of the job, and the group over which they agree; None for one rank, which agrees with itself.
+    """All ranks of the job and their process group; one rank has no group and no collectives.
 
-    Every method is collective, and raises an `OctavoError` where a rank is lost.
+    Every method is collective, and raises an `OctavoError` when a rank is lost.
     """
 
     rank: int = 0
@@ -42,143 +41,143 @@ class Ranks:
     group: dist.ProcessGroup | None = None
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on some rank."""
-        return self.largest(int(flag)) > 0
+        """Whether `flag` is true on any rank."""
+        return self.max(int(flag)) > 0
 
-    def largest(self, number: int) -> int:
-        """The largest of every rank's number."""
-        return self._reduced(number, dist.ReduceOp.MAX)
+    def max(self, number: int) -> int:
+        """The maximum over ranks."""
+        return self._all_reduce(number, dist.ReduceOp.MAX)
 
-    def total(self, number: int) -> int:
-        """The sum of every rank's number."""
-        return self._reduced(number, dist.ReduceOp.SUM)
+    def sum(self, number: int) -> int:
+        """The sum over ranks."""
+        return self._all_reduce(number, dist.ReduceOp.SUM)
 
-    def _reduced(self, number: int, operation: Any) -> int:
+    def _all_reduce(self, number: int, operation: Any) -> int:
         if self.size == 1:
             return number
         value = torch.tensor(number)
-        with self._connected():
+        with self._lost_ranks_named():
             dist.all_reduce(value, operation, group=self.group)
         return int(value)
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[None]:
-        """Around each collective: what breaks there is a rank that is gone, or whose time is over."""
+    def _lost_ranks_named(self) -> Iterator[None]:
+        """Around each collective: a RuntimeError there is a lost rank or a timeout."""
         try:
             yield
-        except RuntimeError as lost:
-            raise OctavoError(f"rank {self.rank} of {self.size} lost the others: {lost}") from lost
+        except RuntimeError as error:
+            raise OctavoError(f"rank {self.rank} of {self.size} lost the others: {error}") from error
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, on rank 0; an empty list on the others."""
+        """Every rank's value on rank 0, an empty list on the others."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with self._connected():
+        with self._lost_ranks_named():
             dist.gather_object(value, values, dst=0, group=self.group)
         return values or []
 
-    def everyone(self, value: T) -> list[T]:
-        """Every rank's value, on every rank."""
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._connected():
+        with self._lost_ranks_named():
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def scatter(self, values: list[T]) -> T:
-        """The entry of rank 0's list that belongs to this rank."""
+        """This rank's entry of rank 0's list."""
         if self.size == 1:
             return values[0]
         received: list[Any] = [None]
-        with self._connected():
+        with self._lost_ranks_named():
             dist.scatter_object_list(received, cast(list[Any], values) if self.rank == 0 else None, src=0, group=self.group)
         return cast(T, received[0])
 
-    def agree(self, fault: BaseException | None, undo: Callable[[], None] | None = None) -> None:
-        """Go on if no rank has a fault; otherwise every rank raises, once rank 0 has called `undo`.
+    def share_error(self, error: BaseException | None, undo: Callable[[], None] | None = None) -> None:
+        """Return if no rank has an error; otherwise raise on every rank, after rank 0 has called `undo`.
 
         Raises:
-            BaseException: `fault` itself, on its rank.
-            OctavoError: on the others, naming the rank and its fault (`InputError` if that is what it was).
+            BaseException: `error` itself, on its own rank.
+            OctavoError: on the others, naming the rank and its error; an `InputError` stays one.
         """
-        said: list[tuple[bool, str] | None] = []
+        reports: list[tuple[bool, str] | None] = []
         try:
-            if self.any(fault is not None):
-                said = self.everyone(None if fault is None else _told(fault))
+            if self.any(error is not None):
+                reports = self.all_gather(None if error is None else _report(error))
                 if undo is not None:
-                    self.on_first(undo)
-        except OctavoError:  # the others are gone, which says less than a fault of this rank's own
-            if fault is None:
+                    self.on_rank_0(undo)
+        except OctavoError:  # a lost connection says less than this rank's own error
+            if error is None:
                 raise
-        if fault is not None:
-            raise fault
-        for rank, told in enumerate(said):
-            if told is not None:
-                raise _error(told, f"rank {rank} of {self.size}: ")
+        if error is not None:
+            raise error
+        for rank, report in enumerate(reports):
+            if report is not None:
+                raise self._remote_error(rank, report)
 
     @contextlib.contextmanager
-    def together(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
-        """What every rank does on its own, after which they `agree`. Nothing inside may wait for another rank."""
-        fault: BaseException | None = None
+    def sharing_errors(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
+        """A block that every rank runs by itself, then `share_error`. Nothing inside may wait for another rank."""
+        error: BaseException | None = None
         try:
             yield
-        except BaseException as error:
-            fault = error
-        self.agree(fault, undo)
+        except BaseException as raised:
+            error = raised
+        self.share_error(error, undo)
 
-    def on_first(self, do: Callable[[], T]) -> T:
-        """What rank 0 does alone: every rank gets its result, or an exception that names its fault."""
+    def on_rank_0(self, function: Callable[[], T]) -> T:
+        """Call `function` on rank 0 alone: every rank gets its result or its exception."""
         if self.size == 1:
-            return do()
-        fault: BaseException | None = None
+            return function()
+        error: BaseException | None = None
         answer: list[Any] = [None, None]
         if self.rank == 0:
             try:
-                answer[1] = do()
-            except BaseException as error:
-                fault, answer = error, [_told(error), None]
+                answer[1] = function()
+            except BaseException as raised:
+                error, answer = raised, [_report(raised), None]
         try:
-            with self._connected():
+            with self._lost_ranks_named():
                 dist.broadcast_object_list(answer, src=0, group=self.group)
         except OctavoError:
-            if fault is None:
+            if error is None:
                 raise
-        if fault is not None:
-            raise fault
+        if error is not None:
+            raise error
         if answer[0] is not None:
-            raise _error(answer[0], f"rank 0 of {self.size}: ")
+            raise self._remote_error(0, answer[0])
         return cast(T, answer[1])
 
+    def _remote_error(self, rank: int, report: tuple[bool, str]) -> OctavoError:
+        is_input_error, text = report
+        return (InputError if is_input_error else OctavoError)(f"rank {rank} of {self.size}: {text}")
 
-def all_ranks() -> Ranks:
-    """The ranks as the training thread speaks to them. The first call is collective."""
-    return _ranks("control", world.state.control)
+
+def all_ranks(timeout: datetime.timedelta = _PATIENCE) -> Ranks:
+    """The ranks for the training thread. The first call is collective, and its `timeout` holds."""
+    return _ranks("training", timeout)
 
 
 def writing_ranks() -> Ranks:
-    """The ranks as whoever writes or reads a checkpoint speaks to them; one at a time. The first call is collective."""
-    return _ranks("writing", None)
+    """The ranks for the one thread that reads or writes files. The first call is collective."""
+    return _ranks("files", _PATIENCE)
 
 
-def _ranks(purpose: str, group: dist.ProcessGroup | None) -> Ranks:
+def _ranks(purpose: str, timeout: datetime.timedelta) -> Ranks:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks()
-    if group is None:
-        whole = dist.group.WORLD
-        made = _made.get(purpose)
-        if made is None or made[0] is not whole:  # of an earlier world, which was shut down
-            made = _made[purpose] = (whole, dist.new_group(backend="gloo", timeout=_PATIENCE))
-        group = made[1]
+    world: Any = dist.group.WORLD
+    made_for, group = _groups.get(purpose, (None, world))
+    if made_for is not world:  # the first call, or the first after a shutdown
+        shared = purpose == "training" and "gloo" in dist.get_backend_config()
+        group = world if shared else dist.new_group(backend="gloo", timeout=timeout)
+        _groups[purpose] = (world, group)
     return Ranks(dist.get_rank(), dist.get_world_size(), group)
 
 
-def _told(fault: BaseException) -> tuple[bool, str]:
-    text = str(fault) if isinstance(fault, OctavoError) else f"{type(fault).__name__}: {fault}"
-    return isinstance(fault, InputError), text
-
-
-def _error(told: tuple[bool, str], who: str = "") -> OctavoError:
-    of_input, text = told
-    return InputError(who + text) if of_input else OctavoError(who + text)
+def _report(error: BaseException) -> tuple[bool, str]:
+    """Whether it is an InputError, and its text."""
+    text = str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {error}"
+    return isinstance(error, InputError), text

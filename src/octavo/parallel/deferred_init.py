@@ -33,7 +33,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from octavo.errors import InputError
 from octavo.parallel.coordination import Ranks
-from octavo.parallel.shards import named_tensors, part_of
+from octavo.parallel.shards import local_shard, named_tensors
 
 _CHUNK = 1 << 18
 """Elements drawn at a time, in temporary 64-bit integers: six times as fast on a CPU as 2^22, and 20 MB instead of 200."""
@@ -195,7 +195,7 @@ def initialise(model: nn.Module, *, seed: int, std: float, names: Collection[str
     for name, parameter in model.named_parameters():
         if names is not None and name not in names:
             continue
-        part = part_of(parameter)
+        part = local_shard(parameter)
         if parameter.dim() >= 2:
             counter_normal_(part.local, seed=seed, name=name, std=std, first_element=part.first_element)
         else:
@@ -231,7 +231,7 @@ class Loaded:
         """Fill this rank's part of all that is among the weights."""
         for name, tensor in named_tensors(model):
             if name in self.load.names:
-                part = part_of(tensor)
+                part = local_shard(tensor)
                 if part.local.numel():
                     self.load(name, part.local, part.start)
 
@@ -258,7 +258,7 @@ class FromRank0:
         tensors = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named_tensors(model)]
         has = self.load.names if self.load is not None else ()
         missing = [name for name, t in named_tensors(model) if (t.is_meta or isinstance(t, DTensor)) and name not in has]
-        said = self.ranks.everyone(
+        said = self.ranks.all_gather(
             [hashlib.sha256(repr(tensors).encode()).hexdigest(), missing if self.ranks.rank == 0 else []]
         )
         for rank, (digest, _) in enumerate(said):
@@ -278,7 +278,7 @@ class FromRank0:
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
         """Fill this rank's part of every parameter and buffer."""
         for name, tensor in named_tensors(model):
-            part = part_of(tensor)
+            part = local_shard(tensor)
             whole = torch.empty(part.shape, dtype=tensor.dtype, device=part.local.device)
             if self.ranks.rank == 0 and self.load is not None and name in self.load.names:
                 self.load(name, whole, 0)
@@ -286,7 +286,7 @@ class FromRank0:
                 whole.copy_(tensor)
             if self.ranks.size > 1:
                 dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # bytes: no backend knows every dtype
-            part.take(whole)
+            part.copy_from(whole)
 
 
 # Initial values without a random state. A generator's stream depends on the order and the number of draws, so ranks that

@@ -1,12 +1,12 @@
-"""Which parallel degrees fit a number of ranks, and how a batch is divided: arithmetic, before any process group exists.
+"""Parallel degrees and batch sizes: checks that they divide the ranks, before any process group exists.
 
     world = replicate × hybrid_shard × tensor        hybrid_shard (H) is the size of the FSDP group
     H     = shard × context                          and contains the context group
     data  = replicate × shard                        ranks that see different samples
     expert divides H
 
-A mistake here is found on a laptop before a cluster is paid for, so nothing imports torch. A refusal names every factor, the
-nearest degrees that do fit, and the keys to change; "nearest" changes as few keys as possible, then by the smallest ratios.
+Nothing imports torch, so that a laptop finds a mistake before a cluster is paid for. An error names every factor, the nearest
+degrees that fit, and the keys to change. "Nearest" means the fewest changed keys, then the smallest ratios.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from octavo.errors import InputError
 
 @dataclass(frozen=True)
 class Degrees:
-    """Degrees that fit `world` ranks. Made by `fit_degrees`; every attribute is a number of ranks.
+    """Degrees that fit `world` ranks; `fit_degrees` makes it. Every attribute is a number of ranks.
 
     Attributes:
         world: all ranks.
-        hybrid_shard: H, the ranks over which parameters are sharded.
-        tensor: the ranks over which each matrix is split.
-        context: the ranks over which a sequence is split (inside the H).
-        expert: the ranks over which experts are spread (inside the H).
+        hybrid_shard: H, the size of an FSDP group.
+        tensor: the size of a tensor-parallel group.
+        context: the size of a context-parallel group, inside an FSDP group.
+        expert: the size of an expert-parallel group, inside an FSDP group.
     """
 
     world: int
@@ -38,17 +38,17 @@ class Degrees:
 
     @property
     def replicate(self) -> int:
-        """Copies of the sharded model."""
+        """Replicas of the sharded model."""
         return self.world // (self.hybrid_shard * self.tensor)
 
     @property
     def shard(self) -> int:
-        """Ranks of an FSDP group that see different samples."""
+        """Data-parallel ranks in an FSDP group."""
         return self.hybrid_shard // self.context
 
     @property
     def data(self) -> int:
-        """Ranks that see different samples: replicate × shard."""
+        """Data-parallel ranks, which see different samples: replicate × shard."""
         return self.replicate * self.shard
 
 
@@ -56,7 +56,7 @@ class DegreesError(InputError):
     """Parallel degrees that do not fit the world.
 
     Attributes:
-        nearest: keyword arguments of `fit_degrees`, `world_size` included, that do fit.
+        nearest: keyword arguments of `fit_degrees` that fit, `world_size` included.
     """
 
     def __init__(self, message: str, nearest: dict[str, int]) -> None:
@@ -65,10 +65,10 @@ class DegreesError(InputError):
 
 
 class BatchError(InputError):
-    """A batch that cannot be divided over the ranks.
+    """A batch that the ranks do not divide.
 
     Attributes:
-        nearest: `(global_batch, micro_batch)` pairs that do divide, the nearest first.
+        nearest: `(global_batch, micro_batch)` pairs that work, the nearest first.
     """
 
     def __init__(self, message: str, nearest: list[tuple[int, int | None]]) -> None:
@@ -84,10 +84,10 @@ def fit_degrees(
     expert_parallel_degree: int = 1,
     world_size: int,
 ) -> Degrees:
-    """The degrees of a run on `world_size` ranks; hybrid_shard_degree 0 takes all that tensor parallelism leaves.
+    """The degrees of a run on `world_size` ranks; hybrid_shard_degree 0 means world_size / tensor_parallel_degree.
 
     Raises:
-        DegreesError: the degrees do not fit; `nearest` has some that do.
+        DegreesError: the degrees do not fit; `nearest` has degrees that do.
     """
     asked = {
         "hybrid_shard_degree": hybrid_shard_degree,
@@ -99,9 +99,9 @@ def fit_degrees(
         raise DegreesError(
             f"a world of {world_size} ranks cannot train: start at least 1.", {**dict.fromkeys(asked, 1), "world_size": 1}
         )
-    faults = _faults(asked, world_size)
-    if faults:
-        raise _refusal(asked, world_size, faults)
+    problems = _problems(asked, world_size)
+    if problems:
+        raise _degrees_error(asked, world_size, problems)
     return Degrees(
         world=world_size,
         hybrid_shard=hybrid_shard_degree or world_size // tensor_parallel_degree,
@@ -112,15 +112,15 @@ def fit_degrees(
 
 
 def fit_batch(global_batch: int, micro_batch: int | None, dp_size: int) -> tuple[int, int]:
-    """Sequences in one forward of a rank, and forwards in a step: global_batch = micro × accumulation × dp_size.
+    """Micro-batch and accumulation steps: global_batch = micro_batch × accumulation × dp_size.
 
     Args:
         global_batch: sequences in an optimizer step, over all ranks.
-        micro_batch: sequences in a forward of one rank; None: the rank's whole share in one.
-        dp_size: ranks that see different samples.
+        micro_batch: sequences in a forward of one rank; None: global_batch / dp_size.
+        dp_size: data-parallel ranks.
 
     Raises:
-        BatchError: a number does not divide; `nearest` has numbers that do.
+        BatchError: a size does not divide; `nearest` has sizes that do.
     """
     share, rest = divmod(global_batch, dp_size)
     if rest or share < 1:
@@ -133,7 +133,7 @@ def fit_batch(global_batch: int, micro_batch: int | None, dp_size: int) -> tuple
     micro = share if micro_batch is None else micro_batch
     if micro < 1 or share % micro:
         works = _nearest_divisors(share, micro)
-        # Keeping the micro batch is the other way out: the nearest share that is a multiple of it.
+        # Or keep the micro batch: the nearest share that is a multiple of it.
         kept = max(micro, 1)
         batch = dp_size * kept * max(round(share / kept), 1)
         raise BatchError(
@@ -145,36 +145,36 @@ def fit_batch(global_batch: int, micro_batch: int | None, dp_size: int) -> tuple
     return micro, share // micro
 
 
-def _faults(asked: dict[str, int], world: int) -> list[str]:
-    """What is wrong with the degrees, in words; empty when they fit."""
-    low = [
+def _problems(asked: dict[str, int], world: int) -> list[str]:
+    """Descriptions of the degrees that do not fit; empty if all fit."""
+    too_low = [
         f"parallel.{key} = {value} must be at least {int(key != 'hybrid_shard_degree')}"
         for key, value in asked.items()
         if value < (key != "hybrid_shard_degree")
     ]
-    if low:
-        return low
+    if too_low:
+        return too_low
     hybrid, tensor, context, expert = asked.values()
     if world % tensor:
         return [f"tensor {tensor} does not divide the world of {world}"]
-    faults = []
+    problems = []
     if hybrid and world % (hybrid * tensor):
-        faults.append(f"hybrid_shard {hybrid} x tensor {tensor} = {hybrid * tensor} does not divide the world of {world}")
+        problems.append(f"hybrid_shard {hybrid} x tensor {tensor} = {hybrid * tensor} does not divide the world of {world}")
     resolved = hybrid or world // tensor
     whole = f"hybrid_shard {resolved}" if hybrid else f"hybrid_shard {resolved} (world {world} / tensor {tensor})"
     if resolved % context:
-        faults.append(f"context {context} does not divide {whole}")
+        problems.append(f"context {context} does not divide {whole}")
     if resolved % expert:
-        faults.append(f"expert {expert} does not divide {whole}")
-    return faults
+        problems.append(f"expert {expert} does not divide {whole}")
+    return problems
 
 
-def _refusal(asked: dict[str, int], world: int, faults: list[str]) -> DegreesError:
+def _degrees_error(asked: dict[str, int], world: int, problems: list[str]) -> DegreesError:
     nearest = min(_fitting(asked, world), key=lambda candidate: _distance(asked, candidate, world))
     changed = [key for key in asked if asked[key] != nearest[key]]
     factors = ", ".join(f"{key} {value}" for key, value in asked.items())
     return DegreesError(
-        f"parallel degrees do not fit {world} ranks: {'; '.join(faults)}. "
+        f"parallel degrees do not fit {world} ranks: {'; '.join(problems)}. "
         f"World {world} must be replicate x hybrid_shard x tensor, and context and expert must divide hybrid_shard; "
         f"given {factors}. Nearest that fit: {', '.join(f'{key} {value}' for key, value in nearest.items())}. "
         f"Change {', '.join(f'parallel.{key} to {nearest[key]}' for key in changed)}.",
@@ -183,7 +183,7 @@ def _refusal(asked: dict[str, int], world: int, faults: list[str]) -> DegreesErr
 
 
 def _fitting(asked: dict[str, int], world: int) -> Iterator[dict[str, int]]:
-    """Every set of degrees that fits; hybrid_shard stays 0 where it was left at 0 and means the same."""
+    """Every set of degrees that fits; hybrid_shard stays 0 if it was 0 and means the same."""
     for tensor in divisors(world):
         for hybrid in divisors(world // tensor):
             written = 0 if asked["hybrid_shard_degree"] == 0 and hybrid == world // tensor else hybrid
@@ -193,10 +193,10 @@ def _fitting(asked: dict[str, int], world: int) -> Iterator[dict[str, int]]:
 
 
 def _distance(asked: dict[str, int], candidate: dict[str, int], world: int) -> tuple[int, float, tuple[int, ...]]:
-    """Keys that change, then by how large a ratio; the degrees themselves make the choice unique."""
+    """Sort key: number of changed keys, sum of their log-ratios, the degrees themselves as a tie-break."""
     ratios = 0.0
     for key, value in asked.items():
-        # 0 stands for the largest hybrid_shard there is; a negative number is as far from 1 as it gets.
+        # 0 stands for the largest hybrid_shard; a degree below 1 counts as 1.
         before = value if value > 0 else world if key == "hybrid_shard_degree" else 1
         ratios += 0.0 if candidate[key] == value else abs(math.log2(max(candidate[key], 1) / before))
     return sum(candidate[key] != asked[key] for key in asked), round(ratios, 9), tuple(candidate.values())

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.errors import InputError
 from octavo.parallel.deferred_init import key_of, refuse_buffers
-from octavo.parallel.shards import Part, part_of
+from octavo.parallel.shards import LocalShard, local_shard
 
 _DRAWS = {"normal_", "uniform_", "fill_", "zero_"}
 """Operations that leave nothing of what was there, and do not look at it."""
@@ -44,7 +44,7 @@ class OwnInit:
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
         """Fill this rank's part of each named parameter."""
         groups = _plan(model, names)
-        parts = {name: part_of(tensor) for name, tensor in model.named_parameters() if name in names}
+        parts = {name: local_shard(tensor) for name, tensor in model.named_parameters() if name in names}
         if not groups:
             return
         with _StandIns(model) as stand_ins:
@@ -289,7 +289,7 @@ def _groups(steps: Sequence[_Step]) -> list[_Group]:
     return list(groups.values())
 
 
-def _draw(model: nn.Module, stand_ins: _StandIns, group: _Group, seed: int, parts: Mapping[str, Part]) -> None:
+def _draw(model: nn.Module, stand_ins: _StandIns, group: _Group, seed: int, parts: Mapping[str, LocalShard]) -> None:
     """Run a group's steps on whole parameters and keep this rank's parts."""
     with torch.random.fork_rng(devices=[]), stand_ins.drawn(group) as tensor_of:
         for step in group.steps:
@@ -301,7 +301,7 @@ def _draw(model: nn.Module, stand_ins: _StandIns, group: _Group, seed: int, part
                 whole = tensor_of(name).detach()
                 if name in group.unsure and whole.is_floating_point() and bool(whole.isnan().any()):
                     _refuse_forgotten(model, {name})
-                parts[name].take(whole)
+                parts[name].copy_from(whole)
 
 
 def _refuse_forgotten(model: nn.Module, names: Collection[str]) -> None:

@@ -1,9 +1,9 @@
-"""A key-value store that knows nothing of the attempts before this one.
+"""A key-value store without the entries of earlier rendezvous rounds.
 
-torchrun starts all ranks again when one has failed, but its agent keeps one store for all attempts. Process groups would read
-there what dead ranks wrote: gloo then connects to ports that nobody listens on any more, or waits for ever (torch 2.11 to
-2.13, with either rendezvous). So the ranks of an attempt first agree on a name of their own, and everything they write lies
-under it. The number of restarts that torchrun tells cannot be that name: agents of several hosts count differently.
+torchrun restarts all ranks when one has failed, but its agent keeps one store for all rounds. Process groups would read there
+the addresses of dead ranks: gloo then connects to ports without a listener, or hangs (torch 2.11 to 2.13, with either
+rendezvous backend). So the ranks of a round first agree on a random name, and prefix all their keys with it. torchrun's restart
+count cannot be that name: agents of several hosts count differently.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from octavo.errors import OctavoError
 
 _POLL_SECONDS = 0.02
-_NAME = "octavo-attempt"
+_KEY = "octavo-rendezvous"
 
 
-def store_of_attempt(rank: int, world: int, timeout: float) -> Store | None:
-    """The store of torchrun's agent, for the ranks of this attempt alone; None where no agent keeps one.
+def round_store(rank: int, world: int, timeout: float) -> Store | None:
+    """The store of torchrun's agent with a prefix of this round; None without an agent.
 
     Raises:
         OctavoError: not all ranks came within `timeout` seconds.
@@ -33,34 +33,34 @@ def store_of_attempt(rank: int, world: int, timeout: float) -> Store | None:
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
-    return PrefixStore(f"{_NAME}-{meet(store, rank, world, timeout)}", store)
+    return PrefixStore(f"{_KEY}-{round_name(store, rank, world, timeout)}", store)
 
 
-def meet(store: Store, rank: int, world: int, timeout: float) -> str:
-    """A name that the ranks of this attempt agree on, whatever earlier attempts have left in the store.
+def round_name(store: Store, rank: int, world: int, timeout: float) -> str:
+    """A name that the ranks of this round agree on, whatever earlier rounds left in the store.
 
-    Rank 0 makes it up; every other rank answers with the name that it found and a word of its own. Rank 0 takes the answers
-    that know its name and writes down their words, and a rank that finds its word there has been in the same attempt.
+    Rank 0 draws the name. Every other rank answers with the name that it read and a random token. Once every answer has this
+    round's name, rank 0 publishes the tokens under it; a rank that finds its own token there is in the same round.
 
     Raises:
         OctavoError: not all ranks came within `timeout` seconds.
     """
-    own, answered = secrets.token_hex(8), ""
+    own, answered = secrets.token_hex(8), ""  # rank 0's is the name, another rank's its token
     deadline = time.monotonic() + timeout
     if rank == 0:
-        store.set(_NAME, own)
+        store.set(_KEY, own)
     while True:
-        name = _read(store, _NAME) or ""
+        name = _read(store, _KEY) or ""
         if rank == 0:
-            answers = [json.loads(_read(store, f"{_NAME}-answer-{other}") or '["", ""]') for other in range(1, world)]
+            answers = [json.loads(_read(store, f"{_KEY}-answer-{other}") or '["", ""]') for other in range(1, world)]
             if all(name == own for name, _ in answers):
-                store.set(f"{_NAME}-{own}-words", json.dumps([word for _, word in answers]))
+                store.set(f"{_KEY}-{own}-tokens", json.dumps([token for _, token in answers]))
                 return own
         elif name:
             if name != answered:
-                store.set(f"{_NAME}-answer-{rank}", json.dumps([name, own]))
+                store.set(f"{_KEY}-answer-{rank}", json.dumps([name, own]))
                 answered = name
-            if own in json.loads(_read(store, f"{_NAME}-{name}-words") or "[]"):
+            if own in json.loads(_read(store, f"{_KEY}-{name}-tokens") or "[]"):
                 return name
         if time.monotonic() > deadline:
             raise OctavoError(f"rank {rank} of {world} has waited {timeout:g} s for the others to start.")

@@ -1,7 +1,8 @@
-"""Which rows of a parameter a rank holds.
+"""The local shard of a parameter: which rows this rank holds.
 
-FSDP2 shards a parameter over its first dimension; the ranks of a [replicate, shard] mesh hold each part several times, parts
-may be uneven, and a rank may hold none. Whoever fills or reads a part asks here and never looks at placements.
+FSDP2 shards a parameter over its first dimension. The ranks of a [replicate, shard] mesh hold each shard several times, shards
+may be uneven, and a rank may hold no rows. Code that initialises, loads or reads shards goes through `local_shard` and never
+looks at placements.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 @dataclass(frozen=True)
-class Part:
-    """The part of a tensor that this rank holds; all of it where the tensor is not sharded.
+class LocalShard:
+    """This rank's rows of a tensor; all rows if it is not sharded.
 
     Attributes:
-        local: rows `start`, `start + 1`, … of the whole; it shares memory with the parameter.
+        local: rows `start`, `start + 1`, … of the whole; shares memory with the parameter.
         start: the first row. A tensor without dimensions is one row.
         shape: of the whole.
     """
@@ -32,40 +33,40 @@ class Part:
 
     @property
     def stop(self) -> int:
-        """The row behind the last one."""
+        """The row after the last one."""
         return self.start + (self.local.shape[0] if self.shape else 1)
 
     @property
     def first_element(self) -> int:
-        """The number of the first element in the flattened whole."""
+        """Index of the first element in the flattened whole."""
         return self.start * math.prod(self.shape[1:])
 
     @torch.no_grad()
-    def take(self, whole: Tensor) -> None:
-        """Copy this part out of a tensor of the whole shape, of any dtype and on any device."""
+    def copy_from(self, whole: Tensor) -> None:
+        """Copy these rows out of a tensor of the whole shape, of any dtype and on any device."""
         self.local.copy_(whole[self.start : self.stop] if self.shape else whole)
 
 
 @torch.no_grad()
-def part_of(tensor: Tensor) -> Part:
-    """This rank's part of a parameter or buffer, sharded or not.
+def local_shard(tensor: Tensor) -> LocalShard:
+    """This rank's rows of a parameter or buffer, sharded or not.
 
     Raises:
         ValueError: it is sharded over another dimension than the first.
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Part(tensor.detach(), 0, shape)
+        return LocalShard(tensor.detach(), 0, shape)
     if not all(isinstance(p, Replicate) or (type(p) is Shard and p.dim == 0) for p in tensor.placements):
-        raise ValueError(f"placements {tensor.placements}: only parts of whole rows can be filled.")
+        raise ValueError(f"placements {tensor.placements}: only shards of whole rows are supported.")
     local = tensor.to_local()
     rows, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     assert tuple(local.shape) == tuple(rows), (local.shape, rows)
-    # An empty part lies behind the last row.
-    return Part(local, offset[0] if shape else 0, shape)
+    # An empty shard starts after the last row.
+    return LocalShard(local, offset[0] if shape else 0, shape)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter and each buffer once, under its first name; the same order on every rank."""
+    """Each parameter and each buffer once, under its first name, in the same order on every rank."""
     yield from model.named_parameters()
     yield from model.named_buffers()

@@ -1,12 +1,11 @@
-"""The ranks of a job: `octavo.init` starts the process groups, `octavo.state` says who is who.
+"""The ranks of a job: `octavo.init` starts the process groups, `octavo.state` holds ranks, degrees and groups.
 
-Ranks come from torchrun's environment, from a process group that the caller has made (as under `mp.spawn`), or there is one
-alone. Ranks are laid out with the busiest traffic nearest together:
+Ranks come from torchrun's environment or from the caller's process group (as under `mp.spawn`); without either there is one
+rank. The layout keeps the busiest traffic between neighbours:
 
     rank = ((replicate × shard + …) × context + …) × tensor + …      replicate outermost, tensor innermost
 
-Everything but `init` works without it, as one rank. Between the processes of one host sockets are bound to the loopback
-interface; only several hosts need more.
+Everything but `init` works without it, as one rank. If all ranks are on one host, sockets are bound to the loopback interface.
 """
 
 from __future__ import annotations
@@ -27,27 +26,29 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octavo.config.parallel import InitConfig
 from octavo.errors import InputError
+from octavo.parallel.coordination import all_ranks
 from octavo.parallel.mesh import Degrees, fit_degrees
-from octavo.parallel.rendezvous import store_of_attempt
+from octavo.parallel.rendezvous import round_store
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_ALONE = Degrees(world=1, hybrid_shard=1, tensor=1, context=1, expert=1)
+_ONE_RANK = Degrees(world=1, hybrid_shard=1, tensor=1, context=1, expert=1)
 
 
 class State:
-    """What is known of the ranks; `octavo.state` is the one object of this class.
+    """Ranks, degrees and process groups; `octavo.state` is the one instance.
 
     Before `octavo.init` it describes one rank: sizes 1, ranks 0, groups and mesh None.
 
     Attributes:
-        config: what `init` was given.
+        config: the argument of `init`.
         degrees: the resolved degrees.
-        mesh: of dimensions replicate, hybrid_shard and tensor; None for one rank.
-        control: a gloo group of all ranks for what the host has to agree on; None for one rank.
-        dp_process_group: ranks that see different samples.
-        cp_process_group: ranks that hold the other parts of this rank's sequences.
-        ep_process_group: ranks that hold the other experts.
+        mesh: dimensions replicate, hybrid_shard and tensor; None for one rank.
+        control: gloo group of all ranks, for collectives on host memory; None for one rank.
+        dp_process_group: the data-parallel ranks, which see different samples.
+        cp_process_group: the context-parallel ranks, which hold parts of the same sequences.
+        ep_process_group: the expert-parallel ranks, which hold different experts.
+        rng_tracker: made by the first `get_rng_state_tracker`; None before.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class State:
 
     def _reset(self) -> None:
         self.config = InitConfig()
-        self.degrees = _ALONE
+        self.degrees = _ONE_RANK
         self.rank, self.world_size, self.local_rank = 0, 1, 0
         self.device = torch.device("cpu")
         self.mesh: DeviceMesh | None = None
@@ -63,72 +64,72 @@ class State:
         self.dp_process_group: dist.ProcessGroup | None = None
         self.cp_process_group: dist.ProcessGroup | None = None
         self.ep_process_group: dist.ProcessGroup | None = None
-        self._tracker: Any = None
+        self.rng_tracker: RngStateTracker | None = None
         self._owns_group = False
 
     @property
     def hybrid_shard_degree(self) -> int:
-        """Ranks over which parameters are sharded."""
+        """Number of ranks that a parameter is sharded over."""
         return self.degrees.hybrid_shard
 
     @property
     def tensor_parallel_degree(self) -> int:
-        """Ranks over which each matrix is split."""
+        """Number of ranks that a matrix is split over."""
         return self.degrees.tensor
 
     @property
     def context_parallel_degree(self) -> int:
-        """Ranks over which a sequence is split."""
+        """Number of ranks that a sequence is split over."""
         return self.degrees.context
 
     @property
     def expert_parallel_degree(self) -> int:
-        """Ranks over which experts are spread."""
+        """Number of ranks that the experts are spread over."""
         return self.degrees.expert
 
     @property
     def dp_size(self) -> int:
-        """Ranks that see different samples."""
+        """Number of data-parallel ranks."""
         return self.degrees.data
 
     @property
     def dp_rank(self) -> int:
-        """Which of them this is."""
+        """Data-parallel rank."""
         return self.rank // (self.degrees.tensor * self.degrees.context)
 
     @property
     def tp_size(self) -> int:
-        """Tensor-parallel ranks."""
+        """Number of tensor-parallel ranks."""
         return self.degrees.tensor
 
     @property
     def tp_rank(self) -> int:
-        """Which of them this is."""
+        """Tensor-parallel rank."""
         return self.rank % self.degrees.tensor
 
     @property
     def tp_process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the other parts of this rank's matrices."""
+        """The tensor-parallel ranks, which hold parts of the same matrices."""
         return self._group("tensor")
 
     @property
     def cp_size(self) -> int:
-        """Context-parallel ranks."""
+        """Number of context-parallel ranks."""
         return self.degrees.context
 
     @property
     def cp_rank(self) -> int:
-        """Which of them this is."""
+        """Context-parallel rank."""
         return self.rank // self.degrees.tensor % self.degrees.context
 
     @property
     def ep_size(self) -> int:
-        """Expert-parallel ranks."""
+        """Number of expert-parallel ranks."""
         return self.degrees.expert
 
     @property
     def ep_rank(self) -> int:
-        """Which of them this is."""
+        """Expert-parallel rank."""
         return self.rank // self.degrees.tensor % self.degrees.expert
 
     @property
@@ -143,19 +144,18 @@ class State:
 
     @property
     def shard_mesh(self) -> DeviceMesh | None:
-        """[replicate, hybrid_shard], or [hybrid_shard] where there is one copy of the model; None for one rank."""
+        """[replicate, hybrid_shard], or [hybrid_shard] with one replica; None for one rank."""
         if self.mesh is None:
             return None
-        # With a dimension of one replica FSDP2 would sum every gradient a second time, over that one.
+        # Given a replicate dimension of size 1, FSDP2 would all-reduce every gradient over it as well.
         return self.mesh["hybrid_shard"] if self.degrees.replicate == 1 else self.mesh["replicate", "hybrid_shard"]
 
     def get_rng_state_tracker(self) -> RngStateTracker:
-        """Generators that differ between tensor-parallel ranks, for dropout inside split layers."""
-        if self._tracker is None:
-            self._tracker = RngStateTracker()
-            self._tracker.add("model-parallel-rng", self.config.random_seed + 2718 + self.tp_rank)
-        tracker: RngStateTracker = self._tracker
-        return tracker
+        """Random generators that differ between tensor-parallel ranks, for dropout inside split layers."""
+        if self.rng_tracker is None:
+            self.rng_tracker = RngStateTracker()
+            self.rng_tracker.add("model-parallel-rng", self.config.random_seed + 2718 + self.tp_rank)
+        return self.rng_tracker
 
     def _group(self, dimension: str) -> dist.ProcessGroup | None:
         return None if self.mesh is None else self.mesh[dimension].get_group()
@@ -171,7 +171,7 @@ class RngStateTracker:
         """Make a generator.
 
         Raises:
-            InputError: there is one of that name.
+            InputError: the name is taken.
         """
         if name in self._states:
             raise InputError(f"there is a random generator {name!r} already: give another name.")
@@ -180,7 +180,7 @@ class RngStateTracker:
             self._states[name] = self._current()
 
     def fork(self, name: str = "model-parallel-rng") -> Any:
-        """A context in which random numbers come from this generator; the default one is as before afterwards."""
+        """A context in which this generator replaces the default one, which is restored afterwards."""
         return _Fork(self, name)
 
     def get_states(self) -> dict[str, torch.Tensor]:
@@ -188,7 +188,7 @@ class RngStateTracker:
         return {name: value.clone() for name, value in self._states.items()}
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `get_states` gave."""
+        """Restore the states of `get_states`."""
         self._states = {name: value.clone() for name, value in states.items()}
 
     def _forked(self) -> Any:
@@ -216,24 +216,24 @@ class _Fork:
 
 
 state = State()
-"""Who is who; `octavo.state`."""
+"""`octavo.state`."""
 
 
 def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float = 600.0) -> None:
     """Start the process groups and lay the ranks out.
 
-    Under torchrun the ranks are those of its environment. Where the caller has initialised `torch.distributed`, those are
-    used. Otherwise there is one rank, and no process group. NCCL joins GPUs, gloo CPUs.
+    Ranks are those of torchrun's environment, or of `torch.distributed` if the caller has initialised it. Otherwise there is
+    one rank, and no process group. GPUs use NCCL, CPUs gloo.
 
     Args:
-        config: degrees and seeds by SMP's names, the path of a TOML or JSON file with them, or nothing.
-        timeout: seconds that a collective may wait for a rank.
+        config: degrees and seeds by SMP's names, or the path of a TOML or JSON file with them; None: defaults.
+        timeout: of collectives, in seconds.
 
     Raises:
         InputError: an unknown key, or degrees that do not fit the number of ranks; nothing was started.
     """
     chosen = _read(config)
-    world, rank, local = _place()
+    world, rank, local = _rank_numbers()
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if world > 1 and missing and not dist.is_initialized():
         raise InputError(
@@ -254,14 +254,14 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
     state.device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if state.device.type == "cuda":
         torch.cuda.set_device(state.device)
-    state._tracker = None  # it has the seed of an earlier call
-    _seed(chosen.random_seed + state.dp_rank)
+    state.rng_tracker = None  # an earlier call's seed
+    seed_everything(chosen.random_seed + state.dp_rank)
     if state.mesh is None and (world > 1 or dist.is_initialized()):
         _connect(degrees, timeout)
 
 
 def shutdown() -> None:
-    """Leave the process groups that `init` made; `octavo.state` describes one rank again."""
+    """Destroy the process groups that `init` made; `octavo.state` describes one rank again."""
     if state._owns_group and dist.is_initialized():
         dist.destroy_process_group()
     state._reset()
@@ -275,39 +275,35 @@ def _connect(degrees: Degrees, timeout: float) -> None:
     if not dist.is_initialized():
         on_gpu = state.device.type == "cuda"
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        store = store_of_attempt(state.rank, state.world_size, timeout)
-        where: dict[str, Any] = {} if store is None else {"store": store, "rank": state.rank, "world_size": state.world_size}
-        dist.init_process_group(backend, timeout=wait, device_id=state.device if on_gpu else None, **where)
+        store = round_store(state.rank, state.world_size, timeout)
+        ranks: dict[str, Any] = {} if store is None else {"store": store, "rank": state.rank, "world_size": state.world_size}
+        dist.init_process_group(backend, timeout=wait, device_id=state.device if on_gpu else None, **ranks)
         state._owns_group = True
-    mixed = "gloo" in dist.get_backend_config()
-    state.control = dist.group.WORLD if mixed else dist.new_group(backend="gloo", timeout=wait)
+    state.control = all_ranks(wait).group
     shape = (degrees.replicate, degrees.hybrid_shard, degrees.tensor)
     state.mesh = init_device_mesh(state.device.type, shape, mesh_dim_names=("replicate", "hybrid_shard", "tensor"))
-    # [data, context, tensor], and within a shard group consecutive ranks share the experts.
-    ranks = torch.arange(degrees.world).view(degrees.data, degrees.context, degrees.tensor)
-    state.dp_process_group = _own_group(ranks.permute(1, 2, 0).flatten(0, 1))
-    state.cp_process_group = _own_group(ranks.permute(0, 2, 1).flatten(0, 1))
-    state.ep_process_group = _own_group(ranks.view(-1, degrees.expert, degrees.tensor).permute(0, 2, 1).flatten(0, 1))
+    # [data, context, tensor]; within a shard group, consecutive ranks form an expert group.
+    layout = torch.arange(degrees.world).view(degrees.data, degrees.context, degrees.tensor)
+    state.dp_process_group = _own_group(layout.permute(1, 2, 0).flatten(0, 1))
+    state.cp_process_group = _own_group(layout.permute(0, 2, 1).flatten(0, 1))
+    state.ep_process_group = _own_group(layout.view(-1, degrees.expert, degrees.tensor).permute(0, 2, 1).flatten(0, 1))
 
 
 def _on_one_host() -> bool:
-    """Whether the environment says that all ranks are on this host; where it says nothing they may not be."""
-    everyone = os.environ.get("LOCAL_WORLD_SIZE", "").strip()
-    return os.environ.get("MASTER_ADDR") in _LOOPBACK or (everyone != "" and everyone == os.environ.get("WORLD_SIZE"))
+    """Whether the environment says that all ranks are on this host; False when it does not say."""
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "").strip()
+    return os.environ.get("MASTER_ADDR") in _LOOPBACK or (local_size != "" and local_size == os.environ.get("WORLD_SIZE"))
 
 
 def _own_group(groups: torch.Tensor) -> dist.ProcessGroup | None:
-    """The process group of this rank's row of `groups`; every rank makes every group, in the same order."""
+    """The process group of this rank's row of `groups` [groups, ranks]. Collective."""
     if groups.shape[0] == 1:
-        return dist.group.WORLD
-    own = None
-    for ranks in groups.tolist():
-        group = dist.new_group(ranks)
-        own = group if state.rank in ranks else own
+        return dist.group.WORLD  # the same ranks, without another communicator
+    own, _ = dist.new_subgroups_by_enumeration(groups.tolist())
     return own
 
 
-def _place() -> tuple[int, int, int]:
+def _rank_numbers() -> tuple[int, int, int]:
     """(world size, rank, rank on this host)."""
     if dist.is_initialized():
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -318,16 +314,16 @@ def _place() -> tuple[int, int, int]:
 
 
 def rank_variable(name: str, default: int) -> int:
-    """What torchrun says in the environment.
+    """A number of torchrun's environment.
 
     Raises:
-        InputError: it is no whole number.
+        InputError: it is not a whole number.
     """
     text = os.environ.get(name, str(default))
     try:
         return int(text)
     except ValueError:
-        raise InputError(f"{name} = {text!r} in the environment is no whole number: unset it, or set {default}.") from None
+        raise InputError(f"{name} = {text!r} in the environment is not a whole number: unset it, or set {default}.") from None
 
 
 def _read(config: Mapping[str, Any] | str | Path | None) -> InitConfig:
@@ -344,7 +340,8 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> InitConfig:
     return InitConfig.from_dict(values.get("parallel", values), where=str(path))
 
 
-def _seed(seed: int) -> None:
+def seed_everything(seed: int) -> None:
+    """Seed the default generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -30,7 +30,8 @@ from octavo.run.folder import RunFolder, report
 def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
     """Write a model, or the newest whole checkpoint of a run, as `AutoModelForCausalLM.from_pretrained` loads it.
 
-    Of timm's vision transformer with Octavo's blocks the weights are written under timm's names, for `load_state_dict`. Over ranks every rank calls it, and rank 0 writes; the parameters of a sharded model are gathered one by one.
+    Of timm's vision transformer with Octavo's blocks the weights are written under timm's names, for `load_state_dict`.
+    Over ranks every rank calls it, and rank 0 writes; the parameters of a sharded model are gathered one by one.
 
     Args:
         model_or_path: a transformed model, or the folder of a run, whose tokenizer is copied too.
@@ -43,7 +44,7 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
     ranks, to = writing_ranks(), Path(folder)
     if not isinstance(model_or_path, nn.Module):
         run = Path(model_or_path)
-        ranks.on_first(lambda: export_run(run, to))
+        ranks.on_rank_0(lambda: export_run(run, to))
         return
     config, way = getattr(model_or_path, "config", None), conversion_of(model_or_path)
     if not hasattr(config, "save_pretrained"):
@@ -52,7 +53,7 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
                 "octavo.export: the model has no Hugging Face config (model.config), so Hugging Face could not load it."
             )
         config = None
-    ranks.on_first(lambda: _check_empty(to))
+    ranks.on_rank_0(lambda: _check_empty(to))
     _write_gathered(weights(model_or_path), config, way, to, ranks)
 
 
@@ -61,7 +62,7 @@ def _write_gathered(tensors: Mapping[str, torch.Tensor], config: Any, way: Conve
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
 
     def gathered(name: str) -> torch.Tensor:
-        ranks.on_first(lambda: name)
+        ranks.on_rank_0(lambda: name)
         return _whole(tensors[name])
 
     def write() -> str | None:
@@ -71,7 +72,7 @@ def _write_gathered(tensors: Mapping[str, torch.Tensor], config: Any, way: Conve
             write_pretrained(shapes, config, to, read=gathered)
         return None
 
-    while (name := ranks.on_first(write)) is not None:  # only on the others: rank 0 comes back when it has written all
+    while (name := ranks.on_rank_0(write)) is not None:  # only on the others: rank 0 comes back when it has written all
         _whole(tensors[name])
 
 

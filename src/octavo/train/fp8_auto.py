@@ -86,14 +86,14 @@ def choose_layers(plan: RunPlan, folder: RunFolder, *, resumed: bool) -> RunPlan
     if plan.config.fp8.enabled != "auto":
         return plan
     if resumed:
-        return _as_begun(plan, all_ranks().on_first(lambda: _read_choice(folder.choices)))
+        return _as_begun(plan, all_ranks().on_rank_0(lambda: _read_choice(folder.choices)))
     if plan.recipe is None:
         names = [*plan.layers, "head"] if plan.config.fp8.head else plan.layers
         return dataclasses.replace(plan, excluded=dict.fromkeys(names, plan.fp8_note))
     timer = timer_on(plan)
     if timer is None:  # emulated because fp8.emulate asks for it
         return plan
-    excluded = all_ranks().on_first(lambda: slower_layers(plan, timer))
+    excluded = all_ranks().on_rank_0(lambda: slower_layers(plan, timer))
     taken = sum(layer.recipe is not None for layer in plan.layers.values())
     note = f"{plan.fp8_note}, where it is faster: in {taken - len(excluded)} of {taken} layers"
     return dataclasses.replace(plan, excluded=excluded, fp8_note=note)

@@ -25,14 +25,13 @@ from rich.console import Console
 
 from octavo.build import DTYPES, build_model, describe, sharding_of
 from octavo.checkpoint.api import Checkpointer, check_weights, read_state, restore
-from octavo.checkpoint.rng_state import seed_everything
 from octavo.config.run import RunConfig
 from octavo.data.loader import Batch, BatchLoader
 from octavo.data.prefetch import Prefetcher
 from octavo.data.prepared import PreparedData, check_vocabulary, prepare
 from octavo.errors import InputError, RunStopped
 from octavo.parallel.coordination import all_ranks, writing_ranks
-from octavo.parallel.world import init, state
+from octavo.parallel.world import init, seed_everything, state
 from octavo.run.folder import RunFolder, locked, report
 from octavo.run.metrics import MetricsFile
 from octavo.run.progress import StepProgress
@@ -241,7 +240,7 @@ def join(config: RunConfig) -> None:
 def held(path: Path) -> Iterator[RunFolder]:
     """The run folder at `path`, locked by the first rank for all."""
     with contextlib.ExitStack() as stack:
-        all_ranks().on_first(lambda: stack.enter_context(locked(path)).path)
+        all_ranks().on_rank_0(lambda: stack.enter_context(locked(path)).path)
         yield RunFolder(path)
 
 
@@ -250,7 +249,7 @@ def prepare_together(config: RunConfig, console: Console, on_change: Literal["er
     prepared: PreparedData | None = None
     turn = 0 if state.rank == 0 else 1 if state.local_rank == 0 else 2
     for now in range(3 if state.world_size > 1 else 1):
-        with writing_ranks().together():
+        with writing_ranks().sharing_errors():
             if now == turn:
                 prepared = prepare(config.data, console=console, on_change=on_change)
     assert prepared is not None
@@ -259,7 +258,7 @@ def prepare_together(config: RunConfig, console: Console, on_change: Literal["er
 
 def _summary(folder: RunFolder, config: RunConfig) -> Summary:
     """The figures of a finished training, as the rank reads them that wrote them: another host may yet see an older file."""
-    return all_ranks().on_first(lambda: summarise(folder.metrics, config.train.steps))
+    return all_ranks().on_rank_0(lambda: summarise(folder.metrics, config.train.steps))
 
 
 def without_fp8(plan: RunPlan) -> RunPlan:
