@@ -1,4 +1,4 @@
-"""`python -m octavo`, for launchers that start a module: `torchrun -m octavo train run.toml`."""
+"""`python -m octavo`, for launchers of modules: `torchrun -m octavo train run.toml`."""
 
 import sys
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, unknown
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.kernels.cross_entropy import Objective
@@ -43,8 +44,6 @@ from octavo.parallel.module_init import OwnInit
 from octavo.parallel.offload import offloaded
 from octavo.parallel.recompute import recomputed
 from octavo.parallel.world import State, state
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 __all__ = ["build_model", "describe", "transform"]
 
@@ -72,8 +71,8 @@ def transform(
 
     A Hugging Face model of a known family becomes Octavo's decoder with the same weights, and timm's `VisionTransformer` gets
     Octavo's blocks. Any other module keeps its code and has its eligible `nn.Linear`s replaced in place. All are called as
-    before. Gradients of a sharded decoder are summed over
-    the ranks, and its loss is the mean over the global batch; those of any other module are averaged.
+    before. Gradients of a sharded decoder are summed over the ranks, and its loss is the mean over the global
+    batch; those of any other module are averaged.
 
     Args:
         model: with weights; or on the meta device (`octavo.delayed_init`), to be filled from `load_from`, from rank 0, or else
@@ -120,7 +119,7 @@ def transform(
         offload=offload or state.config.sm_activation_offloading,
         compile=compile,
         sharding=sharding,
-        buffer_dtype=DTYPES[state.config.buffer_dtype],
+        buffer_dtype=torch_dtype(state.config.buffer_dtype),
         fp8_head=fp8_head,
         averaged=True,
         blocks=blocks,
@@ -289,13 +288,13 @@ def sharding_of(ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, para
         return None
     check_supported(ranks.degrees)
     asked = ranks.config.param_dtype
-    param_dtype = dtype if asked is None else DTYPES[asked]
+    param_dtype = dtype if asked is None else torch_dtype(asked)
     return Sharding(
         mesh=ranks.shard_mesh,
         data_group=ranks.dp_process_group,
         recipe=recipe,
         param_dtype=None if param_dtype == params_dtype else param_dtype,
-        reduce_dtype=DTYPES[ranks.config.reduce_dtype],
+        reduce_dtype=torch_dtype(ranks.config.reduce_dtype),
         reshard_after_forward=ranks.config.reshard_after_forward,
     )
 

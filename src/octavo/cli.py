@@ -1,14 +1,11 @@
 """The `octavo` command: one function a subcommand, each a few lines over the library.
 
-A subcommand imports what it runs when it runs it, so that `octavo --help` and a mistyped key are answered without loading
-torch. Results go to stdout, as text or with `--json` as one JSON document; progress of a `--json` command and every error
-go to stderr. Exit codes are those of `octavo.errors`.
+Subcommands import on demand: `octavo --help` and a mistyped key need no torch. Results go to stdout, as text or with `--json`
+as one JSON document; errors, and progress of a `--json` command, go to stderr. Exit codes are those of `octavo.errors`.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shlex
 import sys
@@ -44,8 +41,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (by default the process's own); returns the exit code, or ends the process if it is one of several."""
-    code = _answer(arguments)
+    """Run a command line (by default the process's own); returns the exit code, or exits as one of several ranks."""
+    code = _run(arguments)
     if _is_joined():
         from octavo.watchdog.processes import leave
 
@@ -53,21 +50,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _answer(arguments: Sequence[str] | None) -> int:
-    """The exit code of a command line, whose errors are said."""
+def _run(arguments: Sequence[str] | None) -> int:
+    """Run a command line and print its error; returns the exit code."""
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="octavo")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else EXIT_FAILED if end.code else 0
     except OctavoError as error:
-        # A stop concerns all ranks, and one is enough to say it; a launcher also sends the signal when another rank has failed.
-        stops_with_others = isinstance(error, RunStopped) and _rank() > 0
-        if not getattr(error, "reported", False) and not stops_with_others:
-            _say_once(str(error))
+        # All ranks stop together, so rank 0 reports it; a launcher also sends the signal after another rank has failed.
+        stopped_elsewhere = isinstance(error, RunStopped) and _rank() > 0
+        if not getattr(error, "reported", False) and not stopped_elsewhere:
+            _print_error(str(error))
         return error.exit_code
-    except OSError as error:  # a full disk, a folder without permission: the machine's fault, and no traceback explains it
+    except OSError as error:  # a full disk or missing permission: a traceback does not help
         if not getattr(error, "reported", False):
-            _say_once(" ".join(str(error).split()))
+            _print_error(" ".join(str(error).split()))
         return EXIT_FAILED
     return 0
 
@@ -100,15 +97,15 @@ def train(
     die_with_launcher()
     config = _config(run_file, overrides)
     if dry_run:
-        from octavo.train.plan import check
-        from octavo.train.plan import dry_run as count
+        from octavo.train import dry_run as arithmetic
+        from octavo.train import plan
 
-        plan = count(check(config))
-        _print_once(plan.as_dict() if as_json else plan.lines())
+        found = arithmetic.dry_run(plan.check(config))
+        _print_once(found.as_dict() if as_json else found.lines())
         return
     from octavo.watchdog.stopping import StopRequest
 
-    with StopRequest() as stop:  # before torch is loaded: a scheduler may change its mind at once
+    with StopRequest() as stop:  # before the slow import of torch: a scheduler may send a signal at any time
         from octavo.run.summary import summary_lines
         from octavo.train.loop import train as run
 
@@ -118,25 +115,20 @@ def train(
 
 @app.command(epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
 def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Tokenise the data of a run beforehand, where there is no GPU to keep waiting."""
+    """Tokenise the data of a run in advance, on a machine without a GPU."""
     config = _config(run_file, overrides)
     from octavo.data.prepared import prepare as run
 
     prepared = run(config.data, console=_console(stderr=as_json, quiet=_rank() > 0))
     counts = prepared.token_counts
-    if as_json:
-        _print_once(
-            {
-                "folder": str(prepared.folder),
-                "fingerprint": prepared.fingerprint,
-                "vocab_size": prepared.vocab_size,
-                "tokens": counts,
-            }
-        )
-    else:
-        _print_once(
-            [f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"]
-        )
+    result = {
+        "folder": str(prepared.folder),
+        "fingerprint": prepared.fingerprint,
+        "vocab_size": prepared.vocab_size,
+        "tokens": counts,
+    }
+    text = f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"
+    _print_once(result if as_json else [text])
 
 
 @app.command(epilog="Example: octavo export runs/demo --to demo-hf")
@@ -145,14 +137,12 @@ def export(
     to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="A new folder for the weights.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's newest weights, config and tokenizer as Hugging Face loads them."""
+    """Write a run's newest weights, config and tokenizer for Hugging Face."""
     from octavo.run.export import export_run
 
     checkpoint = export_run(run, to)
-    if as_json:
-        _print({"checkpoint": str(checkpoint), "folder": str(to)})
-    else:
-        _print([f"{checkpoint} is in {to}: AutoModelForCausalLM.from_pretrained({str(to)!r}) loads it."])
+    text = f"{checkpoint} is in {to}: AutoModelForCausalLM.from_pretrained({str(to)!r}) loads it."
+    _print({"checkpoint": str(checkpoint), "folder": str(to)} if as_json else [text])
 
 
 @app.command(epilog="Example: octavo compare runs/demo/bf16 runs/demo --plot curves.png")
@@ -162,7 +152,7 @@ def compare(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the loss curves.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the losses of runs of the same steps, such as FP8 beside bf16."""
+    """Compare the losses of runs of the same steps, such as FP8 and bf16."""
     from octavo.run.compare import check_picture, draw, lines
     from octavo.run.compare import compare as side_by_side
 
@@ -176,7 +166,7 @@ def compare(
 
 @app.command(epilog="Example: octavo doctor --json")
 def doctor(as_json: AsJson = False) -> None:
-    """Say what this machine has for training in FP8, and what is missing."""
+    """Show hardware, packages and kernels for training in FP8, and what is missing."""
     from octavo.doctor import examine, render
 
     found = examine()
@@ -192,42 +182,36 @@ def bench(
         str,
         typer.Argument(
             metavar="SUITE",
-            help="What to measure: one-gpu, sharded, checkpoint, kernels, products or layers.",
+            help="Suite: one-gpu, sharded, checkpoint, kernels, products or layers.",
             show_default=False,
         ),
     ],
-    cases: Annotated[str | None, typer.Option(metavar="A,B", help="Only these workloads, kernels or layers.")] = None,
+    cases: Annotated[str | None, typer.Option(metavar="A,B", help="Workloads, kernels or layers; all if absent.")] = None,
     peers: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Peers beside Octavo's entries: bf16, torchao, te; all that are installed if absent."),
+        typer.Option(metavar="A,B", help="Peers beside Octavo: bf16, torchao, te; all installed ones if absent."),
     ] = None,
-    entries: Annotated[str | None, typer.Option(metavar="A,B", help="Exactly these entries, such as octavo-delayed.")] = None,
+    entries: Annotated[str | None, typer.Option(metavar="A,B", help="Only these entries, such as octavo-delayed.")] = None,
     steps: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Measured steps of each entry, calls of a kernel, or seeds of a layer; 20, 100 or 3 if absent."
-        ),
+        typer.Option(min=1, help="Measured steps of an entry, calls of a kernel, or seeds of a layer; 20, 100 or 3 if absent."),
     ] = None,
     warmup: Annotated[
-        int | None, typer.Option(min=0, help="Steps before measuring; 5, 10 of a kernel or 20 of a layer if absent.")
+        int | None, typer.Option(min=0, help="Steps before measuring; 5, for a kernel 10, for a layer 20 if absent.")
     ] = None,
-    breakdown: Annotated[
-        bool, typer.Option("--breakdown", help="Also record where the time of a step goes, by kind of kernel.")
-    ] = False,
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="Also record the time of a step by kind of kernel.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="A .json file, or a folder for a file a workload."),
+        typer.Option(metavar="PATH", help="A .json file, or a folder for one file a workload."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Where to run; a GPU if there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a sharded model (on a CPU: ranks); all if absent.")] = None,
-    folder: Annotated[
-        Path | None, typer.Option("--folder", metavar="PATH", help="Where checkpoints are written and removed.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Option("--folder", metavar="PATH", help="Folder for temporary checkpoints.")] = None,
     saves: Annotated[int, typer.Option(min=1, help="Checkpoints written in the background; the last counts.")] = 2,
     restore_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that restore; half of them if absent.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure Octavo beside its peers in the same run: its steps, checkpoints, kernels, and the errors of its layers."""
+    """Measure Octavo and its peers in the same run: steps, checkpoints, kernels, errors of layers."""
     from octavo.bench.run import render, run_suite
 
     console = _console(stderr=as_json)
@@ -271,21 +255,21 @@ def _console(*, stderr: bool, quiet: bool = False) -> Console:
 
 
 def _rank() -> int:
-    """Which rank of several this process is, as its launcher says; 0 where there is one alone, or nobody says."""
+    """This process's rank from the launcher's environment; 0 without a launcher or with a single rank."""
     rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     return int(rank) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else 0
 
 
 def _is_joined() -> bool:
-    """Whether this process is one of several ranks that have met; asked without loading torch."""
+    """Whether this process has joined other ranks; does not import torch."""
     dist = sys.modules.get("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _say_once(message: str) -> None:
-    """An error on stderr. Every rank of a job finds the same mistake in its input; what only this one sees must be said too.
+def _print_error(message: str) -> None:
+    """Print an error on stderr. All ranks find the same fault in the input, but a fault may also be this rank's alone.
 
-    So the others give the first one time to speak, whose end makes the launcher end them.
+    So ranks other than 0 wait: after rank 0 has printed and exited, the launcher ends them.
     """
     if rank := _rank():
         time.sleep(3)
@@ -294,25 +278,16 @@ def _say_once(message: str) -> None:
 
 
 def _print_once(result: dict[str, Any] | list[str]) -> None:
-    """The result of what several ranks do together, from the first one."""
+    """Print the result of all ranks, on rank 0."""
     if _rank() == 0:
         _print(result)
 
 
 def _print(result: dict[str, Any] | list[str]) -> None:
-    """One JSON document, or lines."""
-    print(json.dumps(_plain(result), indent=2, allow_nan=False) if isinstance(result, dict) else "\n".join(result))
+    """Print one JSON document, or lines."""
+    from octavo.run.metrics import encode
 
-
-def _plain(value: Any) -> Any:
-    """What JSON has no number for, as metrics.jsonl writes it: "NaN", "Infinity", "-Infinity"."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    print(encode(result, indent=2) if isinstance(result, dict) else "\n".join(result))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""`octavo doctor`: what this machine has for training in FP8, what will run on it, and what is missing.
+"""`octavo doctor`: hardware, packages and kernels of this machine for training in FP8, and what is missing.
 
-It looks rather than assumes: packages are imported, the attention kernel is asked for, small FP8 products are computed. A
-package may be broken in any way, so each finding is taken by itself and a failure becomes the finding. Nothing is installed,
-changed or sent anywhere. The result of `examine` is plain JSON.
+Everything is tested rather than assumed: packages are imported, PyTorch is asked for its attention kernel, small FP8 products
+are computed. Findings are independent, and a failure becomes the finding. Nothing is installed, changed or sent anywhere. The
+result of `examine` is plain JSON.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Package:
     """A package that Octavo uses.
 
     Attributes:
-        name: of the distribution.
-        module: what is imported to see whether it works.
-        purpose: what it is for.
-        install: the command that installs it.
+        name: name of the distribution.
+        module: module that is imported to test it.
+        purpose: its use in Octavo.
+        install: command that installs it.
         required: whether training needs it.
     """
 
@@ -69,11 +69,11 @@ PACKAGES = (
 )  # fmt: skip
 
 FP8_MODES = {
-    "native": 'FP8 products run in FP8 units; fp8.enabled = "auto" takes them where a measurement finds them faster',
+    "native": 'FP8 products run in FP8 units; fp8.enabled = "auto" uses them where they are measured to be faster',
     "emulated": 'this CPU computes FP8\'s numbers exactly and slowly, by bf16 products; fp8.enabled = "auto" trains in bf16',
-    "bf16": "no FP8 units: training is in bf16; fp8.emulate = true computes FP8's numbers, slowly",
+    "bf16": "no FP8 units: training is in bf16; fp8.emulate = true emulates FP8, slowly",
 }
-"""What happens with FP8, by what the device can do."""
+"""Meaning of each mode of FP8."""
 
 ATTENTION_KERNELS = {"MATH": "math", "FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "efficient", "CUDNN_ATTENTION": "cuDNN"}
 
@@ -81,27 +81,27 @@ CUDA_TORCH = "pip install --force-reinstall torch --index-url https://download.p
 
 
 def examine() -> dict[str, Any]:
-    """Everything that is found, as plain JSON; a part that could not be found out is {"error": text}."""
+    """All findings as plain JSON; the finding of a failure is {"error": text}."""
     found: dict[str, Any] = {"octavo": __version__, "system": _attempt(_system)}
     found["packages"] = [_package(package) for package in PACKAGES]
-    for part, look in (("torch", _torch), ("gpus", _gpus), ("fp8", _fp8), ("attention", _attention), ("products", _products)):
-        found[part] = _attempt(look)
+    for part, find in (("torch", _torch), ("gpus", _gpus), ("fp8", _fp8), ("attention", _attention), ("products", _products)):
+        found[part] = _attempt(find)
     found["missing"] = _missing(found)
     return found
 
 
-def _attempt(look: Callable[[], Any]) -> Any:
-    """What `look` finds, or its failure as a finding. Some packages end the process when they are broken: not this one."""
+def _attempt(find: Callable[[], Any]) -> Any:
+    """The result of `find`, or its failure as a finding; SystemExit too, which some broken packages raise."""
     try:
         with _quiet():
-            return look()
+            return find()
     except (Exception, SystemExit) as error:
         return {"error": first_line(error)}
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what libraries print off standard output, where the answer goes, and their warnings out of it."""
+    """Send output of libraries to stderr and hide their warnings: stdout is for the result."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         yield
@@ -120,10 +120,10 @@ def _system() -> dict[str, Any]:
 
 
 def _package(package: Package) -> dict[str, Any]:
-    """Whether a package is there and imports: status "ok", "missing" or "broken"."""
+    """Version and status of a package: "ok", "missing" or "broken" (it does not import)."""
     finding: dict[str, Any] = {**asdict(package), "version": None, "status": "missing"}
-    there = _attempt(lambda: importlib.util.find_spec(package.module.partition(".")[0]) is not None)
-    if there is False:
+    installed = _attempt(lambda: importlib.util.find_spec(package.module.partition(".")[0]) is not None)
+    if installed is False:
         return finding
     version = _attempt(lambda: importlib.metadata.version(package.name))
     failure = _attempt(lambda: bool(importlib.import_module(package.module)))
@@ -135,7 +135,7 @@ def _package(package: Package) -> dict[str, Any]:
 
 
 def _torch() -> dict[str, Any]:
-    """What torch was built with, and whether it reaches a GPU."""
+    """CUDA, cuDNN and NCCL of this torch, and whether it sees a GPU."""
     import torch
 
     nccl = _attempt(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if torch.cuda.is_available() else None
@@ -149,7 +149,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """Each GPU that torch sees; `known` names its row in Octavo's table, which MFU and estimates need."""
+    """The GPUs that torch sees; `known` is the row of Octavo's table, which MFU and estimates need."""
     import torch
 
     devices = [describe_device(index) for index in range(torch.cuda.device_count())]
@@ -168,7 +168,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _fp8() -> dict[str, str]:
-    """What `fp8.enabled = "auto"` means here; on GPUs of several kinds, what holds on all of them."""
+    """The mode of FP8 that all devices here support."""
     import torch
 
     count = torch.cuda.device_count()
@@ -177,7 +177,7 @@ def _fp8() -> dict[str, str]:
 
 
 def _attention() -> dict[str, Any]:
-    """The kernel that PyTorch takes for causal bf16 attention with grouped key-value heads of 64 and of 128."""
+    """PyTorch's choice of kernel for causal bf16 attention with grouped key-value heads of 64 and of 128."""
     import torch
     from torch.nn.attention import SDPBackend
 
@@ -202,28 +202,28 @@ def _attention() -> dict[str, Any]:
 
 
 def _products() -> dict[str, Any]:
-    """What multiplies: on a GPU with FP8 units, each kind of scaled product is tried and compared with a float32 product."""
+    """Libraries of products; with FP8 units, each kind of scaled product is compared with a float32 product."""
     import torch
 
     if not torch.cuda.is_available():
         return {"bf16": "CPU", "fp8": "emulated: FP8 values are exact in bf16, and bf16 products take them"}
     if not supports_fp8():
-        return {"bf16": "cuBLAS", "fp8": "emulated, where fp8.emulate asks for it"}
+        return {"bf16": "cuBLAS", "fp8": "emulated with fp8.emulate = true"}
     a, b = (torch.randn(128, 128, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
     expected = a.float() @ b.float().t()
 
-    def tried(*shapes: tuple[int, ...]) -> str:
+    def compared(*shapes: tuple[int, ...]) -> str:
         scale_a, scale_b = (torch.ones(shape, device="cuda") for shape in shapes)
         out = torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
         error = float((out.float() - expected).norm() / expected.norm())
         return "cuBLAS, torch._scaled_mm" if error < 0.01 else f"torch._scaled_mm is wrong by {error:.1%}"
 
     scales: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {"tensor": ((), ()), "row": ((128, 1), (1, 128))}
-    return {"bf16": "cuBLAS", **{f"fp8 per {kind}": _attempt(partial(tried, *sides)) for kind, sides in scales.items()}}
+    return {"bf16": "cuBLAS", **{f"fp8 per {kind}": _attempt(partial(compared, *sides)) for kind, sides in scales.items()}}
 
 
 def _missing(found: dict[str, Any]) -> list[dict[str, str]]:
-    """What keeps this machine from training, or from training at its speed: each with why and the command that mends it."""
+    """Obstacles to training, or to training at full speed: each with reason and remedy."""
     missing = [
         {"what": package["name"], "why": f"{package['status']}; needed for {package['purpose']}", "command": package["install"]}
         for package in found["packages"]
@@ -266,7 +266,7 @@ def render(found: dict[str, Any], console: Console) -> None:
 
 
 def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Titles and texts of the machine's part, one a line."""
+    """Title and text of each finding about the machine."""
     text: dict[str, Callable[[Any], str]] = {
         "system": lambda s: f"{s['cpu']}, {s['cores']} cores, {s['memory_gib']:.0f} GiB; Python {s['python']}; {s['platform']}",
         "torch": lambda t: f"CUDA {t['cuda'] or 'none'}, cuDNN {t['cudnn'] or 'none'}, NCCL {t['nccl'] or 'none'}",

@@ -1,10 +1,10 @@
-"""What is known about GPUs, as a table, and which of them a device is.
+"""Table of GPUs, and the lookup of a device in it.
 
-Speed and memory estimates, MFU and the choice of FP8 all ask here, so that no other file knows a GPU by name. The peaks are the
-vendor's dense figures (no sparsity, float32 accumulation); they are ceilings to compare with, not predictions. A GPU that is
-not in the table is unknown: it gets no peak, no MFU and no estimate, rather than a neighbour's.
+MFU, estimates and the choice of FP8 use this table; no other file names a GPU. Peaks are the vendor's dense figures (no
+sparsity, float32 accumulation): ceilings for comparison, not predictions. A GPU outside the table is unknown and gets no peak,
+no MFU and no estimate, rather than those of a similar one.
 
-This file needs no torch to be imported: tables are read on machines that have none.
+Importing this file needs no torch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Gpu:
 
     Attributes:
         name: short name, as written in run files and reports.
-        pattern: regular expression that the driver's whole name matches, without its leading "NVIDIA ".
+        pattern: regular expression for the driver's whole name without "NVIDIA ".
         capability: CUDA compute capability.
-        bf16_tflops, fp8_tflops: peak dense TFLOP/s of the tensor cores, accumulating in float32; None: it has no such units.
-        memory_gib: GiB that a program sees (the driver keeps some of what is printed on the box), rounded down.
+        bf16_tflops, fp8_tflops: peak dense TFLOP/s of the tensor cores with float32 accumulation; None: no such units.
+        memory_gib: GiB that a program sees (less than the nominal size), rounded down.
         bandwidth_gbs: memory bandwidth in GB/s (10^9 bytes a second).
     """
 
@@ -47,7 +47,7 @@ class Gpu:
     bandwidth_gbs: float
 
     def peak(self, precision: str) -> float | None:
-        """Peak FLOP/s of products in "bf16" or "fp8"; None where the GPU has none."""
+        """Peak FLOP/s of products in "bf16" or "fp8"; None without such units."""
         tflops = {"bf16": self.bf16_tflops, "fp8": self.fp8_tflops}[precision]
         return None if tflops is None else tflops * 1e12
 
@@ -70,11 +70,11 @@ GPUS: tuple[Gpu, ...] = (
 
 @dataclass(frozen=True)
 class Device:
-    """What a run runs on.
+    """A device and its row of the table.
 
     Attributes:
-        name: as the driver or the operating system names it.
-        gpu: its row of the table; None for a CPU and for an unknown GPU.
+        name: from the driver or the operating system.
+        gpu: row of the table; None for a CPU and for an unknown GPU.
         capability: CUDA compute capability; None on a CPU.
         memory_gib: total memory in GiB.
         kind: "cuda" or "cpu".
@@ -88,7 +88,7 @@ class Device:
 
 
 def lookup(name: str) -> Gpu | None:
-    """The GPU of this name, as the driver reports it or as the table shortens it; None: unknown, never a near match."""
+    """The GPU of this name, in the driver's or the table's form; None if unknown: no near match."""
     bare = name.strip().removeprefix("NVIDIA ")
     for gpu in GPUS:
         if bare.casefold() == gpu.name.casefold() or re.fullmatch(gpu.pattern, bare, re.IGNORECASE):
@@ -97,7 +97,7 @@ def lookup(name: str) -> Gpu | None:
 
 
 def describe_device(device: torch.device | str | int | None = None) -> Device:
-    """Name, memory and table row of `device`; by default the current GPU, or the CPU where there is none."""
+    """Name, memory and table row of `device`; by default the current GPU, else the CPU."""
     import torch
 
     if device is None:
@@ -111,16 +111,16 @@ def describe_device(device: torch.device | str | int | None = None) -> Device:
 
 
 def supports_fp8(device: torch.device | str | int | None = None) -> bool:
-    """Whether the device itself multiplies FP8: an NVIDIA GPU of capability 8.9 or more. A CPU emulates it, so: False."""
+    """Whether the device has FP8 products: an NVIDIA GPU of capability 8.9 or more. False for a CPU, which emulates FP8."""
     import torch
 
     capability = describe_device(device).capability
-    # ROCm numbers its architectures in the same field, with another meaning.
+    # ROCm uses the same field for other architectures.
     return capability is not None and capability >= FP8_CAPABILITY and torch.version.hip is None
 
 
 def cpu_name() -> str:
-    """The processor's model name, or its architecture where the system does not tell."""
+    """The processor's model name, else its architecture."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
@@ -130,7 +130,7 @@ def cpu_name() -> str:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version as nvidia-smi tells it; None where there is no nvidia-smi or it fails."""
+    """The NVIDIA driver's version from nvidia-smi; None if nvidia-smi is missing or fails."""
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],

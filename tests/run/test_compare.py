@@ -94,7 +94,7 @@ def test_losses_are_compared_at_the_same_steps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "word"), [("x.foo", ".foo is no known picture"), ("no/x.png", "no folder"), ("x", "no suffix")]
+    ("name", "word"), [("x.foo", ".foo is not a known kind of picture"), ("no/x.png", "no folder"), ("x", "no suffix")]
 )
 def test_a_picture_that_cannot_be_written_is_refused_before_any_work(tmp_path, capsys, name, word):
     assert main(["compare", str(tmp_path / "not looked at"), "--plot", str(tmp_path / name)]) == 2

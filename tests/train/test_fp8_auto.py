@@ -24,7 +24,7 @@ pytestmark = ranks.alone
 AUTO = 'fp8.enabled="auto"'
 MEASURED = [AUTO, "fp8.emulate=true"]  # on a CPU: an emulated run whose timings are handed in
 FC1 = (128, 32)
-"""Shape of gate and up, the one that the machine of these tests computes faster in FP8."""
+"""LinearShape of gate and up, the one that the machine of these tests computes faster in FP8."""
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_on_a_cpu_auto_is_off_says_why_and_saves_that(tiny_run, capsys):
     run, plain = tiny_run(steps=3), tiny_run("plain", steps=3)
     assert main(["train", str(run.file), AUTO, "fp8.head=true"]) == 0
     out = capsys.readouterr().out
-    assert "a CPU emulates it, which is never faster" in out
+    assert "a CPU emulates FP8, which is never faster" in out
     assert "run in FP8" not in out
     assert main(["train", str(plain.file), "fp8.enabled=false"]) == 0
     assert losses(run) == losses(plain)

@@ -8,17 +8,17 @@ import triton
 
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling
 from octavo.train.fp8_auto import (
+    LinearShape,
     Setting,
-    Shape,
     Timing,
     cache_folder,
+    cached_timings,
     fp8_products,
     high_precision_products,
     reason_to_exclude,
-    table,
 )
 
-SMALL, LARGE = Shape(512, 256, 128), Shape(8192, 4096, 4096)
+SMALL, LARGE = LinearShape(512, 256, 128), LinearShape(8192, 4096, 4096)
 SETTING = Setting("NVIDIA H200", torch.bfloat16, torch.float32)
 RECIPE = DelayedScaling()
 
@@ -44,23 +44,23 @@ def timer():
 
 
 def test_a_small_product_stays_out_with_both_timings_and_a_large_one_does_not(timer):
-    found = table([(SMALL, RECIPE), (LARGE, RECIPE)], SETTING, timer)
+    found = cached_timings([(SMALL, RECIPE), (LARGE, RECIPE)], SETTING, timer)
     reason = reason_to_exclude(SMALL, found[SMALL, RECIPE], torch.bfloat16)
     assert reason == "bf16 is faster here: 0.2 µs against 20.1 µs in FP8 at 512 × 256 × 128"  # noqa: RUF001
-    assert reason_to_exclude(SMALL, Timing(1234.5, 2345.6), torch.float16).startswith("float16 is faster here: 1,23")
+    assert reason_to_exclude(SMALL, Timing(1234.5, 2345.6), torch.float16).startswith("fp16 is faster here: 1,23")
     assert reason_to_exclude(LARGE, found[LARGE, RECIPE], torch.bfloat16) == ""
     assert reason_to_exclude(SMALL, Timing(15, 15), torch.bfloat16)  # nothing is gained
 
 
 def test_a_shape_is_measured_once_a_machine(timer):
-    first = table([(SMALL, RECIPE), (SMALL, RECIPE)], SETTING, timer)
+    first = cached_timings([(SMALL, RECIPE), (SMALL, RECIPE)], SETTING, timer)
     assert timer.asked == [(SMALL, RECIPE)]
-    assert table([(SMALL, RECIPE)], SETTING, timer) == first
+    assert cached_timings([(SMALL, RECIPE)], SETTING, timer) == first
     assert len(timer.asked) == 1
-    both = table([(SMALL, RECIPE), (LARGE, RECIPE)], SETTING, timer)
+    both = cached_timings([(SMALL, RECIPE), (LARGE, RECIPE)], SETTING, timer)
     assert timer.asked[1:] == [(LARGE, RECIPE)]
     assert both[SMALL, RECIPE] == first[SMALL, RECIPE]
-    table([(SMALL, DelayedScaling(amax_history_len=3, margin=2))], SETTING, timer)  # which cost no time
+    cached_timings([(SMALL, DelayedScaling(amax_history_len=3, margin=2))], SETTING, timer)  # which cost no time
     assert len(timer.asked) == 2
 
 
@@ -76,36 +76,36 @@ def test_a_shape_is_measured_once_a_machine(timer):
     ],
 )
 def test_what_timings_depend_on_is_measured_anew(timer, recipe, setting):
-    table([(SMALL, RECIPE)], SETTING, timer)
-    table([(SMALL, recipe)], setting, timer)
+    cached_timings([(SMALL, RECIPE)], SETTING, timer)
+    cached_timings([(SMALL, recipe)], setting, timer)
     assert len(timer.asked) == 2
 
 
 def test_so_it_is_for_other_versions(timer, monkeypatch):
-    table([(SMALL, RECIPE)], SETTING, timer)
+    cached_timings([(SMALL, RECIPE)], SETTING, timer)
     for module in (torch, triton):
         monkeypatch.setattr(module, "__version__", "99.0")
-        table([(SMALL, RECIPE)], SETTING, timer)
+        cached_timings([(SMALL, RECIPE)], SETTING, timer)
     assert len(timer.asked) == 3
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"key": 1}', "other"])
 def test_a_file_that_is_damaged_or_of_another_key_is_as_none(timer, cache, content):
-    table([(SMALL, RECIPE)], SETTING, timer)
+    cached_timings([(SMALL, RECIPE)], SETTING, timer)
     (file,) = cache.iterdir()
     if content == "other":
         held = json.loads(file.read_text())
         content = json.dumps(held | {"key": held["key"] | {"gpu": "another"}})
     file.write_text(content)
-    table([(SMALL, RECIPE)], SETTING, timer)
+    cached_timings([(SMALL, RECIPE)], SETTING, timer)
     assert len(timer.asked) == 2
-    table([(SMALL, RECIPE)], SETTING, timer)
+    cached_timings([(SMALL, RECIPE)], SETTING, timer)
     assert len(timer.asked) == 2
 
 
 def test_a_cache_that_cannot_be_written_costs_a_measurement(timer, cache):
     cache.write_text("a file where the folder should be")
-    assert len(table([(SMALL, RECIPE)], SETTING, timer)) == 1
+    assert len(cached_timings([(SMALL, RECIPE)], SETTING, timer)) == 1
 
 
 def test_without_a_setting_the_cache_is_in_the_users_folder(monkeypatch, tmp_path):

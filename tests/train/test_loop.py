@@ -103,7 +103,7 @@ def test_a_constant_schedule_can_be_prolonged_and_another_cannot(tiny_run, tmp_p
     assert main(["train", str(other.file), "train.steps=8"]) == 2
     err = capsys.readouterr().err
     assert "train.steps was 4 and is now 8" in err
-    assert "only a constant one can be prolonged" in err
+    assert "only a constant schedule can be extended" in err
 
 
 def test_keys_that_the_losses_depend_on_may_not_change_and_the_others_may(tiny_run, capsys):
@@ -342,7 +342,7 @@ def test_a_run_that_continues_on_another_machine_says_that_bits_may_differ(tiny_
     err = capsys.readouterr().err
     assert f"{key} was " in err
     assert "is now another" in err
-    assert "to the last bit" in err
+    assert "in the last bits" in err
     assert err.count("\n") == 1
 
 

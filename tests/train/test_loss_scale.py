@@ -346,7 +346,7 @@ def test_a_model_with_its_own_code_trains_in_float16(tiny_run, tmp_path):
     ("overrides", "message"),
     [
         (["model.params_dtype=bfloat16"], r'params_dtype = "bfloat16": float16 trains float32 parameters. Set model.params_d'),
-        (["train.loss_scale=0.0"], r"train.loss_scale = 0: a loss scale is more than 0 and at most 2\*\*60"),
+        (["train.loss_scale=0.0"], r"train.loss_scale = 0: a loss scale must be above 0 and at most 2\*\*60"),
         (["train.loss_scale=-8.0"], r"train.loss_scale = -8: .*such as 1024"),
         (["train.loss_scale=1e30"], r"train.loss_scale = 1e\+30: "),
     ],

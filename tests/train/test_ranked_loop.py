@@ -76,10 +76,10 @@ def run_with_stale_metrics(file):
     """A run in which another host's file system still shows an older metrics.jsonl."""
     import os
 
-    import octavo.run.summary as closing
+    from octavo.run import summary
 
     if os.environ["RANK"] != "0":
-        closing.read_metrics = lambda path: []
+        summary.read_metrics = lambda path: []
     return run(file, [])
 
 

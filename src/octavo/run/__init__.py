@@ -1,1 +1,1 @@
-"""A run's folder: metrics, trackers, progress, summary, comparison, export."""
+"""A run's folder: lock, metrics, trackers, progress, summary, resume, comparison, export."""

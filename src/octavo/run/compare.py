@@ -1,7 +1,7 @@
-"""`octavo compare`: runs of the same steps side by side, as a gap in loss, as curves, and as a file with its provenance.
+"""`octavo compare`: losses of runs of the same steps, as a table, as curves and as JSON with the runs' environments.
 
-A gap means something only beside the noise of training itself: give a second run of the reference (another order of summation,
-or of data) and its gap is that noise. All losses come from metrics.jsonl, which every run writes.
+A gap means something only beside the noise of training: a second run of the reference, with another order of sums or of data,
+shows that noise. All figures come from metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from octavo.errors import InputError
 from octavo.run.metrics import read_metrics
+from octavo.run.summary import LAST_STEPS, median_speed
 
-LAST_STEPS = 50
 _PICTURES = (".png", ".pdf", ".svg")
 _LEGEND_INSIDE = 8
-"""Runs whose names fit above the curves; those of more stand beneath them."""
+"""Largest number of names in a legend above the curves; a longer legend goes beneath them."""
 
 
 def compare(runs: Sequence[Path], *, last: int = LAST_STEPS) -> dict[str, Any]:
@@ -30,11 +30,11 @@ def compare(runs: Sequence[Path], *, last: int = LAST_STEPS) -> dict[str, Any]:
 
     Returns:
         `{"last", "steps", "numbers", "rows": [{"run", "loss", "gap_percent", "tokens_per_second", "losses", "environment"}]}`:
-        `steps` is how many all runs have and `numbers` which, `losses` are at these, `loss` is the mean over the last `last`
-        of them, `gap_percent` how far that is above the reference's, `tokens_per_second` a median.
+        `numbers` are the steps that all runs have, `steps` their count and `losses` the losses there; `loss` is the mean of the
+        last `last`, `gap_percent` its distance to the reference's, `tokens_per_second` a median.
 
     Raises:
-        InputError: a folder is no run, or the runs have too few steps in common.
+        InputError: a folder is no run, or the runs have fewer than `last` steps in common.
     """
     curves = [(run, {record["step"]: record for record in _records(run)}) for run in runs]
     numbers = sorted(set.intersection(*(set(curve) for _, curve in curves)))
@@ -51,13 +51,12 @@ def compare(runs: Sequence[Path], *, last: int = LAST_STEPS) -> dict[str, Any]:
         losses = [curve[number]["loss"] for number in numbers]
         loss = math.fsum(losses[-last:]) / last
         reference = rows[0]["loss"] if rows else loss
-        speeds = sorted(record["tokens_per_second"] for record in curve.values())
         rows.append(
             {
                 "run": run.name,
                 "loss": loss,
                 "gap_percent": 100 * (loss / reference - 1),
-                "tokens_per_second": speeds[len(speeds) // 2],
+                "tokens_per_second": median_speed(curve.values()),
                 "losses": losses,
                 "environment": _environment(run),
             }
@@ -77,19 +76,21 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a path that no picture can be written to, before any work.
+    """Check the path of a picture before any work.
 
     Raises:
-        InputError: the kind of file is not known, or the folder is not there.
+        InputError: the kind of file is not supported, or the folder does not exist.
     """
     if path.suffix.lower() not in _PICTURES:
-        raise InputError(f"--plot {path}: {path.suffix or 'no suffix'} is no known picture. Use {', '.join(_PICTURES)}.")
+        raise InputError(
+            f"--plot {path}: {path.suffix or 'no suffix'} is not a known kind of picture. Use {', '.join(_PICTURES)}."
+        )
     if not path.parent.is_dir():
         raise InputError(f"--plot {path}: there is no folder {str(path.parent)!r}. Make it first, or give another path.")
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """The loss curves, and each run's distance to the reference smoothed over a twentieth of the steps, as a picture."""
+    """Plot the loss curves, and below them each run's gap, smoothed over a twentieth of the steps."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -99,7 +100,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     size = (8, 6 + 0.2 * beneath)
     figure, (above, below) = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=(2, 1), layout="constrained")
     colours = plt.rcParams["axes.prop_cycle"].by_key()["color"]
-    for axes in (above, below):  # all colours in one style of line, then in the next
+    for axes in (above, below):  # all colours in one line style, then in the next
         axes.set_prop_cycle(plt.cycler(linestyle=("-", "--", ":")) * plt.cycler(color=colours))
     steps = found["numbers"]
     window = max(1, found["steps"] // 20)
@@ -127,7 +128,7 @@ def _span(found: dict[str, Any]) -> str:
 def _records(run: Path) -> list[dict[str, Any]]:
     records = read_metrics(run / "metrics.jsonl")
     if not records:
-        raise InputError(f"{str(run)!r} has no metrics.jsonl with whole lines: give the folder of a run, such as runs/demo.")
+        raise InputError(f"{str(run)!r} has no metrics.jsonl with whole lines. Give the folder of a run, such as runs/demo.")
     return records
 
 

@@ -1,10 +1,9 @@
-"""From a run's folder, or a model in memory, to a folder that Hugging Face loads.
+"""Export a run, or a model in memory, to a folder that Hugging Face loads.
 
-The newest whole checkpoint is read under Octavo's names and handed to `octavo.models.convert`, which knows what Hugging
-Face calls them. The parameters are written in the dtype in which they were trained, bit for bit. Everything comes from the
-run's own folder: the model and the data that it began with may be gone.
+The newest whole checkpoint is read under Octavo's names; `octavo.models.convert` maps them to Hugging Face's. Parameters keep
+the dtype in which they were trained, bit for bit. The run's folder is enough: model.source and data may be gone.
 
-Neither needs memory for the whole model: weights are read, or gathered from the ranks, for one output file at a time.
+Weights are read, or gathered from the ranks, for one output file at a time: the whole model need not fit in memory.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from octavo.errors import InputError, nearest
 from octavo.models.convert import Conversion, conversion_of, write_pretrained, write_weights
 from octavo.models.sources import load_config
 from octavo.parallel.coordination import Ranks, writing_ranks
-from octavo.run.folder import RunFolder, report
+from octavo.run.folder import RunFolder, warn
 
 
 def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
-    """Write a model, or the newest whole checkpoint of a run, as `AutoModelForCausalLM.from_pretrained` loads it.
+    """Write a model, or the newest whole checkpoint of a run, for `AutoModelForCausalLM.from_pretrained`.
 
     Of timm's vision transformer with Octavo's blocks the weights are written under timm's names, for `load_state_dict`.
-    Over ranks every rank calls it, and rank 0 writes; the parameters of a sharded model are gathered one by one.
+    All ranks call it and rank 0 writes; the parameters of a sharded model are gathered one by one.
 
     Args:
         model_or_path: a transformed model, or the folder of a run, whose tokenizer is copied too.
-        folder: new, or empty.
+        folder: a new or empty folder.
 
     Raises:
-        InputError: the path is no run, the folder has something in it, or the model has no Hugging Face config.
+        InputError: the path is no run, the folder is not empty, or the model has no Hugging Face config.
         OctavoError: no checkpoint of the run is whole.
     """
     ranks, to = writing_ranks(), Path(folder)
@@ -58,7 +57,7 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
 
 
 def _write_gathered(tensors: Mapping[str, torch.Tensor], config: Any, way: Conversion | None, to: Path, ranks: Ranks) -> None:
-    """Write on rank 0. It names each tensor before it reads it, so that the others gather along; None is the end."""
+    """Write on rank 0, which broadcasts each tensor's name, so that all ranks join the gather; None is the end."""
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
 
     def gathered(name: str) -> torch.Tensor:
@@ -72,7 +71,7 @@ def _write_gathered(tensors: Mapping[str, torch.Tensor], config: Any, way: Conve
             write_pretrained(shapes, config, to, read=gathered)
         return None
 
-    while (name := ranks.on_rank_0(write)) is not None:  # only on the others: rank 0 comes back when it has written all
+    while (name := ranks.on_rank_0(write)) is not None:  # on rank 0, `write` returns None at the end
         _whole(tensors[name])
 
 
@@ -81,25 +80,25 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def export_run(run: Path, to: Path) -> Path:
-    """Write the newest whole checkpoint of `run` to the folder `to`; returns the checkpoint that was used.
+    """Write the newest whole checkpoint of `run` to the folder `to`; returns the checkpoint.
 
     Raises:
-        InputError: `run` is no run, or `to` is a folder with something in it.
+        InputError: `run` is no run, or `to` is not an empty folder.
         OctavoError: no checkpoint is whole.
     """
     folder = RunFolder(run)
     config = folder.config() if run.is_dir() else None
     if config is None:
         guess = nearest(run.name, [p.parent.name for p in run.parent.glob("*/run.toml")])
-        hint = f" Did you mean {run.parent / guess}?" if guess else " Give the folder that octavo train named at its end."
+        hint = f" Did you mean {run.parent / guess}?" if guess else " Give the folder that octavo train printed at its end."
         raise InputError(f"{str(run)!r} is not the folder of a run: it has no run.toml.{hint}")
     _check_empty(to)
-    checkpoint, _ = newest_whole(folder.checkpoints, report)
+    checkpoint, _ = newest_whole(folder.checkpoints, warn)
     if checkpoint is None:
         raise InputError(f"{run} has no checkpoint yet: run octavo train {folder.run_file} first.")
     if (folder.model / "config.json").is_file():
         hf_config = load_config(str(folder.model))
-    else:  # a run of a version that did not keep it
+    else:  # a run of an older version
         hf_config = load_config(config.model.source, config.model.config)
     tokenizer = folder.tokenizer if folder.tokenizer.is_dir() else None
     stored = read_weights(checkpoint)
@@ -110,4 +109,4 @@ def export_run(run: Path, to: Path) -> Path:
 
 def _check_empty(to: Path) -> None:
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise InputError(f"{str(to)!r} exists and is not empty: export writes a new folder. Give another one.")
+        raise InputError(f"{str(to)!r} exists and is not empty: export writes a new folder. Give another path.")

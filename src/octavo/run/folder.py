@@ -1,15 +1,15 @@
-"""The folder of a run: its layout, its lock, and the record of what ran in it.
+"""The folder of a run: layout, lock, and the record of each start.
 
     run.toml            the resolved run file: `octavo train` on it continues or reproduces the run
-    choices.json        which layers fp8.enabled = "auto" keeps out of FP8
-    environment.json    versions, device, code and command of every start
+    choices.json        layers that fp8.enabled = "auto" excludes from FP8
+    environment.json    versions, device, code and command of each start
     metrics.jsonl       one object a step
     checkpoints/step-N/
-    model/config.json   the Hugging Face config, so that the folder exports without model.source
-    tokenizer/          a copy, so that the folder exports without the prepared data
-    bf16/               the same, of the run without FP8 that train.compare_bf16 asks for
+    model/config.json   the Hugging Face config, for an export without model.source
+    tokenizer/          a copy, for an export without the prepared data
+    bf16/               the same layout for the run without FP8 of train.compare_bf16
 
-A start that is refused leaves nothing: a folder that it made is removed again unless something was recorded in it.
+A start that is refused leaves nothing: a folder that it created is removed unless something was recorded in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,57 +36,29 @@ from octavo.storage import FolderLock, write_atomic
 _PACKAGES = ("torch", "transformers", "triton", "safetensors", "numpy", "tokenizers", "datasets")
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Where the parts of a run are."""
+    """Paths in the folder of a run; the module's docstring describes each."""
 
-    path: Path
-
-    @property
-    def run_file(self) -> Path:
-        """The resolved run file."""
-        return self.path / "run.toml"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Of the `step-N` folders."""
-        return self.path / "checkpoints"
-
-    @property
-    def tokenizer(self) -> Path:
-        """A copy of the tokenizer."""
-        return self.path / "tokenizer"
-
-    @property
-    def model(self) -> Path:
-        """Of the Hugging Face config, as `config.json`."""
-        return self.path / "model"
-
-    @property
-    def environment(self) -> Path:
-        """What ran, and on what."""
-        return self.path / "environment.json"
-
-    @property
-    def choices(self) -> Path:
-        """What `fp8.enabled = "auto"` chose when the run began."""
-        return self.path / "choices.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_file = path / "run.toml"
+        self.choices = path / "choices.json"
+        self.environment = path / "environment.json"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.tokenizer = path / "tokenizer"
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether anything was saved here, whole or not."""
+        """Whether there is a checkpoint, whole or not."""
         return bool(step_folders(self.checkpoints))
 
     def config(self) -> RunConfig | None:
-        """The configuration that the run was last started with; None for a folder without a run.
+        """The configuration of the last start; None for a folder without a run.
 
         Raises:
-            InputError: there are checkpoints but no run file that says what they are of.
+            InputError: there are checkpoints but no run file.
         """
         if self.run_file.is_file():
             return RunConfig.from_file(self.run_file)
@@ -98,7 +69,7 @@ class RunFolder:
         return None
 
     def record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str) -> None:
-        """Write down what is about to run."""
+        """Write the run file, the Hugging Face config, the environment and the tokenizer."""
         write_atomic(self.run_file, config.to_toml())
         self.model.mkdir(exist_ok=True)
         write_atomic(self.model / "config.json", hf_config.to_json_string())
@@ -114,10 +85,10 @@ class RunFolder:
 
 @contextmanager
 def locked(path: Path) -> Iterator[RunFolder]:
-    """The run folder at `path`, held by this process alone.
+    """The run folder at `path`, locked by this process.
 
     Raises:
-        InputError: another process holds it (the message names that process), or it cannot be written.
+        InputError: another process has the lock (the message names it), or the folder cannot be written.
     """
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     with ExitStack() as stack:
@@ -133,13 +104,13 @@ def locked(path: Path) -> Iterator[RunFolder]:
             raise
 
 
-def report(message: str) -> None:
-    """Say on stderr what is wrong with a checkpoint."""
+def warn(message: str) -> None:
+    """A warning about a checkpoint, on stderr."""
     sys.stderr.write(f"octavo: {message}\n")
 
 
 def _remove_empty(path: Path, made: list[Path]) -> None:
-    """Take back the folders that the lock made, if nothing else came into them."""
+    """Remove the folders that the lock created, if they are still empty."""
     if {entry.name for entry in path.iterdir()} - {".lock"}:
         return
     (path / ".lock").unlink(missing_ok=True)
@@ -170,9 +141,9 @@ def _version(package: str) -> str | None:
 
 
 def _code_version() -> str | None:
-    """The git commit of Octavo's own source, "+changes" where files differ from it; None for an installed package.
+    """The git commit of Octavo's source, "+changes" if files differ from it; None for an installed package.
 
-    An installed package may lie in the virtual environment of some other repository, whose commit says nothing about it.
+    An installed package may be in a virtual environment inside another repository, whose commit is irrelevant.
     """
     source = Path(__file__).parent.parent
     try:

@@ -1,10 +1,9 @@
-"""metrics.jsonl: one JSON object a step, the record of a run that outlives its screen.
+"""metrics.jsonl: one JSON object a step.
 
-A line is appended with one write, so that a reader never sees two halves mixed; a kill can tear only the last one. On
-resume the lines after the checkpoint's step are cut, and the continued run writes them again: the same to the last bit.
-Floats are written with Python's shortest repr and read back exactly; what JSON has no number for stands as "NaN",
-"Infinity" or "-Infinity". A line reaches the disk when a checkpoint is written (`sync`), not at each step: an fsync costs
-milliseconds.
+Each line is one write, so that a kill can tear only the last line. On resume the lines after the checkpoint's step are cut, and
+the continued run writes the same losses again, to the last bit. Floats have Python's shortest repr and read back exactly; JSON
+has no NaN and infinities, so they are the strings "NaN", "Infinity" and "-Infinity". Lines are synced with each checkpoint, not
+with each step: an fsync takes milliseconds.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class MetricsFile:
         """Write one step."""
         line = encode(record).encode() + b"\n"
         with self._explained():
-            while line:  # a disk that fills up takes a part first, and raises at the rest
+            while line:  # a disk that fills up accepts a part first, then raises
                 line = line[self._file.write(line) :]
 
     def sync(self) -> None:
-        """Make every line durable, before a checkpoint says that these steps are done."""
+        """Make every line durable, before the checkpoint of these steps."""
         with self._explained():
             os.fsync(self._file.fileno())
 
@@ -65,17 +64,17 @@ class MetricsFile:
             ) from None
 
 
-def encode(record: Mapping[str, Any]) -> str:
-    """One line of valid JSON without its line end."""
-    return json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
+def encode(record: Mapping[str, Any], indent: int | None = None) -> str:
+    """Valid JSON without a line end; one line unless `indent` is given."""
+    return json.dumps(_json_value(record), indent=indent, allow_nan=False)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a metrics file, floats as they were; an absent file has none."""
+    """Every whole line of a metrics file; none if there is no file."""
     if not path.is_file():
         return []
     records = []
-    for line in path.read_bytes().split(b"\n")[:-1]:  # what follows the last line end is torn
+    for line in path.read_bytes().split(b"\n")[:-1]:  # after the last line end: a torn line
         try:
             record = json.loads(line)
         except ValueError:
@@ -87,7 +86,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def cut(path: Path, last_step: int) -> None:
-    """Keep the lines up to `last_step` and drop the rest, a torn line included."""
+    """Cut the lines after `last_step`, and a torn line."""
     if not path.is_file():
         return
     end = 0
@@ -104,7 +103,12 @@ def cut(path: Path, last_step: int) -> None:
         os.fsync(file.fileno())
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
+    """A value for JSON: NaN and infinities, also in containers, become "NaN", "Infinity" and "-Infinity"."""
+    if isinstance(value, Mapping):
+        return {key: _json_value(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -1,8 +1,7 @@
-"""What a person sees while a run trains: one live line on a terminal, one plain line a step anywhere else.
+"""Progress of a run: one live line on a terminal, plain lines anywhere else.
 
-Both show the same fields in the same words. The live line redraws itself; in a log file that would be thousands of control
-characters, hence the plain form wherever the output is not a terminal. Fields matter more than the bar: a narrow terminal has
-none, and the line wraps rather than lose its end.
+Both have the same fields. A live line would fill a log file with control characters, hence the plain lines. A narrow terminal
+has no bar, and the live line wraps rather than lose fields.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ class StepProgress:
     """Shows the steps of one training; a context manager.
 
     Args:
-        console: where to; a live line is drawn if it is a terminal.
-        label: what is trained, such as "fp8" or "bf16".
+        console: output; a terminal gets a live line.
+        label: precision of the training, such as "fp8" or "bf16".
         steps: the last step.
-        done: steps that were already done.
-        every: steps between plain lines (the last step is always shown).
+        done: steps before this start.
+        every: steps between plain lines (the first and the last step are always shown).
     """
 
     def __init__(self, console: Console, *, label: str, steps: int, done: int, every: int) -> None:
         self.console, self.label, self.steps, self.every = console, label, steps, every
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
         self._live: Progress | None = None
-        # Not for a rank that shows nothing: a live line takes stdout and stderr over, and would swallow what is said there.
+        # Not on a quiet rank: a live line captures stdout and stderr, and would swallow other output.
         if console.is_terminal and not console.quiet:
             columns: list[ProgressColumn] = [TextColumn("{task.description}")]
             if console.width >= _WIDTH_WITH_BAR:
@@ -65,12 +64,12 @@ class StepProgress:
             self.say(f"{self.label}  {line}")
 
     def say(self, message: str) -> None:
-        """A line of its own, above the live one."""
+        """A separate line, above the live one."""
         self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
 def format_step(record: Mapping[str, Any], steps: int, mean_step_seconds: float) -> str:
-    """The fields of one step in one line; what is unknown is left out."""
+    """The known fields of one step in one line."""
     step = int(record["step"])
     parts = [f"step {step}/{steps}", f"loss {record['loss']:.4f}"]
     if record.get("validation_loss") is not None:
@@ -86,7 +85,7 @@ def format_step(record: Mapping[str, Any], steps: int, mean_step_seconds: float)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as m:ss, or h:mm:ss from an hour on."""
+    """Seconds as m:ss, from an hour on as h:mm:ss."""
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

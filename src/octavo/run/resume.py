@@ -1,8 +1,7 @@
-"""Which keys may change when a run continues, and the refusal of the others.
+"""Keys that may change when a run continues; a change of any other key is an error.
 
-A continued run should be the run that was started. Keys that only say how often something is reported or kept, where data
-lies, or how memory is traded for time may change; everything that the losses depend on may not, since a curve made of two
-runs under one name is worse than a refusal.
+Reporting, checkpoints, paths and trades of memory for time may change. Keys that the losses depend on may not: one curve of two
+different runs is worse than an error.
 """
 
 from __future__ import annotations
@@ -16,28 +15,28 @@ from octavo.config.run import RunConfig
 from octavo.errors import InputError
 
 CHANGEABLE: dict[str, str] = {
-    "log.*": "what is reported",
-    "checkpoint.*": "what is kept",
+    "log.*": "reporting only",
+    "checkpoint.*": "checkpoints only",
     "train.output": "the folder may have been moved",
-    "train.validate_every": "validation leaves the run as it is",
-    "train.validate_batches": "validation leaves the run as it is",
-    "train.compare_bf16": "a second run, after this one",
-    "train.micro_batch": "the same gradient, summed in another order",
+    "train.validate_every": "validation does not change the run",
+    "train.validate_batches": "validation does not change the run",
+    "train.compare_bf16": "a separate run, after this one",
+    "train.micro_batch": "the same gradient, in another order of summation",
     "train.recompute": "the same numbers, for less memory",
     "train.offload": "the same numbers, for less memory",
     "train.compile": "the same model, in other kernels",
     "train.deterministic": "the same model, in other kernels",
-    "train.loss_scale": "the same gradient, in another part of float16's range; a scale that is too large must be mendable",
-    "data.workers": "the same batches, read ahead",
-    "data.folder": "tokenised again in another place; the fingerprint is compared",
+    "train.loss_scale": "the same gradient, in another part of float16's range; a scale that is too large must be correctable",
+    "data.workers": "the same batches, prefetched",
+    "data.folder": "the same tokens in another place; the fingerprint is compared",
     "parallel.*_degree": "a checkpoint loads in any layout",
-    "parallel.cp_comm_type": "the same keys and values, by another way",
+    "parallel.cp_comm_type": "the same keys and values, by another exchange",
     "parallel.reshard_after_forward": "the same numbers, for less memory",
     "parallel.sm_activation_offloading": "the same numbers, for less memory",
     "parallel.activation_loading_horizon": "the same numbers, for less memory",
-    "launch.*": "how ranks are watched",
+    "launch.*": "timeouts of the watchdog",
 }
-"""Patterns of keys, and why each may differ from the run that wrote the checkpoint."""
+"""Patterns of keys that may differ from the run that wrote the checkpoint, each with the reason."""
 
 
 def check_resumable(
@@ -47,12 +46,12 @@ def check_resumable(
     *,
     remedy: str = "Put them back to continue it, or set another train.output.",
 ) -> None:
-    """Refuse to continue a run under another configuration.
+    """Check that a run continues under the configuration that it was started with.
 
-    `train.steps` may change only under a constant schedule: the others have spent their rate on reaching the old end.
+    `train.steps` may change under a constant schedule only: the rates of the others depend on the last step.
 
     Raises:
-        InputError: naming each key with its old and new value.
+        InputError: for each changed key, its old and new value.
     """
     old, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not _may_change(key, now)]
@@ -61,7 +60,7 @@ def check_resumable(
     shown = "; ".join(f"{key} was {_show(old.get(key))} and is now {_show(new.get(key))}" for key in changed)
     why = ""
     if "train.steps" in changed:
-        why = f" The {now.optimizer.schedule} schedule ends at train.steps: only a constant one can be prolonged."
+        why = f" The {now.optimizer.schedule} schedule ends at train.steps: only a constant schedule can be extended."
     raise InputError(
         f"the run in {str(folder)!r} was started with other settings: {shown}.{why} "
         f"{remedy} Keys that may change: {', '.join(CHANGEABLE)}."
@@ -77,7 +76,7 @@ def _may_change(key: str, config: RunConfig) -> bool:
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if f"{prefix}{key}" == "fp8.layers":  # whose last pattern wins, so that their order counts
+        if f"{prefix}{key}" == "fp8.layers":  # later patterns win, so order counts
             flat["fp8.layers"] = list(value.items())
         elif isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}.")

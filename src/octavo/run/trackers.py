@@ -1,18 +1,18 @@
 """Experiment trackers: a table of adapters, each an extra to install, all off by default.
 
-A tracker gets what metrics.jsonl gets, after it was written there; the file stays the record. An adapter only translates
-names and keeps a continued run in the same curve. A tracker that cannot be opened refuses the run; one that fails later is
-dropped with a warning, since a training is worth more than its curve on a server. What trackers print goes to stderr: stdout
-may be one JSON document.
+Trackers get each step after metrics.jsonl, which stays the record. An adapter translates names and continues the curve of a
+continued run. A tracker that does not open is an error; one that fails later is dropped with a warning, and the training goes
+on. Output of trackers goes to stderr, since stdout may be one JSON document.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,13 +20,13 @@ from octavo.errors import InputError, first_line
 
 
 class Tracker(Protocol):
-    """What a run asks of a tracker."""
+    """Interface of an adapter."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of one step."""
+        """Record the numbers of one step."""
 
     def close(self) -> None:
-        """Hand over what is still held."""
+        """Flush and finish."""
 
 
 class TensorBoard:
@@ -38,7 +38,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of one step."""
+        """Record the numbers of one step."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -47,49 +47,36 @@ class TensorBoard:
         self._writer.close()
 
 
-class Trackio:
-    """A local trackio project named octavo; a continued run resumes its own entry."""
+class _Project:
+    """An entry in a project named octavo, for packages with W&B's functions; a continued run resumes its own entry."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
-        import trackio
-
-        self._trackio = trackio
-        trackio.init(project="octavo", name=_run_id(folder), config=dict(config), resume="allow")
+    def __init__(self, package: str, config: Mapping[str, Any], **options: Any) -> None:
+        self._package = importlib.import_module(package)
+        self._package.init(project="octavo", config=dict(config), resume="allow", **options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of one step."""
-        self._trackio.log(dict(values), step=step)
+        """Record the numbers of one step."""
+        self._package.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Finish the run."""
-        self._trackio.finish()
+        """Finish the entry."""
+        self._package.finish()
 
 
-class WeightsAndBiases:
-    """A W&B project named octavo; a continued run resumes its own entry."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
-        import wandb
-
-        self._wandb = wandb
-        wandb.init(project="octavo", id=_run_id(folder), name=folder.name, dir=str(folder), config=dict(config), resume="allow")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of one step."""
-        self._wandb.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._wandb.finish()
+def _trackio(folder: Path, config: Mapping[str, Any], first_step: int) -> Tracker:
+    return _Project("trackio", config, name=_run_id(folder))
 
 
-TRACKERS: dict[str, type[TensorBoard] | type[Trackio] | type[WeightsAndBiases]] = {
+def _wandb(folder: Path, config: Mapping[str, Any], first_step: int) -> Tracker:
+    return _Project("wandb", config, id=_run_id(folder), name=folder.name, dir=str(folder))
+
+
+TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
     "tensorboard": TensorBoard,
-    "trackio": Trackio,
-    "wandb": WeightsAndBiases,
+    "trackio": _trackio,
+    "wandb": _wandb,
 }
-"""By the name in log.trackers, which is also the package and Octavo's extra."""
-
+"""Adapters by name in log.trackers, which is also the name of the package and of Octavo's extra."""
 
 _REMEDIES = {"wandb": "Log in with `wandb login`, or set WANDB_MODE=offline in the environment"}
 
@@ -101,7 +88,7 @@ class Trackers:
         self._open = dict(opened or {})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Give every tracker the numbers of one step; one that fails gets no more."""
+        """Pass the numbers of one step to every tracker; drop one that fails."""
         for name, tracker in list(self._open.items()):
             try:
                 with contextlib.redirect_stdout(sys.stderr):
@@ -111,7 +98,7 @@ class Trackers:
                 _warn(f"{name} failed at step {step} and is dropped ({first_line(error)}); metrics.jsonl has every step.")
 
     def close(self) -> None:
-        """Let every tracker hand over what it still holds."""
+        """Close every tracker."""
         while self._open:
             name, tracker = self._open.popitem()
             try:
@@ -122,7 +109,7 @@ class Trackers:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers whose package is not installed (InputError names the extra)."""
+    """Check that the packages of these trackers are installed (the InputError names the extra)."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise InputError(
@@ -135,7 +122,7 @@ def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any],
     """Start each tracker for the run in `folder`, whose next step is `first_step`.
 
     Raises:
-        InputError: one does not start; those before it are closed again.
+        InputError: one does not start; the others are closed.
     """
     opened: dict[str, Tracker] = {}
     for name in names:
@@ -155,7 +142,7 @@ def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any],
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """What of a metrics record a tracker can draw."""
+    """The numbers of a metrics record."""
     return {k: float(v) for k, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool) and k != "step"}
 
 

@@ -1,1 +1,1 @@
-"""The training step, the loop around it, and the plan that both follow."""
+"""Training: run plan, loop, step, optimizer, evaluation, and the choice of layers for FP8."""

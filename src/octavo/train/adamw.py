@@ -1,8 +1,7 @@
-"""`torch.optim.AdamW` with Octavo's kernel for large tensors, and clipping folded into the step.
+"""`torch.optim.AdamW` with Octavo's kernel for large tensors, and clipping fused into the step.
 
-Groups, states and their dtypes are PyTorch's, so that states of either load into the other; so are the numbers on a CPU, where
-PyTorch's fused kernel runs. A launch of its own costs the host more than a norm's weights are worth: small tensors go to
-PyTorch's fused kernel together.
+Groups, states and dtypes are PyTorch's, so that states of either load into the other. A CPU runs PyTorch's fused kernel, with
+the same bits. Small tensors go to PyTorch's fused kernel together, since a launch for each would cost the host too much.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 from octavo.kernels.adamw import adamw_
 
 SMALL = 65_536
-"""Elements below which a tensor is stepped with others by PyTorch's kernel."""
+"""Tensors with fewer elements go to PyTorch's kernel."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -31,9 +30,8 @@ class AdamW(torch.optim.AdamW):
     """A drop-in for `torch.optim.AdamW(fused=True)`.
 
     Attributes:
-        grad_scale: what the next steps multiply gradients by, float32 [] on their device; None: nothing. Gradients that go to
-            PyTorch's kernel are multiplied in place first. It is not what `torch.amp.GradScaler` would put there: that one is
-            told to unscale by itself.
+        grad_scale: factor of the gradients in the next steps, float32 [] on their device; None: no factor. Gradients for
+            PyTorch's kernel are multiplied in place first. `torch.amp.GradScaler` does not set it: it unscales by itself.
     """
 
     grad_scale: Tensor | None = None
@@ -44,7 +42,7 @@ class AdamW(torch.optim.AdamW):
 
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all groups; returns what `closure` does."""
+        """One step of all groups; returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -52,14 +50,14 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             has_complex = self._init_group(group, *lists)
-            held = [[local(tensor) for tensor in kind] for kind in lists]
-            amsgrad = bool(held[4])
-            mine = [not amsgrad and _suits(group, *tensors) for tensors in zip(*held[:4], strict=True)]
-            if any(mine):
-                self._step_by_kernel(group, *(_where(mine, held[kind]) for kind in (0, 1, 2, 3, 5)))
-            if not all(mine):
-                others = [not taken for taken in mine]
-                self._step_by_torch(group, [_where(others, kind) if kind else kind for kind in held], has_complex)
+            lists = [[local(tensor) for tensor in tensors] for tensors in lists]
+            amsgrad = bool(lists[4])
+            own = [not amsgrad and _kernel_takes(group, *tensors) for tensors in zip(*lists[:4], strict=True)]
+            if any(own):
+                self._step_by_kernel(group, *(_select(own, lists[kind]) for kind in (0, 1, 2, 3, 5)))
+            if not all(own):
+                others = [not one for one in own]
+                self._step_by_torch(group, [_select(others, kind) if kind else kind for kind in lists], has_complex)
         return loss
 
     def _step_by_kernel(
@@ -100,12 +98,12 @@ class AdamW(torch.optim.AdamW):
 
 
 def _native(device: torch.device) -> bool:
-    """Whether the kernel runs there."""
+    """Whether the kernel runs on this device."""
     return device.type == "cuda"
 
 
-def _suits(group: dict[str, Any], param: Tensor, *others: Tensor) -> bool:
-    """Whether the kernel takes a parameter, its gradient and its moments: large, contiguous, and nothing that it has not."""
+def _kernel_takes(group: dict[str, Any], param: Tensor, *others: Tensor) -> bool:
+    """Whether the kernel takes a parameter with its gradient and moments: large, contiguous, without options that it lacks."""
     if not _native(param.device) or group["maximize"] or group["differentiable"] or isinstance(group["lr"], Tensor):
         return False
     if not all(x.is_contiguous() and x.is_floating_point() for x in (param, *others)):
@@ -113,5 +111,5 @@ def _suits(group: dict[str, Any], param: Tensor, *others: Tensor) -> bool:
     return param.numel() >= SMALL or any(x.dtype != param.dtype for x in others)
 
 
-def _where(chosen: list[bool], tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor for tensor, taken in zip(tensors, chosen, strict=True) if taken]
+def _select(selected: list[bool], tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor for tensor, chosen in zip(tensors, selected, strict=True) if chosen]

@@ -1,8 +1,7 @@
-"""Loss on held-out text.
+"""Validation loss.
 
-The model runs as it trains (FP8 included, with the scales as they are) but in evaluation mode and without gradients, so
-nothing is recorded, nothing is drawn from the random generators, and a run that validates has the same losses as one that
-does not.
+The model runs in evaluation mode without gradients, in FP8 with unchanged scales: no amax is recorded and no random number
+drawn, so that a run with validation has the same losses as one without.
 """
 
 from __future__ import annotations
@@ -18,31 +17,33 @@ from octavo.train.step import TrainContext, count_targets, loss_of
 
 
 @torch.no_grad()
-def validation_loss(run: TrainContext, batches: Sequence[Batch]) -> float:
-    """Mean loss over all real targets of the ranks' `batches`, in nats; NaN if there are none."""
+def validation_loss(context: TrainContext, batches: Sequence[Batch]) -> float:
+    """Mean loss over all targets of the `batches` of all ranks, in nats; NaN without targets."""
     targets = sum(count_targets(batch.labels) for batch in batches)
-    if run.group is not None:
-        counted = torch.tensor(targets, device=run.device)
-        dist.all_reduce(counted, group=run.group)
+    if context.group is not None:
+        counted = torch.tensor(targets, device=context.device)
+        dist.all_reduce(counted, group=context.group)
         targets = int(counted)
     if targets == 0:
         return math.nan
-    total = torch.zeros((), device=run.device)
-    training = run.model.training
-    run.model.eval()
+    total = torch.zeros((), device=context.device)
+    training = context.model.training
+    context.model.eval()
     try:
         for batch in batches:
-            run.watch.phase("validation")
-            total += loss_of(run.model, batch, targets, recipe=run.recipe, device=run.device, documents=run.documents)
+            context.watch.phase("validation")
+            total += loss_of(
+                context.model, batch, targets, recipe=context.recipe, device=context.device, documents=context.documents
+            )
     finally:
-        run.model.train(training)
-    if run.group is not None:
-        dist.all_reduce(total, group=run.group)
+        context.model.train(training)
+    if context.group is not None:
+        dist.all_reduce(total, group=context.group)
     return total.item()
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinite where a float has no room for it."""
+    """exp(loss); infinite beyond a float's range."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -1,15 +1,13 @@
-"""`fp8.enabled = "auto"`: the layers of a run that compute in FP8, decided when it begins and kept with it.
+"""`fp8.enabled = "auto"`: choose the layers that run in FP8, by measurement, when a run begins.
 
-An FP8 product takes half the time of a bf16 one where it is large. The casts of its operands are memory traffic that small
-products do not win back: below some size bf16 is faster, and that size depends on the GPU, the recipe and the kernels. So the
-three products of each distinct shape are timed in FP8, casts included, and in the dtype of the activations. The first rank
-measures for all, once a machine: the table is kept in the user's cache folder. Layers that are no faster in FP8 stay out of
-it. Where FP8 would be emulated, no layer is in FP8. A run that continues takes the choice from its folder: with other layers
-in FP8 its curve would be made of two.
+A large FP8 product takes half the time of a bf16 one, but the casts of its operands are memory traffic that small products do
+not regain. The break-even size depends on GPU, recipe and kernels, so the three products of each distinct shape are timed in
+FP8, casts included, and in the dtype of activations. Rank 0 measures for all ranks; timings are cached for the machine in the
+user's cache folder. Layers that are not faster in FP8 are excluded; without FP8 units, all layers are. A continued run takes
+the choice from its folder: other layers in FP8 would be another curve.
 
-Left out of the timing: casts that a norm or an activation makes, and the FP8 weight that micro-batches share, so a layer near
-the border may stay out of FP8 although it would gain a little. Launches are hidden behind a wait on the device: the host's
-time is not compared.
+Left out: casts fused into a norm or an activation, and the FP8 weight shared by micro-batches, so that a layer near break-even
+may be excluded for a small loss of speed. Launches are hidden behind a wait on the device: host time is not compared.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ import triton
 from torch import Tensor
 
 from octavo._version import __version__
+from octavo.dtypes import short_name
 from octavo.errors import InputError
 from octavo.fp8.matmul import quantize
 from octavo.fp8.recipe import Cast, Operand, Recipe
@@ -43,11 +42,11 @@ from octavo.train.plan import RunPlan, recipe_from_config
 
 _ROUNDS, _WARM_UP = 25, 3
 _HIDE_CYCLES = 2_000_000
-"""About a millisecond, in which the host has launched whatever is timed."""
+"""Wait of about a millisecond on the device, in which the host launches the timed kernels."""
 
 
-class Shape(NamedTuple):
-    """Products of x [tokens, columns] and a weight [rows, columns]."""
+class LinearShape(NamedTuple):
+    """LinearShape of a layer's products: x [tokens, columns] and a weight [rows, columns]."""
 
     tokens: int
     rows: int
@@ -58,69 +57,71 @@ class Shape(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Microseconds of a layer's three products in the wide dtype and in FP8."""
+    """Microseconds of a layer's three products in the dtype of activations and in FP8."""
 
-    wide: float
+    high_precision: float
     fp8: float
 
 
 class Setting(NamedTuple):
-    """What timings depend on beside the shape: the GPU by name, the dtypes of activations and of the weight."""
+    """Conditions of a timing beside shape and recipe: name of the GPU, dtypes of activations and of the weight."""
 
     gpu: str
     dtype: torch.dtype
     weight_dtype: torch.dtype
 
 
-Timer = Callable[[Shape, Recipe], Timing]
+Timer = Callable[[LinearShape, Recipe], Timing]
 
 
 def choose_layers(plan: RunPlan, folder: RunFolder, *, resumed: bool) -> RunPlan:
-    """The plan with the layers that `fp8.enabled = "auto"` keeps out of FP8; all ranks call it.
+    """The plan with the layers that `fp8.enabled = "auto"` excludes from FP8; all ranks call it.
 
-    resumed: the run has checkpoints, so that its own choice holds.
+    resumed: the run has checkpoints; the choice in its folder is used.
 
     Raises:
-        InputError: the choice of a run that continues is missing or not readable.
+        InputError: the choice of a continued run is missing or not readable.
     """
     if plan.config.fp8.enabled != "auto":
         return plan
     if resumed:
-        return _as_begun(plan, all_ranks().on_rank_0(lambda: _read_choice(folder.choices)))
+        return _with_saved_choice(plan, all_ranks().on_rank_0(lambda: _read_choice(folder.choices)))
     if plan.recipe is None:
         names = [*plan.layers, "head"] if plan.config.fp8.head else plan.layers
         return dataclasses.replace(plan, excluded=dict.fromkeys(names, plan.fp8_note))
     timer = timer_on(plan)
-    if timer is None:  # emulated because fp8.emulate asks for it
+    if timer is None:  # fp8.emulate = true: nothing to compare
         return plan
     excluded = all_ranks().on_rank_0(lambda: slower_layers(plan, timer))
-    taken = sum(layer.recipe is not None for layer in plan.layers.values())
-    note = f"{plan.fp8_note}, where it is faster: in {taken - len(excluded)} of {taken} layers"
+    total = sum(layer.recipe is not None for layer in plan.layers.values())
+    note = f"{plan.fp8_note}, where it is faster: in {total - len(excluded)} of {total} layers"
     return dataclasses.replace(plan, excluded=excluded, fp8_note=note)
 
 
 def record(plan: RunPlan, folder: RunFolder) -> None:
-    """Write the choice down, for when the run continues."""
+    """Save the choice in the run's folder."""
     if plan.config.fp8.enabled == "auto":
         choice = {"fp8": plan.recipe is not None, "device": plan.hardware.name, "kept_out": dict(plan.excluded)}
         write_atomic(folder.choices, json.dumps(choice, indent=1, ensure_ascii=False) + "\n")
 
 
 def timer_on(plan: RunPlan) -> Timer | None:
-    """What times products on the device of a run; None where that has no FP8 units."""
+    """The timer of products on the run's device; None without FP8 units."""
     if not supports_fp8(plan.device):
         return None
     return lambda shape, recipe: measure(shape, recipe, plan.device, _setting(plan))
 
 
 def slower_layers(plan: RunPlan, timer: Timer) -> dict[str, str]:
-    """The layers for which FP8 does not pay, each with both timings."""
+    """The layers that are not faster in FP8, each with both timings."""
     tokens = plan.micro_batch * plan.config.data.sequence_length
-    wanted = {
-        name: (Shape(tokens, *layer.shape), layer.recipe) for name, layer in plan.layers.items() if layer.recipe is not None
+    pairs = {
+        name: (LinearShape(tokens, *layer.shape), layer.recipe)
+        for name, layer in plan.layers.items()
+        if layer.recipe is not None
     }
-    timings = table(wanted.values(), _setting(plan), timer)
-    reasons = {name: reason_to_exclude(pair[0], timings[pair], plan.dtype) for name, pair in wanted.items()}
+    timings = cached_timings(pairs.values(), _setting(plan), timer)
+    reasons = {name: reason_to_exclude(pair[0], timings[pair], plan.dtype) for name, pair in pairs.items()}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
@@ -128,7 +129,7 @@ def _setting(plan: RunPlan) -> Setting:
     return Setting(plan.hardware.name, plan.dtype, plan.params_dtype)
 
 
-def _as_begun(plan: RunPlan, choice: Mapping[str, Any]) -> RunPlan:
+def _with_saved_choice(plan: RunPlan, choice: Mapping[str, Any]) -> RunPlan:
     note = f"FP8 as it was chosen when the run began, on {choice['device']}"
     recipe = recipe_from_config(plan.config.fp8) if choice["fp8"] else None
     how = ": none" if recipe is None else "" if supports_fp8(plan.device) else ", emulated here"
@@ -146,12 +147,14 @@ def _read_choice(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def table(wanted: Iterable[tuple[Shape, Recipe]], setting: Setting, timer: Timer) -> dict[tuple[Shape, Recipe], Timing]:
-    """The timings of shapes under recipes: what this machine measured before, and the rest by `timer`, which is kept."""
-    found: dict[tuple[Shape, Recipe], Timing] = {}
-    pairs = sorted(set(wanted), key=repr)
-    for recipe in dict.fromkeys(recipe for _, recipe in pairs):
-        shapes = [shape for shape, other in pairs if other == recipe]
+def cached_timings(
+    pairs: Iterable[tuple[LinearShape, Recipe]], setting: Setting, timer: Timer
+) -> dict[tuple[LinearShape, Recipe], Timing]:
+    """Timings of shapes under recipes, from the cache of this machine or else by `timer`, whose results are cached."""
+    found: dict[tuple[LinearShape, Recipe], Timing] = {}
+    ordered = sorted(set(pairs), key=repr)
+    for recipe in dict.fromkeys(recipe for _, recipe in ordered):
+        shapes = [shape for shape, other in ordered if other == recipe]
         key = _key(recipe, setting)
         path = cache_folder() / f"fp8-auto-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
         known = _read_timings(path, key)
@@ -163,60 +166,60 @@ def table(wanted: Iterable[tuple[Shape, Recipe]], setting: Setting, timer: Timer
     return found
 
 
-def reason_to_exclude(shape: Shape, timing: Timing, dtype: torch.dtype) -> str:
-    """Why a layer of this shape stays out of FP8; empty where FP8 is the faster."""
-    if timing.fp8 < timing.wide:
+def reason_to_exclude(shape: LinearShape, timing: Timing, dtype: torch.dtype) -> str:
+    """Why to exclude a layer of this shape from FP8; empty if FP8 is faster."""
+    if timing.fp8 < timing.high_precision:
         return ""
-    name = {torch.bfloat16: "bf16"}.get(dtype, str(dtype).removeprefix("torch."))
-    return f"{name} is faster here: {_microseconds(timing.wide)} against {_microseconds(timing.fp8)} in FP8 at {shape}"
+    name, slower = short_name(dtype), _microseconds(timing.high_precision)
+    return f"{name} is faster here: {slower} against {_microseconds(timing.fp8)} in FP8 at {shape}"
 
 
 def cache_folder() -> Path:
-    """Where a user's measurements are kept."""
+    """Cache folder of this user."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
 
 
-def measure(shape: Shape, recipe: Recipe, device: torch.device, setting: Setting) -> Timing:
-    """Time the products of one layer on a GPU, on random numbers; medians, the two kinds in turn."""
+def measure(shape: LinearShape, recipe: Recipe, device: torch.device, setting: Setting) -> Timing:
+    """Time the products of one layer on a GPU, on random numbers: medians, both precisions in turn."""
     make: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(0)}
     x = torch.randn(shape.tokens, shape.columns, dtype=setting.dtype, **make)
     weight = torch.randn(shape.rows, shape.columns, dtype=setting.weight_dtype, **make)
     dy = torch.randn(shape.tokens, shape.rows, dtype=setting.dtype, **make)
-    place = torch.ones((2,), device=device)
-    kinds = (lambda: high_precision_products(x, weight, dy), lambda: fp8_products(x, weight, dy, recipe, place))
+    slot = torch.ones((2,), device=device)
+    kinds = (lambda: high_precision_products(x, weight, dy), lambda: fp8_products(x, weight, dy, recipe, slot))
     with torch.cuda.device(device):
-        wide, fp8 = median_us(*kinds, device=device, rounds=_ROUNDS, warm_up=_WARM_UP, pause_cycles=_HIDE_CYCLES)
-    return Timing(wide, fp8)
+        high, fp8 = median_us(*kinds, device=device, rounds=_ROUNDS, warm_up=_WARM_UP, pause_cycles=_HIDE_CYCLES)
+    return Timing(high, fp8)
 
 
 def high_precision_products(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer's output, input gradient and weight gradient in the dtype of `x`, as its backward computes them.
+    """A layer's output, input gradient and weight gradient in the dtype of `x`.
 
-    A weight of another dtype is converted for each of its two products, since backward does not keep the first one's.
+    A weight of another dtype is converted for each of its two products, as in a layer's forward and backward.
     """
     y = gemm.wide_mm(x, weight.to(x.dtype).t(), x.dtype)
     dx = gemm.wide_mm(dy, weight.to(x.dtype), x.dtype)
     return y, dx, gemm.wide_mm(dy.t(), x, weight.dtype)
 
 
-def fp8_products(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with FP8 products, the casts of the three operands included.
+def fp8_products(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with FP8 products and the casts of the three operands.
 
-    place: float32 [2], a scale and an amax of no layer, for recipes with a history.
+    slot: float32 [2], a scale and an amax of no layer, for recipes with a history.
     """
-    x_row, x_column = _both(x, recipe.casts[Operand.INPUT], place)
-    w_row, w_column = _both(weight, recipe.casts[Operand.WEIGHT], place)
+    x_row, x_column = _both_layouts(x, recipe.casts[Operand.INPUT], slot)
+    w_row, w_column = _both_layouts(weight, recipe.casts[Operand.WEIGHT], slot)
     y = gemm.scaled_mm(*x_row, *w_row, out_dtype=x.dtype)
-    dy_row, dy_column = _both(dy, recipe.casts[Operand.GRAD_OUTPUT], place)
+    dy_row, dy_column = _both_layouts(dy, recipe.casts[Operand.GRAD_OUTPUT], slot)
     dx = gemm.scaled_mm(*dy_row, *w_column, out_dtype=x.dtype, precise=recipe.precise("input_gradient"))
     dw = gemm.scaled_mm(*dy_column, *x_column, out_dtype=weight.dtype, precise=recipe.precise("weight_gradient"))
     return y, dx, dw
 
 
-def _both(x: Tensor, how: Cast, place: Tensor) -> tuple[Quantized, Quantized]:
-    """An operand as it is and transposed."""
+def _both_layouts(x: Tensor, how: Cast, slot: Tensor) -> tuple[Quantized, Quantized]:
+    """An operand quantised rowwise and columnwise."""
     if how.delayed:
-        row, column, scale_inv = cast(x, place[0], place[1], how.format.dtype, how.format.max, True)
+        row, column, scale_inv = cast(x, slot[0], slot[1], how.format.dtype, how.format.max, True)
         return Quantized(row, scale_inv), Quantized(column, scale_inv)
     along, across, _ = quantize(x, how)
     assert along is not None
@@ -229,7 +232,7 @@ def _microseconds(value: float) -> str:
 
 
 def _key(recipe: Recipe, setting: Setting) -> dict[str, Any]:
-    """What a file of timings is good for. A history's length and margin cost no time."""
+    """Key of a file of timings, without length and margin of histories, which cost no time."""
     casts = {operand.value: (how.format.name, how.granularity.value, how.delayed) for operand, how in recipe.casts.items()}
     versions = {"octavo": __version__, "torch": torch.__version__, "triton": triton.__version__}
     key = {
@@ -243,20 +246,20 @@ def _key(recipe: Recipe, setting: Setting) -> dict[str, Any]:
     return dict(json.loads(json.dumps(key)))
 
 
-def _read_timings(path: Path, key: dict[str, Any]) -> dict[Shape, Timing]:
-    """What an earlier start has measured; a file that is not of this key, or damaged, is as none."""
+def _read_timings(path: Path, key: dict[str, Any]) -> dict[LinearShape, Timing]:
+    """Timings of earlier starts; none from a damaged file or one with another key."""
     try:
-        held = json.loads(path.read_bytes())
-        if held["key"] != key:
+        saved = json.loads(path.read_bytes())
+        if saved["key"] != key:
             return {}
-        return {Shape(*map(int, row[:3])): Timing(*map(float, row[3:])) for row in held["microseconds"]}
+        return {LinearShape(*map(int, row[:3])): Timing(*map(float, row[3:])) for row in saved["microseconds"]}
     except (OSError, ValueError, TypeError, KeyError):
         return {}
 
 
-def _write_timings(path: Path, key: dict[str, Any], known: dict[Shape, Timing]) -> None:
-    columns = [*Shape._fields, *Timing._fields]
+def _write_timings(path: Path, key: dict[str, Any], known: dict[LinearShape, Timing]) -> None:
+    columns = [*LinearShape._fields, *Timing._fields]
     rows = [[*shape, *timing] for shape, timing in sorted(known.items())]
-    with contextlib.suppress(OSError):  # a folder that cannot be written costs the next start its measurement
+    with contextlib.suppress(OSError):  # without a writable folder, the next start measures again
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps({"key": key, "columns": columns, "microseconds": rows}, indent=1) + "\n")

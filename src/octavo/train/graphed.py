@@ -1,12 +1,12 @@
-"""Forward and backward as one CUDA graph: for models whose kernels end sooner than Python can launch them.
+"""Forward and backward as one CUDA graph, for models whose kernels finish before Python launches the next.
 
-A step of ViT-Huge launches some two thousand kernels. A graph launches all of them at once, with the addresses that they had
-when they were recorded: inputs are copied to where the recording found them, and gradients appear where it left them. The
-optimizer stays outside, so that any optimizer, clipping and schedule can follow.
+A step of ViT-Huge launches some two thousand kernels; a graph launches all of them at once, with the addresses of its
+recording. Inputs are copied to the recorded addresses, and gradients appear at theirs. The optimizer is not part of the graph,
+so any optimizer, clipping and schedule can follow.
 
     step = octavo.graphed(loss, model.parameters())
     for images, labels in loader:
-        step(images, labels)          # what loss(images, labels).backward() would do
+        step(images, labels)          # as loss(images, labels).backward()
         optimizer.step()
         optimizer.zero_grad()
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.errors import InputError
 
 WARM_UP = 3
-"""Calls that run eagerly before one is recorded: kernels are chosen and compiled, and FP8 histories come into being."""
+"""Eager calls before the recording, in which kernels are chosen and compiled and FP8 histories are created."""
 
 
 class Graphed:
@@ -37,16 +37,16 @@ class Graphed:
         self._result: Tensor | None = None
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The loss, detached; gradients are in the parameters' `grad`. A GPU's next call overwrites both."""
+        """The detached loss; gradients are in the parameters' `grad`. On a GPU the next call overwrites both."""
         if any(parameter.grad is not None for parameter in self._parameters):
             raise InputError(
-                "a graphed step writes gradients and adds to none: call optimizer.zero_grad(set_to_none=True) before it."
+                "a graphed step overwrites gradients and adds to none: call optimizer.zero_grad(set_to_none=True) before it."
             )
         if self._stream is None:
             return self._eager(*inputs)
         if self._graph is None and self._left:
             self._left -= 1
-            with _aside(self._stream):  # where it will be recorded, so that libraries prepare that stream
+            with _on_stream(self._stream):  # the stream of the recording, so that libraries prepare it
                 return self._eager(*inputs)
         if self._graph is None:
             self._record(inputs)
@@ -68,11 +68,11 @@ class Graphed:
     def _replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
         assert self._graph is not None
         assert self._result is not None
-        wanted, given = ([(tuple(tensor.shape), tensor.dtype) for tensor in of] for of in (self._inputs, inputs))
-        if wanted != given:
+        expected, given = ([(tuple(tensor.shape), tensor.dtype) for tensor in of] for of in (self._inputs, inputs))
+        if expected != given:
             raise InputError(
-                f"a graphed step takes inputs of {wanted}, as those that it was recorded with, and got {given}: drop the last, "
-                "smaller batch (drop_last=True), or call the loss itself for it."
+                f"a graphed step was recorded with inputs of {expected} and got {given}: drop the last, smaller batch "
+                "(drop_last=True), or call the loss itself for it."
             )
         for own, other in zip(self._inputs, inputs, strict=True):
             own.copy_(other, non_blocking=True)
@@ -83,8 +83,8 @@ class Graphed:
 
 
 @contextlib.contextmanager
-def _aside(stream: torch.cuda.Stream) -> Iterator[None]:
-    """On a stream that begins where the current one is, and that the current one waits for at the end."""
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Run on another stream, after the current one's work; afterwards the current stream waits for it."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
@@ -92,18 +92,18 @@ def _aside(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def graphed(loss: Callable[..., Tensor], parameters: Iterable[Tensor], *, warmup: int = WARM_UP) -> Graphed:
-    """`loss(*inputs)` and its backward as one callable, which a GPU runs as a CUDA graph from the call after `warmup` on.
+    """`loss(*inputs)` and its backward as one callable; on a GPU a CUDA graph after `warmup` eager calls.
 
     Args:
         loss: takes tensors and returns a scalar. It may open `fp8_autocast` and `torch.autocast`; it must not wait for the
-            device (`.item()`, printing a tensor), and what Python does in it happens while recording and never again.
-        parameters: whose gradients a call leaves in `grad`. They keep their memory and are updated in place.
-        warmup: calls that run eagerly first. They are steps like any other.
+            device (`.item()`, printing a tensor), and its Python code does not run again after the recording.
+        parameters: a call sets their `grad`. They keep their memory and are updated in place.
+        warmup: eager calls before the recording; steps like any other.
 
-    Inputs keep their shapes and dtypes. Each call gives the numbers that an eager one would. On a CPU all calls are eager.
+    Inputs keep their shapes and dtypes. Each call gives the same numbers as an eager one. On a CPU all calls are eager.
 
     Raises:
-        InputError: from a call, where gradients are left from the last one, or inputs have other shapes or dtypes.
+        InputError: from a call with gradients left from the last one, or with inputs of other shapes or dtypes.
     """
     if warmup < 1:
         raise InputError(f"warmup = {warmup}: at least 1 call must run before one is recorded (usual: {WARM_UP}).")

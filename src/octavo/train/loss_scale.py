@@ -1,12 +1,11 @@
-"""The loss scale of float16 training: what keeps small gradients from vanishing, and what happens when a large one overflows.
+"""Loss scale of float16 training: scaling against underflow, skipped steps after overflow.
 
-float16 ends at 65,504 and at 6e-8, so the loss is multiplied before backward and the gradients are divided by the same number
-before they are used (Micikevicius et al., "Mixed Precision Training", 2018). A step whose loss or gradient is not finite is
-skipped: weights and the optimizer's states stay as they are. The step counts all the same, so that the schedule and the samples
-of a run do not depend on what overflowed.
+float16 ranges from 6e-8 to 65,504, so the loss is multiplied before backward and the gradients are divided by the same factor
+(Micikevicius et al., "Mixed Precision Training", 2018). A step with a loss or gradient that is not finite is skipped: weights
+and optimizer states do not change. A skipped step counts, so that schedule and samples do not depend on overflows.
 
-Decisions are a pure function of the state here and of the step's loss and norm, both of the global batch, so that ranks which
-know the same two numbers decide alike without asking each other.
+Decisions depend on the state here and on loss and norm of the global batch only, so that all ranks decide alike without
+communication.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from octavo.fp8.recipe import Operand
 
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
-"""Good steps after which a dynamic scale is doubled; PyTorch's and Transformer Engine's users know the same number."""
+"""Good steps before a dynamic scale is doubled; PyTorch's default."""
 LARGEST_SCALE = 2.0**60
-"""Far beyond any gradient, and far from where float32 would end: a model without gradients must not double it for ever."""
+"""Far above any useful scale and far below float32's maximum: a model without gradients must not double it for ever."""
 PATIENCE = 20
-"""Skipped steps in a row that a fixed scale may cost. A dynamic one needs at most 16 to come down from where it starts."""
+"""Largest number of steps skipped in a row for a fixed scale. A dynamic one falls from its start to 1 in 16."""
 
 
 class LossScale:
-    """What the loss is multiplied by.
+    """Factor of the loss before backward.
 
     Args:
         value: "dynamic": halved on overflow, never below 1, and doubled after `growth_interval` good steps in a row. A number
-            stays.
-        start: where a dynamic scale begins.
-        growth_interval: in steps.
+            is fixed.
+        start: first value of a dynamic scale.
+        growth_interval: good steps before a dynamic scale is doubled.
     """
 
     def __init__(
@@ -54,10 +53,10 @@ class LossScale:
         self.skipped_in_a_row = 0
 
     def update(self, loss: float, norm: float) -> bool:
-        """Take note of a step's loss and gradient norm; whether the step must be skipped.
+        """Update the scale after a step and return whether to skip the step.
 
-        Where a skipped step would help no further the answer is False, and the caller's own check of the numbers stops the run:
-        the loss scale is 1 and still overflows, or a fixed one has cost too many steps in a row.
+        False also after an overflow where skipping would not help (a dynamic scale of 1, or too many skips in a row with a
+        fixed one): the caller's own check of loss and norm then stops the run.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             self.skipped_in_a_row = 0
@@ -75,7 +74,7 @@ class LossScale:
 
     @property
     def advice(self) -> str:
-        """What to change when the run was stopped, for the message that says so."""
+        """Remedy for the message of a stopped run."""
         if self.dynamic:
             return 'The loss scale is down to 1, so it is not to blame: try model.dtype = "bfloat16". '
         return f'train.loss_scale = {self.scale:g} cost {PATIENCE} steps in a row: set it to "dynamic", or lower. '
@@ -90,7 +89,7 @@ class LossScale:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` gave, unless train.loss_scale was changed since: then it begins anew."""
+        """Continue from a result of `state`; after a change of train.loss_scale, start with the new value."""
         if state["dynamic"] != self.dynamic or (not self.dynamic and state["scale"] != self.scale):
             return
         self.scale = float(state["scale"])
@@ -99,10 +98,10 @@ class LossScale:
 
 @torch.no_grad()
 def overflow_in_fp8(model: nn.Module) -> torch.Tensor | None:
-    """inf if a gradient overflowed on its way into an FP8 cast, else 0: float32 []; None where no history would know.
+    """inf if a gradient overflowed before an FP8 cast, else 0: float32 []; None without histories of gradients.
 
-    An FP8 cast saturates, so behind it the gradients may look sound. The amax that it recorded does not, and delayed scaling
-    keeps it. What backward recorded takes effect first, and is joined over the ranks of the FP8 group, so that they agree here.
+    An FP8 cast saturates, so that gradients after it are finite; the recorded amax is infinite. The amaxes of backward are
+    reduced over the FP8 group first, so that all ranks agree.
     """
     scaling.flush()
     arenas = _arenas(model, backward_only=True)
@@ -114,10 +113,9 @@ def overflow_in_fp8(model: nn.Module) -> torch.Tensor | None:
 
 @torch.no_grad()
 def forget_overflow(model: nn.Module) -> None:
-    """Take infinite amaxes out of the histories of delayed scaling, after a step that was skipped for them.
+    """Remove infinite amaxes from the histories of delayed scaling, after a skipped step.
 
-    A scale does not move as long as its history holds an infinity, which is right for a run that is about to end; here it
-    would be the next 1,023 steps.
+    A scale does not move while its history has an infinity, which would be for the next 1,023 steps.
     """
     scaling.flush()
     for arena in _arenas(model, backward_only=False):

@@ -1,7 +1,7 @@
-"""Where a step stopped being numbers: the first layer whose output is not finite, found by repeating the forward.
+"""Locate NaN and infinity: the first module with an output that is not finite, found by repeating the forward.
 
-Nothing is watched while all goes well. When loss or gradient are not finite the weights are still those of the step before, so
-the same batch takes the same way again, now with an eye on every module's output.
+A normal step has no checks. If its loss or gradient is not finite, the weights are still those of the step before, so the same
+batch runs again, now with a hook on every module.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from octavo.train.adamw import local
 
 @torch.no_grad()
 def first_nonfinite(model: nn.Module, forwards: Iterable[Callable[[], Any]]) -> str | None:
-    """What to tell of the first weight, or else the first module by order of execution, that is not finite; None: nothing is.
+    """The weights that are not finite, else the first module with such an output, as a phrase; None if all are finite.
 
-    forwards: each runs `model` on a micro-batch. With several ranks all of them call this, since a forward gathers weights.
+    forwards: each runs `model` on a micro-batch. All ranks call this, since a forward gathers weights.
     """
     found: list[str] = []
 
-    def watch(name: str) -> Callable[..., None]:
+    def check(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point())
             if not found and not all(torch.isfinite(x).all() for x in tensors):
@@ -32,7 +32,7 @@ def first_nonfinite(model: nn.Module, forwards: Iterable[Callable[[], Any]]) -> 
 
         return hook
 
-    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(check(name)) for name, module in model.named_modules() if name]
     try:
         for forward in forwards:
             forward()

@@ -1,8 +1,7 @@
-"""Everything about a run that can be wrong and can be known before data, model or GPU work.
+"""Run plan: a run file checked against this machine, before data, model or GPU work.
 
-`check` reads the configuration against the machine and returns what the loop needs to build a run; it writes nothing, so a
-mistake costs a second and leaves no trace. `--dry-run` shows what it returns. One thing it may have to fetch: weights that are
-named by an id of the Hub come into Hugging Face's own cache, since their names and shapes are held against the model here.
+`check` writes nothing, so that a mistake costs a second and leaves no trace. It may have to download: weights of the Hub go
+into Hugging Face's own cache, since their names and shapes are compared with the model's.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from octavo.config.run import RunConfig
 from octavo.data.corpus import check_sources, holds_text
 from octavo.data.prepared import prepared_or_none
 from octavo.data.tokenizer import local_vocab_size
+from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Recipe
 from octavo.fp8.scaling import states_of
@@ -40,7 +40,6 @@ from octavo.plan import flops
 from octavo.run.trackers import check_trackers
 from octavo.train.loss_scale import LARGEST_SCALE
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _DEGREES = {"hybrid_shard_degree", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"}
 
 
@@ -50,14 +49,14 @@ class RunPlan:
 
     Attributes:
         hf_config: the Hugging Face config of the model.
-        recipe: of FP8, or None.
-        fp8_note: what runs in FP8, or why nothing does, in one line.
+        recipe: FP8 recipe; None without FP8.
+        fp8_note: use of FP8, or the reason for none, in one line.
         micro_batch, accumulation: sequences in a forward, and forwards in a step.
-        layers: the FP8 layers by name, with the shape and the recipe of each.
-        excluded: those that stay out of FP8 all the same, and why.
-        flops: of one token, or None for a family that is not counted.
+        layers: layers that can run in FP8, by name.
+        excluded: layers excluded from FP8 by `fp8.enabled = "auto"`, each with the reason.
+        flops: FLOPs of one token; None for a family without a count.
         weights: names, shapes and dtypes of parameters and persistent buffers.
-        weights_folder: the local folder of the weights that a run starts from; None for random ones.
+        weights_folder: local folder of pretrained weights; None for random ones.
     """
 
     config: RunConfig
@@ -69,7 +68,7 @@ class RunPlan:
     fp8_note: str
     micro_batch: int
     accumulation: int
-    layers: Mapping[str, Layer]
+    layers: Mapping[str, Fp8Layer]
     flops: flops.TokenFlops | None
     weights: Layout
     weights_folder: Path | None
@@ -77,13 +76,13 @@ class RunPlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
-        return _DTYPES[self.config.model.dtype]
+        """Dtype of activations."""
+        return torch_dtype(self.config.model.dtype)
 
     @property
     def params_dtype(self) -> torch.dtype:
-        """Of parameters, gradients and optimizer states."""
-        return _DTYPES[self.config.model.params_dtype]
+        """Dtype of parameters, gradients and optimizer states."""
+        return torch_dtype(self.config.model.params_dtype)
 
     @property
     def compile(self) -> bool:
@@ -92,32 +91,32 @@ class RunPlan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Over all ranks."""
+        """Tokens of the global batch."""
         return self.config.train.global_batch * self.config.data.sequence_length
 
     def rates(self, tokens_per_second: float) -> tuple[float | None, float | None]:
-        """(TFLOP/s, MFU) of a rank when all ranks do this many tokens a second; None where family or GPU is not known."""
+        """(TFLOP/s, MFU) of a rank at this speed of all ranks together; None for an unknown family or GPU."""
         if self.flops is None:
             return None, None
         head = 2 / 3 if self.config.fp8.head == "backward" else float(self.config.fp8.head)
         fp8 = 0.0 if self.recipe is None else self.flops.layers * self._fp8_share + self.flops.head * head
         split = {"bf16": self.flops.total - fp8, "fp8": fp8}
         achieved = {precision: flop * tokens_per_second / self.degrees.world for precision, flop in split.items() if flop}
-        # float16 products run at bfloat16's rate on every GPU of the table; float32 ones have a peak that it does not hold.
+        # float16 products run at bfloat16's rate on every GPU of the table; it has no peaks of float32 products.
         known = self.config.model.dtype in ("bfloat16", "float16")
         return sum(achieved.values()) / 1e12, flops.mfu(achieved, self.hardware.gpu) if known else None
 
     @property
     def _fp8_share(self) -> float:
-        """Of the operations in the layers that can run in FP8, those that do."""
+        """Share of FP8 in the FLOPs of the layers that can run in FP8."""
         sizes = {name: math.prod(layer.shape) for name, layer in self.layers.items()}
         used = (size for name, size in sizes.items() if self.layers[name].recipe is not None and name not in self.excluded)
         return sum(used) / max(1, sum(sizes.values()))
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A matrix [N, K] that FP8 products can take, and its recipe; None where the run file keeps it out of FP8."""
+class Fp8Layer:
+    """A layer that can run in FP8: shape [N, K] of its weight, and its recipe; None where the run file excludes it."""
 
     shape: tuple[int, int]
     recipe: Recipe | None
@@ -127,7 +126,7 @@ def check(config: RunConfig) -> RunPlan:
     """Check a run against this machine.
 
     Raises:
-        InputError: what is wrong, the nearest value that works and the key to change.
+        InputError: the fault, the nearest value that works and the key to change.
     """
     world = _world()
     degrees = fit_degrees(**config.parallel.model_dump(include=_DEGREES), world_size=world)
@@ -166,7 +165,7 @@ def check(config: RunConfig) -> RunPlan:
 
 
 def recipe_from_config(config: Fp8Config, name: str | None = None) -> Recipe:
-    """The recipe that a run file's [fp8] section asks for; or another one of this name, with the settings of the section."""
+    """The recipe of the [fp8] section; or the recipe `name`, with the settings of the section."""
     name = name or config.recipe
     if name == "delayed":
         return DelayedScaling(
@@ -182,7 +181,7 @@ def recipe_from_config(config: Fp8Config, name: str | None = None) -> Recipe:
 
 
 def model_options(config: RunConfig) -> dict[str, Any]:
-    """What of a run file decides by which recipe a layer runs, and what is minimised, as `build_model` takes it."""
+    """Arguments of `build_model` for recipes of layers and the objective."""
     return {
         "skip": config.fp8.skip,
         "layers": {
@@ -193,40 +192,40 @@ def model_options(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Layer]:
-    """The FP8 layers of a model but its head, which is asked for by itself."""
+def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
+    """The layers of a model that can run in FP8, without the head, which has a key of its own."""
     found = {}
     for name, state in states_of(model):
         if (weight := state.weight) is not None and not (isinstance(model, Decoder) and name == "head"):
-            found[name] = Layer((weight.shape[0], weight.shape[1]), state.under(recipe))
+            found[name] = Fp8Layer((weight.shape[0], weight.shape[1]), state.under(recipe))
     return found
 
 
 def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: bool) -> tuple[bool, str]:
-    """Whether this device trains in FP8, and the line that says so."""
-    what = f"{recipe.name} scaling" + (f", {config.format}" if config.recipe in ("delayed", "current") else "")
+    """Whether this device trains in FP8, and the note about it."""
+    scaling = f"{recipe.name} scaling" + (f", {config.format}" if config.recipe in ("delayed", "current") else "")
     if config.enabled is False:
         return False, "FP8 is off (fp8.enabled = false)"
     if native:
-        return True, f"FP8 on {hardware.name}: {what}"
+        return True, f"FP8 on {hardware.name}: {scaling}"
     if hardware.kind == "cpu" and config.enabled == "auto" and not config.emulate:
         return False, (
-            'no FP8: a CPU emulates it, which is never faster, and fp8.enabled = "auto" takes what is faster. '
-            "Set fp8.enabled = true to compute FP8's numbers all the same"
+            'no FP8: a CPU emulates FP8, which is never faster, and fp8.enabled = "auto" uses FP8 only where it is faster. '
+            "Set fp8.enabled = true to emulate FP8"
         )
     if hardware.kind == "cpu":
-        return True, f"FP8 emulated on the CPU, with the same numbers as on a GPU: {what}"
+        return True, f"FP8 emulated on the CPU, with the same numbers as on a GPU: {scaling}"
     if config.emulate:
-        return True, f"FP8 emulated on {hardware.name} (fp8.emulate = true): {what}"
+        return True, f"FP8 emulated on {hardware.name} (fp8.emulate = true): {scaling}"
     capability = ".".join(map(str, hardware.capability or ()))
     return False, (
-        f"{hardware.name} (compute capability {capability}) does not multiply FP8, which needs 8.9 or more: training without. "
-        "Set fp8.emulate = true to compute FP8's numbers slowly."
+        f"{hardware.name} (compute capability {capability}) has no FP8 products, which need 8.9 or more: training without "
+        "FP8. Set fp8.emulate = true to emulate FP8, slowly"
     )
 
 
 def _world() -> int:
-    """How many ranks there are, as the launcher says."""
+    """Number of ranks, from the launcher's environment."""
     world, rank = rank_variable("WORLD_SIZE", 1), rank_variable("RANK", 0)
     if not 0 <= rank < world:
         given = f"WORLD_SIZE = {world}" if "WORLD_SIZE" in os.environ else "WORLD_SIZE is not set"
@@ -238,7 +237,7 @@ def _world() -> int:
 
 
 def _check_float16(config: RunConfig) -> None:
-    """float16 computes with float32 parameters, and with a loss scale that float32 can hold."""
+    """float16 needs float32 parameters and a loss scale within float32."""
     if config.model.dtype == "float16" and config.model.params_dtype != "float32":
         raise InputError(
             f'model.params_dtype = "{config.model.params_dtype}": float16 trains float32 parameters. '
@@ -247,7 +246,7 @@ def _check_float16(config: RunConfig) -> None:
     scale = config.train.loss_scale
     if scale != "dynamic" and not 0 < scale <= LARGEST_SCALE:
         raise InputError(
-            f"train.loss_scale = {scale:g}: a loss scale is more than 0 and at most 2**60. Set train.loss_scale to a power of "
+            f"train.loss_scale = {scale:g}: a loss scale must be above 0 and at most 2**60. Set train.loss_scale to a power of "
             'two such as 1024, or to "dynamic".'
         )
 
@@ -263,9 +262,9 @@ def _check_length(config: RunConfig, hf_config: Any) -> None:
 
 
 def _check_vocabulary(config: RunConfig, hf_config: Any) -> None:
-    """Refuse a tokenizer with more ids than the model has, where that is known before tokenising.
+    """Refuse a tokenizer with more ids than the model, if that is known before tokenising.
 
-    A trained tokenizer may end up with fewer ids than were asked for, and a corpus of token ids trains none.
+    A trained tokenizer may have fewer ids than data.vocab_size, and a corpus of token ids trains none.
     """
     data, limit = config.data, hf_config.vocab_size
     size = data.vocab_size if data.tokenizer == "train" else local_vocab_size(data.tokenizer)
@@ -274,13 +273,13 @@ def _check_vocabulary(config: RunConfig, hf_config: Any) -> None:
     prepared = prepared_or_none(data)
     if data.tokenizer == "train" and ((prepared is not None and prepared.vocab_size <= limit) or not holds_text(data)):
         return
-    what, change = (
+    fault, change = (
         (f"data.vocab_size = {size} is more than", f"data.vocab_size to at most {limit}")
         if data.tokenizer == "train"
-        else (f"data.tokenizer = {data.tokenizer!r} has token ids up to {size - 1}, which is beyond", "data.tokenizer")
+        else (f"data.tokenizer = {data.tokenizer!r} has token ids up to {size - 1}, beyond", "data.tokenizer")
     )
     raise InputError(
-        f"{what} the model's vocabulary of {limit} (model.config.vocab_size). Set {change}, or model.config.vocab_size to at "
+        f"{fault} the model's vocabulary of {limit} (model.config.vocab_size). Set {change}, or model.config.vocab_size to at "
         f"least {size}."
     )
 
@@ -293,8 +292,8 @@ def _token_flops(hf_config: Any, sequence_length: int) -> flops.TokenFlops | Non
 
 
 def _meta_model(config: RunConfig, hf_config: Any) -> torch.nn.Module:
-    """The model without memory, for the names and shapes of its weights; this also tries the patterns of layers."""
-    params_dtype = _DTYPES[config.model.params_dtype]
+    """The model on the meta device, for names and shapes of its weights; building it also checks the patterns of layers."""
+    params_dtype = torch_dtype(config.model.params_dtype)
     return build_model(
         hf_config,
         dtype=params_dtype,
@@ -305,64 +304,3 @@ def _meta_model(config: RunConfig, hf_config: Any) -> torch.nn.Module:
         offload=config.train.offload,
         **model_options(config),
     )
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """A run in numbers, before it exists."""
-
-    plan: RunPlan
-    parameters: int
-    sequences: int | None
-    """In the training split; None while the data is not prepared."""
-
-    @property
-    def epochs(self) -> float | None:
-        """How often each sequence is seen."""
-        train = self.plan.config.train
-        return train.steps * train.global_batch / self.sequences if self.sequences else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        plan, train = self.plan, self.plan.config.train
-        return {
-            "config": plan.config.model_dump(mode="json"),
-            "device": plan.hardware.name,
-            "fp8": plan.fp8_note,
-            "parameters": self.parameters,
-            "batch": {
-                "global_batch": train.global_batch,
-                "data_parallel": plan.degrees.data,
-                "micro_batch": plan.micro_batch,
-                "accumulation": plan.accumulation,
-                "tokens_per_step": plan.tokens_per_step,
-                "steps": train.steps,
-                "tokens": plan.tokens_per_step * train.steps,
-                "epochs": self.epochs,
-            },
-        }
-
-    def lines(self) -> list[str]:
-        """The resolved run file and the arithmetic."""
-        plan, train = self.plan, self.plan.config.train
-        return [
-            plan.config.to_toml(),
-            f"device      {plan.hardware.name}",
-            f"precision   {plan.fp8_note}",
-            f"parameters  {self.parameters:,}",
-            f"batch       {train.global_batch} sequences = {plan.degrees.data} data-parallel x {plan.micro_batch} micro-batch "
-            f"x {plan.accumulation} accumulation",
-            f"tokens      {plan.tokens_per_step:,} a step ({train.global_batch} x {plan.config.data.sequence_length}) "
-            f"x {train.steps:,} steps = {plan.tokens_per_step * train.steps:,}",
-            f"epochs      {self.epochs:.2f} of {self.sequences:,} sequences"
-            if self.epochs is not None
-            else "epochs      unknown until the data is prepared (octavo prepare)",
-            f"output      {plan.config.output}",
-        ]
-
-
-def dry_run(plan: RunPlan) -> DryRun:
-    """Count what a checked run would train, without building or writing any of it."""
-    data = prepared_or_none(plan.config.data)
-    sequences = len(data.sequences("train")) if data is not None else None
-    return DryRun(plan, sum(math.prod(shape) for shape, _ in plan.weights.values()), sequences)
