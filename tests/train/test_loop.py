@@ -354,7 +354,7 @@ def test_the_code_version_is_octavos_own_and_not_that_of_a_repository_around_it(
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org"]
     for command in (["init", "-q"], ["add", "theirs.py"], ["commit", "-qm", "theirs"]):
         subprocess.run([*git, *command], check=True)
-    monkeypatch.setattr(octavo, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(folder, "__file__", str(package / "run" / "folder.py"))
     assert folder._code_version() is None
     for command in (["add", "-f", "."], ["commit", "-qm", "ours"]):
         subprocess.run([*git, *command], check=True)
