@@ -91,7 +91,7 @@ def starter(runners, folder):
 
 @pytest.fixture
 def octavo(runners, tmp_path):
-    """Starts command lines; see `starter`. What a failed test left running is killed."""
+    """Starts command lines; see `starter`. Processes of a failed test are killed."""
     start, started = starter(runners, tmp_path)
     yield start
     for process in started:
@@ -102,7 +102,7 @@ def octavo(runners, tmp_path):
 
 @pytest.fixture(scope="session")
 def undisturbed(runners, tmp_path_factory, tiny_run_in):
-    """A run of 20 steps that nobody disturbs, and the seconds that it takes: (run, seconds)."""
+    """An undisturbed run of 20 steps, and its seconds: (run, seconds)."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run = tiny_run_in(folder / "tiny", steps=20, every=4)
     start, _ = starter(runners, folder)

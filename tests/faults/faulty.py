@@ -7,7 +7,7 @@ the failpoint of the environment, also in the first round only.
 
     kill    SIGKILL, as the kernel does when memory is out
     freeze  SIGSTOP
-    raise   an exception that nobody foresees
+    raise   an exception that is no OctavoError
     input   an InputError
     stall   the main thread does not come back
     term    SIGTERM, to this rank alone
@@ -49,19 +49,20 @@ def main():
 
 
 def plant(kind, phase, step, rank):
-    """Have the watch of this process commit the fault."""
-    from octavo.watchdog.watchdog import Watch
+    """Have the watchdog of this process commit the fault."""
+    from octavo.watchdog.watchdog import Watchdog
 
-    enter = Watch._move
+    original = Watchdog._advance
 
-    def move(watch, place):
-        enter(watch, place)
-        here = place.part > 0 and (place.phase, str(place.step)) == (phase, step) and rank in ("*", str(watch.rank))
+    def advance(watchdog, progress):
+        original(watchdog, progress)
+        reached = progress.training > 0 and (progress.phase, str(progress.step)) == (phase, step)
+        here = reached and rank in ("*", str(watchdog.rank))
         if here and FIRST_ROUND:
             Path(os.environ["FAULT_FILE"]).write_text(repr(time.time()))
             commit(kind)
 
-    Watch._move = move
+    Watchdog._advance = advance
 
 
 def commit(kind):
@@ -85,7 +86,7 @@ def demo(timeout, grace):
 
     from octavo.parallel.rendezvous import round_store
     from octavo.parallel.world import init, state
-    from octavo.watchdog.watchdog import Watch
+    from octavo.watchdog.watchdog import Watchdog
 
     torch.set_num_threads(1)
     steps = int(os.environ.get("DEMO_STEPS", STEPS))
@@ -95,25 +96,25 @@ def demo(timeout, grace):
         dist.init_process_group(backend, store=round_store(rank, world, 600), rank=rank, world_size=world)
         init()
         x = torch.ones(1000, device=state.device)
-        watch = Watch.of_job(timeout=timeout, grace=grace)
-        with watch:
-            watch.start()
+        watchdog = Watchdog.of_job(timeout=timeout, grace=grace)
+        with watchdog:
+            watchdog.start()
             dist.all_reduce(x)
             os.write(1, f"pid {os.getpid()}\n".encode())  # at once: ranks share the file
             stop.training()
             for step in range(1, steps + 1):
-                watch.step(step)
+                watchdog.step(step)
                 time.sleep(0.02)
-                watch.phase("forward")
+                watchdog.phase("forward")
                 dist.all_reduce(x)
-                watch.phase("backward")
+                watchdog.phase("backward")
                 dist.all_reduce(x)
-                watch.phase("optimizer")
+                watchdog.phase("optimizer")
                 stopped = torch.tensor(float(stop.received is not None))
                 dist.all_reduce(stopped, op=dist.ReduceOp.MAX, group=state.control)
                 x.fill_(1).sum().item()
                 if step % SAVE_EVERY == 0:
-                    watch.phase("checkpoint")
+                    watchdog.phase("checkpoint")
                     dist.barrier(group=state.control)
                 if stopped and step < steps:
                     raise RunStopped(f"stopped after step {step} of {steps}, saved.")

@@ -2,7 +2,7 @@
 
 Read from stdin, one JSON object a line: {"arguments": […], "environment": {…}, "folder": …, "file_limit": bytes or null}. Each
 is run in a forked child with stdout and stderr in files of the folder; the answer is {"pid": …}, and when it has ended
-{"status": …}, negative for a signal. The child is a process like any other: what kills it is the kernel's SIGKILL. One thread,
+{"status": …}, negative for a signal. The child is a process like any other, killed by the kernel's SIGKILL. One thread,
 so that forking is safe.
 """
 
@@ -49,7 +49,7 @@ def answer(content):
 
 
 if __name__ == "__main__":
-    # readline rather than iteration: what a child inherits unread in a buffer it could read again.
+    # readline rather than iteration, whose read-ahead buffer a child would inherit and read again.
     while line := sys.stdin.readline():
         order = json.loads(line)
         pid = os.fork()

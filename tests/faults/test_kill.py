@@ -1,7 +1,7 @@
 """A run that is killed continues with the same bits.
 
 Every trial kills a real process with SIGKILL, runs the same command again to the end, and compares the loss of every step, the
-norm of every gradient and the final checkpoint with a run that nobody disturbed. The tiny model has dropout, two micro-batches
+norm of every gradient and the final checkpoint with an undisturbed run. The tiny model has dropout, two micro-batches
 a step and delayed scaling, so that weights, optimizer, random states, sample number and FP8 histories all matter; the controls
 at the end show that they do.
 """
@@ -36,7 +36,7 @@ def final_tensors(output):
 
 
 def differences(output, undisturbed):
-    """What of a finished run is not what the undisturbed one left: names, empty when all bits agree."""
+    """Names of tensors and steps that differ from the undisturbed run; empty if all bits agree."""
     wanted, found = final_tensors(undisturbed), final_tensors(output)
     assert wanted.keys() == found.keys()
     assert any(name.startswith("fp8.") for name in wanted)
@@ -182,7 +182,7 @@ def test_no_space_is_exit_1_with_the_old_checkpoint_intact(octavo, tiny_run, und
 
 
 def without_random_states(tensors, state):
-    torch.manual_seed(0)  # what a start from scratch would draw from
+    torch.manual_seed(0)  # the state of a fresh start
     tensors["random.0.cpu"] = torch.get_rng_state()
 
 

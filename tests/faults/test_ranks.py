@@ -1,8 +1,8 @@
-"""One rank of a job has a fault: the job ends in time, and what is shown first is the rank, its phase and what happened to it.
+"""One rank of a job has a fault: the job ends in time, and the first message names the rank, its phase and its failure.
 
-Real ranks under torchrun on this machine's CPU, joined by gloo, with real signals (`faulty.py`): `octavo train`, or where the
-end of the launcher matters a loop of collectives without a model. That torchrun itself writes lines of its own in between
-cannot be helped. Bounds on time are the promise, timeout + grace, and what torchrun takes for itself.
+Real ranks under torchrun on this machine's CPU, joined by gloo, with real signals (`faulty.py`): `octavo train`, or, for the
+end of the launcher, a loop of collectives without a model. torchrun's own lines in between are ignored. Bounds on time are the
+promise, timeout + grace, and torchrun's own time.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path):
-    """Starts jobs; what a failed test leaves running is killed."""
+    """Starts jobs; jobs of a failed test are killed."""
     with contextlib.ExitStack() as stack:
 
         def start(command, name="job", **settings):
@@ -97,7 +97,7 @@ def job(tmp_path):
 
 @pytest.fixture
 def command(tiny_run):
-    """What the three ranks run."""
+    """The command of the three ranks."""
     return train(tiny_run(steps=STEPS, every=2), "train.global_batch=6")
 
 
@@ -111,10 +111,10 @@ def alive(pid):
     return False
 
 
-def ends_with(job, cause, within):
-    """The job fails in time, and the first thing said by any rank is the cause (an expression), which is said once."""
+def ends_with(job, failure, within):
+    """The job fails in time; the first line of any rank matches the failure (an expression), which is reported once."""
     assert job.wait() == 1, job.stderr
-    assert re.match(f"octavo: {cause}", job.said[0]), job.stderr
+    assert re.match(f"octavo: {failure}", job.said[0]), job.stderr
     assert job.stderr.count("octavo:") == 1, job.stderr
     assert job.after_fault < within + TORCHRUN_SECONDS, job.stderr
 
@@ -167,7 +167,7 @@ def test_the_launcher_is_killed_or_asked_to_stop(job, number, seconds):
         time.sleep(0.02)
     assert not any(map(alive, pids))
     if number == signal.SIGTERM:
-        assert job.said == [job.said[0]] * 3  # a stop is no fault; octavo train says it once
+        assert job.said == [job.said[0]] * 3  # a stop is no failure; octavo train reports it once
         assert re.fullmatch(r"octavo: stopped after step \d+ of 100000, saved\.", job.said[0])
 
 
@@ -190,7 +190,7 @@ def losses(run):
 
 @pytest.fixture(scope="session")
 def of_two_ranks(tmp_path_factory, tiny_run_in):
-    """A run on two ranks that nobody disturbs."""
+    """An undisturbed run on two ranks."""
     folder = tmp_path_factory.mktemp("two-ranks")
     run = tiny_run_in(folder / "tiny", steps=STEPS, every=2)
     job = Job(folder / "job", train(run), ranks=2)

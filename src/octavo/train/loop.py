@@ -45,7 +45,7 @@ from octavo.train.optimizer import build_optimizer
 from octavo.train.plan import RunPlan, check, model_options
 from octavo.train.step import TrainContext, begin_histories, train_step
 from octavo.watchdog.stopping import StopRequest
-from octavo.watchdog.watchdog import Watch
+from octavo.watchdog.watchdog import Watchdog
 
 
 def train(config: RunConfig, *, console: Console, stop: StopRequest | None = None) -> Result:
@@ -64,7 +64,10 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
     plan = check(config)
     with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop:
         _join_ranks(config)
-        with Watch.of_job(timeout=config.launch.timeout, grace=config.launch.grace) as watch, _locked(config.output) as folder:
+        with (
+            Watchdog.of_job(timeout=config.launch.timeout, grace=config.launch.grace) as watch,
+            _locked(config.output) as folder,
+        ):
             before = folder.config() if folder.has_checkpoints else None  # a run without checkpoints may change
             if before is not None:
                 check_resumable(before, config, folder.path)
@@ -84,7 +87,7 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
 
 
 def _train_one(
-    plan: RunPlan, prepared: PreparedData, folder: RunFolder, *, console: Console, stop: StopRequest, watch: Watch
+    plan: RunPlan, prepared: PreparedData, folder: RunFolder, *, console: Console, stop: StopRequest, watch: Watchdog
 ) -> Summary:
     """Train one model in a locked folder, to the last step or to a signal."""
     config, first_rank = plan.config, state.rank == 0
@@ -192,7 +195,7 @@ def _save(session: Session, step: int, *, wait: bool) -> float:
     return time.perf_counter() - started
 
 
-def build(plan: RunPlan, prepared: PreparedData, watch: Watch | None = None) -> tuple[TrainContext, list[Batch]]:
+def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) -> tuple[TrainContext, list[Batch]]:
     """Model, optimizer and data; and the validation batches, empty without a validation split."""
     config = plan.config
     if plan.device.type == "cuda":
@@ -236,7 +239,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watch | None = None) -> 
         config=config.optimizer,
         loss_scale=LossScale(config.train.loss_scale) if plan.dtype == torch.float16 else None,
         group=state.dp_process_group if state.world_size > 1 else None,
-        watch=watch or Watch(),
+        watch=watch or Watchdog(),
     )
     return context, validation
 

@@ -32,7 +32,7 @@ from octavo.train.loss_scale import LossScale, forget_overflow, overflow_in_fp8
 from octavo.train.nonfinite import first_nonfinite
 from octavo.train.optimizer import check_finite, clip_grad_norm_, learning_rate, set_learning_rate
 from octavo.watchdog.stopping import StopRequest
-from octavo.watchdog.watchdog import Watch
+from octavo.watchdog.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TrainContext:
     config: OptimizerConfig
     loss_scale: LossScale | None = None
     group: dist.ProcessGroup | None = None
-    watch: Watch = field(default_factory=Watch)
+    watch: Watchdog = field(default_factory=Watchdog)
 
     @property
     def ranks(self) -> int:

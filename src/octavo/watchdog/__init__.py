@@ -1,1 +1,1 @@
-"""The watchdog of a job: heartbeats, the diagnosis of a fault, and the end of every rank."""
+"""The watchdog of a job: heartbeats, the diagnosis of a failure, the end of every rank."""

@@ -1,10 +1,10 @@
-"""Which rank is at fault: what ranks tell of themselves, and what follows from it.
+"""Diagnosis: which rank has failed, as a function of the ranks' heartbeats.
 
-No clock, no process and no network here, so that every verdict can be tested as a function: `octavo.watchdog.watchdog` gathers
-what is known and acts on the verdict.
+No clock, no process and no network here, so that every diagnosis can be tested as a function: the heartbeat thread
+(`octavo.watchdog.heartbeat`) gathers the evidence and acts on the result.
 
-A rank that waits for another looks just like one that hangs. Collectives keep ranks in the same order of steps and phases, so
-the one that is behind all others is the one they wait for.
+A rank that waits for another looks like one that hangs. Collectives keep ranks in the same order of steps and phases, so the
+others wait for the rank with the least progress.
 """
 
 from __future__ import annotations
@@ -19,67 +19,67 @@ from typing import Literal
 from octavo.errors import InputError, OctavoError
 
 START = "start"
-_WARMING = frozenset({"forward", "backward", "optimizer"})  # compile and connect in the first step
-_LONG = frozenset({START, "checkpoint", "validation"})  # may take any time as long as nobody waits for another
+_WARM_UP = frozenset({"forward", "backward", "optimizer"})  # compile and connect in the first step
+_LONG = frozenset({START, "checkpoint", "validation"})  # unlimited while no rank waits for another
 _PACKED = struct.Struct("<qqq24s")
-_TEXT = 1500
+_DETAIL_CHARACTERS = 1500
 
 Kind = Literal["failed", "input", "killed", "silent", "lost", "stuck", "left", "store"]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank's main thread is.
+class Progress:
+    """The position of a rank's main thread.
 
     Attributes:
-        part: trainings that were begun: a run may have a second one, whose steps count from the beginning.
+        training: number of the training in this process; a second one counts its steps from 1 again.
         step: of that training; 0 before the first.
-        move: phases that were entered within the step.
+        phases: phases entered in this step.
         phase: "start", "data", "forward", "backward", "optimizer", "checkpoint", "validation" or another word.
         first: whether this is the first step of this training in this process.
-        since: the reading of this process's monotonic clock when it got there.
+        since: when the phase began, on this process's monotonic clock.
     """
 
-    part: int = 0
+    training: int = 0
     step: int = 0
-    move: int = 0
+    phases: int = 0
     phase: str = START
     first: bool = True
     since: float = 0.0
 
     @property
-    def progress(self) -> tuple[int, int, int]:
-        """Larger is further on."""
-        return self.part, self.step, self.move
+    def order(self) -> tuple[int, int, int]:
+        """Sort key: larger is further."""
+        return self.training, self.step, self.phases
 
     def write(self, memory: object) -> None:
-        """Put it into the first bytes of a page; costs no system call."""
-        _PACKED.pack_into(memory, 0, self.part, self.step, self.move, self.phase.encode()[:24])  # type: ignore[arg-type]
+        """Pack into the first bytes of a shared page, without a system call."""
+        _PACKED.pack_into(memory, 0, *self.order, self.phase.encode()[:24])  # type: ignore[arg-type]
 
     @classmethod
-    def read(cls, memory: object) -> Place:
-        """What `write` put there."""
-        part, step, move, phase = _PACKED.unpack_from(memory)  # type: ignore[arg-type]
-        return cls(part, step, move, phase.rstrip(b"\0").decode(errors="replace"))
+    def read(cls, memory: object) -> Progress:
+        """Unpack from a shared page."""
+        training, step, phases, phase = _PACKED.unpack_from(memory)  # type: ignore[arg-type]
+        return cls(training, step, phases, phase.rstrip(b"\0").decode(errors="replace"))
 
     def __str__(self) -> str:
         return f"in {self.phase} of step {self.step}" if self.step else f"in {self.phase}, before the first step"
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a rank tells about once a second.
+class Heartbeat:
+    """A rank's record in the store, renewed about once a second.
 
     Attributes:
-        count: of its beats, so that a new one is told from an old one without comparing clocks.
-        seconds: for how long its main thread has been in this place.
-        ended: how its training ended in good order; empty while it runs.
-        host, pid, started: which process it is, and
-        page: where that keeps its place.
+        count: of the rank's heartbeats, so that a new one is recognised without comparing clocks.
+        seconds: time that the main thread has spent in this phase.
+        ended: how the training ended in good order; empty while it runs.
+        host, pid, started: identify the process.
+        page: descriptor of the process's shared page.
     """
 
     count: int
-    place: Place
+    progress: Progress
     seconds: float
     ended: str
     host: str
@@ -92,125 +92,134 @@ class Beat:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes | str) -> Beat:
+    def from_json(cls, text: bytes | str) -> Heartbeat:
         """From the store."""
         values = json.loads(text)
-        return cls(**values | {"place": Place(**values["place"])})
+        return cls(**values | {"progress": Progress(**values["progress"])})
 
 
 @dataclass(frozen=True)
-class Cause:
+class Failure:
     """Why a job ends.
 
     Attributes:
-        ranks: who is at fault, and `places` where each of them was.
-        text: of the error; seconds where something took too long.
-        by: rank that found out, and `host` where that was said.
+        ranks: the failed ranks.
+        positions: each failed rank's progress, as text.
+        detail: text of the error; seconds where a limit was exceeded.
+        found_by: rank that made the diagnosis.
+        host: of that rank.
     """
 
     kind: Kind
     ranks: tuple[int, ...] = ()
-    places: tuple[str, ...] = ()
-    text: str = ""
-    by: int = -1
+    positions: tuple[str, ...] = ()
+    detail: str = ""
+    found_by: int = -1
     host: str = ""
+
+    @classmethod
+    def of_error(cls, error: BaseException, rank: int, progress: Progress) -> Failure:
+        """The failure of a rank that raised `error`."""
+        text = " ".join(str(error).split())[:_DETAIL_CHARACTERS]
+        if not isinstance(error, OctavoError):
+            text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        return cls("input" if isinstance(error, InputError) else "failed", (rank,), (str(progress),), text)
 
     def to_json(self) -> str:
         """For the store."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes | str) -> Cause:
+    def from_json(cls, text: bytes | str) -> Failure:
         """From the store."""
         values = json.loads(text)
-        return cls(**values | {"ranks": tuple(values["ranks"]), "places": tuple(values["places"])})
+        return cls(**values | {"ranks": tuple(values["ranks"]), "positions": tuple(values["positions"])})
 
     def message(self, world: int) -> str:
-        """One sentence that names rank and phase, and one that says what follows."""
+        """A sentence that names ranks and phases, and one with the consequence."""
         if self.kind == "input":
-            return f"{self.text} (rank {self.ranks[0]} of {world}, {self.places[0]})"
-        who, where = _who(self.ranks, world), _where(self.ranks, self.places)
+            return f"{self.detail} (rank {self.ranks[0]} of {world}, {self.positions[0]})"
+        ranks, where = _names(self.ranks, world), _where(self.ranks, self.positions)
         one = len(self.ranks) == 1
         have, were, wait = ("has", "was", "and the others wait for it") if one else ("have", "were", "and the others wait")
         if self.kind == "stuck" and len(self.ranks) == world:
             wait = "so a collective hangs: is the network up?"
-        again = "The other ranks end now; started again, the run continues from its newest checkpoint."
+        restart = "The other ranks end now; started again, the run continues from its newest checkpoint."
         return {
-            "failed": f"{who} failed {where}: {self.text}",
-            "killed": f"{who} {were} killed {where} (SIGKILL by hand, out of memory, or a crash). {again}",
-            "silent": f"{who} {have} been silent for {self.text} s {where} (frozen, or the host is lost). {again}",
-            "lost": f"{who} {were} lost {where}: no sign of life for {self.text} s, and connections broke. {again}",
-            "stuck": f"{who} {have} not moved for {self.text} s {where}, {wait}. {again}",
-            "left": f"{who} ended {where} while the others still ran: {self.text}",
+            "failed": f"{ranks} failed {where}: {self.detail}",
+            "killed": f"{ranks} {were} killed {where} (SIGKILL by hand, out of memory, or a crash). {restart}",
+            "silent": f"{ranks} {have} been silent for {self.detail} s {where} (frozen, or the host is lost). {restart}",
+            "lost": f"{ranks} {were} lost {where}: no sign of life for {self.detail} s, and connections broke. {restart}",
+            "stuck": f"{ranks} {have} not moved for {self.detail} s {where}, {wait}. {restart}",
+            "left": f"{ranks} ended {where} while the others still ran: {self.detail}",
             "store": "the launcher's key-value store is gone: the launcher, or the process that kept it, has ended.",
         }[self.kind]
 
 
-def failure(error: BaseException, rank: int, place: Place) -> Cause:
-    """The cause that an exception of this rank is."""
-    said = " ".join(str(error).split())[:_TEXT]
-    if not isinstance(error, OctavoError):
-        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return Cause("input" if isinstance(error, InputError) else "failed", (rank,), (str(place),), said)
+def killed(heartbeats: Mapping[int, Heartbeat], dead: Iterable[int], progress: Mapping[int, Progress]) -> Failure | None:
+    """Ranks with a dead process and a training that had not ended."""
+    ranks = sorted(rank for rank in dead if rank in heartbeats and not heartbeats[rank].ended)
+    return _failure("killed", ranks, progress) if ranks else None
 
 
-def killed(beats: Mapping[int, Beat], dead: Iterable[int], places: Mapping[int, Place]) -> Cause | None:
-    """Ranks whose process is gone although they had not ended, nor said that they failed."""
-    ranks = sorted(rank for rank in dead if rank in beats and not beats[rank].ended)
-    return _cause("killed", ranks, places) if ranks else None
+def silent(
+    heartbeats: Mapping[int, Heartbeat], quiet: Mapping[int, float], limit: float, progress: Mapping[int, Progress]
+) -> Failure | None:
+    """Ranks without a heartbeat for more than `limit` seconds.
+
+    `quiet` has the seconds since the last heartbeat of every other rank, also of one without any heartbeat so far.
+    """
+    ended = {rank for rank, heartbeat in heartbeats.items() if heartbeat.ended}
+    ranks = sorted(rank for rank, seconds in quiet.items() if seconds > limit and rank not in ended)
+    return _failure("silent", ranks, progress, f"{max(quiet[rank] for rank in ranks):.0f}") if ranks else None
 
 
-def silent(beats: Mapping[int, Beat], quiet: Mapping[int, float], limit: float, places: Mapping[int, Place]) -> Cause | None:
-    """Ranks without a heartbeat for more than `limit` seconds; `quiet` has every other rank's, also one never heard of."""
-    ranks = sorted(rank for rank, seconds in quiet.items() if seconds > limit and not (rank in beats and beats[rank].ended))
-    return _cause("silent", ranks, places, f"{max(quiet[rank] for rank in ranks):.0f}") if ranks else None
-
-
-def stuck(beats: Mapping[int, Beat], limit: float) -> Cause | None:
-    """Ranks that the others wait for, once somebody has been in one place for more than `limit` seconds."""
-    running = {rank: beat for rank, beat in sorted(beats.items()) if not beat.ended}
-    late = [beat.seconds for beat in running.values() if beat.seconds > limit and _limited(beat.place)]
+def stuck(heartbeats: Mapping[int, Heartbeat], limit: float) -> Failure | None:
+    """The ranks with the least progress, once any rank has been in one phase for more than `limit` seconds."""
+    running = {rank: heartbeat for rank, heartbeat in sorted(heartbeats.items()) if not heartbeat.ended}
+    late = [each.seconds for each in running.values() if each.seconds > limit and _limited(each.progress)]
     if not late:
         return None
-    behind = _behind({rank: beat.place for rank, beat in running.items()})
-    places = {rank: running[rank].place for rank in behind}
-    if not all(_limited(place) for place in places.values()):
+    behind = _behind({rank: heartbeat.progress for rank, heartbeat in running.items()})
+    progress = {rank: running[rank].progress for rank in behind}
+    if not all(map(_limited, progress.values())):
         return None
-    if len(behind) == len(running) and any(place.phase in _LONG for place in places.values()):
+    if len(behind) == len(running) and any(each.phase in _LONG for each in progress.values()):
         return None
-    return _cause("stuck", behind, places, f"{max(late):.0f}")
+    return _failure("stuck", behind, progress, f"{max(late):.0f}")
 
 
-def left(beats: Mapping[int, Beat]) -> Cause | None:
+def left(heartbeats: Mapping[int, Heartbeat]) -> Failure | None:
     """Ranks that have ended in good order although this one has not."""
-    ranks = sorted(rank for rank, beat in beats.items() if beat.ended)
-    return _cause("left", ranks, {rank: beats[rank].place for rank in ranks}, beats[ranks[0]].ended) if ranks else None
+    ranks = sorted(rank for rank, heartbeat in heartbeats.items() if heartbeat.ended)
+    progress = {rank: heartbeats[rank].progress for rank in ranks}
+    return _failure("left", ranks, progress, heartbeats[ranks[0]].ended) if ranks else None
 
 
-def _limited(place: Place) -> bool:
-    """Whether time in this place is limited: not while loading, and not while compiling."""
-    return place.phase != START and not (place.first and place.phase in _WARMING)
+def _limited(progress: Progress) -> bool:
+    """Whether the time in this phase is limited: not while loading, nor while compiling in the first step."""
+    return progress.phase != START and not (progress.first and progress.phase in _WARM_UP)
 
 
-def _behind(places: Mapping[int, Place]) -> list[int]:
-    """Those whom the others wait for, or all."""
-    least = min(place.progress for place in places.values())
-    behind = [rank for rank, place in places.items() if place.progress == least]
-    if len(behind) < len(places):
+def _behind(progress: Mapping[int, Progress]) -> list[int]:
+    """The ranks that the others wait for, or all ranks."""
+    least = min(each.order for each in progress.values())
+    behind = [rank for rank, each in progress.items() if each.order == least]
+    if len(behind) < len(progress):
         return behind
-    # Equally far, but one rank alone may do what the others do not, such as writing a file.
-    phases = Counter(place.phase for place in places.values()).most_common()
-    few = phases[-1]
-    if len(phases) > 1 and few[1] < phases[-2][1]:
-        return [rank for rank, place in places.items() if place.phase == few[0]]
+    # All equally far: a minority in another phase, such as rank 0 writing a file, keeps the others waiting.
+    phases = Counter(each.phase for each in progress.values()).most_common()
+    rarest, count = phases[-1]
+    if len(phases) > 1 and count < phases[-2][1]:
+        return [rank for rank, each in progress.items() if each.phase == rarest]
     return behind
 
 
-def _cause(kind: Kind, ranks: list[int], places: Mapping[int, Place], text: str = "") -> Cause:
-    return Cause(kind, tuple(ranks), tuple(str(places.get(rank, Place())) for rank in ranks), text)
+def _failure(kind: Kind, ranks: list[int], progress: Mapping[int, Progress], detail: str = "") -> Failure:
+    return Failure(kind, tuple(ranks), tuple(str(progress.get(rank, Progress())) for rank in ranks), detail)
 
 
-def _who(ranks: tuple[int, ...], world: int) -> str:
+def _names(ranks: tuple[int, ...], world: int) -> str:
     if len(ranks) == world:
         return f"all {world} ranks"
     if len(ranks) == 1:
@@ -218,7 +227,7 @@ def _who(ranks: tuple[int, ...], world: int) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} of {world}" if ranks else "no rank"
 
 
-def _where(ranks: tuple[int, ...], places: tuple[str, ...]) -> str:
-    if len(set(places)) <= 1:
-        return places[0] if places else ""
-    return ", ".join(f"{place} (rank {rank})" for rank, place in zip(ranks, places, strict=True))
+def _where(ranks: tuple[int, ...], positions: tuple[str, ...]) -> str:
+    if len(set(positions)) <= 1:
+        return positions[0] if positions else ""
+    return ", ".join(f"{position} (rank {rank})" for rank, position in zip(ranks, positions, strict=True))

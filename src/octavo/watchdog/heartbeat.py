@@ -1,11 +1,11 @@
-"""The thread of a rank that tells where its main thread is, looks after the others, and ends the process once one has failed.
+"""Heartbeat thread: publishes this rank's progress, monitors its peers, ends the process when one fails.
 
-All that is known of the other ranks is known here, and only here the job's key-value store is used: a client of it blocks
-while another thread waits in it, so this one is a clone with a connection of its own. What follows from what is known is
-decided in `octavo.watchdog.diagnosis`; `octavo.watchdog.watchdog` is the side of the main thread.
+Everything known of the other ranks is kept here, and only this thread uses the job's key-value store: a client of the store
+blocks while another thread waits in it, so this one is a clone with its own connection. The conclusions are drawn in
+`octavo.watchdog.diagnosis`; `octavo.watchdog.watchdog` is the main thread's side.
 
-When the main thread raises it asks for the cause, and waits for the answer before anything is shown: the death of a rank is
-known here as soon as its connections break there.
+When the main thread raises, it asks this thread for the diagnosis before it shows anything: the death of a rank is known here
+as soon as its connections break there.
 """
 
 from __future__ import annotations
@@ -22,108 +22,123 @@ from torch.distributed.distributed_c10d import Store
 
 from octavo.errors import EXIT_FAILED
 from octavo.watchdog import diagnosis
-from octavo.watchdog.diagnosis import Beat, Cause, Place
-from octavo.watchdog.processes import Page, Process, host_identity, orphaned, start_time
+from octavo.watchdog.diagnosis import Failure, Heartbeat, Progress
+from octavo.watchdog.processes import Process, SharedPage, host_identity, orphaned, start_time
 
-_MANY_RANKS = 64  # from here on ranks look less often: each reads of all the others
-_MISSED = 4  # heartbeats that a rank has missed when connections break, to be taken for lost
-_MEETING_SECONDS = 0.05  # between looks until all others were seen
-_PATIENCE = 6  # heartbeats in which a broken connection may find another cause than itself
+_MANY_RANKS = 64  # with more the interval grows: each rank reads the heartbeats of all others
+_LOST_INTERVALS = 4  # without a heartbeat, after which a rank counts as lost if connections break
+_MEETING_SECONDS = 0.05  # polling interval until every peer was seen
+_PATIENCE_INTERVALS = 6  # in which a broken connection may turn out to be the effect of another failure
 
 
 @dataclass
 class _Peer:
-    """What is known of another rank: its last beat, for how long there was none, and, on the same host, its process."""
+    """Another rank: its last heartbeat, the seconds since, and its process and shared page if it is on this host."""
 
-    beat: Beat | None = None
+    heartbeat: Heartbeat | None = None
     quiet: float = 0.0
     process: Process | None = None
-    page: Page | None = None
+    page: SharedPage | None = None
 
     @property
-    def place(self) -> Place:
+    def progress(self) -> Progress:
         if self.page is not None:
-            return Place.read(self.page.memory)
-        return self.beat.place if self.beat is not None else Place()
+            return Progress.read(self.page.memory)
+        return self.heartbeat.progress if self.heartbeat is not None else Progress()
 
 
 @dataclass(frozen=True)
-class _Question:
-    """The main thread raised: `own` is what it takes for the cause, None if it was only stopped; in doubt if an echo of one."""
+class _Request:
+    """The main thread has raised and asks for the diagnosis.
 
-    own: Cause | None
-    doubt: bool
+    Attributes:
+        own: the failure if its exception is the first; None if the run was only asked to stop.
+        uncertain: the exception may be the consequence of another rank's failure.
+        since: when it asked.
+    """
+
+    own: Failure | None
+    uncertain: bool
     since: float
 
 
-class Lookout:
-    """The thread; it ends with the training, or ends the process.
+class HeartbeatThread:
+    """Ends with the training, or ends the process.
 
     Args:
-        rank, world: who this is.
-        timeout, grace: seconds, as `Watch` has them.
-        where: of the main thread, and `page` to which it writes that.
-        store: for this thread alone, with keys of its own.
+        rank, world: of the job.
+        timeout, grace: seconds, as in `Watchdog`.
+        progress: returns that of the main thread.
+        page: shared page that the main thread writes its progress to.
+        store: for this thread alone, with its own prefix.
 
     Attributes:
-        cause: why the job ends, once all agree on it.
+        failure: why the job ends, once all ranks agree on it.
     """
 
     def __init__(
-        self, rank: int, world: int, timeout: float, grace: float, *, where: Callable[[], Place], page: Page, store: Store
+        self,
+        rank: int,
+        world: int,
+        timeout: float,
+        grace: float,
+        *,
+        progress: Callable[[], Progress],
+        page: SharedPage,
+        store: Store,
     ) -> None:
-        self.cause: Cause | None = None
+        self.failure: Failure | None = None
         self._rank, self._world, self._timeout, self._grace = rank, world, timeout, grace
-        self._where, self._page, self._store = where, page, store
+        self._current_progress, self._page, self._store = progress, page, store
         self._interval = min(1.0, timeout / 5) * max(1.0, world / _MANY_RANKS)
-        # To notice a fault, and to be seen to have ended by the launcher, takes up to two beats of the time that there is.
+        # Noticing a failure, and the launcher noticing the end, take up to an interval each of the grace period.
         self._granted = max(0.0, grace - 2 * self._interval)
         self._peers = {other: _Peer() for other in range(world) if other != rank}
         self._host, self._pid, self._started = host_identity(), os.getpid(), start_time(os.getpid()) or 0
-        self._count, self._looked = 0, time.monotonic()
-        self._place, self._seconds = where(), 0.0
+        self._count, self._polled = 0, time.monotonic()
+        self._progress, self._seconds = progress(), 0.0
         self._wake_out, self._wake_in = os.pipe()
         self._met = threading.Event()
-        self._question: _Question | None = None
+        self._request: _Request | None = None
         self._answered = threading.Event()
         self._ended = ""
-        self._over = threading.Event()
-        self._said = False
-        self._thread = threading.Thread(target=self._run, name="octavo-watch", daemon=True)
+        self._stopped = threading.Event()
+        self._reported = False
+        self._thread = threading.Thread(target=self._run, name="octavo-heartbeat", daemon=True)
 
     # For the main thread.
 
-    def begin(self) -> None:
-        """Start the thread, and wait until it knows the others: what a rank does before, it does unseen."""
+    def start(self) -> None:
+        """Start, and wait until every peer was seen: before that a peer's death would go unnoticed."""
         self._thread.start()
         self._met.wait(self._timeout)
 
-    def ask(self, own: Cause | None, *, doubt: bool) -> Cause | None:
-        """Why the job ends, now that the main thread has raised; None if nothing is wrong and it was only stopped."""
-        self._question = _Question(own, doubt, time.monotonic())
+    def diagnose(self, own: Failure | None, *, uncertain: bool) -> Failure | None:
+        """Why the job ends, after the main thread raised; None if nothing failed and the run was asked to stop."""
+        self._request = _Request(own, uncertain, time.monotonic())
         self._wake()
-        if not self._answered.wait((_PATIENCE + 3) * self._interval + 5) and own is not None:
-            self.cause = replace(own, by=self._rank, host=self._host)  # the store does not answer
-            self.announce()
-        return self.cause
+        if not self._answered.wait((_PATIENCE_INTERVALS + 3) * self._interval + 5) and own is not None:
+            self.failure = replace(own, found_by=self._rank, host=self._host)  # the store does not answer
+            self.report()
+        return self.failure
 
-    def announce(self) -> None:
-        """Say the cause, once; past Python's buffers, whose locks a main thread that hangs may hold."""
-        if self.cause is not None and not self._said:
-            self._said = True
-            below_progress = "\n" if os.isatty(2) else ""
-            os.write(2, f"{below_progress}octavo: {self.cause.message(self._world)}\n".encode())
+    def report(self) -> None:
+        """Print the failure, once; not through Python's buffers, whose locks a hanging main thread may hold."""
+        if self.failure is not None and not self._reported:
+            self._reported = True
+            below_progress_bar = "\n" if os.isatty(2) else ""
+            os.write(2, f"{below_progress_bar}octavo: {self.failure.message(self._world)}\n".encode())
 
-    def let_end(self, rank: int) -> None:
-        """Give a rank of this host time to end first: torchrun, which looks every 0.1 s, reports the first as root cause."""
+    def wait_for_exit(self, rank: int) -> None:
+        """Let a rank of this host exit first: torchrun polls every 0.1 s and reports the first exit as the root cause."""
         process = self._peers[rank].process if rank in self._peers else None
         if process is not None and process.ended(within=self._granted / 2):
             time.sleep(min(0.3, self._granted / 4))
 
-    def end(self, how: str) -> None:
-        """Tell the others that this rank has ended in good order, and stop."""
-        self._ended = how
-        self._over.set()
+    def stop(self, reason: str) -> None:
+        """Publish that this rank's training has ended in good order, and end the thread."""
+        self._ended = reason
+        self._stopped.set()
         self._wake()
         self._thread.join(2 * self._interval + 1)
         if not self._thread.is_alive():  # otherwise it waits for a store that does not answer
@@ -135,151 +150,160 @@ class Lookout:
     # The thread itself.
 
     def _run(self) -> None:
-        """Beat and look, until the end or a cause."""
+        """Publish and poll until the training ends or a rank fails."""
         try:
-            while self.cause is None and not self._look():
+            while self.failure is None and not self._poll():
                 self._sleep()
-        except RuntimeError:  # the store's only exceptions: who kept it has ended
-            self._without_store()
-        if self.cause is not None and not self._over.is_set():
-            self._enforce(self.cause)
+        except RuntimeError:  # of the store: its process has ended
+            self._diagnose_without_store()
+        if self.failure is not None and not self._stopped.is_set():
+            self._end_process(self.failure)
 
-    def _look(self) -> bool:
-        """One beat and one look at the others; whether that was the last."""
+    def _poll(self) -> bool:
+        """Publish a heartbeat and look for a failure; whether the thread is done."""
         if orphaned():
             os._exit(EXIT_FAILED)
-        ended, question = self._ended, self._question
-        beat = self._beat(ended)
-        self._store.set(f"beat-{self._rank}", beat.to_json())
+        ended, request = self._ended, self._request
+        own = self._own_heartbeat(ended)
+        self._store.set(f"heartbeat-{self._rank}", own.to_json())
         if ended:
             return True
-        dead = self._dead()  # before reading: what a rank had to say before it died is then there to be read
-        self._read()
-        posted = self._store.check(["cause"])
-        cause = Cause.from_json(self._store.get("cause")) if posted else self._fault(beat, dead, question)
-        if cause is not None:
-            self._settle(cause)
-        elif question is not None and question.own is None:
+        dead = self._dead_ranks()  # before reading: the last heartbeat of a dead rank is then in the store
+        self._read_heartbeats()
+        posted = self._store.check(["failure"])
+        failure = Failure.from_json(self._store.get("failure")) if posted else self._find_failure(own, dead, request)
+        if failure is not None:
+            self._agree(failure)
+        elif request is not None and request.own is None:
             self._answered.set()
-        return cause is not None
+        return failure is not None
 
-    def _beat(self, ended: str) -> Beat:
-        now, place = time.monotonic(), self._where()
-        # No more than this thread has seen go by: a job that was stopped as a whole, and goes on, is not late.
-        elapsed = min(now - self._looked, 2 * self._interval)
-        self._seconds = self._seconds + elapsed if place is self._place else min(now - place.since, elapsed)
+    def _own_heartbeat(self, ended: str) -> Heartbeat:
+        now, progress = time.monotonic(), self._current_progress()
+        # At most the time that this thread ran: a job that was suspended as a whole, and resumed, is not late.
+        elapsed = min(now - self._polled, 2 * self._interval)
+        self._seconds = self._seconds + elapsed if progress is self._progress else min(now - progress.since, elapsed)
         for peer in self._peers.values():
             peer.quiet += elapsed
-        self._looked, self._place = now, place
+        self._polled, self._progress = now, progress
         self._count += 1
         page = self._page.descriptor
-        return Beat(self._count, place, self._seconds, ended, self._host, self._pid, self._started, page)
+        return Heartbeat(self._count, progress, self._seconds, ended, self._host, self._pid, self._started, page)
 
-    def _dead(self) -> list[int]:
+    def _dead_ranks(self) -> list[int]:
         return [rank for rank, peer in self._peers.items() if peer.process is not None and peer.process.ended()]
 
-    def _read(self) -> None:
-        ranks = [r for r, peer in self._peers.items() if peer.beat is not None or self._store.check([f"beat-{r}"])]
-        texts = self._store.multi_get([f"beat-{rank}" for rank in ranks]) if ranks else []
+    def _read_heartbeats(self) -> None:
+        ranks = [r for r, peer in self._peers.items() if peer.heartbeat or self._store.check([f"heartbeat-{r}"])]
+        texts = self._store.multi_get([f"heartbeat-{rank}" for rank in ranks]) if ranks else []
         for rank, text in zip(ranks, texts, strict=True):
-            peer, beat = self._peers[rank], Beat.from_json(text)
-            if peer.beat is None and beat.host == self._host:
-                peer.process, peer.page = Process(beat.pid, beat.started), Page.of(beat.pid, beat.page)
-            if peer.beat is None or peer.beat.count != beat.count:
+            peer, heartbeat = self._peers[rank], Heartbeat.from_json(text)
+            if peer.heartbeat is None and heartbeat.host == self._host:
+                peer.process = Process(heartbeat.pid, heartbeat.started)
+                peer.page = SharedPage.of(heartbeat.pid, heartbeat.page)
+            if peer.heartbeat is None or peer.heartbeat.count != heartbeat.count:
                 peer.quiet = 0.0
-            peer.beat = beat
+            peer.heartbeat = heartbeat
         if len(ranks) == len(self._peers):
             self._met.set()
 
-    def _fault(self, beat: Beat, dead: list[int], question: _Question | None) -> Cause | None:
-        """What is wrong, as far as this rank can see."""
-        beats = {rank: peer.beat for rank, peer in self._peers.items() if peer.beat is not None}
+    def _peer_heartbeats(self) -> dict[int, Heartbeat]:
+        return {rank: peer.heartbeat for rank, peer in self._peers.items() if peer.heartbeat is not None}
+
+    def _peer_progress(self) -> dict[int, Progress]:
+        return {rank: peer.progress for rank, peer in self._peers.items()}
+
+    def _find_failure(self, own: Heartbeat, dead: list[int], request: _Request | None) -> Failure | None:
+        """The failure, as far as this rank can see."""
+        heartbeats, progress = self._peer_heartbeats(), self._peer_progress()
         quiet = {rank: peer.quiet for rank, peer in self._peers.items()}
-        places = {rank: peer.place for rank, peer in self._peers.items()}
-        found = diagnosis.killed(beats, dead, places) or diagnosis.silent(beats, quiet, self._timeout, places)
-        if found is not None or (question is not None and not question.doubt):
-            return found or (question.own if question is not None else None)
-        if question is not None:
-            lost = diagnosis.silent(beats, quiet, _MISSED * self._interval, places)
-            impatient = time.monotonic() - question.since > _PATIENCE * self._interval
-            return replace(lost, kind="lost") if lost else diagnosis.left(beats) or (question.own if impatient else None)
-        late = diagnosis.stuck(beats | {self._rank: beat}, self._timeout)
-        if late is None:
+        found = diagnosis.killed(heartbeats, dead, progress)
+        found = found or diagnosis.silent(heartbeats, quiet, self._timeout, progress)
+        if found is not None or (request is not None and not request.uncertain):
+            return found or (request.own if request is not None else None)
+        if request is not None:
+            lost = diagnosis.silent(heartbeats, quiet, _LOST_INTERVALS * self._interval, progress)
+            waited_enough = time.monotonic() - request.since > _PATIENCE_INTERVALS * self._interval
+            if lost is not None:
+                return replace(lost, kind="lost")
+            return diagnosis.left(heartbeats) or (request.own if waited_enough else None)
+        stuck = diagnosis.stuck(heartbeats | {self._rank: own}, self._timeout)
+        if stuck is None:
             return None
-        # A frozen rank stands still like one that only hangs, but cannot end by itself.
-        frozen = {rank: quiet[rank] for rank in late.ranks if rank in quiet}
-        return diagnosis.silent(beats, frozen, (_MISSED - 1) * self._interval, places) or late
+        # A frozen rank looks stuck too, but cannot end by itself.
+        frozen = {rank: quiet[rank] for rank in stuck.ranks if rank in quiet}
+        return diagnosis.silent(heartbeats, frozen, (_LOST_INTERVALS - 1) * self._interval, progress) or stuck
 
-    def _settle(self, cause: Cause) -> None:
-        """Agree with the others on one cause, and have it said once on every host that has ranks left."""
-        if cause.by < 0:
-            cause = replace(cause, by=self._rank, host=self._host)
+    def _agree(self, failure: Failure) -> None:
+        """Agree with all ranks on one failure; one rank of each host reports it."""
+        if failure.found_by < 0:
+            failure = replace(failure, found_by=self._rank, host=self._host)
         try:
-            self.cause = Cause.from_json(self._store.compare_set("cause", "", cause.to_json()))
-            speaks = self.cause.by == self._rank or (self.cause.host != self._host and self._lowest(self.cause))
+            self.failure = Failure.from_json(self._store.compare_set("failure", "", failure.to_json()))
+            reports = self.failure.found_by == self._rank or (self.failure.host != self._host and self._lowest(self.failure))
         except RuntimeError:
-            self.cause = cause
-            speaks = cause.ranks == (self._rank,) or self._lowest(cause, here=True)
-        if speaks:
-            self.announce()
+            self.failure = failure
+            reports = failure.ranks == (self._rank,) or self._lowest(failure, here=True)
+        if reports:
+            self.report()
         self._answered.set()
 
-    def _without_store(self) -> None:
-        """Conclude from what can be known without it."""
-        question = self._question
-        beats = {rank: peer.beat for rank, peer in self._peers.items() if peer.beat is not None}
-        found = diagnosis.killed(beats, self._dead(), {rank: peer.place for rank, peer in self._peers.items()})
-        if found is None and question is not None and not question.doubt:
-            found = question.own
+    def _diagnose_without_store(self) -> None:
+        """Diagnose from the processes of this host and this rank's own exception."""
+        request = self._request
+        found = diagnosis.killed(self._peer_heartbeats(), self._dead_ranks(), self._peer_progress())
+        if found is None and request is not None and not request.uncertain:
+            found = request.own
         if found is not None:
-            self._settle(found)
+            self._agree(found)
         elif not self._ended:
-            self.cause = Cause("store", by=self._rank, host=self._host)  # said if this rank does not end well
+            self.failure = Failure("store", found_by=self._rank, host=self._host)  # reported if this rank does not end well
         self._answered.set()
 
-    def _lowest(self, cause: Cause, *, here: bool = False) -> bool:
-        """Whether no rank below this one is left to speak, of all or of this host."""
-        others = [(rank, peer) for rank, peer in self._peers.items() if rank < self._rank and rank not in cause.ranks]
-        alive = [peer for _, peer in others if peer.beat is not None and not peer.beat.ended]
-        return not any(not here or (peer.process is not None and not peer.process.ended()) for peer in alive)
+    def _lowest(self, failure: Failure, *, here: bool = False) -> bool:
+        """Whether this is the lowest rank left to report, of all or of this host."""
+        lower = [peer for rank, peer in self._peers.items() if rank < self._rank and rank not in failure.ranks]
+        running = [peer for peer in lower if peer.heartbeat is not None and not peer.heartbeat.ended]
+        return not any(not here or (peer.process is not None and not peer.process.ended()) for peer in running)
 
-    def _enforce(self, cause: Cause) -> None:
-        """See to it that this process ends, and those of its host that cannot end by themselves."""
-        if cause.kind in ("silent", "lost"):
-            for rank in cause.ranks:
+    def _end_process(self, failure: Failure) -> None:
+        """End this process after the grace period, and kill failed processes of this host that cannot end by themselves."""
+        if failure.kind in ("silent", "lost"):
+            for rank in failure.ranks:
                 process = self._peers[rank].process if rank in self._peers else None
                 if process is not None:
                     process.kill()  # launchers wait long before they do
         _alarm(self._grace + self._interval)
-        # A rank that keeps the others waiting goes before them: that breaks its connections, and wakes them.
-        if self._over.wait(self._granted / 2 if self._rank in cause.ranks else self._granted):
+        # The failed rank ends before the others: that breaks its connections, and wakes them.
+        if self._stopped.wait(self._granted / 2 if self._rank in failure.ranks else self._granted):
             _alarm(0)
             return
-        if cause.kind == "store" and self._lowest(cause, here=True):
-            self.announce()
+        if failure.kind == "store" and self._lowest(failure, here=True):
+            self.report()
         os._exit(EXIT_FAILED)
 
     def _sleep(self) -> None:
-        """Until the next beat is due, a process has ended or the main thread calls."""
+        """Until the next heartbeat is due, a process of this host ends, or the main thread wakes this one."""
         poll = select.poll()
         poll.register(self._wake_out, select.POLLIN)
         for peer in self._peers.values():
-            if peer.process is not None and peer.process.descriptor is not None and not (peer.beat and peer.beat.ended):
+            ended = peer.heartbeat is not None and peer.heartbeat.ended
+            if peer.process is not None and peer.process.descriptor is not None and not ended:
                 poll.register(peer.process.descriptor, select.POLLIN)
         if self._wake_out in dict(poll.poll(1000 * (self._interval if self._met.is_set() else _MEETING_SECONDS))):
             os.read(self._wake_out, 64)
 
     def _close(self) -> None:
         for peer in self._peers.values():
-            for part in (peer.process, peer.page):
-                if part is not None:
-                    part.close()
+            for resource in (peer.process, peer.page):
+                if resource is not None:
+                    resource.close()
         self._page.close()
         os.close(self._wake_out)
         os.close(self._wake_in)
 
 
 def _alarm(seconds: float) -> None:
-    """Have the kernel end this process: the last resort where a library holds the interpreter's lock. 0: not any more."""
+    """Have the kernel end this process, in case a library holds the interpreter's lock; 0 cancels it."""
     if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
         signal.setitimer(signal.ITIMER_REAL, seconds)

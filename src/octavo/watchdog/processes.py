@@ -1,12 +1,12 @@
-"""The processes of this host: which of them live, what a dead one was doing, and who dies with whom.
+"""The processes of this host: whether they live, the last progress of a dead one, and dying with the launcher.
 
-A rank that is killed cannot say so. On its own host the kernel can: a descriptor of the process becomes readable at the
-moment it dies (`pidfd_open`), and a page of memory shared with it still holds what it wrote last, so that neither a
-heartbeat nor a timeout decides how soon a death is seen, or how precisely. The page is an anonymous file that the others
-open through /proc: nothing is left on disk whoever dies first.
+A killed rank cannot report itself. On its own host the kernel can: a process descriptor (`pidfd_open`) becomes readable the
+moment the process dies, and a shared page of memory still holds its last progress. So a death is seen at once and precisely,
+without waiting for a heartbeat. The page is an anonymous file that the others open through /proc: nothing is left on disk,
+whichever dies first.
 
-Elsewhere than on Linux, or where a container forbids these calls, processes are looked up once a heartbeat and there is no
-page; heartbeats alone then tell where a rank was.
+Without Linux, or in a container that forbids these calls, processes are looked up at every heartbeat and there is no page:
+progress then comes from heartbeats alone.
 """
 
 from __future__ import annotations
@@ -25,33 +25,38 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("python", "torchrun", "octavo")
-_PAGE = 4096
+_PAGE_BYTES = 4096
 
 _launcher: int | None = None
 
 
 def die_with_launcher(*, asked: bool = False) -> None:
-    """Have the kernel kill this process as soon as the one that started it has ended.
+    """Have the kernel kill this process when its parent ends.
 
-    Does so under torchrun only, unless `asked`: a run that was started from a shell may outlive it. The launcher has to start
-    its ranks from a thread that lives as long as itself, as torchrun does: the kernel watches that thread.
+    Only under torchrun, unless `asked`: a run started from a shell may outlive it. The parent has to start its ranks from a
+    thread that lives as long as itself, as torchrun does: the kernel follows that thread.
     """
     global _launcher
     if not asked and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     _launcher = os.getppid()
-    with contextlib.suppress(AttributeError, OSError):  # Linux only; `orphaned` is asked once a heartbeat as well
+    with contextlib.suppress(AttributeError, OSError):  # Linux only; `orphaned` is checked at every heartbeat as well
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if orphaned() or _adopted(_launcher):
         os._exit(1)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code once Python has done what it does at an exit, and before C++ does.
+    """Exit after Python's exit functions and before C++ destructors.
 
-    The destructors of process groups, and threads that wait in them for a rank that has left, abort now and then.
+    The destructors of process groups, and their threads that wait for an ended rank, abort now and then.
     """
     atexit._run_exitfuncs()
+    exit_without_destructors(code)
+
+
+def exit_without_destructors(code: int) -> NoReturn:
+    """Exit at once, with the streams flushed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -59,12 +64,12 @@ def leave(code: int) -> NoReturn:
 
 
 def orphaned() -> bool:
-    """Whether the launcher that `die_with_launcher` was told to follow is gone."""
+    """Whether the launcher of `die_with_launcher` has ended."""
     return _launcher is not None and os.getppid() != _launcher
 
 
 def _adopted(parent: int) -> bool:
-    """Whether init has taken this process over before it could ask who its parent is; a launcher may be process 1 itself."""
+    """Whether init adopted this process before `die_with_launcher`; a launcher may be process 1 itself."""
     if parent != 1:
         return False
     with contextlib.suppress(OSError):
@@ -74,7 +79,7 @@ def _adopted(parent: int) -> bool:
 
 
 def host_identity() -> str:
-    """Equal where process numbers mean the same: the same boot of the same host, and the same container."""
+    """Equal for processes that share process ids: the same boot of the same host, and the same container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(Path("/proc/self/ns/pid").readlink())]
@@ -82,7 +87,7 @@ def host_identity() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """When a living process started, in the kernel's ticks; 0 where the kernel does not tell; None when it is dead."""
+    """Start time of a living process in the kernel's ticks; 0 if the kernel does not tell, None if the process is dead."""
     if not Path("/proc/self/stat").exists():
         try:
             os.kill(pid, 0)
@@ -99,10 +104,10 @@ def start_time(pid: int) -> int | None:
 
 
 class Process:
-    """A process of this host, told by its start from a later one of the same number.
+    """A process of this host; its start time tells it from a later one with the same pid.
 
     Attributes:
-        descriptor: readable once it has ended; None where the kernel has no such thing, or it ended before it was looked at.
+        descriptor: readable once the process has ended; None without kernel support, or if it had already ended.
     """
 
     def __init__(self, pid: int, started: int) -> None:
@@ -111,7 +116,7 @@ class Process:
         with contextlib.suppress(OSError, AttributeError):
             self.descriptor = os.pidfd_open(pid)
         if start_time(pid) != started:
-            self.close()  # the descriptor is another's
+            self.close()  # another process's descriptor
 
     def ended(self, within: float = 0.0) -> bool:
         """Whether it has ended; waits for that up to `within` seconds."""
@@ -130,39 +135,39 @@ class Process:
                 os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Forget the descriptor."""
+        """Close the descriptor."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
 
 
-class Page:
-    """A page of memory that one process writes and others of the host read, also after its death."""
+class SharedPage:
+    """A page of memory that one process writes and the others of its host read, also after its death."""
 
     def __init__(self, memory: mmap.mmap | bytearray, descriptor: int) -> None:
         self.memory, self.descriptor = memory, descriptor
 
     @classmethod
-    def own(cls) -> Page:
-        """A new one to write in; with descriptor −1 it cannot be shared."""
+    def own(cls) -> SharedPage:
+        """A new page to write; with descriptor −1 it cannot be shared."""
         try:
-            descriptor = os.memfd_create("octavo-watch", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, _PAGE)
-            return cls(mmap.mmap(descriptor, _PAGE), descriptor)
+            descriptor = os.memfd_create("octavo-watchdog", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, _PAGE_BYTES)
+            return cls(mmap.mmap(descriptor, _PAGE_BYTES), descriptor)
         except (AttributeError, OSError):
-            return cls(bytearray(_PAGE), -1)
+            return cls(bytearray(_PAGE_BYTES), -1)
 
     @classmethod
-    def of(cls, pid: int, descriptor: int) -> Page | None:
-        """The page that process `pid` calls `descriptor`, to read; None where that is not allowed."""
+    def of(cls, pid: int, descriptor: int) -> SharedPage | None:
+        """The page with this descriptor in process `pid`, to read; None if that is not allowed."""
         if descriptor < 0:
             return None
         with contextlib.suppress(OSError, ValueError), Path(f"/proc/{pid}/fd/{descriptor}").open("rb") as file:
-            return cls(mmap.mmap(file.fileno(), _PAGE, access=mmap.ACCESS_READ), -1)
+            return cls(mmap.mmap(file.fileno(), _PAGE_BYTES, access=mmap.ACCESS_READ), -1)
         return None
 
     def close(self) -> None:
-        """Give it back."""
+        """Unmap and close it."""
         if isinstance(self.memory, mmap.mmap):
             self.memory.close()
         if self.descriptor >= 0:

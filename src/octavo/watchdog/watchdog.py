@@ -1,37 +1,34 @@
-"""The ranks of a job keep an eye on each other, so that one that fails ends all of them and is named first.
+"""Watchdog: a job ends when one of its ranks fails, and the first failure is reported first.
 
 A rank that is killed or frozen leaves the others waiting in a collective, and one that raises gives them errors about broken
-connections: what is printed first is seldom what went wrong. So each rank has a thread (`octavo.watchdog.heartbeat`) that tells
-about once a second where its main thread is, and reads where the others are. The first rank to find a fault writes the cause
-to the job's key-value store, where all agree on it, and says it. Then every rank has `grace` seconds to end by itself, after
-which its thread ends it: a main thread that waits in a collective never would.
+connections: the first error printed is seldom the first failure. So each rank has a heartbeat thread
+(`octavo.watchdog.heartbeat`) that publishes its progress about once a second and reads that of the others. The first rank to
+find a failure writes it to the job's key-value store, on which all ranks agree, and reports it. Then every rank has `grace`
+seconds to end by itself, after which its thread ends the process: a main thread in a hanging collective never would.
 
-    watch = Watch.of_job(timeout=600, grace=10)
-    with watch:
-        watch.start()               # loading, building: no limit on time
+    watchdog = Watchdog.of_job(timeout=600, grace=10)
+    with watchdog:
+        watchdog.start()               # loading, building: no time limit
         for step in steps:
-            watch.step(step)        # its phase is "data"
-            watch.phase("forward")
+            watchdog.step(step)        # its phase is "data"
+            watchdog.phase("forward")
 
-    killed      noticed within milliseconds on the same host, with the phase it died in (`octavo.watchdog.processes`)
-    raising     at once; nobody shows an error before the cause is settled
-    frozen      after `timeout` without a heartbeat; the others of its host kill it
-    waited for  after `timeout` in one place: the rank that is behind the others
+    killed     noticed within milliseconds on the same host, with its phase (`octavo.watchdog.processes`)
+    raising    at once; no rank shows an error before the diagnosis
+    frozen     after `timeout` without a heartbeat; the other ranks of its host kill it
+    stuck      after `timeout` in one phase: the rank with the least progress
 
-A dead rank of another host is one whose heartbeats have stopped: for `timeout`, or for a few of them if connections break.
-The main thread only writes to memory. The store has to outlive the ranks: torchrun's agent keeps it; where rank 0 keeps it
-and is frozen, nobody can tell. One rank alone has no thread and no store.
+A dead rank of another host is recognised by missing heartbeats: after `timeout`, or after a few of them if connections break.
+The main thread only writes to memory. The store has to outlive the ranks: torchrun's agent keeps it; if rank 0 keeps it, a
+frozen rank 0 goes unnoticed. One rank alone has no thread and no store.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
-import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -43,180 +40,183 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from octavo.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, OctavoError, RunStopped
 from octavo.parallel.world import state
-from octavo.watchdog import diagnosis
-from octavo.watchdog.diagnosis import Cause, Place
-from octavo.watchdog.heartbeat import Lookout
-from octavo.watchdog.processes import Page
+from octavo.watchdog.diagnosis import Failure, Progress
+from octavo.watchdog.heartbeat import HeartbeatThread
+from octavo.watchdog.processes import SharedPage, exit_without_destructors
 
-_BROKEN = re.compile(r"gloo|nccl|process ?group|connection|broken pipe|socket|timed? ?out|\bpeer\b", re.IGNORECASE)
-_OF_RANK = re.compile(r"rank (\d+)\b")
-_DONE, _INTERRUPTED = "done", "interrupted"  # how a training ends in good order, or a RunStopped in its own words
+_BROKEN_CONNECTION = re.compile(r"gloo|nccl|process ?group|connection|broken pipe|socket|timed? ?out|\bpeer\b", re.IGNORECASE)
+_RANK_PREFIX = re.compile(r"rank (\d+)\b")
+_DONE, _INTERRUPTED = "done", "interrupted"  # how a training ends in good order; a RunStopped gives its own text
 
 
 class PeerFailed(OctavoError):
-    """Another rank has failed; who and where is in the message, and has already been said.
+    """Another rank has failed; the message names rank and phase, and has already been reported.
 
     Attributes:
-        reported: there is nothing left to say. The exception of the rank that failed gets the same attribute.
+        reported: there is nothing left to print. The exception of the failed rank gets the same attribute.
     """
 
     reported = True
 
-    def __init__(self, cause: Cause, world: int) -> None:
-        super().__init__(cause.message(world))
-        # A rank that alone was asked to stop leaves by itself only before the first step, and there is nothing to lose.
-        stopped = cause.kind == "left" and cause.text not in (_DONE, _INTERRUPTED)
-        self.exit_code = EXIT_INPUT if cause.kind == "input" else EXIT_STOPPED if stopped else EXIT_FAILED
+    def __init__(self, failure: Failure, world: int) -> None:
+        super().__init__(failure.message(world))
+        # A rank that alone was asked to stop ends by itself only before the first step: nothing is lost.
+        stopped = failure.kind == "left" and failure.detail not in (_DONE, _INTERRUPTED)
+        self.exit_code = EXIT_INPUT if failure.kind == "input" else EXIT_STOPPED if stopped else EXIT_FAILED
 
 
-class Watch:
+class Watchdog:
     """A context around the training of one rank; see the module.
 
-    An exception that leaves it is the cause of the job's end, or a consequence of another rank's. The cause is said on stderr
-    with rank and phase; then the original exception leaves the context on the rank that failed, with the attribute `reported`,
-    and `PeerFailed` on the others. Either way the process ends within `grace` seconds. `RunStopped` and what is no `Exception`
-    are no fault.
+    An exception that leaves the context is the job's failure, or the consequence of another rank's. The failure is reported on
+    stderr with rank and phase. Then the failed rank raises its original exception, with the attribute `reported`, and the
+    others raise `PeerFailed`. Every process ends within `grace` seconds. `RunStopped`, and exceptions that are no `Exception`,
+    are no failure.
 
     Args:
-        timeout: seconds that a rank may be silent, or the others may wait for it.
-        grace: seconds that ranks have to end by themselves once one has failed.
-        rank, world: who this is.
+        timeout: seconds without a heartbeat, or in one phase while others wait, before a rank counts as failed.
+        grace: seconds in which ranks may end by themselves once one has failed.
+        rank, world: of the job.
         store: of the job; cloned, and only needed for several ranks.
 
     Attributes:
-        place: where the main thread is.
+        progress: of the main thread.
     """
 
-    _made = itertools.count()
+    _count = itertools.count()
 
     def __init__(
         self, *, timeout: float = 600.0, grace: float = 10.0, rank: int = 0, world: int = 1, store: Store | None = None
     ) -> None:
         self.timeout, self.grace, self.rank, self.world = timeout, grace, rank, world
-        self.place = Place(since=time.monotonic())
-        self._first: int | None = None
-        self._page: Page | None = None
-        self._lookout: Lookout | None = None
-        # Several watches of one job, one after another, find nothing of each other.
-        prefix = f"octavo-watch-{next(self._made)}"
+        self.progress = Progress(since=time.monotonic())
+        self._first_step: int | None = None
+        self._page: SharedPage | None = None
+        self._heartbeat: HeartbeatThread | None = None
+        # The prefix separates the watchdogs of one job, one after another.
+        prefix = f"octavo-watchdog-{next(self._count)}"
         self._store = PrefixStore(prefix, store.clone()) if store is not None else None  # type: ignore[attr-defined]
 
     @classmethod
-    def of_job(cls, *, timeout: float, grace: float) -> Watch:
-        """A watch over the ranks of `octavo.init`; all ranks make theirs in the same order if they make several."""
+    def of_job(cls, *, timeout: float, grace: float) -> Watchdog:
+        """A watchdog over the ranks of `octavo.init`; if there are several, all ranks make them in the same order."""
         store = _get_default_store() if state.world_size > 1 else None
         return cls(timeout=timeout, grace=grace, rank=state.rank, world=state.world_size, store=store)
 
     def start(self) -> None:
-        """A training begins: what comes before its first step has no limit on time."""
-        self._first = None
-        self._move(Place(self.place.part + 1, since=time.monotonic()))
+        """Begin a training: no time limit until its first step."""
+        self._first_step = None
+        self._advance(Progress(self.progress.training + 1, since=time.monotonic()))
 
     def step(self, step: int) -> None:
-        """Step `step` begins, with its data."""
-        self._first = step if self._first is None else self._first
-        self._move(Place(self.place.part, step, 0, "data", step == self._first, time.monotonic()))
+        """Begin step `step`, with the phase "data"."""
+        self._first_step = step if self._first_step is None else self._first_step
+        first = step == self._first_step
+        self._advance(Progress(self.progress.training, step, 0, "data", first, time.monotonic()))
 
     def phase(self, name: str) -> None:
-        """The main thread enters a phase; the same again is a sign of life from within a long one."""
-        self._move(replace(self.place, move=self.place.move + 1, phase=name, since=time.monotonic()))
+        """Enter a phase; entering the same one again is a sign of life within a long one."""
+        self._advance(replace(self.progress, phases=self.progress.phases + 1, phase=name, since=time.monotonic()))
 
-    def _move(self, place: Place) -> None:
-        self.place = place
+    def _advance(self, progress: Progress) -> None:
+        self.progress = progress
         if self._page is not None:
-            place.write(self._page.memory)
+            progress.write(self._page.memory)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         if self._store is not None and self.world > 1:
-            self._page = Page.own()
-            self._move(self.place)
-            self._lookout = Lookout(
+            self._page = SharedPage.own()
+            self._advance(self.progress)
+            self._heartbeat = HeartbeatThread(
                 self.rank,
                 self.world,
                 self.timeout,
                 self.grace,
-                where=lambda: self.place,
+                progress=lambda: self.progress,
                 page=self._page,
                 store=self._store,
             )
             try:
-                self._lookout.begin()
+                self._heartbeat.start()
             except BaseException as error:  # launchers send a signal when a rank has died
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        lookout = self._lookout
-        if lookout is None:
+        heartbeat = self._heartbeat
+        if heartbeat is None:
             return
-        if error is not None and not _stops(error):
+        if error is not None and not _is_stop(error):
             _ignore_signals()
         try:
-            cause = self._cause_of(lookout, error)
-        except BaseException:  # a signal that came just now
-            self._end(lookout, _INTERRUPTED)
+            failure = self._diagnose(heartbeat, error)
+        except BaseException:  # a signal during the diagnosis
+            self._stop(heartbeat, _INTERRUPTED)
             raise
-        if cause is None or (cause.kind == "store" and error is None):
-            self._end(lookout, _DONE if error is None else " ".join(str(error).split()) or _INTERRUPTED)
-        elif error is not None and self._says_enough(error, cause):
+        if failure is None or (failure.kind == "store" and error is None):
+            self._stop(heartbeat, _DONE if error is None else " ".join(str(error).split()) or _INTERRUPTED)
+        elif error is not None and self._is_own(error, failure):
             error.reported = True  # type: ignore[attr-defined]
-            atexit.register(_leave, error.exit_code if isinstance(error, OctavoError) else EXIT_FAILED)
+            # At exit, since the destructors of broken process groups abort, or wait for dead ranks.
+            atexit.register(exit_without_destructors, error.exit_code if isinstance(error, OctavoError) else EXIT_FAILED)
         else:
-            failed = PeerFailed(cause, self.world)
-            atexit.register(_leave, failed.exit_code)
-            if cause.kind == "store":
-                lookout.announce()
-            if cause.kind in ("failed", "input", "killed"):
-                lookout.let_end(cause.ranks[0])
+            peer_failed = PeerFailed(failure, self.world)
+            atexit.register(exit_without_destructors, peer_failed.exit_code)
+            if failure.kind == "store":
+                heartbeat.report()
+            if failure.kind in ("failed", "input", "killed"):
+                heartbeat.wait_for_exit(failure.ranks[0])
             try:
-                raise failed
+                raise peer_failed
             finally:
-                failed.__context__ = None  # neither shown nor, where it was a signal, taken for the reason
+                peer_failed.__context__ = None  # not to be shown, nor, if it is a signal, taken for the reason
 
-    def _cause_of(self, lookout: Lookout, error: BaseException | None) -> Cause | None:
-        if error is None or lookout.cause is not None:
-            return lookout.cause
-        own = None if _stops(error) else diagnosis.failure(_share(error, self.rank) or error, self.rank, self.place)
-        return lookout.ask(own, doubt=own is not None and is_consequence(error, self.rank))
+    def _diagnose(self, heartbeat: HeartbeatThread, error: BaseException | None) -> Failure | None:
+        if error is None or heartbeat.failure is not None:
+            return heartbeat.failure
+        if _is_stop(error):
+            return heartbeat.diagnose(None, uncertain=False)
+        own = Failure.of_error(_own_part(error, self.rank) or error, self.rank, self.progress)
+        return heartbeat.diagnose(own, uncertain=is_consequence(error, self.rank))
 
-    def _says_enough(self, error: BaseException, cause: Cause) -> bool:
-        """Whether it is the cause itself, or an explained error of this rank's own, such as the same one on every rank."""
-        if cause.ranks == (self.rank,) and cause.kind in ("failed", "input"):
+    def _is_own(self, error: BaseException, failure: Failure) -> bool:
+        """Whether the error is the failure, or explains itself on this rank, such as the same InputError on every rank."""
+        if failure.ranks == (self.rank,) and failure.kind in ("failed", "input"):
             return True
-        return isinstance(error, OctavoError) and not _stops(error) and not is_consequence(error, self.rank)
+        return isinstance(error, OctavoError) and not _is_stop(error) and not is_consequence(error, self.rank)
 
-    def _end(self, lookout: Lookout, how: str) -> None:
-        self._page = self._lookout = None
-        lookout.end(how)
+    def _stop(self, heartbeat: HeartbeatThread, reason: str) -> None:
+        self._page = self._heartbeat = None
+        heartbeat.stop(reason)
 
 
 def is_consequence(error: BaseException, rank: int) -> bool:
-    """Whether an exception of this rank may be but the echo of another's: a broken or overdue connection, or words from there.
+    """Whether this rank's exception may be caused by another rank: a broken connection, a timeout, or that rank's message.
 
-    Ranks that agree on an error say "rank 2 …" first; distributed checkpointing raises those of all ranks on each of them.
+    Messages of another rank begin with "rank 2 …"; distributed checkpointing raises the exceptions of all ranks on each.
     """
-    if isinstance(getattr(error, "failures", None), dict) and _share(error, rank) is None:
+    if isinstance(getattr(error, "failures", None), dict) and _own_part(error, rank) is None:
         return True
-    named = _OF_RANK.match(str(error))
+    named = _RANK_PREFIX.match(str(error))
     if isinstance(error, OctavoError) and named is not None and int(named[1]) != rank:
         return True
     return any(
-        isinstance(one, dist.DistError) or (isinstance(one, RuntimeError) and _BROKEN.search(str(one)) is not None)
+        isinstance(one, dist.DistError) or (isinstance(one, RuntimeError) and _BROKEN_CONNECTION.search(str(one)) is not None)
         for one in _chain(error)
     )
 
 
-def _share(error: BaseException, rank: int) -> BaseException | None:
-    """This rank's part of an exception that joins those of several ranks in `failures`: {rank: (exception, traceback)}."""
-    shares = getattr(error, "failures", None)
-    share = shares.get(rank) if isinstance(shares, dict) else None
-    inner = share[0] if isinstance(share, tuple) and share else share
+def _own_part(error: BaseException, rank: int) -> BaseException | None:
+    """This rank's exception out of one that joins several in `failures`: {rank: (exception, traceback)}."""
+    failures = getattr(error, "failures", None)
+    part = failures.get(rank) if isinstance(failures, dict) else None
+    inner = part[0] if isinstance(part, tuple) and part else part
     return inner if isinstance(inner, BaseException) else None
 
 
-def _stops(error: BaseException) -> bool:
-    """Whether the run was asked to stop: what is no `Exception` may have become one on its way through a library."""
+def _is_stop(error: BaseException) -> bool:
+    """Whether the run was asked to stop; a library may have wrapped the exception that says so."""
     return any(isinstance(one, RunStopped) or not isinstance(one, Exception) for one in _chain(error))
 
 
@@ -229,15 +229,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _ignore_signals() -> None:
-    """What ends for a fault is not to be taken for a run that was asked to stop: launchers send SIGTERM to who is left."""
+    """A failure must not look like a request to stop: launchers send SIGTERM to the remaining ranks."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-
-
-def _leave(code: int) -> None:
-    """Leave once Python has said all it has to say: the destructors of broken process groups abort, or wait for the dead."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)

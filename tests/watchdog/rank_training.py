@@ -1,4 +1,4 @@
-"""What the ranks of `test_watch.py` do: a module that their processes can import."""
+"""Functions of the ranks of `test_watchdog.py`, in a module that their processes can import."""
 
 import time
 
@@ -6,18 +6,18 @@ import torch.distributed as dist
 
 from octavo.errors import InputError, RunStopped
 from octavo.parallel import world
-from octavo.watchdog.watchdog import Watch
+from octavo.watchdog.watchdog import Watchdog
 
 
-def in_watch(act, timeout=5.0):
-    """What leaves the watch of a rank that trains two steps and then does `act(rank)`: the error, and whether it was said."""
+def in_watchdog(act, timeout=5.0):
+    """Train two steps under a watchdog and call `act(rank)`; class, text, `reported` and exit code of the exception."""
     world.init()
     try:
-        with Watch.of_job(timeout=timeout, grace=6) as watch:
-            watch.start()
+        with Watchdog.of_job(timeout=timeout, grace=6) as watchdog:
+            watchdog.start()
             for step in (1, 2):
-                watch.step(step)
-                watch.phase("forward")
+                watchdog.step(step)
+                watchdog.phase("forward")
                 dist.barrier()
             act(world.state.rank)
     except BaseException as error:
@@ -29,10 +29,10 @@ def nothing(rank):
     pass
 
 
-def raises_after_its_echo(rank):
+def raises_after_its_consequence(rank):
     if rank == 1:
         time.sleep(0.5)
-        raise ValueError("the first cause")
+        raise ValueError("the first failure")
     raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
 
 
@@ -51,7 +51,7 @@ def one_stops_alone(rank):
     raise RuntimeError("Connection closed by peer")
 
 
-def echoes_without_a_cause(rank):
+def consequences_without_a_failure(rank):
     raise RuntimeError(f"rank {rank}: connection reset by peer")
 
 
