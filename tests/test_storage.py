@@ -3,10 +3,12 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -123,6 +125,24 @@ def test_lock_whose_folder_was_removed_by_the_holder_is_not_held_twice(tmp_path)
         folder.rmdir()
         with storage.FolderLock(folder), pytest.raises(InputError), storage.FolderLock(folder):
             pass
+
+
+def test_lock_waits_for_a_holder_that_removes_the_folder(tmp_path):
+    folder, obtained = tmp_path / "scratch", []
+
+    def wait():
+        with storage.FolderLock(folder, wait_seconds=20):
+            obtained.append(json.loads((folder / ".lock").read_text())["pid"])
+
+    waiting = threading.Thread(target=wait)
+    with storage.FolderLock(folder):
+        waiting.start()
+        waiting.join(0.3)
+        assert not obtained
+        shutil.rmtree(folder)
+        waiting.join(0.3)
+    waiting.join()
+    assert obtained == [os.getpid()]
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path):

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints run in other processes: models that are sharded over ranks, saved and loaded."""
+"""Functions of the ranks in the tests of checkpoints: sharded models, saved and loaded."""
 
 import contextlib
 import errno
@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 import octavo
 from octavo.build import build_model
 from octavo.checkpoint import shard_io
-from octavo.checkpoint.api import Checkpointer, read_state, restore
+from octavo.checkpoint.api import Checkpointer
+from octavo.checkpoint.reader import read_state, restore
 from octavo.checkpoint.writer import collect
 from octavo.errors import InputError, OctavoError
 from octavo.fp8.autocast import fp8_autocast
@@ -42,7 +43,7 @@ def sharded(degrees=None, seed=0, **sizes):
 
 
 def train(model, optimizer, steps, first=0):
-    """Losses as text; every rank has other tokens."""
+    """Losses as text; every rank has different tokens."""
     losses = []
     for step in range(first, first + steps):
         draw = torch.Generator().manual_seed(100 * step + world.state.rank)
@@ -72,7 +73,7 @@ def drawn():
 
 
 def save(path, degrees, steps=3):
-    """Train and save; hashes, and what is drawn and lost afterwards."""
+    """Train and save; hashes, and the random numbers and losses that follow."""
     model, optimizer = sharded(degrees)
     train(model, optimizer, steps)
     octavo.save(path, model, optimizer, epoch=7)
@@ -103,7 +104,7 @@ def full_disk(*arguments, **settings):
 
 
 def fail_on_one_rank(folder, rank, background):
-    """Save twice, the second time with a full disk on one rank; what each rank says, and what is left on disk."""
+    """Save twice, the second time with a full disk on one rank: the error, the files left on disk, the latest checkpoint."""
     model, optimizer = sharded()
     train(model, optimizer, 1)
     checkpoints = Checkpointer(folder, 2, print)
@@ -133,7 +134,7 @@ def poll_to_the_end(checkpoints):
 
 
 class Odd(torch.optim.SGD):
-    """Keeps what no checkpoint can hold."""
+    """Has states that no checkpoint can hold."""
 
     def keep(self):
         for group in self.param_groups:
@@ -159,7 +160,7 @@ def save_three(folder):
 
 
 def look(folder):
-    """What `clean`, `latest` and `restore` find: (path and scalars, or the exception), and the messages."""
+    """Results of `clean`, `latest` and `restore`: (path and scalars, or the exception), and the messages."""
     messages = []
     model, optimizer = sharded(seed=3)
     checkpoints = Checkpointer(folder, 3, messages.append)
@@ -169,12 +170,12 @@ def look(folder):
         path = checkpoints.latest()
     except OctavoError as error:
         return (type(error), str(error)), messages, left
-    restore(path, model, optimizer)
+    restore(path, model, optimizer, checkpoints.io_ranks)
     return (path.name, read_state(path)["samples"]), messages, left
 
 
-def held_up(folder, degrees):
-    """Save in the background, held up on every rank while training goes on; hashes before, after, and of what was saved."""
+def delayed_save(folder, degrees):
+    """Save in the background, delayed on every rank while training goes on; hashes before, after, and of the checkpoint."""
     model, optimizer = sharded(degrees)
     train(model, optimizer, 2)
     before = hashes(model, optimizer)
@@ -190,10 +191,10 @@ def held_up(folder, degrees):
         dist.barrier()
         if world.state.rank != 1:
             gate.set()
-        train(model, optimizer, 1, first=9)  # collectives of training, while others write and one does not
+        train(model, optimizer, 1, first=9)  # collectives of training, while all ranks but one write
         gate.set()
         poll_to_the_end(checkpoints)
-    restore(checkpoints.latest(), model, optimizer)
+    restore(checkpoints.latest(), model, optimizer, checkpoints.io_ranks)
     return before, after, hashes(model, optimizer)
 
 
@@ -229,7 +230,7 @@ def tracked(folder):
 
 
 def export(folder, degrees, tied):
-    """Export a sharded model; what is said when the folder is no longer empty."""
+    """Export a sharded model; the error of a second export to the same folder."""
     model, _ = sharded(degrees, tie_word_embeddings=tied)
     octavo.export(model, folder / "out")
     kind, text = said(octavo.export, model, folder / "out")
@@ -261,7 +262,7 @@ def save_until_killed(folder, failpoint):
 
 
 def killed_together(folder, failpoint):
-    """The same over ranks: those that are left must not believe in the checkpoint."""
+    """The same over ranks: the others must not take the checkpoint for whole."""
     model, optimizer = sharded()
     checkpoints = Checkpointer(folder, 1, print)
     checkpoints.save(1, model, optimizer, {})

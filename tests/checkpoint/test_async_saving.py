@@ -12,13 +12,15 @@ from torch import nn
 
 import ranks
 from octavo.checkpoint import manifest, shard_io, writer
-from octavo.checkpoint.api import Checkpointer, read_state, restore
+from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.failpoints import FAILPOINTS
-from octavo.checkpoint.pinned_buffer import Staging
+from octavo.checkpoint.pinned_buffer import PinnedBuffer
+from octavo.checkpoint.reader import read_state, restore
 from octavo.checkpoint.writer import collect
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.errors import OctavoError
+from octavo.parallel.coordination import Ranks
 from octavo.run.metrics import read_metrics
 
 
@@ -92,7 +94,7 @@ def test_what_is_written_is_the_state_at_the_moment_of_the_save(checkpoints, hel
     same(written(path), wanted)
     manifest.verify(path)
     other, fresh = trained(seed=9, steps=1)
-    assert restore(path, other, fresh)["samples"] == 12
+    assert restore(path, other, fresh, Ranks())["samples"] == 12
     same(copied(other, fresh), wanted)
 
 
@@ -120,11 +122,11 @@ def test_the_next_save_waits_for_the_one_before_and_reuses_its_memory(checkpoint
     saver.join()
     checkpoints.wait()
     same(written(first), begun)
-    block = checkpoints._staging._block.data_ptr()
+    block = checkpoints._buffer._block.data_ptr()
     step(model, optimizer)
     third = checkpoints.save(5, model, optimizer, {}, background=True)
     checkpoints.wait()
-    assert checkpoints._staging._block.data_ptr() == block
+    assert checkpoints._buffer._block.data_ptr() == block
     same({k: v for k, v in written(third).items() if k != "random.0.cpu"}, {
         k: v for k, v in copied(model, optimizer).items() if k != "random.0.cpu"
     })  # fmt: skip
@@ -141,12 +143,10 @@ def test_a_full_disk_is_raised_by_the_next_look_and_leaves_nothing(checkpoints, 
     checkpoints.save(3, model, optimizer, {})
     monkeypatch.setattr(writer, "write_atomic", full_disk)
     checkpoints.save(4, model, optimizer, {}, background=True)
-    checkpoints._background.join()
-    assert checkpoints.failed
+    checkpoints._background.exception()
     with pytest.raises(OctavoError, match=r"no space for a checkpoint in .*No space left") as error:
         checkpoints.poll()
     assert error.value.exit_code == 1
-    assert not checkpoints.failed
     checkpoints.poll()  # it was said once
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-3"]
     monkeypatch.undo()
@@ -195,20 +195,20 @@ def test_a_whole_checkpoint_is_there_after_an_exception_in_training(tmp_path, he
     manifest.verify(tmp_path / "step-4")
 
 
-def test_staging_copies_every_dtype_and_shape_and_grows():
-    staging = Staging()
+def test_the_buffer_copies_every_dtype_and_shape_and_grows():
+    buffer = PinnedBuffer()
     for size in (1, 50, 2):
         odd = [
             torch.tensor(1.5), torch.zeros(0, 3), torch.randn(size, 5).bfloat16(), torch.randn(4, 4).to(torch.float8_e4m3fn),
             torch.tensor([True, False, True]), torch.randn(6, 6)[::2, 1:].t(), torch.tensor([2**62, -1]),
         ]  # fmt: skip
         wanted = [tensor.clone() for tensor in odd]
-        copies = staging.copy(odd)
+        copies = buffer.copy(odd)
         for tensor in odd:
             tensor.zero_()
         assert all(copy.is_contiguous() for copy in copies)
         same(dict(enumerate(copies)), dict(enumerate(wanted)))
-    assert not staging.copy([])
+    assert not buffer.copy([])
 
 
 def final(output, step):
@@ -236,7 +236,7 @@ def test_a_run_whose_disk_fills_up_in_the_background_stops_with_exit_1_within_a_
 
     def poll_after_the_write(self):
         if self._background is not None:
-            self._background.join()
+            self._background.exception()
         poll(self)
 
     monkeypatch.setattr(shard_io, "write_shard", fails)

@@ -18,14 +18,15 @@ from torch import nn
 
 import octavo
 from octavo.build import transform
-from octavo.checkpoint import api as ck
 from octavo.checkpoint import manifest, shard_io
-from octavo.checkpoint.api import Checkpointer, load, read_weights, save
+from octavo.checkpoint.api import Checkpointer, load, save
+from octavo.checkpoint.reader import StoredWeights, restore
 from octavo.checkpoint.writer import collect, weights
 from octavo.errors import InputError, OctavoError
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling
 from octavo.fp8.scaling import state_records
+from octavo.parallel.coordination import Ranks
 
 
 def bits(tensor):
@@ -145,7 +146,7 @@ def test_shared_weights_are_written_once_and_scratch_buffers_never(tmp_path):
     assert {n for n in names if n.startswith("model.")} == {
         "model.embedding.weight", "model.hidden.weight", "model.hidden.bias", "model.count",
     }  # fmt: skip
-    same(read_weights(tmp_path / "c"), weights(model))
+    same(StoredWeights(tmp_path / "c"), weights(model))
 
 
 ODD = {
@@ -163,7 +164,7 @@ ODD = {
 
 
 def test_tensors_of_every_kind_survive(tmp_path):
-    entries = shard_io.write_shard(tmp_path, shard_io.parts_of(ODD))
+    entries = shard_io.write_shard(tmp_path, shard_io.pieces_of(ODD))
     assert list(entries) == [path.name for path in tmp_path.iterdir()]
     stored = shard_io.open_shards(tmp_path)
     assert stored.layout == shard_io.layout_of(ODD)
@@ -242,7 +243,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_is_used(three, kind):
     assert len(messages) == 1
     assert "step-3 is damaged" in messages[0]
     assert says in messages[0]
-    assert ck.restore(checkpoints.folder / "step-2", model, optimizer)["samples"] == 2
+    assert restore(checkpoints.folder / "step-2", model, optimizer, Ranks())["samples"] == 2
     checkpoints.save(3, model, optimizer, {"samples": 3})  # the continued run writes step 3 again
     assert checkpoints.latest() == checkpoints.folder / "step-3"
 
@@ -435,7 +436,7 @@ def test_numbers_that_an_optimizer_keeps_come_back(tmp_path):
         assert state["warm"] is True
     half = Counting([other.weight])
     with pytest.raises(InputError, match="a parameter that the optimizer does not hold"):
-        ck.restore(rewritten(tmp_path / "c", {"sum"}), other, half)
+        restore(rewritten(tmp_path / "c", {"sum"}), other, half, Ranks())
 
 
 def rewritten(path, without):
@@ -516,9 +517,9 @@ def test_too_little_space_is_found_before_anything_is_written(tmp_path, monkeypa
 
 
 def test_the_estimate_covers_what_is_written(tmp_path):
-    parts = shard_io.parts_of(collect(*trained(width=64)))
-    (entry,) = shard_io.write_shard(tmp_path, parts).values()
-    assert sum(part.data.nbytes for part in parts) < entry["size"] <= shard_io.bytes_needed(parts)
+    pieces = shard_io.pieces_of(collect(*trained(width=64)))
+    (entry,) = shard_io.write_shard(tmp_path, pieces).values()
+    assert sum(piece.data.nbytes for piece in pieces) < entry["size"] <= shard_io.bytes_needed(pieces)
 
 
 def test_a_dtype_that_the_files_do_not_hold_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints over ranks: any layout reads what any other wrote, and a fault on one rank is a fault on all."""
+"""Checkpoints over ranks: any layout reads any other's, and an error on one rank is raised on all."""
 
 import json
 
@@ -30,7 +30,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """`saved(layout)` → (path of a checkpoint that this layout wrote, what each rank returned); each is made once."""
+    """`saved(layout)` → (path of this layout's checkpoint, results of its ranks); each is made once."""
     made = {}
 
     def save(layout):
@@ -68,7 +68,7 @@ def test_ranks_without_a_record_draw_their_own_numbers_the_same_ones_each_time(s
 
 
 @pytest.mark.parametrize("layout", ["4", "replicate 2 x shard 2"])
-def test_each_part_is_written_once_and_nothing_is_pickled(saved, layout):
+def test_each_piece_is_written_once_and_nothing_is_pickled(saved, layout):
     path, _ = saved(layout)
     manifest.verify(path)
     assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
@@ -148,7 +148,7 @@ def test_all_ranks_fall_back_together_and_fail_together(tmp_path):
 @pytest.mark.parametrize("layout", ["4", "replicate 2 x shard 2"])
 def test_training_goes_on_while_ranks_write_and_changes_nothing_of_it(tmp_path, layout):
     count, degrees = LAYOUTS[layout]
-    for before, after, restored in ranks.run(count, rank_saving.held_up, tmp_path, degrees):
+    for before, after, restored in ranks.run(count, rank_saving.delayed_save, tmp_path, degrees):
         assert restored == before
         assert after != before
 
@@ -194,7 +194,7 @@ def test_an_export_that_fails_on_the_first_rank_fails_on_all(tmp_path):
 
 
 def test_the_memory_of_an_export_is_that_of_a_file(tmp_path, monkeypatch):
-    """What is read and not yet written never exceeds one file and the parameter at its border."""
+    """Tensors read and not yet written never exceed one file and the parameter at its border."""
     monkeypatch.setattr(weight_files, "_SHARD_BYTES", 2000)
     model, _ = rank_saving.sharded()
     held, most, files = [0], [0], []

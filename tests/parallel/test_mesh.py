@@ -1,4 +1,4 @@
-"""Degrees: what is accepted obeys the factor equation, and what is refused comes with degrees that fit."""
+"""Degrees: accepted ones obey the factor equation, refused ones come with degrees that fit."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 
 import ranks
 from octavo.build import describe
-from octavo.checkpoint.api import read_state
+from octavo.checkpoint.reader import read_state
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.data.prepared import prepare

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import octavo
 from octavo.build import transform
 from octavo.checkpoint import manifest
-from octavo.checkpoint.api import read_weights
+from octavo.checkpoint.reader import StoredWeights
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.errors import InputError, RunStopped
@@ -176,7 +176,7 @@ def test_export_writes_what_hugging_face_loads_to_the_bit(tiny_run, tmp_path, ca
     assert main(["train", str(run.file)]) == 0
     assert main(["export", str(run.output), "--to", str(tmp_path / "out")]) == 0
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    weights = read_weights(run.output / "checkpoints" / "step-3")
+    weights = StoredWeights(run.output / "checkpoints" / "step-3")
     if not own_code:
         weights = to_hugging_face(weights, spec_of(theirs.config))
     loaded = dict(theirs.named_parameters())
@@ -312,7 +312,7 @@ def test_a_run_is_exported_after_its_source_is_gone(tiny_run, tmp_path):
     assert main(["export", str(run.output), "--to", str(tmp_path / "out")]) == 0
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.config.window_size == 8
-    weights = read_weights(run.output / "checkpoints" / "step-2")
+    weights = StoredWeights(run.output / "checkpoints" / "step-2")
     for name, parameter in theirs.named_parameters():
         assert torch.equal(parameter, weights[name]), name
 

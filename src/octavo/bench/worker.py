@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor
 from octavo.bench.cases import AnyCase, Case, VisionCase
 from octavo.bench.peers import SEED, Entry, Training
 from octavo.bench.suites import SUITES
-from octavo.checkpoint.api import Checkpointer, restore
+from octavo.checkpoint.api import Checkpointer
+from octavo.checkpoint.reader import restore
 from octavo.checkpoint.shard_io import raw
 from octavo.errors import InputError, OctavoError, first_line
 from octavo.fp8.scaling import state_records
@@ -199,7 +200,7 @@ class CheckpointWorker(Worker):
         verified = time.perf_counter()
         if path is None:
             raise OctavoError(f"there is no checkpoint in {folder}.")
-        restore(path, self.model, self.optimizer)
+        restore(path, self.model, self.optimizer, checkpointer.io_ranks)
         self._wait()
         return {"verify_seconds": verified - begun, "restore_seconds": time.perf_counter() - verified}
 

@@ -1,17 +1,15 @@
-"""Checkpoints: one folder, whole or absent.
+"""Checkpoints: a run's `checkpoints/` folder, and `octavo.save` and `octavo.load` for a training loop of the user's own.
 
     checkpoints/step-120/
         shard-00001-….safetensors   model.<name> · optimizer.<state>.<name> · fp8.<module>.<operand>.… · random.<rank>.<device>
         state.json                  step, hash of the data, device and threads, numbers of the optimizer, generators, recipe
-        random-1.json               generators of the second rank, and so on; those of the first are in state.json
+        random-1.json               generators of rank 1, and so on; those of rank 0 are in state.json
         manifest.json               written last: every file's size and sha256 (`octavo.checkpoint.manifest`)
 
-A checkpoint is written under a temporary name beside its place, synced and renamed, so that a kill at any moment leaves the
-old ones and perhaps a temporary folder, which the next run removes. It costs a second copy of everything on disk while it
-is written. Names are those of Octavo's parameters, never positions, so any layout of ranks reads it: each rank writes what it
-holds and reads what it needs. All ranks have to see one file system.
-
-`save` and `load` are the same format for a training loop of the user's own.
+A checkpoint is written under a temporary name beside its final one, synced and renamed. A kill at any moment leaves the older
+ones and perhaps a temporary folder, which the next run removes. While it is written it takes the disk space of a second copy.
+Tensors have the names of Octavo's parameters, never positions, so any layout of ranks reads it: each rank writes its shards and
+reads the slices it needs. All ranks have to see one file system.
 """
 
 from __future__ import annotations
@@ -21,7 +19,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -30,36 +29,38 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.checkpoint import manifest, optimizer_state, shard_io
-from octavo.checkpoint.pinned_buffer import Staging
-from octavo.checkpoint.rng_state import restore_random, seed_beside
-from octavo.checkpoint.writer import STATE, Background, aside, random_file, remove_checkpoint, take, weights, write
+from octavo.checkpoint import manifest
+from octavo.checkpoint.pinned_buffer import PinnedBuffer
+from octavo.checkpoint.reader import restore
+from octavo.checkpoint.writer import aside, remove_checkpoint, take_snapshot, write_snapshot
 from octavo.errors import InputError
-from octavo.fp8 import recipe as recipes
-from octavo.fp8.scaling import check_state_records, load_state_records
 from octavo.parallel.coordination import Ranks, all_ranks, writing_ranks
 from octavo.storage import fsync_folder
 
 
 @dataclass
 class Checkpointer:
-    """The `checkpoints/` folder of a run, of which the caller holds the lock. Every rank has one and calls it alike.
+    """The `checkpoints/` folder of a run, which the caller has locked. Every rank makes one and calls it alike.
 
-    As a context it ends with nothing in flight: a write in the background is waited for, and its failure raised, or only
-    reported where another exception is on its way.
+    As a context it ends with nothing in flight: it waits for a write in the background and raises its error, or only reports
+    that if another exception is on its way.
 
     Args:
-        folder: where the `step-N` folders are.
-        keep: newest checkpoints that are kept.
-        report: takes one message for each damaged checkpoint.
+        folder: of the `step-N` folders.
+        keep: number of checkpoints to keep, the newest.
+        report: receives a message for each damaged checkpoint.
+        ranks: as the training thread uses them.
+        io_ranks: as the thread that reads or writes uses them.
     """
 
     folder: Path
     keep: int
     report: Callable[[str], None]
+    ranks: Ranks = field(default_factory=all_ranks)
+    io_ranks: Ranks = field(default_factory=writing_ranks)
     _damaged: list[Path] = field(default_factory=list)
-    _staging: Staging = field(default_factory=Staging)
-    _background: Background | None = None
+    _buffer: PinnedBuffer = field(default_factory=PinnedBuffer)
+    _background: Future[None] | None = None
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -67,10 +68,10 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self.wait()
-        elif self._background is not None:  # not `wait`: the other ranks may be anywhere
-            self._background.join()
-            if self._background.fault is not None:
-                self.report(f"the checkpoint that was being written is lost: {self._background.fault}")
+        elif self._background is not None:  # not `wait`, which is collective: other ranks may not call it
+            lost = self._background.exception()
+            if lost is not None:
+                self.report(f"the checkpoint that was being written is lost: {lost}")
             self._background = None
 
     def clean(self) -> None:
@@ -80,22 +81,22 @@ class Checkpointer:
             for path in self.folder.glob(".tmp-*"):
                 shutil.rmtree(path)
 
-        writing_ranks().on_rank_0(remove)
+        self.io_ranks.on_rank_0(remove)
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, None if there never was one; damaged newer ones are reported and later replaced.
+        """The newest whole checkpoint, None if there is no checkpoint. Damaged newer ones are reported and later replaced.
 
-        Rank 0 looks, and all ranks get what it found.
+        Rank 0 verifies for all ranks.
 
         Raises:
             OctavoError: there are checkpoints, but none is whole.
         """
 
-        def look() -> Path | None:
+        def find() -> Path | None:
             path, self._damaged = manifest.newest_whole(self.folder, self.report)
             return path
 
-        return writing_ranks().on_rank_0(look)
+        return self.io_ranks.on_rank_0(find)
 
     def save(
         self,
@@ -106,62 +107,60 @@ class Checkpointer:
         *,
         background: bool = False,
     ) -> Path:
-        """Write `step-N` and remove the checkpoints that are no longer kept; collective.
+        """Write `step-N` and remove the oldest checkpoints beyond `keep`. Collective.
 
-        In the background only the copy to host memory is waited for, and for an earlier write that has not ended. What goes
-        wrong later is raised by `poll` or `wait`.
+        In the background it returns once the state is copied to host memory, and an earlier write has ended. `poll` or `wait`
+        raises the errors of the write.
 
         Args:
-            step: number of the step that the checkpoint is of.
-            model: whose weights and FP8 state are saved.
+            step: of the checkpoint.
+            model: its weights and FP8 state are saved.
             optimizer: of the model, or None.
-            state: JSON-able scalars; rank 0's are kept.
-            background: return when the state is copied.
+            state: JSON-able scalars; those of rank 0 are saved.
+            background: write in the background.
 
         Raises:
             OctavoError: the disk is full; earlier checkpoints are intact and nothing is left behind.
         """
         self.wait()
-        ranks, path = writing_ranks(), self.folder / f"step-{step}"
-        snapshot = take(model, optimizer, {"step": step, **state}, ranks, self._staging if background else None)
+        path = self.folder / f"step-{step}"
+        snapshot = take_snapshot(model, optimizer, {"step": step, **state}, self.io_ranks, self._buffer if background else None)
 
         def write_and_prune() -> None:
-            write(path, snapshot, ranks, step)
-            ranks.on_rank_0(lambda: self._prune(step))
+            write_snapshot(path, snapshot, self.io_ranks, step)
+            self.io_ranks.on_rank_0(lambda: self._prune(step))
 
         if background:
-            self._background = Background(write_and_prune)
+            executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # a process that ends waits for its thread
+            self._background = executor.submit(write_and_prune)
+            executor.shutdown(wait=False)
         else:
             write_and_prune()
         return path
 
-    @property
-    def failed(self) -> bool:
-        """Whether the write in the background has failed, as far as this rank knows; speaks to no other rank."""
-        return self._background is not None and self._background.done and self._background.fault is not None
-
     def poll(self) -> None:
-        """Raise what went wrong in the background, as `wait` does, but wait for nothing; every rank calls it in each step.
+        """Raise the error of a write in the background, without waiting for the write; every rank calls it in each step.
 
-        Over ranks this is one small all-reduce while something is being written, else nothing.
+        Over ranks it costs one small all-reduce while a write is in flight, else nothing.
         """
         if self._background is None:
             return
-        running, failed = 1, 2
-        state = failed if self.failed else 0 if self._background.done else running
-        if all_ranks().max(state) != running:
+        ended, running, failed = 0, 1, 2
+        state = running
+        if self._background.done():
+            state = failed if self._background.exception() is not None else ended
+        if self.ranks.max(state) != running:
             self.wait()
 
     def wait(self) -> None:
-        """Return when nothing is in flight any more. Every rank calls it.
+        """Wait for the write in the background. Collective.
 
         Raises:
-            OctavoError: the write failed: the disk is full, or (naming it) another rank could not.
+            OctavoError: the write failed: the disk is full, or another rank, which is named, failed.
         """
         write, self._background = self._background, None
         if write is not None:
-            write.join()
-            all_ranks().share_error(write.fault)
+            self.ranks.share_error(write.exception())
 
     def _prune(self, step: int) -> None:
         whole = [path for number, path in manifest.step_folders(self.folder) if number <= step and path not in self._damaged]
@@ -170,164 +169,16 @@ class Checkpointer:
         self._damaged = []
 
 
-def _temporaries(path: Path) -> list[tuple[Path, int]]:
-    """Temporary folders of writes to `path`, with the process that began each."""
-    name = re.compile(rf"\.tmp-{re.escape(path.name)}-(\d+)")
-    if not path.parent.is_dir():
-        return []
-    return [(entry, int(match[1])) for entry in path.parent.iterdir() if (match := name.fullmatch(entry.name))]
-
-
-def _runs_elsewhere(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return pid != os.getpid()
-
-
-def _finish_replacement(path: Path) -> None:
-    """Put the new checkpoint in its place if a replacement was killed between its two renames.
-
-    Then the old one is aside and the new one is whole under its temporary name. An old one alone is what a kill after both
-    renames left: if `path` is gone then, its owner deleted it.
-    """
-    if path.exists() or not (aside(path) / manifest.MANIFEST).is_file():
-        return
-    whole = [entry for entry, _ in _temporaries(path) if (entry / manifest.MANIFEST).is_file()]
-    if whole:
-        whole[0].rename(path)
-        fsync_folder(path.parent)
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """The scalars of a checkpoint that was verified."""
-    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-    return state
-
-
-@dataclass
-class _Restored:
-    """What a checkpoint's tensors are read into, by the names they have on disk without the first part."""
-
-    weights: dict[str, torch.Tensor]
-    moments: dict[str, torch.Tensor]
-    records: dict[str, torch.Tensor]
-    draws: dict[str, torch.Tensor]
-    draws_of: int  # the rank whose generators they are
-
-    def content(self) -> dict[str, torch.Tensor]:
-        """By the names on disk."""
-        parts = {
-            "model": self.weights,
-            "optimizer": self.moments,
-            "fp8": self.records,
-            f"random.{self.draws_of}": self.draws,
-        }
-        return {f"{prefix}.{name}": tensor for prefix, part in parts.items() for name, tensor in part.items()}
-
-
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Put a verified checkpoint into a model and its optimizer, random states last; returns its scalars. Collective.
-
-    Each rank reads its slices alone, whatever the ranks were that wrote them. A rank that the checkpoint has no random states
-    of starts its generators from those of rank 0 and its own number.
-
-    Raises:
-        InputError: it is of another model or optimizer; nothing was changed then.
-    """
-    ranks = writing_ranks()
-    stored = ranks.on_rank_0(lambda: shard_io.open_shards(path))
-    with ranks.sharing_errors():
-        state = read_state(path)
-        groups = state.pop("groups")
-        scalars: dict[str, dict[str, Any]] = state.pop("optimizer", {})
-        recipe = _recipe_from(state.pop("recipe"))
-        into = _prepare(stored, ranks, model, optimizer, groups)
-        if optimizer is not None:
-            optimizer_state.check_scalars(path, model, optimizer, scalars)
-        if recipe is not None:
-            check_state_records(model, into.records)
-    with ranks.sharing_errors():
-        stored.read(into.content())
-    with ranks.sharing_errors():
-        if recipe is not None:
-            load_state_records(model, into.records, recipe)
-        if optimizer is not None:
-            optimizer_state.install_moments(model, optimizer, into.moments, groups)
-            optimizer_state.install_scalars(model, optimizer, scalars)
-        draws = state.pop("random")
-        if into.draws_of:
-            draws = json.loads((path / random_file(into.draws_of)).read_text(encoding="utf-8"))
-        restore_random(into.draws, draws)
-        if into.draws_of != ranks.rank:
-            seed_beside(into.draws, ranks.rank)
-    return state
-
-
-def _prepare(
-    stored: shard_io.Stored,
-    ranks: Ranks,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    groups: list[dict[str, Any]],
-) -> _Restored:
-    """Tensors for what a checkpoint has, the model's own where it has them, after all was found to fit."""
-    found = stored.layout
-    own = weights(model)
-    shard_io.check_layout(stored.folder, shard_io.part_of(found, "model."), shard_io.layout_of(own))
-    moments: dict[str, torch.Tensor] = {}
-    if optimizer is not None:
-        states = shard_io.part_of(found, "optimizer.")
-        moments = optimizer_state.allocate_moments(stored.folder, model, optimizer, states, groups)
-    draws_of = ranks.rank if f"random.{ranks.rank}.cpu" in found else 0
-    records, draws = (_empty(shard_io.part_of(found, prefix)) for prefix in ("fp8.", f"random.{draws_of}."))
-    return _Restored(own, moments, records, draws, draws_of)
-
-
-def _empty(layout: shard_io.Layout) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
-
-
-class StoredWeights(Mapping[str, torch.Tensor]):
-    """The weights of a checkpoint under Octavo's parameter names, each read whole onto the CPU when it is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self._stored = shard_io.open_shards(path)
-        self.layout = shard_io.part_of(self._stored.layout, "model.")
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        (tensor,) = _empty({name: self.layout[name]}).values()
-        self._stored.read({f"model.{name}": tensor})
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layout)
-
-    def __len__(self) -> int:
-        return len(self.layout)
-
-
-def read_weights(path: Path) -> StoredWeights:
-    """The weights of a checkpoint.
-
-    Its files are not compared with its manifest here: `manifest.newest_whole` and `manifest.verify` do that.
-    """
-    return StoredWeights(path)
-
-
 def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **extra: Any) -> None:
     """Write weights, optimizer state, FP8 scales and histories, random states and JSON-able extras to the folder `path`.
 
-    Over ranks every rank calls it with the same path, on a file system that all see; each writes its part, and rank 0's extras
-    are kept. A checkpoint that is already there is replaced once the new one is whole. What an interrupted `save` to the same
-    path left beside it is removed.
+    Over ranks every rank calls it with the same path, on a file system that all see; each writes its shards, and the extras of
+    rank 0 are saved. An existing checkpoint is replaced once the new one is whole. Leftovers of an interrupted `save` to the
+    same path are removed.
 
     Raises:
-        InputError: an extra is not JSON, the optimizer keeps what is neither tensor nor number, or `path` is something other
-            than a checkpoint.
+        InputError: an extra is not JSON, the optimizer has a state that is neither tensor nor number, or `path` exists and is
+            not a checkpoint.
         OctavoError: the disk is full, or another rank failed.
     """
     path, ranks = Path(path).absolute(), writing_ranks()
@@ -339,57 +190,72 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
                 raise InputError(
                     f"octavo.save: extra {key!r} cannot be written as JSON ({error}); pass numbers, text, lists or dicts."
                 ) from None
-    ranks.on_rank_0(lambda: _make_way(path))
-    write(path, take(model, optimizer, {"extra": extra}, ranks), ranks)
-
-
-def _make_way(path: Path) -> None:
-    """Refuse to replace what is no checkpoint, and remove what earlier saves to `path` left behind."""
-    if path.exists() and not (path / manifest.MANIFEST).is_file():
-        raise InputError(f"octavo.save: {path} exists and is not a checkpoint; give a folder that does not exist yet.")
-    _finish_replacement(path)
-    for leftover in [*(entry for entry, pid in _temporaries(path) if not _runs_elsewhere(pid)), aside(path)]:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(leftover)
+    ranks.on_rank_0(lambda: _prepare_target(path))
+    write_snapshot(path, take_snapshot(model, optimizer, {"extra": extra}, ranks), ranks)
 
 
 def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Put what `save` wrote into `model` and `optimizer`, and return the extras.
+    """Load a checkpoint of `save` into `model` and `optimizer`, and return the extras.
 
     FP8 scales and histories and the random states of torch, numpy and Python are restored too, so that a loop continues with
     the same bits. Over ranks every rank calls it; their number and the layout of the model may differ from those of the save.
 
     Raises:
-        InputError: there is no checkpoint at `path`, or it is of another model; nothing was changed then.
+        InputError: there is no checkpoint at `path`, or it is of another model; nothing was changed.
         OctavoError: the checkpoint is damaged.
     """
-    path = Path(path).absolute()
+    path, ranks = Path(path).absolute(), writing_ranks()
 
-    def look() -> None:
+    def verify() -> None:
         _finish_replacement(path)
         if not path.is_dir():
             raise InputError(f"octavo.load: there is no checkpoint at {path}.")
         manifest.verify(path)
 
-    writing_ranks().on_rank_0(look)
-    state = restore(path, model, optimizer)
+    ranks.on_rank_0(verify)
+    state = restore(path, model, optimizer, ranks)
     extra: dict[str, Any] = state.get("extra", {})
     return extra
 
 
-def check_weights(path: Path, wanted: shard_io.Layout) -> None:
-    """Refuse a checkpoint whose weights are not those of the model that `wanted` describes (InputError names them)."""
-    found = writing_ranks().on_rank_0(lambda: shard_io.open_shards(path).layout)
-    shard_io.check_layout(path, shard_io.part_of(found, "model."), wanted)
+def _prepare_target(path: Path) -> None:
+    """Refuse to replace a path that is not a checkpoint, and remove leftovers of earlier saves to it."""
+    if path.exists() and not (path / manifest.MANIFEST).is_file():
+        raise InputError(f"octavo.save: {path} exists and is not a checkpoint; give a folder that does not exist yet.")
+    _finish_replacement(path)
+    for leftover in [*(folder for folder, pid in _temporaries(path) if not _runs_elsewhere(pid)), aside(path)]:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(leftover)
 
 
-def weights_layout(model: nn.Module) -> shard_io.Layout:
-    """Names, shapes and dtypes of what a checkpoint of `model` holds as weights; a model on the meta device will do."""
-    return shard_io.layout_of(weights(model))
+def _finish_replacement(path: Path) -> None:
+    """Rename the new checkpoint into place if a replacement was killed between its two renames.
+
+    Then the old one is aside and the new one is whole under its temporary name. An old one alone is left by a kill after both
+    renames: if `path` does not exist then, its owner has deleted it.
+    """
+    if path.exists() or not (aside(path) / manifest.MANIFEST).is_file():
+        return
+    whole = [folder for folder, _ in _temporaries(path) if (folder / manifest.MANIFEST).is_file()]
+    if whole:
+        whole[0].rename(path)
+        fsync_folder(path.parent)
 
 
-def _recipe_from(record: dict[str, Any] | None) -> recipes.Recipe | None:
-    if record is None:
-        return None
-    values = {k: recipes.Format[v] if k == "fp8_format" else v for k, v in record.items() if k != "name"}
-    return recipes.RECIPES[record["name"]](**values)
+def _temporaries(path: Path) -> list[tuple[Path, int]]:
+    """Temporary folders of writes to `path`, and the pid of each writer."""
+    name = re.compile(rf"\.tmp-{re.escape(path.name)}-(\d+)")
+    if not path.parent.is_dir():
+        return []
+    return [(entry, int(match[1])) for entry in path.parent.iterdir() if (match := name.fullmatch(entry.name))]
+
+
+def _runs_elsewhere(pid: int) -> bool:
+    """Whether a process with this pid lives and is not this one."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()

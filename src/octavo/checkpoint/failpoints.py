@@ -1,9 +1,9 @@
-"""Places where a test may kill the process, so that "at any moment" is tested where it hurts most.
+"""Failpoints: a test kills the process at a chosen point of a save.
 
 A kill at a random moment seldom lands in the few milliseconds in which a checkpoint is half written. With
-`OCTAVO_FAILPOINT=<name>` in the environment the process sends itself SIGKILL when it reaches that place: no handler, no
-`finally`, no flushed buffer, exactly what a lost machine leaves behind. `OCTAVO_FAILPOINT_STEP=<n>` waits for the
-checkpoint of that step. Without the variable a failpoint is one look at the environment.
+`OCTAVO_FAILPOINT=<name>` in the environment the process sends itself SIGKILL at that point: no handler, no `finally`, no
+flushed buffer, exactly as when a machine is lost. `OCTAVO_FAILPOINT_STEP=<n>` waits for the checkpoint of that step. Without
+the variable a failpoint is one look at the environment.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import signal
 
 FAILPOINTS = (
     "within-shard",  # half of a tensor file is written
-    "after-shards",  # every tensor is on disk, the scalars are not
-    "before-manifest",  # everything but the mark that it is whole
+    "after-shards",  # all tensors are on disk, the scalars are not
+    "before-manifest",  # all files but the manifest
     "before-rename",  # whole, under its temporary name
     "after-rename",  # in place, older ones not yet removed
     "while-pruning",  # an older one is half removed
@@ -22,7 +22,7 @@ FAILPOINTS = (
 
 
 def failpoint(name: str, step: int | None = None) -> None:
-    """Kill this process if the environment asks for it here; `step` is the checkpoint being written, if it has one."""
+    """Kill this process if the environment asks for it here; `step` is that of the checkpoint, if it has one."""
     if os.environ.get("OCTAVO_FAILPOINT") != name:
         return
     wanted = os.environ.get("OCTAVO_FAILPOINT_STEP")

@@ -1,9 +1,9 @@
-"""What makes a checkpoint whole: a manifest, written last, that names every file with its size and sha256.
+"""The manifest of a checkpoint: every file with its size and sha256, written last.
 
-DCP leaves no mark of completion: a folder with a shard missing loads as if nothing had happened, and files of an older save
-mix in. So every checkpoint has a fresh folder, the manifest is its last file, and nothing is read before each byte was
-compared. Reading everything twice costs about a second a GiB, several files at once, at each start; a run that continues from
-damaged weights costs more. The manifest carries the sha256 of its own text, so that a bit flipped there is found as well.
+DCP leaves no mark of completion: a folder with a missing shard loads without an error, and files of an older save mix in. So
+every checkpoint has a fresh folder, the manifest is its last file, and nothing is loaded before every file was verified.
+Verifying costs about a second a GiB, several files at once, at each start; resuming from damaged weights would cost more. The
+manifest contains its own sha256, so that a flipped bit there is found as well.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from octavo.storage import sha256_file, write_atomic
 MANIFEST = "manifest.json"
 FORMAT = "octavo-checkpoint"
 FORMAT_VERSION = 1
-_READERS = 8  # files that are summed at once: each takes a core
+_READERS = 8  # files hashed in parallel: each takes a core
 _STEP_FOLDER = re.compile(r"step-(\d+)")
 
 
 class Damaged(OctavoError):
-    """A checkpoint that is not what was written; the message names the file and what is wrong with it."""
+    """A checkpoint differs from its manifest; the message names the file and the difference."""
 
 
 def write_manifest(folder: Path, step: int | None, known: Mapping[str, dict[str, Any]] | None = None) -> None:
-    """Describe every file of `folder` in its manifest, which makes the checkpoint whole.
+    """Write the manifest of `folder`, which completes the checkpoint.
 
-    `known` has the entries of files that were summed while they were written: each rank sums its own, so that one need not
-    read what all have written.
+    `known` has the entries of files that were hashed while they were written: each rank hashes its own, so that rank 0 need
+    not read the files of all.
     """
     files = dict(known or {})
     for path in folder.rglob("*"):
@@ -48,11 +48,11 @@ def write_manifest(folder: Path, step: int | None, known: Mapping[str, dict[str,
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """The manifest of a whole checkpoint, after every file was compared with it.
+    """The manifest of a checkpoint, after every file was compared with it.
 
     Raises:
         Damaged: a file is missing, unexpected, of another size, or its bytes differ.
-        InputError: the checkpoint is of a format that this version does not read.
+        InputError: this version does not read the checkpoint's format.
     """
     manifest = _read_manifest(folder)
     files: dict[str, dict[str, Any]] = manifest["files"]
@@ -69,7 +69,7 @@ def verify(folder: Path) -> dict[str, Any]:
             if found != entry["sha256"]:
                 readers.shutdown(wait=False, cancel_futures=True)
                 raise Damaged(f"{folder / name} has other content than was written (its sha256 differs)")
-    # A stray tensor file would be read along with the real ones.
+    # An unexpected tensor file would be loaded with the others.
     for path in folder.glob("*.safetensors"):
         if path.name not in files:
             raise Damaged(f"{path} does not belong to the checkpoint")
@@ -77,7 +77,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every finished checkpoint, newest first, whole or not."""
+    """(step, folder) of every checkpoint, newest first, damaged or not."""
     if not checkpoints.is_dir():
         return []
     found = [(int(m[1]), p) for p in checkpoints.iterdir() if p.is_dir() and (m := _STEP_FOLDER.fullmatch(p.name))]
@@ -85,9 +85,9 @@ def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def newest_whole(checkpoints: Path, report: Callable[[str], None]) -> tuple[Path | None, list[Path]]:
-    """The newest whole checkpoint (None if there never was one), and the damaged ones that are newer.
+    """The newest whole checkpoint, and the damaged ones that are newer; (None, []) if there are no checkpoints.
 
-    Each damaged one is reported with the file and the fault.
+    Each damaged one is reported with the file and the difference.
 
     Raises:
         OctavoError: there are checkpoints, but none is whole; starting from zero would hide the loss.
@@ -96,8 +96,8 @@ def newest_whole(checkpoints: Path, report: Callable[[str], None]) -> tuple[Path
     for _, folder in step_folders(checkpoints):
         try:
             verify(folder)
-        except Damaged as fault:
-            report(f"checkpoint {folder.name} is damaged: {fault}; trying the one before.")
+        except Damaged as damage:
+            report(f"checkpoint {folder.name} is damaged: {damage}; trying the one before.")
             damaged.append(folder)
         else:
             return folder, damaged

@@ -1,7 +1,11 @@
-"""What of an optimizer goes into a checkpoint, and back: its states by the names of their parameters.
+"""Optimizer state by parameter name, to and from a checkpoint.
 
-Tensors (moments, AdamW's step) are laid out as their parameters are and go among the tensors; numbers and the settings of the
+Tensors (moments, AdamW's step) are sharded like their parameters and go among the tensors; numbers and the settings of the
 parameter groups are JSON.
+
+`torch.distributed.checkpoint.state_dict` does not fit (torch 2.13): to name the states of an optimizer that has not stepped it
+steps it, which leaves a step count of 1 and changes the bits of the training; it fails on a parameter that has had no gradient
+yet, and on None among an optimizer's own states. It also stores the settings of a group once for each of its parameters.
 """
 
 from __future__ import annotations
@@ -17,16 +21,77 @@ from torch import nn
 from octavo.checkpoint.shard_io import Layout
 from octavo.errors import InputError
 
+Scalars = dict[str, dict[str, Any]]
+"""Numbers and None of an optimizer's states, by parameter and state."""
 
-def allocate_moments(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, found: Layout, groups: list[dict[str, Any]]
+
+def _held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The model's parameters in the optimizer, by name."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    return {name: p for name, p in model.named_parameters() if p in held}
+
+
+def named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """The optimizer's states by the names of the parameters that it has stepped.
+
+    Raises:
+        InputError: a state belongs to a tensor that is not a parameter of the model.
+    """
+    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+    unknown = sum(owner not in names for owner in optimizer.state)
+    if unknown:
+        raise InputError(
+            f"the optimizer keeps state for {unknown} tensors that are no parameters of the model: save it with the model "
+            "that it trains."
+        )
+    return {names[parameter]: states for parameter, states in optimizer.state.items()}
+
+
+def state_scalars(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Scalars:
+    """The states that are numbers or None. JSON has no infinities and no NaN, so these are text.
+
+    Raises:
+        InputError: a state is something else, and no tensor.
+    """
+    scalars: Scalars = {}
+    for name, states in named_states(model, optimizer).items() if optimizer is not None else ():
+        for key, value in states.items():
+            if isinstance(value, torch.Tensor):
+                continue
+            if value is not None and not isinstance(value, bool | int | float):
+                raise InputError(
+                    f"the optimizer's state {key!r} of {name} is of type {type(value).__name__}: a checkpoint keeps tensors, "
+                    "numbers and None. Keep it as one of these, or save without the optimizer."
+                )
+            not_json = isinstance(value, float) and not math.isfinite(value)
+            scalars.setdefault(name, {})[key] = str(value) if not_json else value
+    return scalars
+
+
+def group_scalars(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """The settings of each parameter group: rates, betas, decay."""
+    plain = (bool, int, float, str, tuple, list, type(None))
+    groups = optimizer.param_groups if optimizer is not None else []
+    return [{k: v for k, v in group.items() if k != "params" and isinstance(v, plain)} for group in groups]
+
+
+def allocate_states(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stored: Layout,
+    groups: list[dict[str, Any]],
+    scalars: Scalars,
 ) -> dict[str, torch.Tensor]:
-    """Empty tensors for the optimizer states of the checkpoint, sharded and laid out as their parameters are.
+    """Empty tensors for the optimizer states of a checkpoint, sharded like their parameters.
 
     Args:
         path: of the checkpoint, for messages.
-        found: `<state>.<parameter>` and what the checkpoint has under it.
-        groups: what `group_scalars` gave.
+        model: of the optimizer.
+        optimizer: that the states are for.
+        stored: layout of the checkpoint's `<state>.<parameter>`.
+        groups: result of `group_scalars`.
+        scalars: result of `state_scalars`.
 
     Raises:
         InputError: the checkpoint has no optimizer, or another one.
@@ -38,93 +103,37 @@ def allocate_moments(
             f"checkpoint {path} has an optimizer of {len(groups)} parameter groups, this one has "
             f"{len(optimizer.param_groups)}: build it as the saved one was."
         )
-    parameters = dict(model.named_parameters())
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    moments: dict[str, torch.Tensor] = {}
-    for name, (shape, dtype) in found.items():
-        parameter = parameters.get(name.partition(".")[2])
-        if parameter is None or parameter not in held:
+    held = _held_parameters(model, optimizer)
+    owners = {name: name.partition(".")[2] for name in stored}
+    for owner in [*owners.values(), *scalars]:
+        if owner not in held:
             raise InputError(
-                f"checkpoint {path} has an optimizer state {name} for a parameter that the optimizer does not hold."
+                f"checkpoint {path} has optimizer states of {owner}, a parameter that the optimizer does not hold."
             )
-        like = tuple(parameter.shape) == shape
-        moments[name] = torch.empty_like(parameter, dtype=dtype) if like else torch.empty(shape, dtype=dtype)
-    return moments
+    tensors = {}
+    for name, (shape, dtype) in stored.items():
+        parameter = held[owners[name]]
+        like_parameter = tuple(parameter.shape) == shape
+        tensors[name] = torch.empty_like(parameter, dtype=dtype) if like_parameter else torch.empty(shape, dtype=dtype)
+    return tensors
 
 
-def install_moments(
-    model: nn.Module, optimizer: torch.optim.Optimizer, moments: Mapping[str, torch.Tensor], groups: list[dict[str, Any]]
+def install_states(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, torch.Tensor],
+    groups: list[dict[str, Any]],
+    scalars: Scalars,
 ) -> None:
-    """Hand the optimizer its filled states and the settings of its groups."""
-    parameters = dict(model.named_parameters())
-    # A fused or capturable kernel reads its step count on the device of the parameter.
+    """Give the optimizer the filled tensors of `allocate_states`, the settings of its groups, and the scalars."""
+    held = _held_parameters(model, optimizer)
+    # A fused or capturable kernel reads the step count on the parameter's device.
     on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
-    for name, tensor in moments.items():
+    for name, tensor in tensors.items():
         key, _, owner = name.partition(".")
-        parameter = parameters[owner]
-        value = tensor.to(parameter.device) if parameter in on_device else tensor
-        optimizer.state[parameter][key] = value
+        parameter = held[owner]
+        optimizer.state[parameter][key] = tensor.to(parameter.device) if parameter in on_device else tensor
+    for owner, values in scalars.items():
+        optimizer.state[held[owner]] |= {k: float(v) if isinstance(v, str) else v for k, v in values.items()}
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in saved.items()})
-
-
-def states_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps for each parameter that it has stepped.
-
-    Raises:
-        InputError: it holds tensors that are no parameters of the model.
-    """
-    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
-    strangers = sum(owner not in names for owner in optimizer.state)
-    if strangers:
-        raise InputError(
-            f"the optimizer keeps state for {strangers} tensors that are no parameters of the model: save it with the model "
-            "that it trains."
-        )
-    return {names[parameter]: states for parameter, states in optimizer.state.items()}
-
-
-def state_scalars(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """What an optimizer keeps for a parameter besides tensors: numbers and None; JSON has no infinities, so these are text.
-
-    Raises:
-        InputError: it keeps something else.
-    """
-    scalars: dict[str, dict[str, Any]] = {}
-    for name, states in states_by_name(model, optimizer).items() if optimizer is not None else ():
-        for key, value in states.items():
-            if isinstance(value, torch.Tensor):
-                continue
-            if value is not None and not isinstance(value, bool | int | float):
-                raise InputError(
-                    f"the optimizer's state {key!r} of {name} is of type {type(value).__name__}: a checkpoint keeps tensors, "
-                    "numbers and None. Keep it as one of these, or save without the optimizer."
-                )
-            odd = isinstance(value, float) and not math.isfinite(value)
-            scalars.setdefault(name, {})[key] = str(value) if odd else value
-    return scalars
-
-
-def check_scalars(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scalars: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Refuse numbers for parameters that the optimizer does not hold (InputError)."""
-    parameters = dict(model.named_parameters())
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    for name in scalars:
-        if parameters.get(name) not in held:
-            raise InputError(f"checkpoint {path} has optimizer states of {name}, a parameter that the optimizer does not hold.")
-
-
-def install_scalars(model: nn.Module, optimizer: torch.optim.Optimizer, scalars: Mapping[str, Mapping[str, Any]]) -> None:
-    """Hand the optimizer the numbers of `state_scalars`; after `install_moments`."""
-    parameters = dict(model.named_parameters())
-    for name, values in scalars.items():
-        optimizer.state[parameters[name]] |= {k: float(v) if isinstance(v, str) else v for k, v in values.items()}
-
-
-def group_scalars(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """What a parameter group says besides its parameters: rates, betas, decay."""
-    plain = (bool, int, float, str, tuple, list, type(None))
-    groups = optimizer.param_groups if optimizer is not None else []
-    return [{k: v for k, v in group.items() if k != "params" and isinstance(v, plain)} for group in groups]

@@ -1,8 +1,7 @@
-"""Random states, taken and put back.
+"""Random states: saved and restored, so that a resumed run draws the same numbers as an uninterrupted one.
 
-Dropout draws from torch's generators; a user's own data or model code may draw from Python's and numpy's. All of them
-belong to the state of a run, for a continued run must draw what the uninterrupted one would have drawn. torch's are tensors
-and go among the tensors, the others are JSON; none is pickled. Every rank has its own.
+Dropout draws from torch's generators; a user's data or model code may draw from Python's and numpy's. torch's states are
+tensors and go among the tensors, the others are JSON; nothing is pickled. Every rank has its own.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.parallel import world
+from octavo.parallel.world import seed_everything, state
 
-_TRACKED = "tracked."  # before the names of octavo.state's own generators
+_TRACKED = "tracked."  # prefix of the generators of octavo.state's tracker
 
 
 def random_tensors() -> dict[str, torch.Tensor]:
     """torch's generator states, uint8.
 
-    "cpu"; "cuda" for this process's device once CUDA was used; "tracked.<name>" of `octavo.state.get_rng_state_tracker`,
-    once it was.
+    "cpu"; "cuda" for this process's device, if CUDA was used; "tracked.<name>" of `octavo.state.get_rng_state_tracker`, if it
+    was called.
     """
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
-    if world.state.rng_tracker is not None:
-        states |= {_TRACKED + name: value for name, value in world.state.rng_tracker.get_states().items()}
+    if state.rng_tracker is not None:
+        states |= {_TRACKED + name: value for name, value in state.rng_tracker.get_states().items()}
     return states
 
 
@@ -44,7 +43,7 @@ def random_scalars() -> dict[str, Any]:
 
 
 def restore_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
-    """Put back what `random_tensors` and `random_scalars` gave; a CUDA state is left out where there is no CUDA."""
+    """Restore the results of `random_tensors` and `random_scalars`; a CUDA state is ignored without CUDA."""
     version, words, gauss = scalars["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = scalars["numpy"]
@@ -54,14 +53,14 @@ def restore_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) ->
         torch.cuda.set_rng_state(tensors["cuda"])
     tracked = {name.removeprefix(_TRACKED): value for name, value in tensors.items() if name.startswith(_TRACKED)}
     if tracked:
-        tracker = world.state.get_rng_state_tracker()
+        tracker = state.get_rng_state_tracker()
         tracker.set_states(tracker.get_states() | tracked)
 
 
-def seed_beside(tensors: dict[str, torch.Tensor], rank: int) -> None:
-    """Start the generators of a rank that a checkpoint has no record of, from the record of rank 0 and its own number.
+def seed_new_rank(tensors: dict[str, torch.Tensor], rank: int) -> None:
+    """Seed a rank without a saved state, from rank 0's state and its own number.
 
     The same checkpoint on the same ranks thus draws the same numbers, and no two ranks draw alike.
     """
     digest = hashlib.sha256(tensors["cpu"].numpy().tobytes() + rank.to_bytes(8, "little")).digest()
-    world.seed_everything(int.from_bytes(digest[:8], "little") >> 1)
+    seed_everything(int.from_bytes(digest[:8], "little") >> 1)

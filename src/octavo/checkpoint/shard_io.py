@@ -1,9 +1,9 @@
-"""Tensors on disk: DCP's planner over safetensors, with no pickle in either direction.
+"""Tensor files: DCP's planners over safetensors, without pickle in either direction.
 
-Each rank writes one file with the parts that it holds; a part that several ranks hold is written by one of them, as DCP's
-planner shares them out. The files are those of DCP's Hugging Face storage, whose reader puts any layout into any other. They
-are written here rather than by its writer, which makes a file in memory first: a tensor at a time costs no second copy of the
-state. Names, shapes and dtypes are compared before anything is loaded, so that nothing is touched unless all fit.
+Each rank writes one file with its pieces; a piece that several ranks hold is written by one of them, chosen by DCP's planner.
+The files are those of DCP's Hugging Face storage, whose reader reshards. Its writer is not used, because it makes each file in
+memory first; here tensors are written one by one, without a second copy of the state. Names, shapes and dtypes are compared
+before anything is loaded, so that a checkpoint of another model changes nothing.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Global shape and dtype of each tensor, by name."""
 
 FileEntries = dict[str, dict[str, Any]]
-"""Size and sha256 of files, by name: their entries in a manifest."""
+"""Size and sha256 of each file, by name: entries of a manifest."""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_HEADER_BYTES = 512  # a tensor's entry in a safetensors header, names and offsets included, generously
+_HEADER_BYTES = 512  # upper bound of a tensor's entry in a safetensors header, name and offsets included
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -55,111 +55,111 @@ _DTYPES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.bool: "BOOL", torch.complex64: "C64",
 }  # fmt: skip
-"""What safetensors calls each dtype."""
+"""Safetensors' names of the dtypes."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """What this rank holds of one tensor: its place in the whole, and its data."""
+class TensorPiece:
+    """This rank's piece of a tensor: offsets and sizes in the whole, and the data."""
 
     item: WriteItem
     data: torch.Tensor
 
     @property
     def name(self) -> str:
-        """Of the whole tensor."""
+        """Name of the whole tensor."""
         return self.item.index.fqn
 
 
-def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[Part]:
-    """This rank's part of each tensor (plain or DTensor): not copied, and none where its shard of a DTensor is empty.
+def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
+    """This rank's piece of each tensor, plain or DTensor, not copied; empty shards are left out.
 
     Raises:
-        InputError: a dtype that safetensors does not have.
+        InputError: safetensors does not have the dtype.
     """
-    parts = []
+    pieces = []
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise InputError(f"{name} is of {tensor.dtype}, which safetensors does not hold: a checkpoint cannot keep it.")
         if isinstance(tensor, DTensor):
-            place: ChunkStorageMetadata = tensor.__create_chunk_list__()[0]
+            chunk: ChunkStorageMetadata = tensor.__create_chunk_list__()[0]
             data, kind = tensor.to_local().detach(), WriteItemType.SHARD
             if not data.numel() and tensor.numel():
                 continue
         else:
-            place = ChunkStorageMetadata(offsets=torch.Size([0] * tensor.dim()), sizes=tensor.size())
+            chunk = ChunkStorageMetadata(offsets=torch.Size([0] * tensor.dim()), sizes=tensor.size())
             data, kind = tensor.detach(), WriteItemType.TENSOR
-        written = TensorWriteData(chunk=place, properties=TensorProperties(dtype=tensor.dtype), size=tensor.size())
-        parts.append(Part(WriteItem(MetadataIndex(name, place.offsets), kind, tensor_data=written), data))
-    return parts
+        written = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=tensor.dtype), size=tensor.size())
+        pieces.append(TensorPiece(WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=written), data))
+    return pieces
 
 
-def share_out(parts: Sequence[Part], ranks: Ranks) -> list[Part]:
-    """Those of this rank's parts that it is to write, so that together the ranks write each part once. Collective."""
+def deduplicate(pieces: Sequence[TensorPiece], ranks: Ranks) -> list[TensorPiece]:
+    """The pieces that this rank writes, so that the ranks together write each piece once. Collective."""
     if ranks.size == 1:
-        return list(parts)
-    plans = ranks.gather(SavePlan([part.item for part in parts]))
-    shared: list[list[WriteItem]] = []
+        return list(pieces)
+    plans = ranks.gather(SavePlan([piece.item for piece in pieces]))
+    assigned: list[list[WriteItem]] = []
 
     def plan() -> None:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({}, is_coordinator=True)
-        shared.extend(each.items for each in planner.create_global_plan(plans)[0])
+        assigned.extend(each.items for each in planner.create_global_plan(plans)[0])
 
     ranks.on_rank_0(plan)
-    mine = {item.index for item in ranks.scatter(shared)}
-    return [part for part in parts if part.item.index in mine]
+    own = {item.index for item in ranks.scatter(assigned)}
+    return [piece for piece in pieces if piece.item.index in own]
 
 
-def write_shard(folder: Path, parts: Sequence[Part], rank: int = 0, step: int | None = None) -> FileEntries:
-    """Write this rank's parts as one safetensors file, synced; nothing where there are none. Returns its manifest entry."""
-    if not parts:
+def write_shard(folder: Path, pieces: Sequence[TensorPiece], rank: int = 0, step: int | None = None) -> FileEntries:
+    """Write pieces as one safetensors file, synced; returns its manifest entry. No file if there are no pieces."""
+    if not pieces:
         return {}
-    # As safetensors itself lays them out: each begins at a multiple of its element's size.
-    ordered = sorted(parts, key=lambda part: (-part.data.element_size(), part.name))
-    offsets = {part.name: {"saved_offsets": list(part.item.index.offset or ())} for part in ordered}
+    # The order of safetensors itself: each tensor starts at a multiple of its element size.
+    ordered = sorted(pieces, key=lambda piece: (-piece.data.element_size(), piece.name))
+    offsets = {piece.name: {"saved_offsets": list(piece.item.index.offset or ())} for piece in ordered}
     header: dict[str, Any] = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}}
     end = 0
-    for part in ordered:
-        begin, end = end, end + part.data.nbytes
-        entry = {"dtype": _DTYPES[part.data.dtype], "shape": list(part.data.shape), "data_offsets": [begin, end]}
-        header[part.name] = entry
+    for piece in ordered:
+        begin, end = end, end + piece.data.nbytes
+        entry = {"dtype": _DTYPES[piece.data.dtype], "shape": list(piece.data.shape), "data_offsets": [begin, end]}
+        header[piece.name] = entry
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
     digest, middle = hashlib.sha256(), 1 + len(ordered) // 2
-    # Summing and writing take about as long as each other and both leave Python alone, so they run side by side.
-    with (folder / name).open("xb") as file, ThreadPoolExecutor(1) as summing:
-        pieces = itertools.chain([memoryview(len(text).to_bytes(8, "little") + text)], (raw(part.data) for part in ordered))
-        for number, piece in enumerate(pieces):
-            summed = summing.submit(digest.update, piece)
-            half = len(piece) // 2
-            file.write(piece[:half])
+    # Hashing and writing take about equally long and release the interpreter's lock, so they run in parallel.
+    with (folder / name).open("xb") as file, ThreadPoolExecutor(1) as hashing:
+        blocks = itertools.chain([memoryview(len(text).to_bytes(8, "little") + text)], (raw(piece.data) for piece in ordered))
+        for number, block in enumerate(blocks):
+            hashed = hashing.submit(digest.update, block)
+            half = len(block) // 2
+            file.write(block[:half])
             if number == middle:
                 file.flush()
                 failpoint("within-shard", step)
-            file.write(piece[half:])
-            summed.result()
+            file.write(block[half:])
+            hashed.result()
         file.flush()
-        os.fsync(file.fileno())  # by the host that wrote it: another one's fsync does not reach this one's cache
+        os.fsync(file.fileno())  # on the host that wrote it: the fsync of another does not reach this host's cache
         size = file.tell()
     return {name: {"size": size, "sha256": digest.hexdigest()}}
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, row after row, on the CPU."""
-    whole = tensor.detach().cpu().contiguous()  # also a single number whose stride is not 1, which is no view of bytes
+    """The bytes of a tensor in row-major order, on the CPU."""
+    whole = tensor.detach().cpu().contiguous()  # may keep the stride of a one-element tensor, which blocks a view as bytes
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def bytes_needed(parts: Sequence[Part]) -> int:
-    """What `write_shard` will take on disk, never less."""
-    return sum(part.data.nbytes for part in parts) + _HEADER_BYTES * (len(parts) + 1)
+def bytes_needed(pieces: Sequence[TensorPiece]) -> int:
+    """Upper bound of the size of `write_shard`'s file."""
+    return sum(piece.data.nbytes for piece in pieces) + _HEADER_BYTES * (len(pieces) + 1)
 
 
 @dataclass(frozen=True)
-class Stored:
-    """The tensors in the shards of a folder; `open_shards` makes it."""
+class StoredTensors:
+    """The tensors in the shards of a folder; made by `open_shards`."""
 
     folder: Path
     metadata: Metadata
@@ -171,9 +171,9 @@ class Stored:
         return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Fill the tensors of `into` in place, each with the one of its name: of a DTensor this rank's slices alone are read.
+        """Fill the tensors of `into` in place, by name; of a DTensor only this rank's slices are read.
 
-        Call `check_layout` first. No rank waits for another here.
+        Call `check_layout` first. Not collective.
         """
         if not into:
             return
@@ -187,14 +187,14 @@ class Stored:
         reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def open_shards(folder: Path) -> Stored:
-    """Everything in the shards of `folder`, found from their headers alone.
+def open_shards(folder: Path) -> StoredTensors:
+    """The tensors in the shards of `folder`; reads the headers alone.
 
     Raises:
         OctavoError: a file is not safetensors.
     """
     try:
-        return Stored(folder, HuggingFaceStorageReader(str(folder)).read_metadata())
+        return StoredTensors(folder, HuggingFaceStorageReader(str(folder)).read_metadata())
     except SafetensorError as error:
         raise OctavoError(f"the tensor files of {folder} cannot be read: {error}") from None
 
@@ -204,33 +204,33 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def part_of(found: Layout, prefix: str) -> Layout:
-    """The tensors whose names begin with `prefix`, by the rest of their names."""
-    return {name.removeprefix(prefix): entry for name, entry in found.items() if name.startswith(prefix)}
+def subset(layout: Layout, prefix: str) -> Layout:
+    """The entries under `prefix`, without it."""
+    return {name.removeprefix(prefix): entry for name, entry in layout.items() if name.startswith(prefix)}
 
 
 def check_layout(folder: Path, found: Layout, wanted: Layout, *, key: str = "model.source and model.config") -> None:
-    """Refuse a checkpoint of another model before anything is loaded.
+    """Compare a checkpoint with a model before anything is loaded.
 
     Raises:
-        InputError: naming the tensors that are missing, left over, or of another shape or dtype.
+        InputError: names tensors that are missing, unexpected, or of another shape or dtype.
     """
-    faults = [
+    differences = [
         f"{name} is {_shape(found[name])} in the checkpoint and {_shape(wanted[name])} in the model"
         for name in wanted
         if name in found and found[name] != wanted[name]
     ]
-    faults += [f"{name} {_shape(wanted[name])} is not in the checkpoint" for name in wanted if name not in found]
-    faults += [f"{name} {_shape(found[name])} is not in the model" for name in found if name not in wanted]
-    if faults:
-        shown = "; ".join(faults[:6]) + (f"; and {len(faults) - 6} more" if len(faults) > 6 else "")
+    differences += [f"{name} {_shape(wanted[name])} is not in the checkpoint" for name in wanted if name not in found]
+    differences += [f"{name} {_shape(found[name])} is not in the model" for name in found if name not in wanted]
+    if differences:
+        shown = "; ".join(differences[:6]) + (f"; and {len(differences) - 6} more" if len(differences) > 6 else "")
         raise InputError(
             f"checkpoint {folder} holds another model: {shown}. Use the {key} it was trained with, or another train.output."
         )
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Refuse to begin what cannot fit below `folder`.
+    """Check the free space on the disk of `folder` before a save.
 
     Raises:
         OctavoError: with the bytes needed and free.
@@ -240,8 +240,8 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 @contextmanager
-def space_named(folder: Path, needed: int) -> Iterator[None]:
-    """Name the bytes if the disk below `folder` fills up all the same.
+def explaining_full_disk(folder: Path, needed: int) -> Iterator[None]:
+    """Explain a full disk, which `check_space` could not foresee.
 
     Raises:
         OctavoError: with the bytes needed and free.

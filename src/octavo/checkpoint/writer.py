@@ -1,9 +1,9 @@
-"""How a checkpoint comes to disk: everything is taken at one moment, then written; a folder appears whole or not at all.
+"""Writes a checkpoint: a snapshot of the state, then a folder that appears whole or not at all.
 
-`take` runs on the training thread, where the state stands still; `write` touches nothing of the model and may run in the
-background while training changes the weights. Over ranks each writes its own part and the first one does what is done once:
-the temporary folder, the scalars, the manifest, the renames. A fault on any rank is raised on all, after the temporary folder
-is gone again. All ranks have to see one file system.
+`take_snapshot` runs on the training thread, between steps. `write_snapshot` does not touch the model, and may run in the
+background while training changes the weights. Each rank writes its own pieces; rank 0 alone does the rest: the temporary
+folder, the scalars, the manifest, the renames. An error on any rank is raised on all, after the temporary folder is removed.
+All ranks have to see one file system.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import dataclasses
 import json
 import os
 import shutil
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ from torch import nn
 
 from octavo.checkpoint import manifest, shard_io
 from octavo.checkpoint.failpoints import failpoint
-from octavo.checkpoint.optimizer_state import group_scalars, state_scalars, states_by_name
-from octavo.checkpoint.pinned_buffer import Staging
+from octavo.checkpoint.optimizer_state import group_scalars, named_states, state_scalars
+from octavo.checkpoint.pinned_buffer import PinnedBuffer
 from octavo.checkpoint.rng_state import random_scalars, random_tensors
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import state_records, states_of
@@ -35,57 +34,57 @@ STATE = "state.json"
 
 
 def random_file(rank: int) -> str:
-    """Where the generators of a rank other than the first are, those that are no tensors."""
+    """Name of the file with the Python and numpy generators of a rank other than 0."""
     return f"random-{rank}.json"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run at one moment, this rank's share of it.
+    """This rank's share of the state at one moment.
 
     Attributes:
-        parts: tensors that this rank writes.
-        texts: small files by name, `state.json` on rank 0.
-        needed: bytes that all ranks together will write.
+        pieces: tensors that this rank writes.
+        texts: small files by name; `state.json` on rank 0.
+        bytes_needed: on disk, by all ranks together.
     """
 
-    parts: list[shard_io.Part]
+    pieces: list[shard_io.TensorPiece]
     texts: dict[str, str]
-    needed: int
+    bytes_needed: int
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers; one that is shared (tied embeddings) is there once. Under FSDP2 they are DTensors."""
-    kept = model.state_dict().keys()  # first: FSDP2 puts its shards back in place when it is asked for them
+    """Parameters and persistent buffers; shared ones (tied embeddings) once. Under FSDP2 they are DTensors."""
+    persistent = model.state_dict().keys()  # first: FSDP2 then puts its shards back in place
     named = dict([*model.named_parameters(), *model.named_buffers()])
-    return {name: named[name].detach() for name in kept if name in named}
+    return {name: named[name].detach() for name in persistent if name in named}
 
 
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int = 0) -> dict[str, torch.Tensor]:
-    """Every tensor of a run's state, by the name it has on disk; not copied."""
-    content = {f"model.{name}": tensor for name, tensor in weights(model).items()}
+    """Every tensor of the state by its name on disk; not copied."""
+    tensors = {f"model.{name}": tensor for name, tensor in weights(model).items()}
     if optimizer is not None:
-        for name, states in states_by_name(model, optimizer).items():
-            content |= {f"optimizer.{key}.{name}": v for key, v in states.items() if isinstance(v, torch.Tensor)}
-    content |= {f"fp8.{name}": tensor for name, tensor in state_records(model).items()}
-    return content | {f"random.{rank}.{device}": tensor for device, tensor in random_tensors().items()}
+        for name, states in named_states(model, optimizer).items():
+            tensors |= {f"optimizer.{key}.{name}": v for key, v in states.items() if isinstance(v, torch.Tensor)}
+    tensors |= {f"fp8.{name}": tensor for name, tensor in state_records(model).items()}
+    return tensors | {f"random.{rank}.{device}": tensor for device, tensor in random_tensors().items()}
 
 
-def take(
+def take_snapshot(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     state: Mapping[str, Any],
     ranks: Ranks,
-    staging: Staging | None = None,
+    buffer: PinnedBuffer | None = None,
 ) -> Snapshot:
-    """The state as it is now. With `staging` it is copied and may be written later, else it has to be written at once.
+    """The state as it is now. With a buffer it is copied and may be written later, else it has to be written at once.
 
     Raises:
-        InputError: the optimizer keeps what a checkpoint cannot hold.
-        OctavoError: another rank could not, or there is no memory for the copy.
+        InputError: the optimizer has states that a checkpoint cannot hold.
+        OctavoError: another rank failed, or there is no memory for the copy.
     """
     with ranks.sharing_errors():
-        parts = shard_io.parts_of(collect(model, optimizer, ranks.rank))
+        pieces = shard_io.pieces_of(collect(model, optimizer, ranks.rank))
         scalars = random_scalars()
         if ranks.rank == 0:
             record = {
@@ -98,63 +97,63 @@ def take(
             texts = {STATE: json.dumps(record, allow_nan=False, indent=1)}
         else:
             texts = {random_file(ranks.rank): json.dumps(scalars)}
-    parts = shard_io.share_out(parts, ranks)
-    if staging is not None:
+    pieces = shard_io.deduplicate(pieces, ranks)
+    if buffer is not None:
         with ranks.sharing_errors():
-            copies = staging.copy([part.data for part in parts])
-            parts = [dataclasses.replace(part, data=copy) for part, copy in zip(parts, copies, strict=True)]
-    needed = ranks.sum(shard_io.bytes_needed(parts) + sum(2 * len(text) for text in texts.values()))
-    return Snapshot(parts, texts, needed)
+            copies = buffer.copy([piece.data for piece in pieces])
+            pieces = [dataclasses.replace(piece, data=copy) for piece, copy in zip(pieces, copies, strict=True)]
+    bytes_needed = ranks.sum(shard_io.bytes_needed(pieces) + sum(2 * len(text) for text in texts.values()))
+    return Snapshot(pieces, texts, bytes_needed)
 
 
-def write(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | None = None) -> None:
-    """Write a snapshot so that `path` is whole, or on any failure as it was before. Collective.
+def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | None = None) -> None:
+    """Write a snapshot so that `path` is whole, or on any error unchanged. Collective.
 
     Raises:
         OctavoError: a disk is full, or another rank failed; earlier checkpoints are intact and nothing is left behind.
     """
-    temporary = path.parent / ranks.on_rank_0(lambda: _begin(path, snapshot.needed))
+    temporary = path.parent / ranks.on_rank_0(lambda: _make_temporary(path, snapshot.bytes_needed))
 
     def remove() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
     def finish() -> None:
         try:
-            with shard_io.space_named(path.parent, snapshot.needed):
-                _finish(temporary, path, snapshot.texts, known, step)
+            with shard_io.explaining_full_disk(path.parent, snapshot.bytes_needed):
+                _finish(temporary, path, snapshot.texts, entries, step)
         except BaseException:
-            remove()  # before the others hear of it
+            remove()  # before the other ranks raise
             raise
 
-    with ranks.sharing_errors(undo=remove), shard_io.space_named(path.parent, snapshot.needed):
-        entries = shard_io.write_shard(temporary, snapshot.parts, ranks.rank, step)
+    with ranks.sharing_errors(undo=remove), shard_io.explaining_full_disk(path.parent, snapshot.bytes_needed):
+        own_entries = shard_io.write_shard(temporary, snapshot.pieces, ranks.rank, step)
         if ranks.rank:
             for name, text in snapshot.texts.items():
                 write_atomic(temporary / name, text)
-    known = {name: entry for each in ranks.gather(entries) for name, entry in each.items()}
+    entries = {name: entry for each in ranks.gather(own_entries) for name, entry in each.items()}
     ranks.on_rank_0(finish)
 
 
-def _begin(path: Path, needed: int) -> str:
-    """The name of a fresh temporary folder beside `path`."""
+def _make_temporary(path: Path, bytes_needed: int) -> str:
+    """Create a temporary folder beside `path`; returns its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    shard_io.check_space(path.parent, needed)
+    shard_io.check_space(path.parent, bytes_needed)
     temporary = path.parent / f".tmp-{path.name}-{os.getpid()}"
-    with shard_io.space_named(path.parent, needed):
+    with shard_io.explaining_full_disk(path.parent, bytes_needed):
         temporary.mkdir()
     return temporary.name
 
 
-def _finish(temporary: Path, path: Path, texts: Mapping[str, str], known: shard_io.FileEntries, step: int | None) -> None:
-    """What follows when all tensors are on disk: scalars, manifest, and the new folder in place of the old."""
+def _finish(temporary: Path, path: Path, texts: Mapping[str, str], entries: shard_io.FileEntries, step: int | None) -> None:
+    """After all tensors: write scalars and manifest, and put the new folder in place of the old."""
     failpoint("after-shards", step)
     for name, text in texts.items():
         write_atomic(temporary / name, text)
     failpoint("before-manifest", step)
-    manifest.write_manifest(temporary, step, known)
+    manifest.write_manifest(temporary, step, entries)
     fsync_tree(temporary)
     failpoint("before-rename", step)
-    replaced = set_aside(path) if path.exists() else None
+    replaced = _set_aside(path) if path.exists() else None
     try:
         temporary.rename(path)
     except BaseException:
@@ -168,56 +167,30 @@ def _finish(temporary: Path, path: Path, texts: Mapping[str, str], known: shard_
 
 
 def remove_checkpoint(path: Path, step: int | None = None) -> None:
-    """Remove a checkpoint, out of sight first: a half-removed folder must not look like a damaged checkpoint."""
-    doomed = set_aside(path)
-    (doomed / manifest.MANIFEST).unlink(missing_ok=True)
+    """Remove a checkpoint, renamed first: a half-removed folder must not look like a damaged checkpoint."""
+    hidden = _set_aside(path)
+    (hidden / manifest.MANIFEST).unlink(missing_ok=True)
     failpoint("while-pruning", step)
-    shutil.rmtree(doomed)
+    shutil.rmtree(hidden)
 
 
 def aside(path: Path) -> Path:
-    """Where a checkpoint waits out of sight until it is removed."""
+    """The hidden name of a checkpoint that is to be removed."""
     return path.parent / f".tmp-old-{path.name}"
 
 
-def set_aside(path: Path) -> Path:
-    """Move a checkpoint there."""
-    place = aside(path)
-    if place.exists():
-        shutil.rmtree(place)
-    path.rename(place)
-    return place
-
-
-class Background:
-    """A write that goes on in a thread of its own. A process that ends waits for it."""
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        self.fault: BaseException | None = None
-        self._write = write
-        self._thread = threading.Thread(target=self._run, name="checkpoint")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        except BaseException as error:
-            self.fault = error
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
-
-    def join(self) -> None:
-        """Wait for its end; `fault` is final then."""
-        self._thread.join()
+def _set_aside(path: Path) -> Path:
+    hidden = aside(path)
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    path.rename(hidden)
+    return hidden
 
 
 def _recipe_record(model: nn.Module) -> dict[str, Any] | None:
-    """The recipe that the model's FP8 state was made under: without it histories could not be given their places again."""
+    """The recipe of the model's FP8 state as JSON values; loading the amax histories needs it."""
     states = [state for _, state in states_of(model) if state.recipe is not None]
-    # Layers with a recipe of their own have it again when the model is built again; the autocast's is that of the others.
+    # The autocast's recipe comes first: layers with a recipe of their own get it when the model is built.
     recipe = next((state.recipe for state in sorted(states, key=lambda state: state.override is not None)), None)
     if recipe is None:
         return None

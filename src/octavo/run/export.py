@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from octavo.checkpoint.api import read_weights
 from octavo.checkpoint.manifest import newest_whole
+from octavo.checkpoint.reader import StoredWeights
 from octavo.checkpoint.writer import weights
 from octavo.errors import InputError, nearest
 from octavo.models.convert import Conversion, conversion_of, write_pretrained, write_weights
@@ -101,7 +101,7 @@ def export_run(run: Path, to: Path) -> Path:
     else:  # a run of an older version
         hf_config = load_config(config.model.source, config.model.config)
     tokenizer = folder.tokenizer if folder.tokenizer.is_dir() else None
-    stored = read_weights(checkpoint)
+    stored = StoredWeights(checkpoint)
     shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in stored.layout.items()}
     write_pretrained(shapes, hf_config, to, tokenizer, read=stored.__getitem__)
     return checkpoint

@@ -23,7 +23,8 @@ import torch
 from rich.console import Console
 
 from octavo.build import build_model, describe, sharding_of
-from octavo.checkpoint.api import Checkpointer, check_weights, read_state, restore
+from octavo.checkpoint.api import Checkpointer
+from octavo.checkpoint.reader import check_stored_weights, read_state, restore
 from octavo.config.run import RunConfig
 from octavo.data.loader import Batch, BatchLoader
 from octavo.data.prefetch import Prefetcher
@@ -135,7 +136,9 @@ def _restore(context: TrainContext, latest: Path | None, seed: int) -> None:
         begin_histories(context)
     seed_everything(seed + state.dp_rank)
     if latest is not None:
-        saved = restore(latest, context.model, context.optimizer)  # random states last: nothing may draw after it
+        saved = restore(
+            latest, context.model, context.optimizer, writing_ranks()
+        )  # random states last: nothing may draw after it
         if context.loss_scale is not None:
             context.loss_scale.load(saved["loss_scale"])
 
@@ -311,7 +314,7 @@ def _steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> i
     if latest is None:
         return 0
     saved = read_state(latest)
-    check_weights(latest, plan.weights)
+    check_stored_weights(latest, plan.weights, writing_ranks())
     if saved["data"] != prepared.fingerprint:
         raise InputError(
             f"the data has changed since {latest}: its fingerprint was {saved['data'][:12]} and is now "

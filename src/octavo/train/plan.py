@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from octavo.build import build_model, check_supported
-from octavo.checkpoint.api import weights_layout
+from octavo.checkpoint.reader import weights_layout
 from octavo.checkpoint.shard_io import Layout
 from octavo.config.fp8 import Fp8Config
 from octavo.config.run import RunConfig

@@ -1,0 +1,151 @@
+"""Reads a checkpoint: its state into a model and an optimizer, or its weights one by one.
+
+Everything is compared with the model before anything is loaded, so that a checkpoint that does not fit changes nothing. The
+files are not verified here: `octavo.checkpoint.manifest` does that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.checkpoint import optimizer_state, shard_io
+from octavo.checkpoint.rng_state import restore_random, seed_new_rank
+from octavo.checkpoint.writer import STATE, random_file, weights
+from octavo.fp8 import recipe as recipes
+from octavo.fp8.scaling import check_state_records, load_state_records
+from octavo.parallel.coordination import Ranks
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The scalars of a checkpoint."""
+    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+    return state
+
+
+@dataclass
+class _Tensors:
+    """Tensors to read a checkpoint into, by their names on disk without the prefix."""
+
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    fp8: dict[str, torch.Tensor]
+    random: dict[str, torch.Tensor]
+    random_rank: int
+    """The rank of the random states."""
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """By the names on disk."""
+        sections = {
+            "model": self.weights,
+            "optimizer": self.optimizer,
+            "fp8": self.fp8,
+            f"random.{self.random_rank}": self.random,
+        }
+        return {f"{prefix}.{name}": tensor for prefix, section in sections.items() for name, tensor in section.items()}
+
+
+def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, Any]:
+    """Load a verified checkpoint into a model and its optimizer, random states last; returns its scalars. Collective.
+
+    Each rank reads only its own slices, whatever the ranks that wrote them. A rank without saved random states is seeded from
+    those of rank 0 and its own number.
+
+    Raises:
+        InputError: it is of another model or optimizer; nothing was changed.
+    """
+    stored = ranks.on_rank_0(lambda: shard_io.open_shards(path))
+    with ranks.sharing_errors():
+        state = read_state(path)
+        groups = state.pop("groups")
+        scalars: optimizer_state.Scalars = state.pop("optimizer", {})
+        recipe = _recipe_from(state.pop("recipe"))
+        tensors = _allocate(stored, ranks, model, optimizer, groups, scalars)
+        if recipe is not None:
+            check_state_records(model, tensors.fp8)
+    with ranks.sharing_errors():
+        stored.read(tensors.by_name())
+    with ranks.sharing_errors():
+        if recipe is not None:
+            load_state_records(model, tensors.fp8, recipe)
+        if optimizer is not None:
+            optimizer_state.install_states(model, optimizer, tensors.optimizer, groups, scalars)
+        random_scalars = state.pop("random")
+        if tensors.random_rank:
+            random_scalars = json.loads((path / random_file(tensors.random_rank)).read_text(encoding="utf-8"))
+        restore_random(tensors.random, random_scalars)
+        if tensors.random_rank != ranks.rank:
+            seed_new_rank(tensors.random, ranks.rank)
+    return state
+
+
+def _allocate(
+    stored: shard_io.StoredTensors,
+    ranks: Ranks,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    groups: list[dict[str, Any]],
+    scalars: optimizer_state.Scalars,
+) -> _Tensors:
+    """Tensors for a checkpoint that fits: the model's own weights, the others empty."""
+    layout = stored.layout
+    own = weights(model)
+    shard_io.check_layout(stored.folder, shard_io.subset(layout, "model."), shard_io.layout_of(own))
+    states: dict[str, torch.Tensor] = {}
+    if optimizer is not None:
+        saved = shard_io.subset(layout, "optimizer.")
+        states = optimizer_state.allocate_states(stored.folder, model, optimizer, saved, groups, scalars)
+    random_rank = ranks.rank if f"random.{ranks.rank}.cpu" in layout else 0
+    fp8, random = (_empty(shard_io.subset(layout, prefix)) for prefix in ("fp8.", f"random.{random_rank}."))
+    return _Tensors(own, states, fp8, random, random_rank)
+
+
+def _empty(layout: shard_io.Layout) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
+
+
+def _recipe_from(record: dict[str, Any] | None) -> recipes.Recipe | None:
+    if record is None:
+        return None
+    values = {k: recipes.Format[v] if k == "fp8_format" else v for k, v in record.items() if k != "name"}
+    return recipes.RECIPES[record["name"]](**values)
+
+
+class StoredWeights(Mapping[str, torch.Tensor]):
+    """The weights of a checkpoint by parameter name, each read whole onto the CPU when it is looked up."""
+
+    def __init__(self, path: Path) -> None:
+        self._stored = shard_io.open_shards(path)
+        self.layout = shard_io.subset(self._stored.layout, "model.")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        (tensor,) = _empty({name: self.layout[name]}).values()
+        self._stored.read({f"model.{name}": tensor})
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+
+def weights_layout(model: nn.Module) -> shard_io.Layout:
+    """Names, shapes and dtypes of a model's weights in a checkpoint; a model on the meta device will do."""
+    return shard_io.layout_of(weights(model))
+
+
+def check_stored_weights(path: Path, wanted: shard_io.Layout, ranks: Ranks) -> None:
+    """Compare a checkpoint's weights with `weights_layout` of a model. Collective.
+
+    Raises:
+        InputError: they differ; the message names them.
+    """
+    stored = ranks.on_rank_0(lambda: shard_io.open_shards(path).layout)
+    shard_io.check_layout(path, shard_io.subset(stored, "model."), wanted)
