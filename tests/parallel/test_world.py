@@ -1,7 +1,9 @@
-"""Which network interface ranks are joined over, as far as the environment says where they are."""
+"""The network interface of one host or several, and generators beside the default one."""
 
 import pytest
+import torch
 
+from octavo.errors import InputError
 from octavo.parallel import world
 
 
@@ -22,3 +24,20 @@ def test_the_loopback_serves_where_all_ranks_are_on_one_host(monkeypatch, enviro
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert world._on_one_host() is here
+
+
+def test_a_tracked_generator_continues_its_own_stream_and_leaves_the_default_one():
+    tracker = world.RngStateTracker(torch.device("cpu"))
+    tracker.add("own", 3)
+    torch.manual_seed(5)
+    draws = []
+    for _ in range(2):
+        with tracker.fork("own"):
+            draws.append(torch.rand(4))
+    default = torch.rand(4)
+    assert torch.equal(torch.cat(draws), torch.rand(8, generator=torch.Generator().manual_seed(3)))
+    assert torch.equal(default, torch.rand(4, generator=torch.Generator().manual_seed(5)))
+    with pytest.raises(InputError, match="there is a random generator 'own' already"):
+        tracker.add("own", 4)
+    with pytest.raises(InputError, match="no random generator 'other': known are own"), tracker.fork("other"):
+        pass

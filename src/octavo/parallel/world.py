@@ -10,12 +10,13 @@ Everything but `init` works without it, as one rank. If all ranks are on one hos
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import random
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ class State:
     def get_rng_state_tracker(self) -> RngStateTracker:
         """Random generators that differ between tensor-parallel ranks, for dropout inside split layers."""
         if self.rng_tracker is None:
-            self.rng_tracker = RngStateTracker()
+            self.rng_tracker = RngStateTracker(self.device)
             self.rng_tracker.add("model-parallel-rng", self.config.random_seed + 2718 + self.tp_rank)
         return self.rng_tracker
 
@@ -162,9 +163,10 @@ class State:
 
 
 class RngStateTracker:
-    """Named random generators of this rank's device, beside the default one."""
+    """Named random generators of one device, beside the default one."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._states: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, seed: int) -> None:
@@ -175,13 +177,25 @@ class RngStateTracker:
         """
         if name in self._states:
             raise InputError(f"there is a random generator {name!r} already: give another name.")
-        with self._forked():
+        with self._default_restored():
             torch.manual_seed(seed)
-            self._states[name] = self._current()
+            self._states[name] = self._get_default()
 
-    def fork(self, name: str = "model-parallel-rng") -> Any:
-        """A context in which this generator replaces the default one, which is restored afterwards."""
-        return _Fork(self, name)
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """A context in which this generator replaces the default one, which is restored afterwards.
+
+        Raises:
+            InputError: there is no generator of that name.
+        """
+        if name not in self._states:
+            raise InputError(f"no random generator {name!r}: known are {', '.join(self._states)}.")
+        with self._default_restored():
+            self._set_default(self._states[name])
+            try:
+                yield
+            finally:
+                self._states[name] = self._get_default()
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """Every generator's state by name, uint8."""
@@ -191,28 +205,14 @@ class RngStateTracker:
         """Restore the states of `get_states`."""
         self._states = {name: value.clone() for name, value in states.items()}
 
-    def _forked(self) -> Any:
-        return torch.random.fork_rng(devices=[state.device] if state.device.type == "cuda" else [])
+    def _default_restored(self) -> contextlib.AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else [])
 
-    def _current(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state(state.device) if state.device.type == "cuda" else torch.get_rng_state()
+    def _get_default(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
 
-
-class _Fork:
-    def __init__(self, tracker: RngStateTracker, name: str) -> None:
-        if name not in tracker._states:
-            raise InputError(f"no random generator {name!r}: known are {', '.join(tracker._states)}.")
-        self._tracker, self._name = tracker, name
-
-    def __enter__(self) -> None:
-        self._around = self._tracker._forked()
-        self._around.__enter__()
-        before = self._tracker._states[self._name]
-        torch.cuda.set_rng_state(before, state.device) if state.device.type == "cuda" else torch.set_rng_state(before)
-
-    def __exit__(self, *exc: object) -> None:
-        self._tracker._states[self._name] = self._tracker._current()
-        self._around.__exit__(*exc)
+    def _set_default(self, value: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(value, self._device) if self._device.type == "cuda" else torch.set_rng_state(value)
 
 
 state = State()
