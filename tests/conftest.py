@@ -2,10 +2,15 @@
 
 import os
 import random
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+if str(Path(__file__).parent) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).parent))
+import torchvision_shim  # noqa: F401 - before anything imports transformers
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before anything imports octavo.kernels

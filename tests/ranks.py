@@ -21,6 +21,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import torchvision_shim  # noqa: F401 - a rank imports this module first
+
 alone = pytest.mark.xdist_group("ranks")
 """For modules that use `run`: their tests share a worker, so that worlds do not compete for the cores."""
 

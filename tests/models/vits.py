@@ -1,17 +1,7 @@
-"""Small vision transformers of timm with weights that matter, on a torch for CPUs too."""
-
-import contextlib
+"""Small vision transformers of timm with weights that matter."""
 
 import pytest
 import torch
-
-with contextlib.suppress(ImportError):
-    try:
-        import torchvision  # noqa: F401 - timm imports it
-    except RuntimeError:  # its wheel has operators for CUDA only: a torch for CPUs must have heard of two of them
-        OPERATORS = torch.library.Library("torchvision", "DEF")
-        for operator in ("nms", "qnms"):
-            OPERATORS.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 SIZES = {"img_size": 32, "patch_size": 8, "num_classes": 10, "embed_dim": 48, "depth": 2, "num_heads": 3}
 SHAPES = {

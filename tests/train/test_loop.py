@@ -359,3 +359,37 @@ def test_the_code_version_is_octavos_own_and_not_that_of_a_repository_around_it(
     for command in (["add", "-f", "."], ["commit", "-qm", "ours"]):
         subprocess.run([*git, *command], check=True)
     assert re.fullmatch("[0-9a-f]{40}", folder._code_version())
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "before-it-was-recorded"])
+def test_a_run_whose_checkpoint_is_of_the_models_own_code_continues_with_it(tiny_run, tmp_path, capsys, recorded):
+    from transformers import MistralConfig
+
+    losses = []
+    for name in ("own", "continued"):
+        run = tiny_run(name, steps=4, every=2)
+        config = MistralConfig(
+            vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=64, sliding_window=None,
+        )  # fmt: skip
+        config.save_pretrained(tmp_path / f"{name}-mistral")
+        text = run.file.read_text()
+        text = f'[model]\nsource = "{tmp_path / name}-mistral"\n' + text[text.index("[data]") :]
+        run.file.write_text(text)
+        assert main(["train", str(run.file), "model.blocks=own"]) == 0
+        if name == "continued":
+            # As a version wrote it that gave Mistral no blocks: nothing says so but the names in the checkpoint.
+            shutil.rmtree(run.output / "checkpoints" / "step-4")
+            file = run.output / "run.toml"
+            file.write_text(file.read_text().replace('blocks = "own"\n', 'blocks = "auto"\n' if recorded else ""))
+            assert main(["train", str(run.file)]) == 0
+            assert "keeps its own code" in capsys.readouterr().out
+            names = StoredWeights(run.output / "checkpoints" / "step-4").keys()
+            assert "model.layers.0.self_attn.q_proj.weight" in names
+            assert 'blocks = "auto"' in (run.output / "run.toml").read_text()
+        losses.append([json.loads(line)["loss"] for line in (run.output / "metrics.jsonl").read_text().splitlines()])
+    assert losses[0] == losses[1]
+    fresh = tiny_run("fresh", steps=2)
+    fresh.file.write_text(text.replace(str(run.output), str(fresh.output)))
+    assert main(["train", str(fresh.file), "train.steps=2"]) == 0
+    assert "layers.0.self_attention.layernorm_qkv.weight" in StoredWeights(fresh.output / "checkpoints" / "step-2")

@@ -81,7 +81,7 @@ def replace_blocks(model: Any, make: Callable[[float], nn.Module]) -> None:
 @torch.no_grad()
 def take_weights(layer: nn.Module, block: Any, heads: int) -> None:
     """Copy the weights of a timm block into a TransformerLayer, whose query, key and value stand together by head."""
-    way = Conversion(VIT_NAMES, heads, heads, {})
+    way = Conversion(VIT_NAMES, heads, heads, {}, "")
     for name in VIT_NAMES.block:
         (theirs,) = way.names(f"blocks.0.{name}")
         value = block.get_parameter(theirs.removeprefix("blocks.0."))

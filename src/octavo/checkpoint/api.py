@@ -2,7 +2,8 @@
 
     checkpoints/step-120/
         shard-00001-….safetensors   model.<name> · optimizer.<state>.<name> · fp8.<module>.<operand>.… · random.<rank>.<device>
-        state.json                  step, hash of the data, device and threads, numbers of the optimizer, generators, recipe
+        state.json                  step, hash of the data, device and threads, numbers of the optimizer, generators, recipe,
+                                    the blocks that the weights are laid out for
         random-1.json               generators of rank 1, and so on; those of rank 0 are in state.json
         manifest.json               written last: every file's size and sha256 (`octavo.checkpoint.manifest`)
 

@@ -6,6 +6,7 @@ files are not verified here: `octavo.checkpoint.manifest` does that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.checkpoint import optimizer_state, shard_io
+from octavo.checkpoint import manifest, optimizer_state, shard_io
+from octavo.checkpoint.own_code import Converted, as_model_has_it
 from octavo.checkpoint.rng_state import restore_random, seed_new_rank
 from octavo.checkpoint.writer import STATE, random_file, weights
+from octavo.errors import OctavoError
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import check_state_records, load_state_records
 from octavo.parallel.coordination import Ranks
@@ -60,11 +63,14 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     Raises:
         InputError: it is of another model or optimizer; nothing was changed.
     """
-    stored = ranks.on_rank_0(lambda: shard_io.open_shards(path))
+    found = ranks.on_rank_0(lambda: shard_io.open_shards(path))
     with ranks.sharing_errors():
         state = read_state(path)
+        stored = as_model_has_it(found, model, state.pop("blocks", None))
         groups = state.pop("groups")
         scalars: optimizer_state.Scalars = state.pop("optimizer", {})
+        if isinstance(stored, Converted):
+            scalars = stored.scalars(scalars)
         recipe = _recipe_from(state.pop("recipe"))
         tensors = _allocate(stored, ranks, model, optimizer, groups, scalars)
         if recipe is not None:
@@ -86,7 +92,7 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def _allocate(
-    stored: shard_io.StoredTensors,
+    stored: shard_io.StoredTensors | Converted,
     ranks: Ranks,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -134,6 +140,18 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.layout)
+
+
+def has_own_code(checkpoints: Path, wanted: shard_io.Layout, ranks: Ranks) -> bool:
+    """Whether the newest readable checkpoint of a run has none of the names of `wanted`: it is of the model's own code."""
+
+    def look() -> bool:
+        for _, path in manifest.step_folders(checkpoints):
+            with contextlib.suppress(OctavoError, OSError):
+                return wanted.keys().isdisjoint(shard_io.subset(shard_io.open_shards(path).layout, "model."))
+        return False
+
+    return ranks.on_rank_0(look)
 
 
 def weights_layout(model: nn.Module) -> shard_io.Layout:

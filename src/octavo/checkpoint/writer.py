@@ -27,6 +27,7 @@ from octavo.checkpoint.pinned_buffer import PinnedBuffer
 from octavo.checkpoint.rng_state import random_scalars, random_tensors
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import state_records, states_of
+from octavo.models.convert import conversion_of
 from octavo.parallel.coordination import Ranks
 from octavo.storage import fsync_folder, fsync_tree, write_atomic
 
@@ -93,6 +94,7 @@ def take_snapshot(
                 "groups": group_scalars(optimizer),
                 "optimizer": state_scalars(model, optimizer),
                 "recipe": _recipe_record(model),
+                "blocks": None if (way := conversion_of(model)) is None else way.layout,
             }
             texts = {STATE: json.dumps(record, allow_nan=False, indent=1)}
         else:

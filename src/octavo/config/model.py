@@ -21,6 +21,10 @@ class ModelConfig(Section):
     params_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Dtype in which parameters, gradients and optimizer states are kept: float32 is master weights."
     )
+    blocks: Literal["auto", "own"] = Field(
+        "auto",
+        description='"own" keeps the code of a model that would get Octavo\'s blocks; a run that continues keeps what it had.',
+    )
     config: dict[str, Any] = Field(
         default_factory=dict,
         description="Keys of the Hugging Face config to override, such as hidden_size (random weights only).",

@@ -34,12 +34,14 @@ class Conversion:
         table: their names.
         heads, kv_heads: of the attention.
         tied: a parameter that is another one, under the name by which the source need not have it.
+        layout: of the model's parameters, as a checkpoint records it.
     """
 
     table: NameTable
     heads: int
     kv_heads: int
     tied: Mapping[str, str]
+    layout: str
 
     def names(self, name: str) -> tuple[str, ...]:
         """The source's names of a parameter."""
@@ -101,7 +103,8 @@ def attach(model: nn.Module, way: Conversion) -> nn.Module:
 
 def conversion(spec: ModelSpec) -> Conversion:
     """Between a decoder and the Hugging Face model of its family."""
-    return Conversion(names_of(spec), spec.heads, spec.kv_heads, {"head.weight": "embedding.weight"} if spec.tied else {})
+    tied = {"head.weight": "embedding.weight"} if spec.tied else {}
+    return Conversion(names_of(spec), spec.heads, spec.kv_heads, tied, f"octavo/{spec.family}")
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:

@@ -142,7 +142,7 @@ def replace_blocks(model: nn.Module, params_dtype: torch.dtype) -> nn.Module:
             )
         )
     model.blocks = Blocks(*layers)
-    return attach(model, Conversion(VIT_NAMES, heads, heads, {}))
+    return attach(model, Conversion(VIT_NAMES, heads, heads, {}, "octavo/timm-vit"))
 
 
 def _part(block: nn.Module, path: str) -> Any:

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from octavo.build import build_model, describe, sharding_of
 from octavo.checkpoint.api import Checkpointer
-from octavo.checkpoint.reader import check_stored_weights, read_state, restore
+from octavo.checkpoint.reader import check_stored_weights, has_own_code, read_state, restore
 from octavo.config.run import RunConfig
 from octavo.data.loader import Batch, BatchLoader
 from octavo.data.prefetch import Prefetcher
@@ -72,6 +72,9 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
             before = folder.config() if folder.has_checkpoints else None  # a run without checkpoints may change
             if before is not None:
                 check_resumable(before, config, folder.path)
+                if has_own_code(folder.checkpoints, plan.weights, writing_ranks()):
+                    plan = check(config, blocks="own")
+                    _say(console, "The run keeps its own code, not Octavo's blocks: its checkpoints are of it.")
             plan = fp8_auto.choose_layers(plan, folder, resumed=before is not None)
             bf16_plan = without_fp8(plan) if config.train.compare_bf16 and plan.recipe is not None else None
             if bf16_plan is not None:
@@ -217,6 +220,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         recompute=config.train.recompute,
         offload=config.train.offload or config.parallel.sm_activation_offloading,
         compile=plan.compile,
+        blocks=plan.blocks,
         sharding=sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype),
         buffer_dtype=torch_dtype(config.parallel.buffer_dtype),
         **model_options(config),

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -57,6 +57,7 @@ class RunPlan:
         flops: FLOPs of one token; None for a family without a count.
         weights: names, shapes and dtypes of parameters and persistent buffers.
         weights_folder: local folder of pretrained weights; None for random ones.
+        blocks: `model.blocks`; of a continued run the blocks that it began with.
     """
 
     config: RunConfig
@@ -72,6 +73,7 @@ class RunPlan:
     flops: flops.TokenFlops | None
     weights: Layout
     weights_folder: Path | None
+    blocks: Literal["auto", "own"]
     excluded: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -122,8 +124,8 @@ class Fp8Layer:
     recipe: Recipe | None
 
 
-def check(config: RunConfig) -> RunPlan:
-    """Check a run against this machine.
+def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) -> RunPlan:
+    """Check a run against this machine; `blocks` in place of `model.blocks`.
 
     Raises:
         InputError: the fault, the nearest value that works and the key to change.
@@ -139,7 +141,8 @@ def check(config: RunConfig) -> RunPlan:
     hf_config = load_config(config.model.source, config.model.config)
     _check_length(config, hf_config)
     _check_vocabulary(config, hf_config)
-    model = _meta_model(config, hf_config)
+    blocks = blocks or config.model.blocks
+    model = _meta_model(config, hf_config, blocks)
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
         check_names_and_shapes(model, WeightFiles(folder))
@@ -161,6 +164,7 @@ def check(config: RunConfig) -> RunPlan:
         flops=_token_flops(hf_config, config.data.sequence_length),
         weights=weights_layout(model),
         weights_folder=folder,
+        blocks=blocks,
     )
 
 
@@ -291,7 +295,7 @@ def _token_flops(hf_config: Any, sequence_length: int) -> flops.TokenFlops | Non
         return None
 
 
-def _meta_model(config: RunConfig, hf_config: Any) -> torch.nn.Module:
+def _meta_model(config: RunConfig, hf_config: Any, blocks: Literal["auto", "own"]) -> torch.nn.Module:
     """The model on the meta device, for names and shapes of its weights; building it also checks the patterns of layers."""
     params_dtype = torch_dtype(config.model.params_dtype)
     return build_model(
@@ -302,5 +306,6 @@ def _meta_model(config: RunConfig, hf_config: Any) -> torch.nn.Module:
         seed=config.train.seed,
         recompute=config.train.recompute,
         offload=config.train.offload,
+        blocks=blocks,
         **model_options(config),
     )
