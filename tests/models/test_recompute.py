@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from llamas import llama_config, tokens
+from llamas import llama, llama_config, tokens
+from torch import nn
 from transformers import GPTNeoConfig
 
 import octavo
-from octavo.build import build_model
+from octavo.build import build_model, describe, transform
 from octavo.errors import InputError
 from octavo.fp8.scaling import state_records
 from octavo.parallel import offload
@@ -129,3 +130,40 @@ def test_a_model_that_keeps_its_own_code_is_not_offloaded_and_keeps_its_mlps_who
         build_model(llama_config(), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, recompute="mpl")
     with pytest.raises(InputError, match=r'train.recompute = "mlp": gpt_neo keeps its own code.*Use train\.recompute = true'):
         build_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, recompute="mlp")
+
+
+@pytest.mark.parametrize("options", [{"recompute": True}, {"recompute": "mlp"}, {"recompute": True, "offload": True}])
+def test_transform_recomputes_and_offloads_as_a_run_does(options):
+    ids = tokens(2, 19)
+    found = []
+    for how in ({}, options):
+        model = transform(llama(), dtype=torch.float32, **how)
+        with octavo.fp8_autocast(fp8_recipe=RECIPES["delayed"]):
+            model(input_ids=ids, labels=ids).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert_same_bits(*found)
+
+
+def test_transform_refuses_of_own_code_what_a_run_refuses():
+    with pytest.raises(InputError, match=r"Sequential keeps its own code and has no gradient_checkpointing_enable\(\)"):
+        transform(nn.Sequential(nn.Linear(3, 3)), recompute=True)
+    with pytest.raises(InputError, match=r"train.offload = true: Sequential keeps its own code"):
+        transform(nn.Sequential(nn.Linear(3, 3)), offload=True)
+    octavo.init({"sm_activation_offloading": True})
+    try:
+        with pytest.raises(InputError, match=r"train.offload = true: Sequential keeps its own code"):
+            transform(nn.Sequential(nn.Linear(3, 3)))
+    finally:
+        octavo.shutdown()
+
+
+def test_a_mistral_with_a_window_keeps_its_code_and_describe_says_why():
+    model = transform(llama(model_type="mistral", sliding_window=8), dtype=torch.float32)
+    assert type(model).__name__ == "MistralForCausalLM"
+    assert describe(model).own_code == "sliding_window = 8: the decoder's attention has no window"
+    assert describe(model).fp8_layers == 14
+    assert describe(transform(llama(model_type="mistral"))).own_code == ""
+    kept = transform(llama(model_type="mistral"), blocks="own")
+    assert (type(kept).__name__, describe(kept).own_code) == ("MistralForCausalLM", 'blocks = "own"')
+    with pytest.raises(InputError, match=r"unknown blocks 'theirs'"):
+        transform(llama(), blocks="theirs")
