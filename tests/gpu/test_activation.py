@@ -6,11 +6,11 @@ import torch
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import activation as act
 from octavo.kernels import reference
-from octavo.kernels.cast import Into, make
+from octavo.kernels.quantized import Quantizer, quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-F32 = Into(torch.float32)
+F32 = Quantizer(torch.float32)
 SHAPES = [(4096, 8192, 16), (1000, 5120, 16), (333, 11008, 16), (1, 16, 16), (70, 200, 8), (65, 20, 4), (3, 7, 1)]
 """Rows, activation columns, block."""
 EXTREMES = [0.0, -0.0, 1e4, -1e4, 1e-30, 12.0, -12.0, 90.0, -90.0, 1e13, -1e13, 1e20, -1e20, torch.inf, -torch.inf, torch.nan]
@@ -28,8 +28,10 @@ def put_unusual(name, x, block):
         x[-1, -1 - block] = 1
 
 
-def into_fp8(fmt, **settings):
-    return Into(fmt.dtype, fmt.max, torch.rand((), device="cuda") * 20 + 1, torch.full((), 0.125, device="cuda"), **settings)
+def fp8_quantizer(fmt, **settings):
+    return Quantizer(
+        fmt.dtype, fmt.max, torch.rand((), device="cuda") * 20 + 1, torch.full((), 0.125, device="cuda"), **settings
+    )
 
 
 def codes(q):
@@ -46,13 +48,13 @@ def ordinal(q):
 
 def assert_made(got, want):
     """Within one FP8 step of the definition and hardly ever that far; the layouts and 1 / scale bit for bit."""
-    nan = want.row.float().isnan()
-    assert torch.equal(got.row.float().isnan(), nan)
-    steps = (ordinal(got.row) - ordinal(want.row))[~nan].abs()
-    off = (got.row.float() - want.row.float())[~nan].abs()
+    nan = want.rowwise_data.float().isnan()
+    assert torch.equal(got.rowwise_data.float().isnan(), nan)
+    steps = (ordinal(got.rowwise_data) - ordinal(want.rowwise_data))[~nan].abs()
+    off = (got.rowwise_data.float() - want.rowwise_data.float())[~nan].abs()
     assert ((steps <= 1) | (off * want.scale_inv <= 5e-5)).all()  # 1 + erf loses digits where gelu is next to 0
     assert (steps > 0).sum() <= 1 + 0.005 * steps.numel()
-    assert torch.equal(codes(got.column), codes(got.row.t()))
+    assert torch.equal(codes(got.columnwise_data), codes(got.rowwise_data.t()))
     assert torch.equal(got.scale_inv, want.scale_inv)
 
 
@@ -62,11 +64,11 @@ def assert_made(got, want):
 def test_forward_in_fp8(name, rows, columns, block, dtype):
     _, x = case(name, rows, columns, dtype)
     put_unusual(name, x, block)
-    into = into_fp8(E4M3, column=True)
-    want_amax = into.amax.clone()
-    got = act.activation(name, x, block, into)
-    assert_made(got, make(reference.activation(name, x, block), into._replace(amax=want_amax)))
-    torch.testing.assert_close(into.amax, want_amax)
+    quantizer = fp8_quantizer(E4M3, columnwise=True)
+    want_amax = quantizer.amax.clone()
+    got = act.activation(name, x, block, quantizer)
+    assert_made(got, quantize(reference.activation(name, x, block), quantizer._replace(amax=want_amax)))
+    torch.testing.assert_close(quantizer.amax, want_amax)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -75,16 +77,16 @@ def test_forward_in_fp8(name, rows, columns, block, dtype):
 def test_backward_in_fp8(name, rows, columns, block, dtype):
     dy, x = case(name, rows, columns, dtype)
     dy[-1, -1] = torch.nan
-    into, again = into_fp8(E5M2, column=True), into_fp8(E4M3, row=False, column=True)
-    want_amax, forward_amax = into.amax.clone(), again.amax.clone()
-    dx, y, bias = act.launch_backward(name, dy, x, block, into, again=again, bias=True)
+    quantizer, again = fp8_quantizer(E5M2, columnwise=True), fp8_quantizer(E4M3, rowwise=False, columnwise=True)
+    want_amax, forward_amax = quantizer.amax.clone(), again.amax.clone()
+    dx, y, bias = act.launch_backward(name, dy, x, block, quantizer, recompute=again, bias=True)
     want = reference.activation_backward(name, dy, x, block)
-    assert_made(dx, make(want, into._replace(amax=want_amax)))
-    torch.testing.assert_close(into.amax, want_amax)
+    assert_made(dx, quantize(want, quantizer._replace(amax=want_amax)))
+    torch.testing.assert_close(quantizer.amax, want_amax)
     torch.testing.assert_close(bias.double(), want.double().sum(0), rtol=1e-4, atol=5e-3, equal_nan=True)
-    forward = act.activation(name, x, block, again._replace(amax=forward_amax, row=True))
-    assert y.row is None
-    assert torch.equal(codes(y.column), codes(forward.column))
+    forward = act.activation(name, x, block, again._replace(amax=forward_amax, rowwise=True))
+    assert y.rowwise_data is None
+    assert torch.equal(codes(y.columnwise_data), codes(forward.columnwise_data))
     assert torch.equal(y.scale_inv, forward.scale_inv)
     assert torch.equal(again.amax, forward_amax)
 
@@ -93,8 +95,8 @@ def test_backward_in_fp8(name, rows, columns, block, dtype):
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES[1:])
 def test_float32(name, rows, columns, block):
     dy, x = case(name, rows, columns)
-    y = act.launch(name, x, block, F32).row
-    dx, again, _ = act.launch_backward(name, dy, x, block, F32, again=F32)
+    y = act.launch(name, x, block, F32).rowwise_data
+    dx, again, _ = act.launch_backward(name, dy, x, block, F32, recompute=F32)
     x64, dy64 = x.double(), dy.double()
     parts = x64.unflatten(-1, (-1, 2, block)).unbind(-2) if act.is_gated(name) else (x64,)
     curve, slope = reference.CURVES[reference.ACTIVATIONS[name][0]]
@@ -106,22 +108,22 @@ def test_float32(name, rows, columns, block):
     else:
         want_y, want_dx = curve(x64), dy64 * slope(x64)
     torch.testing.assert_close(y.double(), want_y, rtol=1e-5, atol=3e-5)
-    torch.testing.assert_close(dx.row.double(), want_dx, rtol=1e-5, atol=5e-5)
-    assert torch.equal(again.row, y)
+    torch.testing.assert_close(dx.rowwise_data.double(), want_dx, rtol=1e-5, atol=5e-5)
+    assert torch.equal(again.rowwise_data, y)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", act.ACTIVATIONS)
 def test_wide_results(name, dtype):
     dy, x = case(name, 1000, 5120, dtype)
-    into = Into(dtype, column=True)
-    y = act.activation(name, x, 16, into)
-    dx, again, _ = act.activation_backward(name, dy, x, 16, into, again=into)
+    quantizer = Quantizer(dtype, columnwise=True)
+    y = act.activation(name, x, 16, quantizer)
+    dx, again, _ = act.activation_backward(name, dy, x, 16, quantizer, recompute=quantizer)
     for got, want in ((y, reference.activation(name, x, 16)), (dx, reference.activation_backward(name, dy, x, 16))):
-        torch.testing.assert_close(got.row, want.to(dtype), rtol=1e-2, atol=1e-4)
-        assert torch.equal(got.column, got.row.t())
+        torch.testing.assert_close(got.rowwise_data, want.to(dtype), rtol=1e-2, atol=1e-4)
+        assert torch.equal(got.columnwise_data, got.rowwise_data.t())
         assert got.scale_inv is None
-    assert torch.equal(again.row, y.row)
+    assert torch.equal(again.rowwise_data, y.rowwise_data)
 
 
 @pytest.mark.parametrize("name", act.ACTIVATIONS)
@@ -131,8 +133,8 @@ def test_extremes(name):
     dy = torch.ones_like(x)
     if act.is_gated(name):
         x = torch.cat((x, torch.ones_like(x)), 1)
-    y = act.activation(name, x, 16, F32).row
-    dx = act.activation_backward(name, dy, x, 16, F32)[0].row
+    y = act.activation(name, x, 16, F32).rowwise_data
+    dx = act.activation_backward(name, dy, x, 16, F32)[0].rowwise_data
     torch.testing.assert_close(y, reference.activation(name, x, 16), equal_nan=True, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(dx, reference.activation_backward(name, dy, x, 16), equal_nan=True, rtol=1e-5, atol=1e-6)
     assert y[:, : 11 if name == "relu2" else 13].isfinite().all()
@@ -142,13 +144,13 @@ def test_extremes(name):
 @pytest.mark.parametrize("name", act.ACTIVATIONS)
 def test_amax_alone_views_and_repeats(name):
     dy, x = (torch.cat((t, t), 1)[:, 3 : 3 + t.shape[1]] for t in case(name, 333, 5120, torch.bfloat16))
-    into = Into(E4M3.dtype, E4M3.max, None, torch.zeros((), device="cuda"), row=False)
-    assert act.activation_backward(name, dy, x, 16, into)[0] == (None, None, None)
-    torch.testing.assert_close(into.amax, reference.activation_backward(name, dy, x, 16).abs().amax())
-    into = into_fp8(E4M3, column=True)
-    first, second = (act.activation_backward(name, dy, x, 16, into, bias=True) for _ in range(2))
-    assert torch.equal(codes(first[0].row), codes(second[0].row))
-    assert torch.equal(codes(first[0].column), codes(second[0].column))
+    quantizer = Quantizer(E4M3.dtype, E4M3.max, None, torch.zeros((), device="cuda"), rowwise=False)
+    assert act.activation_backward(name, dy, x, 16, quantizer)[0] == (None, None, None)
+    torch.testing.assert_close(quantizer.amax, reference.activation_backward(name, dy, x, 16).abs().amax())
+    quantizer = fp8_quantizer(E4M3, columnwise=True)
+    first, second = (act.activation_backward(name, dy, x, 16, quantizer, bias=True) for _ in range(2))
+    assert torch.equal(codes(first[0].rowwise_data), codes(second[0].rowwise_data))
+    assert torch.equal(codes(first[0].columnwise_data), codes(second[0].columnwise_data))
     assert torch.equal(first[2], second[2])
 
 
@@ -156,15 +158,15 @@ def test_amax_alone_views_and_repeats(name):
 def test_more_than_2_31_elements(name):
     rows, columns = (70_000, 16_384) if act.is_gated(name) else (70_000, 32_768)
     dy, x = case(name, rows, columns, torch.bfloat16)
-    into = into_fp8(E4M3, column=True)
-    y, (dx, _, _) = act.activation(name, x, 16, into), act.activation_backward(name, dy, x, 16, into)
+    quantizer = fp8_quantizer(E4M3, columnwise=True)
+    y, (dx, _, _) = act.activation(name, x, 16, quantizer), act.activation_backward(name, dy, x, 16, quantizer)
     last = slice(rows - 256, rows)
     for got, want in (
         (y, reference.activation(name, x[last], 16)),
         (dx, reference.activation_backward(name, dy[last], x[last], 16)),
     ):
-        part = got._replace(row=got.row[last], column=got.column[:, last])
-        assert_made(part, make(want, into._replace(amax=None)))
+        part = got._replace(rowwise=got.rowwise_data[last], columnwise=got.columnwise_data[:, last])
+        assert_made(part, quantize(want, quantizer._replace(amax=None)))
 
 
 @pytest.mark.parametrize("name", act.ACTIVATIONS)
@@ -174,15 +176,21 @@ def test_rows_by_fours_are_those_one_by_one(name, rows, columns, block):
     dy, x = torch.randn(rows, columns, device="cuda").bfloat16(), torch.randn(rows, width, device="cuda").bfloat16()
     results = []
     for tiles in (None, act.Tiles(64, 64, 8)):
-        into = Into(E5M2.dtype, E5M2.max, torch.tensor(7e3).cuda(), torch.zeros((), device="cuda"), True, True)
-        again = Into(E4M3.dtype, E4M3.max, torch.tensor(30.0).cuda(), None, False, True)
-        results.append((into, *act.launch_backward(name, dy, x, block, into, again=again, bias=True, tiles=tiles)))
-    (into, dx, y, bias), (want_into, want_dx, want_y, want_bias) = results
-    for got, want in ((dx.row, want_dx.row), (dx.column, want_dx.column), (y.column, want_y.column)):
+        quantizer = Quantizer(E5M2.dtype, E5M2.max, torch.tensor(7e3).cuda(), torch.zeros((), device="cuda"), True, True)
+        again = Quantizer(E4M3.dtype, E4M3.max, torch.tensor(30.0).cuda(), None, False, True)
+        results.append(
+            (quantizer, *act.launch_backward(name, dy, x, block, quantizer, recompute=again, bias=True, tiles=tiles))
+        )
+    (quantizer, dx, y, bias), (want_quantizer, want_dx, want_y, want_bias) = results
+    for got, want in (
+        (dx.rowwise_data, want_dx.rowwise_data),
+        (dx.columnwise_data, want_dx.columnwise_data),
+        (y.columnwise_data, want_y.columnwise_data),
+    ):
         same = got.view(torch.uint8) == want.view(torch.uint8)
         assert same.float().mean() > 0.999  # one kernel may fuse a product with a sum where the other does not
-    assert torch.equal(dx.row.t().view(torch.uint8), dx.column.view(torch.uint8))
-    forward = act.launch(name, x, block, Into(E4M3.dtype, E4M3.max, torch.tensor(30.0).cuda(), None, True, False))
-    assert torch.equal(forward.row.t().view(torch.uint8), y.column.view(torch.uint8))
-    torch.testing.assert_close(into.amax, want_into.amax)
+    assert torch.equal(dx.rowwise_data.t().view(torch.uint8), dx.columnwise_data.view(torch.uint8))
+    forward = act.launch(name, x, block, Quantizer(E4M3.dtype, E4M3.max, torch.tensor(30.0).cuda(), None, True, False))
+    assert torch.equal(forward.rowwise_data.t().view(torch.uint8), y.columnwise_data.view(torch.uint8))
+    torch.testing.assert_close(quantizer.amax, want_quantizer.amax)
     torch.testing.assert_close(bias, want_bias, rtol=1e-3, atol=1e-2)

@@ -77,7 +77,7 @@ def test_wide_products_have_pytorchs_bits(monkeypatch, a_by_rows, b_by_rows, dty
     for _ in range(4):
         a, b = matrix(ROWS, SUMMED, dtype, a_by_rows), matrix(SUMMED, COLUMNS, dtype, b_by_rows)
         bias = torch.randn(COLUMNS, device="cuda", dtype=dtype) if kind == "bias" else None
-        found = gemm.wide_mm(a, b, out_dtype, bias)
+        found = gemm.high_precision_mm(a, b, out_dtype, bias)
         if kind == "float32":
             same(found, torch.mm(a, b, out_dtype=torch.float32))
         else:
@@ -99,7 +99,7 @@ def test_what_is_stored_with_gaps_or_begins_anywhere():
     (a, b, scales), wide = operands(), torch.randn(ROWS, SUMMED + 8, device="cuda", dtype=torch.bfloat16)[:, :SUMMED]
     for _ in range(3):
         by_algorithm((a, b, scales))
-        gemm.wide_mm(wide, wide.t(), torch.bfloat16)
+        gemm.high_precision_mm(wide, wide.t(), torch.bfloat16)
     assert len(chosen()) == 1
     moved = torch.empty(a.numel() + 16, dtype=torch.uint8, device="cuda")[16:].view(E4M3).view_as(a)
     moved.copy_(a)

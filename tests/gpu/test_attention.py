@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from octavo.kernels.attention.short import Tiles, launch, launch_backward, short_attention
+from octavo.kernels.attention.short import Tiles, launch, launch_backward
+from octavo.nn.attention import short_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

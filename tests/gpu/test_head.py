@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional
 
 import octavo
+from octavo.fp8.linear import LinearGemms
 from octavo.fp8.scaling import ModuleState
 from octavo.nn import head
-from octavo.nn.products import Products
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -37,7 +37,7 @@ def test_loss_and_gradients(name, logits, kept_tokens, tokens, words, chunk_toke
     count = (target != -100).sum().float()
     module = torch.nn.Linear(width, words, bias=False, device="meta")
     module.weight = torch.nn.Parameter(weight.detach())
-    products = None if recipe is None else Products(ModuleState(module), weight, recipe, dtype, None)
+    products = None if recipe is None else LinearGemms(ModuleState(module), weight, recipe, dtype, None)
     for _ in range(3):  # delayed scaling finds its scales
         hidden.grad = weight.grad = None
         with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):

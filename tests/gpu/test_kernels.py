@@ -7,6 +7,7 @@ from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import cross_entropy, gemm, reference
 from octavo.kernels.cast import launch, row_tiles, transpose
 from octavo.kernels.column_sum import add_up, column_sums
+from octavo.kernels.quantized import Quantizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -26,7 +27,8 @@ def test_cast_is_exact(awkward, fmt, dtype, rows, columns):
     x = awkward(rows, columns, dtype)
     scale, amax = torch.rand(()) * 8, torch.tensor(0.25)
     on_gpu = amax.cuda()
-    q, q_t, scale_inv = launch(x.cuda(), scale.cuda(), on_gpu, fmt.dtype, True)
+    made = launch(x.cuda(), Quantizer(fmt.dtype, fmt.max, scale.cuda(), on_gpu, columnwise=True))
+    (q, scale_inv), (q_t, _) = made.rowwise, made.columnwise
     want = reference.cast(x, scale, fmt.dtype, fmt.max)
     assert_same_codes(q, want)
     assert_same_codes(q_t, want.t())
@@ -42,7 +44,7 @@ def test_every_float_near_a_rounding_boundary(fmt):
     around = torch.cat([codes, middle, torch.nextafter(middle, torch.tensor(1e9)), torch.nextafter(middle, torch.tensor(-1e9))])
     x = around[None]
     one = torch.ones(())
-    q, _, _ = launch(x.cuda(), one.cuda(), None, fmt.dtype, False)
+    q, _ = launch(x.cuda(), Quantizer(fmt.dtype, fmt.max, one.cuda())).rowwise
     assert_same_codes(q, reference.cast(x, one, fmt.dtype, fmt.max))
 
 
@@ -126,9 +128,9 @@ def test_partial_sums_are_added_up(shape):
 def test_a_cast_leaves_partial_sums(rows, columns, row):
     x, scale = torch.randn(rows, columns, device="cuda").bfloat16(), torch.tensor(2.0, device="cuda")
     partial = torch.full((row_tiles(x, True), columns), torch.nan, device="cuda")
-    found = launch(x, scale, None, E5M2.dtype, True, row=row, partial=partial)
-    for one, other in zip(found, launch(x, scale, None, E5M2.dtype, True, row=row), strict=True):
-        assert torch.equal(one.float(), other.float())
+    quantizer = Quantizer(E5M2.dtype, E5M2.max, scale, rowwise=row, columnwise=True)
+    for one, other in zip(launch(x, quantizer, partial), launch(x, quantizer), strict=True):
+        assert one is other is None or torch.equal(one.float(), other.float())
     bound = x.double().abs().sum(0).max().item() * 1e-6
     torch.testing.assert_close(partial.sum(0).double(), x.double().sum(0), rtol=0, atol=bound)
 

@@ -5,7 +5,7 @@ import torch
 
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import reference
-from octavo.kernels.cast import Into, make
+from octavo.kernels.quantized import Quantizer, quantize
 from octavo.kernels.rope import join_rotated, launch_join, launch_split, split_rotate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -64,19 +64,19 @@ def test_join(fmt, mirrored, batch, tokens, heads, groups, dim, rotated):
     cos, sin = angles(batch, tokens, rotated)
     scale = torch.tensor(fmt.max / 4)
     want_amax, amax = torch.zeros(()), torch.zeros((), device="cuda")
-    into = Into(fmt.dtype, fmt.max, scale, want_amax, True, True)
-    want = make(reference.join_rotated(*grads, cos, sin).flatten(0, 1), into)
+    quantizer = Quantizer(fmt.dtype, fmt.max, scale, want_amax, True, True)
+    want = quantize(reference.join_rotated(*grads, cos, sin).flatten(0, 1), quantizer)
     for row, column in ((True, True), (True, False), (False, True), (False, False)):
-        asked = Into(fmt.dtype, fmt.max, scale.cuda(), amax.zero_(), row, column)
+        asked = Quantizer(fmt.dtype, fmt.max, scale.cuda(), amax.zero_(), row, column)
         made = join_rotated(*cuda(*grads, cos, sin), asked, mirrored=mirrored)
         torch.testing.assert_close(amax.cpu(), want_amax, rtol=1e-6, atol=0)
         if row:
-            assert_within_a_step(made.row, want.row)
+            assert_within_a_step(made.rowwise_data, want.rowwise_data)
         if column:
-            assert_within_a_step(made.column, want.column)
+            assert_within_a_step(made.columnwise_data, want.columnwise_data)
             assert made.scale_inv.cpu() == want.scale_inv
         if row and column:
-            assert torch.equal(made.row.view(torch.uint8), made.column.view(torch.uint8).t())
+            assert torch.equal(made.rowwise_data.view(torch.uint8), made.columnwise_data.view(torch.uint8).t())
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
@@ -85,21 +85,21 @@ def test_join(fmt, mirrored, batch, tokens, heads, groups, dim, rotated):
 def test_both_layouts_agree_to_the_bit_for_any_tile(fmt, hold, tile):
     """Values that need no rounding before the cast: nothing may be lost between the two stores."""
     grads = [torch.randn(1, n, 1000, 128, device="cuda").transpose(1, 2) for n in (8, 2, 2)]
-    into = Into(fmt.dtype, fmt.max, torch.tensor(16.0, device="cuda"), None, True, True)
-    want = make(reference.join_rotated(*grads, None, None).flatten(0, 1), into)
+    quantizer = Quantizer(fmt.dtype, fmt.max, torch.tensor(16.0, device="cuda"), None, True, True)
+    want = quantize(reference.join_rotated(*grads, None, None).flatten(0, 1), quantizer)
     tokens, heads_each, warps = tile
-    got = launch_join(*grads, None, None, into, tokens=tokens, heads_each=heads_each, hold=hold, warps=warps)
-    assert torch.equal(got.row.view(torch.uint8), want.row.view(torch.uint8))
-    assert torch.equal(got.column.view(torch.uint8), want.column.view(torch.uint8))
+    got = launch_join(*grads, None, None, quantizer, tokens=tokens, heads_each=heads_each, hold=hold, warps=warps)
+    assert torch.equal(got.rowwise_data.view(torch.uint8), want.rowwise_data.view(torch.uint8))
+    assert torch.equal(got.columnwise_data.view(torch.uint8), want.columnwise_data.view(torch.uint8))
 
 
 def test_join_in_bfloat16():
     grads = [torch.randn(2, n, 333, 64).bfloat16().transpose(1, 2) for n in (8, 2, 2)]
     cos, sin = angles(1, 333, 64)
-    made = join_rotated(*cuda(*grads, cos, sin), Into(torch.bfloat16, column=True))
+    made = join_rotated(*cuda(*grads, cos, sin), Quantizer(torch.bfloat16, columnwise=True))
     want = reference.join_rotated(*grads, cos, sin).flatten(0, 1)
-    torch.testing.assert_close(made.row.cpu().float(), want, rtol=8e-3, atol=1e-5)
-    assert torch.equal(made.row, made.column.t())
+    torch.testing.assert_close(made.rowwise_data.cpu().float(), want, rtol=8e-3, atol=1e-5)
+    assert torch.equal(made.rowwise_data, made.columnwise_data.t())
 
 
 def test_split_by_other_tiles():

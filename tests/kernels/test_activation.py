@@ -7,14 +7,14 @@ from torch.nn import functional
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import activation as act
 from octavo.kernels import reference
-from octavo.kernels.cast import Into, make
+from octavo.kernels.quantized import NOTHING, Quantizer, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of numpy, in the interpreter
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel"
 )
 
-F32 = Into(torch.float32)
+F32 = Quantizer(torch.float32)
 CURVES = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -56,8 +56,8 @@ def put_unusual(name, x, block):
         x[-1, -1 - block] = 1
 
 
-def into_fp8(fmt, **settings):
-    return Into(fmt.dtype, fmt.max, torch.rand(()) * 20 + 1, torch.tensor(0.125), **settings)
+def fp8_quantizer(fmt, **settings):
+    return Quantizer(fmt.dtype, fmt.max, torch.rand(()) * 20 + 1, torch.tensor(0.125), **settings)
 
 
 def ordinal(q):
@@ -81,8 +81,8 @@ def assert_one_step(got, want, scale):
 
 def assert_made(got, want):
     """What a kernel made against the definition, and its layouts against each other, bit for bit."""
-    assert_one_step(got.row, want.row, 1 / want.scale_inv)
-    assert torch.equal(got.column.view(torch.uint8), got.row.t().contiguous().view(torch.uint8))
+    assert_one_step(got.rowwise_data, want.rowwise_data, 1 / want.scale_inv)
+    assert torch.equal(got.columnwise_data.view(torch.uint8), got.rowwise_data.t().contiguous().view(torch.uint8))
     assert torch.equal(got.scale_inv, want.scale_inv)
 
 
@@ -91,18 +91,18 @@ def assert_made(got, want):
 def test_definition_equals_float64(name, rows, columns, block):
     dy, x = case(name, rows, columns)
     y = act.activation(name, x, block, F32)
-    dx, again, bias = act.activation_backward(name, dy, x, block, F32, again=F32, bias=True)
+    dx, again, bias = act.activation_backward(name, dy, x, block, F32, recompute=F32, bias=True)
     want = exact_gradient(name, dy, x, block)
-    torch.testing.assert_close(y.row.double(), exact(name, x.double(), block), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dx.row.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y.rowwise_data.double(), exact(name, x.double(), block), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx.rowwise_data.double(), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(bias.double(), want.sum(0), rtol=1e-5, atol=1e-4)
-    assert torch.equal(again.row, y.row)
+    assert torch.equal(again.rowwise_data, y.rowwise_data)
     assert act.activation_backward(name, dy, x, block, F32)[1:] == (None, None)
 
 
 def test_swiglu_of_the_decoder():
     x = torch.randn(5, 64)
-    assert torch.equal(act.activation("swiglu", x, 16, F32).row, reference.swiglu(x, 16))
+    assert torch.equal(act.activation("swiglu", x, 16, F32).rowwise_data, reference.swiglu(x, 16))
 
 
 @interpreted
@@ -111,13 +111,13 @@ def test_swiglu_of_the_decoder():
 def test_kernel_equals_float64(name, rows, columns, block):
     dy, x = case(name, rows, columns)
     y = act.launch(name, x, block, F32)
-    dx, again, bias = act.launch_backward(name, dy, x, block, F32, again=F32, bias=True)
+    dx, again, bias = act.launch_backward(name, dy, x, block, F32, recompute=F32, bias=True)
     want = exact_gradient(name, dy, x, block)
-    torch.testing.assert_close(y.row.double(), exact(name, x.double(), block), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dx.row.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y.rowwise_data.double(), exact(name, x.double(), block), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx.rowwise_data.double(), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(bias.double(), want.sum(0), rtol=1e-5, atol=1e-4)
-    assert torch.equal(again.row, y.row)
-    assert (y.column, y.scale_inv, dx.column, dx.scale_inv) == (None,) * 4
+    assert torch.equal(again.rowwise_data, y.rowwise_data)
+    assert (y.columnwise_data, y.scale_inv, dx.columnwise_data, dx.scale_inv) == (None,) * 4
 
 
 @interpreted
@@ -128,11 +128,11 @@ def test_forward_in_fp8(exact_casts, name, fmt, dtype):
     for rows, columns, block in SMALL:
         _, x = case(name, rows, columns, dtype)
         put_unusual(name, x, block)
-        into = into_fp8(fmt, column=True)
-        want_amax = into.amax.clone()
-        got = act.launch(name, x, block, into)
-        assert_made(got, make(reference.activation(name, x, block), into._replace(amax=want_amax)))
-        torch.testing.assert_close(into.amax, want_amax)
+        quantizer = fp8_quantizer(fmt, columnwise=True)
+        want_amax = quantizer.amax.clone()
+        got = act.launch(name, x, block, quantizer)
+        assert_made(got, quantize(reference.activation(name, x, block), quantizer._replace(amax=want_amax)))
+        torch.testing.assert_close(quantizer.amax, want_amax)
 
 
 @interpreted
@@ -143,16 +143,16 @@ def test_backward_in_fp8(exact_casts, name, dtype):
         dy, x = case(name, rows, columns, dtype)
         put_unusual(name, x, block)
         dy[-1, -1] = torch.nan
-        into, again = into_fp8(E5M2, column=True), into_fp8(E4M3, row=False, column=True)
-        want_amax, forward_amax = into.amax.clone(), again.amax.clone()
-        dx, y, bias = act.launch_backward(name, dy, x, block, into, again=again, bias=True)
+        quantizer, again = fp8_quantizer(E5M2, columnwise=True), fp8_quantizer(E4M3, rowwise=False, columnwise=True)
+        want_amax, forward_amax = quantizer.amax.clone(), again.amax.clone()
+        dx, y, bias = act.launch_backward(name, dy, x, block, quantizer, recompute=again, bias=True)
         want = reference.activation_backward(name, dy, x, block)
-        assert_made(dx, make(want, into._replace(amax=want_amax)))
-        torch.testing.assert_close(into.amax, want_amax)
+        assert_made(dx, quantize(want, quantizer._replace(amax=want_amax)))
+        torch.testing.assert_close(quantizer.amax, want_amax)
         torch.testing.assert_close(bias, want.sum(0), rtol=1e-4, atol=1e-3, equal_nan=True)
-        forward = act.launch(name, x, block, again._replace(amax=forward_amax, row=True), tiles=act.Tiles(16, 32, 4))
-        assert y.row is None
-        assert torch.equal(y.column.view(torch.uint8), forward.column.view(torch.uint8))
+        forward = act.launch(name, x, block, again._replace(amax=forward_amax, rowwise=True), tiles=act.Tiles(16, 32, 4))
+        assert y.rowwise_data is None
+        assert torch.equal(y.columnwise_data.view(torch.uint8), forward.columnwise_data.view(torch.uint8))
         assert torch.equal(y.scale_inv, forward.scale_inv)
         assert torch.equal(again.amax, forward_amax)
 
@@ -162,14 +162,14 @@ def test_backward_in_fp8(exact_casts, name, dtype):
 @pytest.mark.parametrize("name", act.ACTIVATIONS)
 def test_wide_results(exact_casts, name, dtype):
     dy, x = case(name, 70, 48, dtype)
-    into = Into(dtype, column=True)
-    y = act.launch(name, x, 16, into)
-    dx, again, _ = act.launch_backward(name, dy, x, 16, into, again=into)
+    quantizer = Quantizer(dtype, columnwise=True)
+    y = act.launch(name, x, 16, quantizer)
+    dx, again, _ = act.launch_backward(name, dy, x, 16, quantizer, recompute=quantizer)
     for got, want in ((y, reference.activation(name, x, 16)), (dx, reference.activation_backward(name, dy, x, 16))):
-        torch.testing.assert_close(got.row, want.to(dtype))
-        assert torch.equal(got.column, got.row.t())
+        torch.testing.assert_close(got.rowwise_data, want.to(dtype))
+        assert torch.equal(got.columnwise_data, got.rowwise_data.t())
         assert got.scale_inv is None
-    assert torch.equal(again.row, y.row)
+    assert torch.equal(again.rowwise_data, y.rowwise_data)
 
 
 @interpreted
@@ -177,11 +177,11 @@ def test_wide_results(exact_casts, name, dtype):
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_any_tiles(exact_casts, name, tiles):
     dy, x = case(name, 70, 48, torch.bfloat16)
-    into = into_fp8(E4M3, column=True)._replace(amax=None)
-    y = act.launch(name, x, 16, into, tiles=tiles)
-    dx, _, bias = act.launch_backward(name, dy, x, 16, into, bias=True, tiles=tiles)
-    assert_made(y, make(reference.activation(name, x, 16), into))
-    assert_made(dx, make(reference.activation_backward(name, dy, x, 16), into))
+    quantizer = fp8_quantizer(E4M3, columnwise=True)._replace(amax=None)
+    y = act.launch(name, x, 16, quantizer, tiles=tiles)
+    dx, _, bias = act.launch_backward(name, dy, x, 16, quantizer, bias=True, tiles=tiles)
+    assert_made(y, quantize(reference.activation(name, x, 16), quantizer))
+    assert_made(dx, quantize(reference.activation_backward(name, dy, x, 16), quantizer))
     torch.testing.assert_close(bias, reference.activation_backward(name, dy, x, 16).sum(0), rtol=1e-4, atol=1e-4)
 
 
@@ -193,15 +193,25 @@ def test_rows_by_fours_are_those_one_by_one(exact_casts, name, rows, columns, bl
     put_unusual(name, x, block)
     results = []
     for tiles in (None, act.Tiles(16, 32, 4)):
-        into = into_fp8(E5M2, column=True)
-        again = into_fp8(E4M3, row=False, column=True)._replace(amax=None, scale=torch.tensor(3.0))
-        into = into._replace(scale=torch.tensor(7.0))
-        results.append((into, *act.launch_backward(name, dy, x, block, into, again=again, bias=True, tiles=tiles)))
-    (into, dx, y, bias), (want_into, want_dx, want_y, want_bias) = results
-    for got, want in ((dx.row, want_dx.row), (dx.column, want_dx.column), (y.column, want_y.column)):
+        quantizer = fp8_quantizer(E5M2, columnwise=True)
+        again = fp8_quantizer(E4M3, rowwise=False, columnwise=True)._replace(amax=None, scale=torch.tensor(3.0))
+        quantizer = quantizer._replace(scale=torch.tensor(7.0))
+        results.append(
+            (quantizer, *act.launch_backward(name, dy, x, block, quantizer, recompute=again, bias=True, tiles=tiles))
+        )
+    (quantizer, dx, y, bias), (want_quantizer, want_dx, want_y, want_bias) = results
+    for got, want in (
+        (dx.rowwise_data, want_dx.rowwise_data),
+        (dx.columnwise_data, want_dx.columnwise_data),
+        (y.columnwise_data, want_y.columnwise_data),
+    ):
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
-    assert torch.equal(dx.row.t().view(torch.uint8), dx.column.view(torch.uint8))
-    for got, want in ((dx.scale_inv, want_dx.scale_inv), (y.scale_inv, want_y.scale_inv), (into.amax, want_into.amax)):
+    assert torch.equal(dx.rowwise_data.t().view(torch.uint8), dx.columnwise_data.view(torch.uint8))
+    for got, want in (
+        (dx.scale_inv, want_dx.scale_inv),
+        (y.scale_inv, want_y.scale_inv),
+        (quantizer.amax, want_quantizer.amax),
+    ):
         assert torch.equal(got, want)
     torch.testing.assert_close(bias, want_bias, rtol=1e-5, atol=1e-4, equal_nan=True)
 
@@ -214,24 +224,24 @@ def test_extremes(name):
     dy = torch.ones_like(x)
     if act.is_gated(name):
         x = torch.cat((x, torch.ones_like(x)), 1)
-    y = act.launch(name, x, 16, F32).row
+    y = act.launch(name, x, 16, F32).rowwise_data
     dx, _, _ = act.launch_backward(name, dy, x, 16, F32)
     torch.testing.assert_close(y, reference.activation(name, x, 16), equal_nan=True)
-    torch.testing.assert_close(dx.row, reference.activation_backward(name, dy, x, 16), equal_nan=True)
+    torch.testing.assert_close(dx.rowwise_data, reference.activation_backward(name, dy, x, 16), equal_nan=True)
     beyond = 11 if name == "relu2" else 13  # the square of 1e20 is beyond float32
     assert y[:, :beyond].isfinite().all()
-    assert dx.row[:, :13].isfinite().all()
+    assert dx.rowwise_data[:, :13].isfinite().all()
     assert y[:, -1].isnan().all()
-    assert dx.row[:, 15].isnan().all()
+    assert dx.rowwise_data[:, 15].isnan().all()
 
 
 @interpreted
 @pytest.mark.parametrize("name", act.ACTIVATIONS)
 def test_nan_stays_in_its_element(name):
     dy, x = case(name, 5, 32)
-    clean, clean_dx = act.launch(name, x, 16, F32).row, act.launch_backward(name, dy, x, 16, F32)[0].row
+    clean, clean_dx = act.launch(name, x, 16, F32).rowwise_data, act.launch_backward(name, dy, x, 16, F32)[0].rowwise_data
     x[2, 3] = torch.nan  # a gate, with its up 16 columns on
-    y, dx = act.launch(name, x, 16, F32).row, act.launch_backward(name, dy, x, 16, F32)[0].row
+    y, dx = act.launch(name, x, 16, F32).rowwise_data, act.launch_backward(name, dy, x, 16, F32)[0].rowwise_data
     assert y[2, 3].isnan()
     assert dx[2, 3].isnan()
     touched = torch.zeros_like(x, dtype=torch.bool)
@@ -248,34 +258,40 @@ def test_views(name, view):
     dy, x = case(name, 33, 48)
     dy, x = view(dy), view(x)
     assert not x.is_contiguous()
-    torch.testing.assert_close(act.launch(name, x, 16, F32).row, reference.activation(name, x, 16))
+    torch.testing.assert_close(act.launch(name, x, 16, F32).rowwise_data, reference.activation(name, x, 16))
     dx, _, _ = act.launch_backward(name, dy, x, 16, F32)
-    torch.testing.assert_close(dx.row, reference.activation_backward(name, dy, x, 16))
+    torch.testing.assert_close(dx.rowwise_data, reference.activation_backward(name, dy, x, 16))
 
 
 @interpreted
 @pytest.mark.parametrize("name", act.ACTIVATIONS)
 def test_amax_alone(name):
     dy, x = case(name, 70, 48, torch.bfloat16)
-    into, again = (Into(E4M3.dtype, E4M3.max, None, torch.zeros(()), row=False) for _ in range(2))
-    assert act.launch(name, x, 16, into) == (None, None, None)
-    torch.testing.assert_close(into.amax, reference.activation(name, x, 16).abs().amax())
-    made = act.launch_backward(name, dy, x, 16, into._replace(amax=into.amax.zero_()), again=again)
+    quantizer, again = (Quantizer(E4M3.dtype, E4M3.max, None, torch.zeros(()), rowwise=False) for _ in range(2))
+    assert act.launch(name, x, 16, quantizer) == NOTHING
+    torch.testing.assert_close(quantizer.amax, reference.activation(name, x, 16).abs().amax())
+    made = act.launch_backward(name, dy, x, 16, quantizer._replace(amax=quantizer.amax.zero_()), recompute=again)
     assert made == ((None, None, None), (None, None, None), None)
-    torch.testing.assert_close(into.amax, reference.activation_backward(name, dy, x, 16).abs().amax())
+    torch.testing.assert_close(quantizer.amax, reference.activation_backward(name, dy, x, 16).abs().amax())
     torch.testing.assert_close(again.amax, reference.activation(name, x, 16).abs().amax())
 
 
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_no_rows(name):
     dy, x = case(name, 0, 48, torch.bfloat16)
-    into = into_fp8(E4M3, column=True)
-    launched = act.launch(name, x, 16, into), act.launch_backward(name, dy, x, 16, into, again=into, bias=True)
-    plain = act.activation(name, x, 16, into), act.activation_backward(name, dy, x, 16, into, again=into, bias=True)
+    quantizer = fp8_quantizer(E4M3, columnwise=True)
+    launched = (
+        act.launch(name, x, 16, quantizer),
+        act.launch_backward(name, dy, x, 16, quantizer, recompute=quantizer, bias=True),
+    )
+    plain = (
+        act.activation(name, x, 16, quantizer),
+        act.activation_backward(name, dy, x, 16, quantizer, recompute=quantizer, bias=True),
+    )
     for y, (dx, again, bias) in (launched, plain):
-        assert y.row.shape == again.row.shape == (0, 48)
-        assert dx.row.shape == x.shape
-        assert dx.column.shape == (x.shape[1], 0)
-        assert torch.equal(dx.scale_inv, into.scale.reciprocal())
+        assert y.rowwise_data.shape == again.rowwise_data.shape == (0, 48)
+        assert dx.rowwise_data.shape == x.shape
+        assert dx.columnwise_data.shape == (x.shape[1], 0)
+        assert torch.equal(dx.scale_inv, quantizer.scale.reciprocal())
         assert torch.equal(bias, torch.zeros(x.shape[1]))
-    assert into.amax == 0.125
+    assert quantizer.amax == 0.125

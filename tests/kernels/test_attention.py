@@ -6,7 +6,8 @@ from torch.nn import functional
 from triton.runtime import interpreter
 
 from octavo.errors import InputError
-from octavo.kernels.attention.short import Tiles, backward, forward, launch, launch_backward, short_attention, takes
+from octavo.kernels.attention.short import Tiles, backward, forward, launch, launch_backward, takes
+from octavo.nn.attention import short_attention
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
 

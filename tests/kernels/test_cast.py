@@ -6,6 +6,7 @@ import torch
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import reference
 from octavo.kernels.cast import launch, launch_transpose, transpose
+from octavo.kernels.quantized import Quantizer
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
@@ -15,7 +16,8 @@ from octavo.kernels.cast import launch, launch_transpose, transpose
 def test_kernel_equals_reference(exact_casts, awkward, fmt, dtype, rows, columns):
     x = awkward(rows, columns, dtype)
     scale, amax = torch.rand(()) * 8, torch.tensor(0.25)
-    q, q_t, scale_inv = launch(x, scale, amax, fmt.dtype, True)
+    made = launch(x, Quantizer(fmt.dtype, fmt.max, scale, amax, columnwise=True))
+    (q, scale_inv), (q_t, _) = made.rowwise, made.columnwise
     want = reference.cast(x, scale, fmt.dtype, fmt.max)
     assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
     assert torch.equal(q_t.view(torch.uint8), want.t().contiguous().view(torch.uint8))
@@ -26,16 +28,19 @@ def test_kernel_equals_reference(exact_casts, awkward, fmt, dtype, rows, columns
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
 def test_records_nothing_when_not_asked(exact_casts):
     x = torch.randn(5, 40)
-    q, q_t, _ = launch(x, torch.tensor(3.0), None, E4M3.dtype, False)
+    made = launch(x, Quantizer(E4M3.dtype, E4M3.max, torch.tensor(3.0)))
+    q, _ = made.rowwise
     assert torch.equal(q.view(torch.uint8), reference.cast(x, torch.tensor(3.0), E4M3.dtype, E4M3.max).view(torch.uint8))
-    assert q_t.numel() == 0
+    assert made.columnwise_data is made.columnwise_scale_inv is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
 @pytest.mark.parametrize("rows", [132, 7], ids=["in fours", "ragged"])
 def test_the_transposed_layout_alone(exact_casts, awkward, rows):
     x, scale, amax = awkward(rows, 80, torch.bfloat16), torch.tensor(3.0), torch.tensor(0.25)
-    _, q_t, scale_inv = launch(x, scale, amax, E4M3.dtype, True, row=False)
+    made = launch(x, Quantizer(E4M3.dtype, E4M3.max, scale, amax, rowwise=False, columnwise=True))
+    q_t, scale_inv = made.columnwise
+    assert made.rowwise_data is made.rowwise_scale_inv is None
     want = reference.cast(x, scale, E4M3.dtype, E4M3.max).t().contiguous()
     assert torch.equal(q_t.view(torch.uint8), want.view(torch.uint8))
     assert torch.equal(scale_inv, scale.reciprocal())

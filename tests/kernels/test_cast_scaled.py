@@ -67,12 +67,12 @@ class TestKernels:
     @LAYOUTS
     def test_rows(self, exact_casts, troubled, fmt, dtype, rows, columns, row, column):
         x = troubled(rows, columns, dtype)
-        made = launch_rows(x, fmt.dtype, fmt.max, row=row, column=column)
+        made = launch_rows(x, fmt.dtype, fmt.max, rowwise=row, columnwise=column)
         check(made, x, lambda m: reference.cast_rows(m, fmt.dtype, fmt.max), row, column)
 
     def test_rows_longer_than_a_tile(self, exact_casts, troubled):
         x = troubled(5, 700, torch.bfloat16)
-        made = launch_rows(x, E4M3.dtype, E4M3.max, row=True, column=False, row_tile=256, longest_row=512)
+        made = launch_rows(x, E4M3.dtype, E4M3.max, rowwise=True, columnwise=False, row_tile=256, longest_row=512)
         check(made, x, lambda m: reference.cast_rows(m, E4M3.dtype, E4M3.max), True, False)
 
     @FORMATS
@@ -82,7 +82,7 @@ class TestKernels:
     @pytest.mark.parametrize("high", [1, 128])
     def test_blocks(self, exact_casts, troubled, fmt, dtype, rows, columns, row, column, high):
         x = troubled(rows, columns, dtype)
-        made = launch_blocks(x, fmt.dtype, fmt.max, high, row=row, column=column)
+        made = launch_blocks(x, fmt.dtype, fmt.max, high, rowwise=row, columnwise=column)
         check(made, x, lambda m: reference.cast_blocks(m, fmt.dtype, fmt.max, high), row, column)
 
     @FORMATS
@@ -90,11 +90,11 @@ class TestKernels:
         """Every exponent, with the mantissas at which the scale halves: 1.75 is both formats' own."""
         mantissas = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF])
         x = ((torch.arange(255) << 23)[:, None] + mantissas).to(torch.int32).view(torch.float32).reshape(-1, 1)
-        made = launch_blocks(x, fmt.dtype, fmt.max, 1, row=True, column=False)
+        made = launch_blocks(x, fmt.dtype, fmt.max, 1, rowwise=True, columnwise=False)
         check(made, x, lambda m: reference.cast_blocks(m, fmt.dtype, fmt.max, 1), True, False)
 
     def test_inverses_of_pieces_lie_as_the_products_read_them(self, exact_casts):
-        along, across = launch_blocks(torch.randn(130, 257), E4M3.dtype, E4M3.max, 1, row=True, column=True)
+        along, across = launch_blocks(torch.randn(130, 257), E4M3.dtype, E4M3.max, 1, rowwise=True, columnwise=True)
         assert along.scale_inv.stride() == (1, 130)
         assert across.scale_inv.stride() == (1, 257)
 
@@ -104,14 +104,14 @@ class TestKernels:
         whole = awkward(rows, 88, torch.bfloat16)
         x = {"rows apart": whole[:, 7:70], "transposed": whole.t(), "expanded": whole[:1].expand(rows, -1)}[view]
         check(
-            launch_rows(x, E4M3.dtype, E4M3.max, row=True, column=True),
+            launch_rows(x, E4M3.dtype, E4M3.max, rowwise=True, columnwise=True),
             x,
             lambda m: reference.cast_rows(m, E4M3.dtype, E4M3.max),
             True,
             True,
         )
         check(
-            launch_blocks(x, E4M3.dtype, E4M3.max, 1, row=True, column=True),
+            launch_blocks(x, E4M3.dtype, E4M3.max, 1, rowwise=True, columnwise=True),
             x,
             lambda m: reference.cast_blocks(m, E4M3.dtype, E4M3.max, 1),
             True,
@@ -151,10 +151,10 @@ class TestElsewhere:
     @pytest.mark.parametrize("shape", [(5, 300), (0, 4), (3, 0)])
     def test_rows_and_blocks(self, row, column, shape):
         x = torch.randn(shape)
-        made = cast_scaled.rows(x, E4M3.dtype, E4M3.max, row=row, column=column)
+        made = cast_scaled.rows(x, E4M3.dtype, E4M3.max, rowwise=row, columnwise=column)
         check(made, x, lambda m: reference.cast_rows(m, E4M3.dtype, E4M3.max), row, column)
         for high in (1, 128):
-            made = cast_scaled.blocks(x, E4M3.dtype, E4M3.max, high, row=row, column=column)
+            made = cast_scaled.blocks(x, E4M3.dtype, E4M3.max, high, rowwise=row, columnwise=column)
             check(made, x, lambda m, high=high: reference.cast_blocks(m, E4M3.dtype, E4M3.max, high), row, column)
 
     def test_amax_and_scale(self):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from octavo.fp8.formats import E5M2
+from octavo.fp8.quantizer import DenseOperand
 from octavo.kernels import cast, column_sum, gemm
-from octavo.kernels.cast import Into
-from octavo.nn.products import Given
+from octavo.kernels.quantized import Quantizer
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel"
@@ -56,9 +56,9 @@ def test_a_cast_leaves_partial_sums(shape, row, monkeypatch):
     x, scale = torch.randn(*shape), torch.tensor(3.0)
     tiles = cast.row_tiles(x, True)
     partial = torch.full((tiles, shape[1]), torch.nan)
-    found = cast.launch(x, scale, None, E5M2.dtype, True, row=row, partial=partial)
-    for one, other in zip(found, cast.launch(x, scale, None, E5M2.dtype, True, row=row), strict=True):
-        assert torch.equal(one.float(), other.float())
+    quantizer = Quantizer(E5M2.dtype, E5M2.max, scale, rowwise=row, columnwise=True)
+    for one, other in zip(cast.launch(x, quantizer, partial), cast.launch(x, quantizer), strict=True):
+        assert one is other is None or torch.equal(one.float(), other.float())
     torch.testing.assert_close(partial.sum(0).double(), x.double().sum(0), rtol=1e-6, atol=1e-5)
 
 
@@ -66,10 +66,10 @@ def test_a_cast_leaves_partial_sums(shape, row, monkeypatch):
 @pytest.mark.usefixtures("exact_casts")
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize("column", [True, False])
-def test_a_given_matrix_sums_itself_whatever_was_made_of_it(rows, column, monkeypatch):
+def test_a_dense_operand_sums_its_rows_in_any_layout(rows, column, monkeypatch):
     monkeypatch.setattr("octavo.kernels.cast.gemm.is_native", lambda device: True)
     x = torch.randn(rows, 5)
-    given = Given(x, sums=True)
-    given(Into(E5M2.dtype, E5M2.max, torch.tensor(2.0), column=column))
-    torch.testing.assert_close(given.sum().double(), x.double().sum(0), rtol=1e-6, atol=1e-5)
+    operand = DenseOperand(x, column_sum=True)
+    operand(Quantizer(E5M2.dtype, E5M2.max, torch.tensor(2.0), columnwise=column))
+    torch.testing.assert_close(operand.column_sum().double(), x.double().sum(0), rtol=1e-6, atol=1e-5)
     assert cast.row_tiles(x, column) == (1 if rows == 8 and column else None)

@@ -11,8 +11,8 @@ from octavo.kernels import algorithms, cublaslt, gemm
 def test_a_wide_product_takes_a_bias(dtype, recurring):
     a, b, bias = (torch.randn(*size).to(dtype) for size in ((5, 8), (8, 3), (3,)))
     want = (a.double() @ b.double() + bias.double()).to(dtype)
-    torch.testing.assert_close(gemm.wide_mm(a, b, dtype, bias, recurring=recurring), want)
-    torch.testing.assert_close(gemm.wide_mm(a, b, dtype), (a.double() @ b.double()).to(dtype))
+    torch.testing.assert_close(gemm.high_precision_mm(a, b, dtype, bias, recurring=recurring), want)
+    torch.testing.assert_close(gemm.high_precision_mm(a, b, dtype), (a.double() @ b.double()).to(dtype))
 
 
 def test_without_cublaslt_pytorch_multiplies(monkeypatch):

@@ -8,9 +8,9 @@ from torch.nn import functional
 
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import reference
-from octavo.kernels.cast import Into
 from octavo.kernels.norm import Tile, launch, launch_backward, norm, norm_backward
 from octavo.kernels.norm_rows import WIDEST_ROW, backward_shape, forward_shape
+from octavo.kernels.quantized import Quantizer
 
 EPS = 1e-5
 KINDS = ["RMSNorm", "LayerNorm"]
@@ -36,8 +36,8 @@ class Case:
         self.dy = torch.randn(rows, columns).to(dtype)
         self.d_residual = torch.randn(rows, columns).to(dtype) if residual else None
 
-    def forward(self, run, into, **settings):
-        return run(self.kind, self.x, self.delta, self.weight, self.bias, EPS, into, **settings)
+    def forward(self, run, quantizer, **settings):
+        return run(self.kind, self.x, self.delta, self.weight, self.bias, EPS, quantizer, **settings)
 
     def backward(self, run, h, stats, **settings):
         return run(self.kind, self.dy, h, self.weight, stats, self.d_residual, **settings)
@@ -64,13 +64,13 @@ def off(got, want):
     return ((got.double() - want).norm() / want.norm().clamp(min=1e-3)).item()
 
 
-def fp8(fmt=E4M3, *, row=True, column=True):
-    return Into(fmt.dtype, fmt.max, torch.rand(()) * 8 + 8, torch.tensor(0.25), row, column)
+def fp8(fmt=E4M3, *, rowwise=True, columnwise=True):
+    return Quantizer(fmt.dtype, fmt.max, torch.rand(()) * 8 + 8, torch.tensor(0.25), rowwise, columnwise)
 
 
-def again(into):
-    """The same wish with an amax of its own, as it was."""
-    return into if into.amax is None else into._replace(amax=into.amax.clone())
+def again(quantizer):
+    """The same request with an amax of its own, as it was."""
+    return quantizer if quantizer.amax is None else quantizer._replace(amax=quantizer.amax.clone())
 
 
 def steps(got, want):
@@ -79,17 +79,17 @@ def steps(got, want):
     return (torch.where(a > 127, 128 - a, a) - torch.where(b > 127, 128 - b, b)).abs()
 
 
-def assert_same_forms(got, want, into):
-    assert (got.row is None, got.column is None) == (not into.row, not into.column)
+def assert_same_forms(got, want, quantizer):
+    assert (got.rowwise_data is None, got.columnwise_data is None) == (not quantizer.rowwise, not quantizer.columnwise)
     assert (got.scale_inv is None) == (want.scale_inv is None)
-    if got.row is not None and got.column is not None:
-        assert torch.equal(got.column.float(), got.row.float().t())
-    for ours, theirs in ((got.row, want.row), (got.column, want.column)):
+    if got.rowwise_data is not None and got.columnwise_data is not None:
+        assert torch.equal(got.columnwise_data.float(), got.rowwise_data.float().t())
+    for ours, theirs in ((got.rowwise_data, want.rowwise_data), (got.columnwise_data, want.columnwise_data)):
         if ours is None:
             continue
-        assert ours.dtype == theirs.dtype == into.dtype
-        if into.scale is None:
-            torch.testing.assert_close(ours, theirs, rtol=2 * ROUNDING[into.dtype], atol=1e-5)
+        assert ours.dtype == theirs.dtype == quantizer.dtype
+        if quantizer.scale is None:
+            torch.testing.assert_close(ours, theirs, rtol=2 * ROUNDING[quantizer.dtype], atol=1e-5)
         else:
             apart = steps(ours, theirs)
             assert apart.max() <= 1
@@ -104,13 +104,12 @@ def assert_same_forms(got, want, into):
 def test_definition_equals_float64(kind, dtype, residual, rows, columns):
     case = Case(kind, rows, columns, dtype, residual=residual)
     want = case.exact()
-    h, stats, made = case.forward(norm, Into(torch.float32))
-    dh, dweight, dbias, forms = case.backward(norm_backward, h, stats)
+    h, stats, made = case.forward(norm, Quantizer(torch.float32))
+    dh, dweight, dbias = case.backward(norm_backward, h, stats)
     assert h is case.x or residual
     assert h.dtype == dh.dtype == dtype
-    assert forms is None
     assert torch.equal(h.double(), want[0])
-    assert off(made.row, want[1]) < 2e-6
+    assert off(made.rowwise_data, want[1]) < 2e-6
     assert off(dh, want[2]) < ROUNDING[dtype]
     assert off(dweight, want[3]) < 2e-6
     assert dbias is None if want[4] is None else off(dbias, want[4]) < 2e-6
@@ -119,12 +118,23 @@ def test_definition_equals_float64(kind, dtype, residual, rows, columns):
 @pytest.mark.parametrize("kind", KINDS)
 def test_definition_equals_the_references(kind):
     case = Case(kind, 9, 40, torch.bfloat16)
-    h, _, made = case.forward(norm, Into(torch.float32))
+    h, _, made = case.forward(norm, Quantizer(torch.float32))
     if kind == "LayerNorm":
         want = reference.layer_norm(h, case.weight, case.bias, EPS)
     else:
         want = reference.rms_norm(h, case.weight, EPS)
-    assert torch.equal(made.row, want)
+    assert torch.equal(made.rowwise_data, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("residual", [True, False])
+def test_the_references_gradients_equal_float64(kind, residual):
+    case = Case(kind, 9, 40, torch.float32, residual=residual)
+    want_h, want_normed, *want = case.exact()
+    normed, stats = reference.norm(kind, want_h.float(), case.weight, case.bias, EPS)
+    assert off(normed, want_normed) < 2e-6
+    for got, exactly in zip(case.backward(reference.norm_backward, want_h.float(), stats), want, strict=True):
+        assert got is None if exactly is None else got.dtype == torch.float32 and off(got, exactly) < 2e-6
 
 
 @pytest.mark.parametrize(
@@ -151,13 +161,12 @@ def test_blocks_hold_a_row_and_little_more(shape, widest):
 def test_kernels_equal_float64(exact_casts, kind, dtype, residual, tile, rows, columns):
     case = Case(kind, rows, columns, dtype, residual=residual, weight_dtype=torch.float32)
     want = case.exact()
-    h, stats, made = case.forward(launch, Into(torch.float32), tile=tile)
-    dh, dweight, dbias, forms = case.backward(launch_backward, h, stats, tile=tile)
+    h, stats, made = case.forward(launch, Quantizer(torch.float32), tile=tile)
+    dh, dweight, dbias = case.backward(launch_backward, h, stats, tile=tile)
     assert h is case.x or residual
     assert h.dtype == dh.dtype == dtype
-    assert forms is None
     assert torch.equal(h.double(), want[0])
-    assert off(made.row, want[1]) < 2e-6
+    assert off(made.rowwise_data, want[1]) < 2e-6
     # One element an element wide has no gradient but what rounding leaves of 1 − 1.
     assert off(dh, want[2]) < (ROUNDING[dtype] if columns > 1 else 1e-2)
     assert off(dweight, want[3]) < 2e-6
@@ -170,14 +179,14 @@ def test_kernels_equal_float64(exact_casts, kind, dtype, residual, tile, rows, c
 @pytest.mark.parametrize(("row", "column"), [(True, True), (False, True), (True, False), (False, False)])
 @pytest.mark.parametrize(("rows", "columns"), SIZES[:3])
 def test_forms_equal_the_definition(exact_casts, kind, fmt, row, column, rows, columns):
-    case, into = Case(kind, rows, columns, torch.bfloat16), fp8(fmt, row=row, column=column)
-    ours = again(into)
-    want_h, want_stats, want = case.forward(norm, into)
+    case, quantizer = Case(kind, rows, columns, torch.bfloat16), fp8(fmt, rowwise=row, columnwise=column)
+    ours = again(quantizer)
+    want_h, want_stats, want = case.forward(norm, quantizer)
     h, stats, got = case.forward(launch, ours, tile=SMALL if column else None)
     assert torch.equal(h, want_h)
     torch.testing.assert_close(stats, want_stats, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(ours.amax, into.amax, rtol=1e-5, atol=0)
-    assert_same_forms(got, want, into)
+    torch.testing.assert_close(ours.amax, quantizer.amax, rtol=1e-5, atol=0)
+    assert_same_forms(got, want, quantizer)
 
 
 @interpreted
@@ -185,30 +194,10 @@ def test_forms_equal_the_definition(exact_casts, kind, fmt, row, column, rows, c
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("column", [True, False])
 def test_wide_results(exact_casts, kind, dtype, column):
-    case, into = Case(kind, 35, 50, torch.bfloat16), Into(dtype, column=column)
-    _, _, want = case.forward(norm, into)
-    _, _, got = case.forward(launch, into)
-    assert_same_forms(got, want, into)
-
-
-@interpreted
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
-@pytest.mark.parametrize(("row", "column"), [(True, True), (False, True), (True, False), (False, False)])
-@pytest.mark.parametrize(("rows", "columns"), SIZES[:3])
-def test_forms_of_the_gradient_are_its_cast(exact_casts, kind, fmt, row, column, rows, columns):
-    case, into = Case(kind, rows, columns, torch.bfloat16), fp8(fmt, row=row, column=column)
-    h, stats, _ = case.forward(norm, Into(torch.float32))
-    dh, _, _, made = case.backward(launch_backward, h, stats, into=into, tile=SMALL if column else None)
-    q = reference.cast(dh, into.scale, fmt.dtype, fmt.max).view(torch.uint8)
-    assert torch.equal(into.amax, torch.maximum(torch.tensor(0.25), reference.amax(dh)))
-    assert (made.row is None, made.column is None) == (not row, not column)
-    if row:
-        assert torch.equal(made.row.view(torch.uint8), q)
-    if column:
-        assert torch.equal(made.column.view(torch.uint8), q.t())
-    if row or column:
-        assert torch.equal(made.scale_inv, reference.divide(1.0, into.scale))
+    case, quantizer = Case(kind, 35, 50, torch.bfloat16), Quantizer(dtype, columnwise=column)
+    _, _, want = case.forward(norm, quantizer)
+    _, _, got = case.forward(launch, quantizer)
+    assert_same_forms(got, want, quantizer)
 
 
 @interpreted
@@ -217,11 +206,11 @@ def test_large_mean(exact_casts, tile):
     """A variance 10⁸ times smaller than the square of the mean, which sums of squares in float32 would lose."""
     case = Case("LayerNorm", 20, 200, torch.float32, residual=False, mean=30_000.0)
     want = case.exact()
-    h, stats, made = case.forward(launch, Into(torch.float32), tile=tile)
-    dh, dweight, _, _ = case.backward(launch_backward, h, stats, tile=tile)
+    h, stats, made = case.forward(launch, Quantizer(torch.float32), tile=tile)
+    dh, dweight, _ = case.backward(launch_backward, h, stats, tile=tile)
     # The mean itself is only known to 0.002 (of a deviation of 3), wherever it is kept in float32.
     assert off(stats[1], (h.double().var(1, correction=0) + EPS).rsqrt()) < 1e-4
-    assert off(made.row, want[1]) < 2e-3
+    assert off(made.rowwise_data, want[1]) < 2e-3
     assert off(dh, want[2]) < 2e-3
     assert off(dweight, want[3]) < 2e-3
 
@@ -231,19 +220,19 @@ def test_large_mean(exact_casts, tile):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", [None, SMALL], ids=["rows", "tiles"])
 def test_what_is_not_finite_stays_in_its_row(exact_casts, kind, tile):
-    case, into = Case(kind, 20, 70, torch.bfloat16), fp8(column=tile is not None)
-    clean_into = again(into)
-    clean_h, clean_stats, clean = case.forward(launch, clean_into, tile=tile)
+    case, quantizer = Case(kind, 20, 70, torch.bfloat16), fp8(columnwise=tile is not None)
+    clean_quantizer = again(quantizer)
+    clean_h, clean_stats, clean = case.forward(launch, clean_quantizer, tile=tile)
     clean_dh, *_ = case.backward(launch_backward, clean_h, clean_stats, tile=tile)
     case.x[3, 5], case.x[11, 69], case.delta[17, 0] = torch.nan, torch.inf, -torch.inf
-    h, stats, made = case.forward(launch, into, tile=tile)
+    h, stats, made = case.forward(launch, quantizer, tile=tile)
     dh, *_ = case.backward(launch_backward, h, stats, tile=tile)
     poisoned = torch.zeros(20, dtype=torch.bool)
     poisoned[[3, 11, 17]] = True
-    for ours, before in ((h, clean_h), (dh, clean_dh), (made.row, clean.row)):
+    for ours, before in ((h, clean_h), (dh, clean_dh), (made.rowwise_data, clean.rowwise_data)):
         assert torch.equal(ours.float()[~poisoned], before.float()[~poisoned])
-    assert made.row.float()[poisoned].isnan().any(1).all()
-    assert into.amax <= clean_into.amax
+    assert made.rowwise_data.float()[poisoned].isnan().any(1).all()
+    assert quantizer.amax <= clean_quantizer.amax
     assert dh[poisoned].isnan().any(1).all()
 
 
@@ -253,32 +242,32 @@ def test_what_is_not_finite_stays_in_its_row(exact_casts, kind, tile):
 @pytest.mark.parametrize("strided", [lambda x: x.t().contiguous().t(), lambda x: torch.cat((x, x), 1)[:, : x.shape[1]]])
 def test_any_strides(exact_casts, kind, tile, strided):
     case = Case(kind, 18, 40, torch.bfloat16)
-    want_h, want_stats, want = case.forward(launch, Into(torch.float32), tile=tile)
+    want_h, want_stats, want = case.forward(launch, Quantizer(torch.float32), tile=tile)
     want_back = case.backward(launch_backward, want_h, want_stats, tile=tile)
     for name in ("x", "delta", "dy", "d_residual"):
         setattr(case, name, strided(getattr(case, name)))
-    h, stats, got = case.forward(launch, Into(torch.float32), tile=tile)
+    h, stats, got = case.forward(launch, Quantizer(torch.float32), tile=tile)
     back = case.backward(launch_backward, strided(h), stats, tile=tile)
     assert torch.equal(h, want_h)
     assert torch.equal(stats, want_stats)
-    assert torch.equal(got.row, want.row)
+    assert torch.equal(got.rowwise_data, want.rowwise_data)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(back, want_back, strict=True))
     case.delta = None
-    assert case.forward(launch, Into(torch.float32), tile=tile)[0] is case.x
+    assert case.forward(launch, Quantizer(torch.float32), tile=tile)[0] is case.x
 
 
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("into", [None, fp8()], ids=["rows", "tiles"])
-def test_frozen_weight(exact_casts, kind, into):
+@pytest.mark.parametrize("tile", [None, SMALL], ids=["rows", "tiles"])
+def test_frozen_weight(exact_casts, kind, tile):
     case = Case(kind, 12, 40, torch.bfloat16)
-    h, stats, _ = case.forward(norm, Into(torch.float32))
-    want, _, _, _ = case.backward(launch_backward, h, stats, into=into)
-    dh, dweight, dbias, _ = case.backward(launch_backward, h, stats, into=into, want_weight=False)
+    h, stats, _ = case.forward(norm, Quantizer(torch.float32))
+    want, _, _ = case.backward(launch_backward, h, stats, tile=tile)
+    dh, dweight, dbias = case.backward(launch_backward, h, stats, tile=tile, want_weight=False)
     assert torch.equal(dh, want)
     assert dweight is None
     assert dbias is None
-    assert case.backward(norm_backward, h, stats, want_weight=False)[1:] == (None, None, None)
+    assert case.backward(norm_backward, h, stats, want_weight=False)[1:] == (None, None)
 
 
 @interpreted
@@ -286,13 +275,12 @@ def test_frozen_weight(exact_casts, kind, into):
 @pytest.mark.parametrize("column", [True, False])
 @pytest.mark.parametrize("run", [(norm, norm_backward), (launch, launch_backward)], ids=["definition", "kernels"])
 def test_no_rows(kind, column, run):
-    case, into = Case(kind, 0, 40, torch.bfloat16), fp8(column=column)
-    h, stats, made = case.forward(run[0], into)
-    dh, dweight, dbias, forms = case.backward(run[1], h, stats, into=into)
-    assert h.shape == dh.shape == made.row.shape == forms.row.shape == (0, 40)
+    case, quantizer = Case(kind, 0, 40, torch.bfloat16), fp8(columnwise=column)
+    h, stats, made = case.forward(run[0], quantizer)
+    dh, dweight, dbias = case.backward(run[1], h, stats)
+    assert h.shape == dh.shape == made.rowwise_data.shape == (0, 40)
     assert stats.shape == ((2, 0) if kind == "LayerNorm" else (0,))
     assert torch.equal(dweight, torch.zeros(40))
     assert dbias is None if kind == "RMSNorm" else torch.equal(dbias, torch.zeros(40))
-    assert torch.equal(made.scale_inv, reference.divide(1.0, into.scale))
-    assert torch.equal(forms.scale_inv, made.scale_inv)
-    assert into.amax == 0.25
+    assert torch.equal(made.scale_inv, reference.divide(1.0, quantizer.scale))
+    assert quantizer.amax == 0.25

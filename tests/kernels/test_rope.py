@@ -5,7 +5,7 @@ import torch
 
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import reference
-from octavo.kernels.cast import Into, make
+from octavo.kernels.quantized import Quantizer, quantize
 from octavo.kernels.rope import join_rotated, launch_join, launch_split, split_rotate
 from octavo.nn.attention import split_qkv
 
@@ -51,8 +51,8 @@ def test_reference_is_what_the_layers_do(batch, tokens, heads, groups, dim, rota
         assert torch.equal(one, other)
     grads = gradients(batch, tokens, heads, groups, dim)
     (expected,) = torch.autograd.grad(want, qkv, grads)
-    made = join_rotated(*grads, cos, sin, Into(torch.float32))
-    torch.testing.assert_close(made.row, expected.flatten(0, 1))
+    made = join_rotated(*grads, cos, sin, Quantizer(torch.float32))
+    torch.testing.assert_close(made.rowwise_data, expected.flatten(0, 1))
 
 
 @interpreted
@@ -82,9 +82,9 @@ def test_angles_of_all_sequences_and_strided_input(exact_casts):
             assert torch.equal(one, other)
     grads = gradients(2, 5, 1, 1, 16)
     want = reference.join_rotated(*grads, cos, sin).flatten(0, 1)
-    assert torch.equal(launch_join(*grads, cos, sin, Into(torch.float32)).row, want)
+    assert torch.equal(launch_join(*grads, cos, sin, Quantizer(torch.float32)).rowwise_data, want)
     grads[1] = grads[1].mT.contiguous().mT
-    assert torch.equal(launch_join(*grads, cos, sin, Into(torch.float32)).row, want)
+    assert torch.equal(launch_join(*grads, cos, sin, Quantizer(torch.float32)).rowwise_data, want)
 
 
 @interpreted
@@ -98,9 +98,9 @@ def test_join_casts_exactly(exact_casts, fmt, batch, tokens, heads, groups, dim,
     scale = torch.tensor(37.0)
     for row, column in ((True, True), (True, False), (False, True), (False, False)):
         got_amax, want_amax = torch.tensor(0.5), torch.tensor(0.5)
-        into = Into(fmt.dtype, fmt.max, scale, got_amax, row, column)
-        got = launch_join(*grads, cos, sin, into, mirrored=column, tokens=32, heads_each=2)
-        want = make(reference.join_rotated(*grads, cos, sin).flatten(0, 1), into._replace(amax=want_amax))
+        quantizer = Quantizer(fmt.dtype, fmt.max, scale, got_amax, row, column)
+        got = launch_join(*grads, cos, sin, quantizer, mirrored=column, tokens=32, heads_each=2)
+        want = quantize(reference.join_rotated(*grads, cos, sin).flatten(0, 1), quantizer._replace(amax=want_amax))
         assert torch.equal(got_amax, want_amax)
         for one, other in zip(got, want, strict=True):
             assert (one is None) == (other is None)
@@ -114,11 +114,11 @@ def test_join_in_wide_dtypes(exact_casts, dtype):
     grads = gradients(2, 9, 4, 2, 40, dtype)
     cos, sin = angles(1, 9, 24)
     amax = torch.zeros(())
-    into = Into(dtype, amax=amax, column=True)
-    got = launch_join(*grads, cos, sin, into)
+    quantizer = Quantizer(dtype, amax=amax, columnwise=True)
+    got = launch_join(*grads, cos, sin, quantizer)
     want = reference.join_rotated(*grads, cos, sin).flatten(0, 1)
-    assert torch.equal(got.row, want.to(dtype))
-    assert torch.equal(got.column, want.to(dtype).t())
+    assert torch.equal(got.rowwise_data, want.to(dtype))
+    assert torch.equal(got.columnwise_data, want.to(dtype).t())
     assert got.scale_inv is None
     assert torch.equal(amax, want.abs().max())
 
@@ -128,8 +128,8 @@ def test_no_rows(exact_casts):
     cos, sin = angles(1, 0, 8)
     for part in launch_split(torch.randn(1, 0, 32), 2, 1, cos, sin):
         assert part.shape[:2] == (1, 0)
-    into = Into(E4M3.dtype, E4M3.max, torch.tensor(4.0), None, True, True)
-    made = launch_join(*gradients(1, 0, 2, 1, 8), cos, sin, into)
-    assert made.row.shape == (0, 32)
-    assert made.column.shape == (32, 0)
+    quantizer = Quantizer(E4M3.dtype, E4M3.max, torch.tensor(4.0), None, True, True)
+    made = launch_join(*gradients(1, 0, 2, 1, 8), cos, sin, quantizer)
+    assert made.rowwise_data.shape == (0, 32)
+    assert made.columnwise_data.shape == (32, 0)
     assert made.scale_inv == 0.25

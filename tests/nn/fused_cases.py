@@ -10,8 +10,8 @@ import torch
 
 import octavo
 from octavo.nn.attention import split_qkv
-from octavo.nn.fused import Rotation
 from octavo.nn.mlp import deinterleave
+from octavo.nn.rotary import Rotation
 
 RECIPES = {
     "none": None,
@@ -118,7 +118,7 @@ def linear_case(kind="RMSNorm", bias=True, sizes=SMALL):
     module = plain.randomise(octavo.nn.LayerNormLinear(sizes.hidden, sizes.ffn, eps=EPS, bias=bias, normalization=kind))
     return Case(
         module,
-        lambda m, x, pending: m((x, pending)),
+        lambda m, x, pending: m.forward_residual(x, pending),
         lambda p, x, pending: (x + pending, linear_by_hand(p, x + pending, kind)),
     )
 
@@ -128,7 +128,9 @@ def split_case(kind="RMSNorm", bias=True, rotate=True, sizes=SMALL):
     angles = plain.angles(sizes.batch, sizes.tokens, sizes.head) if rotate else None
 
     def call(m, x, pending):
-        return m((x, pending), None, Rotation(sizes.heads, sizes.groups, *(tables_for(angles, x) or (None, None))))
+        return m.forward_residual(
+            x, pending, None, Rotation(sizes.heads, sizes.groups, *(tables_for(angles, x) or (None, None)))
+        )
 
     def by_hand(p, x, pending):
         return x + pending, *split_by_hand(p, x + pending, kind, sizes.heads, sizes.groups, angles)
@@ -142,7 +144,7 @@ def mlp_case(kind="RMSNorm", bias=True, activation="swiglu", sizes=SMALL, again=
     )
     return Case(
         plain.randomise(module),
-        lambda m, x, pending: m((x, pending)),
+        lambda m, x, pending: m.forward_residual(x, pending),
         lambda p, x, pending: (x + pending, mlp_by_hand(p, x + pending, kind, activation)),
     )
 
@@ -175,7 +177,7 @@ def layer_case(kind="RMSNorm", bias=True, masked="causal", rotate=True, activati
     how = {"kind": kind, "activation": activation, "heads": sizes.heads, "groups": sizes.groups}
 
     def call(m, x, pending):
-        return m((x, pending), None if mask is None else mask.to(x.device), tables_for(angles, x))
+        return m.forward_residual(x, pending, None if mask is None else mask.to(x.device), tables_for(angles, x))
 
     return Case(module, call, functools.partial(layer_by_hand, angles=angles, allowed=allowed, **how))
 

@@ -173,10 +173,8 @@ def attended(layer, x, cotangent, **how):
 
 
 def calls_of_the_short_kernel(monkeypatch):
-    calls = []
-    monkeypatch.setattr(attention, "_lengths", set())
-    inner = attention.short.short_attention
-    monkeypatch.setattr(attention.short, "short_attention", lambda qkv, *how: calls.append(qkv.shape[1]) or inner(qkv, *how))
+    calls, inner = [], attention.short_attention
+    monkeypatch.setattr(attention, "short_attention", lambda qkv, *how: calls.append(qkv.shape[1]) or inner(qkv, *how))
     return calls
 
 
@@ -192,9 +190,8 @@ def test_short_sequences_without_rotation_give_what_long_ones_do(recipe, groups,
     if sequence_first:
         x, cotangent = x.transpose(0, 1), cotangent.transpose(0, 1)
     found = []
-    for most in (4, 0):
-        monkeypatch.setattr(attention, "MOST_LENGTHS", most)
-        attention._lengths.clear()
+    for longest in (512, 0):
+        monkeypatch.setattr(attention.short, "LONGEST", longest)
         with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
             found.append(attended(layer, x, cotangent))
     assert calls == [9]
@@ -215,9 +212,17 @@ def test_what_the_short_kernel_does_not_take_goes_to_pytorch(why, monkeypatch):
     assert not calls
 
 
-def test_a_process_compiles_few_lengths(monkeypatch):
+def test_the_kernel_depends_on_the_shape_alone(monkeypatch):
     calls = calls_of_the_short_kernel(monkeypatch)
     layer = octavo.nn.MultiheadAttention(32, 2, attn_mask_type="no_mask").bfloat16()
-    for tokens in (3, 4, 5, 6, 7, 8, 3, 6):
+    for tokens in (3, 4, 5, 6, 7, 8, 3, 513):
         layer(torch.randn(1, tokens, 32).bfloat16())
-    assert calls == [3, 4, 5, 6, 3, 6]
+    assert calls == [3, 4, 5, 6, 7, 8, 3]
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_a_scale_that_short_attention_refuses(scale):
+    layer = octavo.nn.MultiheadAttention(32, 2, attn_mask_type="no_mask").bfloat16()
+    layer.core_attention.softmax_scale = scale
+    with pytest.raises(octavo.errors.InputError, match=f"softmax_scale = {scale}: .* more than 0"):
+        layer(torch.randn(1, 3, 32).bfloat16())

@@ -34,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.nn.fused import Rotation
+from octavo.nn.rotary import Rotation
 from octavo.parallel import offload
 
 torch_warns_of_itself = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -122,8 +122,9 @@ def test_a_stream_is_its_sum(which, recipe):
         if which == "norm":
             return (m(h),)
         if which == "split":
-            return h, *m(
-                (h, None),
+            return h, *m.forward_residual(
+                h,
+                None,
                 None,
                 Rotation(SMALL.heads, SMALL.groups, *(t.float() for t in plain.angles(*SMALL.shape[:2], SMALL.head))),
             )[1:]
@@ -383,7 +384,7 @@ def test_training_goes_on_after_weights_were_kept_in_inference_mode():
     case, twin = mlp_case(), mlp_case()
     with torch.inference_mode(), octavo.fp8_autocast(fp8_recipe=RECIPES["current"]):
         case.module(plain.fresh(*SMALL.shape), is_first_microbatch=True)
-    calls = (c._replace(call=lambda m, x, p: m((x, p), is_first_microbatch=False)) for c in (case, twin))
+    calls = (c._replace(call=lambda m, x, p: m.forward_residual(x, p, is_first_microbatch=False)) for c in (case, twin))
     same_bits(*(run(c, *inputs(), RECIPES["current"]) for c in calls))
 
 
@@ -453,7 +454,7 @@ def kept(module, recipe, *, dtype=torch.bfloat16, frozen=()):
     rotary = tuple(table.float() for table in plain.angles(1, TOKENS, HEAD))
     own |= {table.untyped_storage().data_ptr() for table in rotary}
     with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe), saved_tensors_hooks(pack, lambda t: t):
-        h, y = module((x, pending), None, rotary)
+        h, y = module.forward_residual(x, pending, None, rotary)
     h.sum().backward(retain_graph=True)
     y.sum().backward()
     return sorted((str(kind).removeprefix("torch."), elements) for (_, kind), elements in found.items())
@@ -578,7 +579,7 @@ def test_sizes_that_are_no_multiples_of_16(kind, hidden, ffn, heads, recipe):
         norm.eps = EPS
     with torch.no_grad():
         layer.self_attention.layernorm_qkv.weight.mul_(0.3)
-    case = Case(layer, lambda m, x, pending: m((x, pending)), by_hand)
+    case = Case(layer, lambda m, x, pending: m.forward_residual(x, pending), by_hand)
     x, pending = inputs(shape=(3, 5, hidden))
     for _ in range(3):
         found = run(case, x, pending, RECIPES[recipe])

@@ -14,11 +14,11 @@ import octavo
 from octavo.build import build_model
 from octavo.errors import InputError
 from octavo.fp8.formats import E5M2
+from octavo.fp8.linear import LinearGemms
 from octavo.fp8.scaling import ModuleState, load_state_records, state_records
 from octavo.kernels.cross_entropy import Objective
 from octavo.nn import head
 from octavo.nn.head import linear_cross_entropy
-from octavo.nn.products import Products
 
 TOKENS, HIDDEN, WORDS = 37, 24, 101
 OBJECTIVES = {
@@ -52,22 +52,23 @@ def by_hand(hidden, weight, target, count, objective):
     return loss, *torch.autograd.grad(loss, (hidden, weight))
 
 
-def products(weight, recipe, dtype):
+def gemms(weight, recipe, dtype):
     """Those of a head in FP8, which must outlive their use."""
     module = torch.nn.Linear(HIDDEN, WORDS, bias=False)
     module.weight = torch.nn.Parameter(weight.detach())
-    return Products(ModuleState(module), weight, recipe, dtype, None)
+    return LinearGemms(ModuleState(module), weight, recipe, dtype, None)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_weight_for_the_gradient_alone_has_the_bytes_of_both(recipe):
     _, weight, _, _ = drawn(torch.bfloat16)
     alone, both = (
-        products(weight, RECIPES[recipe], torch.bfloat16).weight(weight, row=row, column=True) for row in (False, True)
+        gemms(weight, RECIPES[recipe], torch.bfloat16).quantizer.weight(weight, rowwise=row, columnwise=True)
+        for row in (False, True)
     )
-    assert alone.row is None
-    assert torch.equal(alone.column.view(torch.uint8), both.column.view(torch.uint8))
-    assert torch.equal(alone.column_scale, both.column_scale)
+    assert alone.rowwise_data is None
+    assert torch.equal(alone.columnwise_data.view(torch.uint8), both.columnwise_data.view(torch.uint8))
+    assert torch.equal(alone.columnwise_scale_inv, both.columnwise_scale_inv)
 
 
 def relative(found, wanted):
@@ -108,7 +109,7 @@ def test_of_16_bits(dtype, objective):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_in_fp8_it_is_float64_but_for_its_rounding(recipe, objective, dtype, logits):
     hidden, weight, target, count = drawn(dtype)
-    uses, how = products(weight, RECIPES[recipe], dtype), {"objective": OBJECTIVES[objective]}
+    uses, how = gemms(weight, RECIPES[recipe], dtype), {"objective": OBJECTIVES[objective]}
     for _ in range(2):
         hidden.grad = weight.grad = None
         loss = linear_cross_entropy(hidden, weight, target, count, **how, fp8=uses, fp8_logits=logits)
@@ -129,7 +130,7 @@ def test_in_fp8_chunks_change_no_token(recipe, logits, monkeypatch):
     for chunk in (1 << 30, 7 * WORDS * 4):
         monkeypatch.setattr(head, "CHUNK_BYTES", chunk)
         hidden, weight, target, count = drawn()
-        uses = products(weight, RECIPES[recipe], torch.float32)
+        uses = gemms(weight, RECIPES[recipe], torch.float32)
         loss = linear_cross_entropy(hidden, weight, target, count, fp8=uses, fp8_logits=logits)
         loss.backward()
         found.append((loss, hidden.grad, weight.grad))
@@ -147,7 +148,7 @@ def test_in_fp8_a_weights_gradient_in_parts_is_that_of_one_product(tokens, dtype
         monkeypatch.setattr(head, "TURNED_BYTES", 1)
         monkeypatch.setattr(head, "_ALIGNED", aligned)  # words of a turned piece
         hidden, weight, target, count = drawn(dtype, tokens)
-        loss = linear_cross_entropy(hidden, weight, target, count, fp8=products(weight, RECIPES["current"], dtype))
+        loss = linear_cross_entropy(hidden, weight, target, count, fp8=gemms(weight, RECIPES["current"], dtype))
         loss.backward()
         found.append((loss.detach(), hidden.grad, weight.grad))
     for parts in found[1:]:
@@ -169,7 +170,7 @@ def test_kept_gradients_are_gone_before_more_are_kept(logits, monkeypatch):
     monkeypatch.setattr(head._Fp8Head, "_multiply", multiply_and_look)
     hidden, weight, target, count = drawn()
     linear_cross_entropy(
-        hidden, weight, target, count, fp8=products(weight, RECIPES["current"], torch.float32), fp8_logits=logits
+        hidden, weight, target, count, fp8=gemms(weight, RECIPES["current"], torch.float32), fp8_logits=logits
     ).backward()
     assert len(alive) == 5
     assert not any(alive)
@@ -184,7 +185,7 @@ def test_micro_batches_behind_one_without_tokens_use_the_weight_of_their_step(lo
 
     def gradient(tokens, first):
         hidden.grad = None
-        fp8 = Products(state, module.weight, recipe, torch.float32, first)
+        fp8 = LinearGemms(state, module.weight, recipe, torch.float32, first)
         part = slice(0, tokens)
         linear_cross_entropy(hidden[part], module.weight, target[part], count, fp8=fp8, fp8_logits=logits).backward()
         return hidden.grad
@@ -206,7 +207,7 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen, fp8, logit
         hidden, weight, target, count = drawn()
         hidden.requires_grad_(hidden_trains)
         weight.requires_grad_(weight_trains)
-        uses = None if fp8 is None else products(weight, RECIPES[fp8], torch.float32)
+        uses = None if fp8 is None else gemms(weight, RECIPES[fp8], torch.float32)
         loss = linear_cross_entropy(hidden, weight, target, count, fp8=uses, fp8_logits=logits)
         if hidden_trains or weight_trains:
             loss.backward()
@@ -226,7 +227,7 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen, fp8, logit
 def test_nothing_to_predict(tokens, fp8, logits):
     hidden, weight, target, _ = drawn(tokens=tokens)
     target.fill_(-100)
-    uses = None if fp8 is None else products(weight, RECIPES[fp8], torch.float32)
+    uses = None if fp8 is None else gemms(weight, RECIPES[fp8], torch.float32)
     loss = linear_cross_entropy(hidden, weight, target, torch.tensor(1.0), fp8=uses, fp8_logits=logits)
     loss.backward()
     assert loss == 0
@@ -237,7 +238,7 @@ def test_nothing_to_predict(tokens, fp8, logits):
 @pytest.mark.parametrize("fp8", [None, "current"])
 def test_a_kept_graph_gives_its_gradients_twice_and_no_second_derivative(fp8):
     hidden, weight, target, count = drawn()
-    uses = None if fp8 is None else products(weight, RECIPES[fp8], torch.float32)
+    uses = None if fp8 is None else gemms(weight, RECIPES[fp8], torch.float32)
     loss = linear_cross_entropy(hidden, weight, target, count, fp8=uses)
     first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second))
@@ -251,7 +252,7 @@ def test_an_infinite_or_nan_state_shows_in_the_loss(fp8):
         hidden, weight, target, count = drawn()
         with torch.no_grad():
             hidden[1, 2] = value
-        uses = None if fp8 is None else products(weight, RECIPES[fp8], torch.float32)
+        uses = None if fp8 is None else gemms(weight, RECIPES[fp8], torch.float32)
         loss = linear_cross_entropy(hidden, weight, target, count, fp8=uses)
         assert loss.isnan() or (fp8 and value == torch.inf and loss.isfinite())  # the largest number of the format
 

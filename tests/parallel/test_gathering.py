@@ -72,7 +72,7 @@ def last_block_in_high_precision(keep):
 
     def run_block(layer, *arguments):
         with fp8_autocast(enabled=layer is not model.layers[-1], fp8_recipe=RECIPE):
-            return layer(*arguments)
+            return layer.forward_residual(*arguments)
 
     model.run_block = run_block
     losses = []

@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.errors import first_line
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import activation, adamw, cast, cast_scaled, column_sum, cross_entropy, norm, rope
-from octavo.kernels.cast import Into
+from octavo.kernels.quantized import Quantizer
 from octavo.kernels.timing import median_us
 
 EPS = 1e-5
@@ -71,19 +71,18 @@ def _random(rows: int, columns: int, device: torch.device, dtype: torch.dtype = 
     return torch.randn(rows, columns, device=device, dtype=dtype)
 
 
-def _into(device: torch.device, *, fp8: bool, row: bool = True, column: bool = True) -> Into:
+def _into(device: torch.device, *, fp8: bool, rowwise: bool = True, columnwise: bool = True) -> Quantizer:
     """FP8 in the given layouts with scale and amax of delayed scaling; or bfloat16."""
     if not fp8:
-        return Into(torch.bfloat16)
+        return Quantizer(torch.bfloat16)
     scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
-    return Into(E4M3.dtype, E4M3.max, scale, amax, row, column)
+    return Quantizer(E4M3.dtype, E4M3.max, scale, amax, rowwise, columnwise)
 
 
-def _cast(rows: int, columns: int, device: torch.device, *, column: bool, dtype: torch.dtype = torch.bfloat16) -> Call:
+def _cast(rows: int, columns: int, device: torch.device, *, columnwise: bool, dtype: torch.dtype = torch.bfloat16) -> Call:
     x, into = _random(rows, columns, device, dtype), _into(device, fp8=True)
-    assert into.scale is not None
-    scale = into.scale
-    return Call(lambda: cast.cast(x, scale, into.amax, into.dtype, into.fp8_max, column), (x,))
+    into = into._replace(columnwise=columnwise)
+    return Call(lambda: cast.cast(x, into), (x,))
 
 
 def _norm(rows: int, columns: int, device: torch.device, *, kind: str, fp8: bool) -> Call:
@@ -93,17 +92,16 @@ def _norm(rows: int, columns: int, device: torch.device, *, kind: str, fp8: bool
     return Call(lambda: norm.norm(kind, x, delta, weight, bias, EPS, into), (x, delta))
 
 
-def _norm_backward(rows: int, columns: int, device: torch.device, *, kind: str, fp8: bool) -> Call:
+def _norm_backward(rows: int, columns: int, device: torch.device, *, kind: str) -> Call:
     dy, h, residual = (_random(rows, columns, device) for _ in range(3))
     weight = torch.ones(columns, device=device, dtype=torch.bfloat16)
-    _, stats, _ = norm.norm(kind, h, None, weight, None, EPS, Into(torch.bfloat16))
-    into = _into(device, fp8=True) if fp8 else None
-    return Call(lambda: norm.norm_backward(kind, dy, h, weight, stats, residual, into=into), (dy, h, residual))
+    _, stats, _ = norm.norm(kind, h, None, weight, None, EPS, Quantizer(torch.bfloat16))
+    return Call(lambda: norm.norm_backward(kind, dy, h, weight, stats, residual), (dy, h, residual))
 
 
 def _activation(rows: int, columns: int, device: torch.device, *, name: str, fp8: bool) -> Call:
     # Rowwise alone, as in the layers: backward makes the columnwise FP8.
-    x, into = _random(rows, columns, device), _into(device, fp8=fp8, column=False)
+    x, into = _random(rows, columns, device), _into(device, fp8=fp8, columnwise=False)
     return Call(lambda: activation.activation(name, x, GATE_UP_BLOCK, into), (x,))
 
 
@@ -113,8 +111,8 @@ def _activation_backward(
     x, into = _random(rows, columns, device), _into(device, fp8=fp8)
     dy = _random(rows, columns // (2 if activation.is_gated(name) else 1), device)
     # The columnwise operand of the second product's weight gradient, recomputed; its amax was recorded in forward.
-    anew = _into(device, fp8=True, row=False)._replace(amax=None) if again else None
-    return Call(lambda: activation.activation_backward(name, dy, x, GATE_UP_BLOCK, into, again=anew, bias=bias), (dy, x))
+    anew = _into(device, fp8=True, rowwise=False)._replace(amax=None) if again else None
+    return Call(lambda: activation.activation_backward(name, dy, x, GATE_UP_BLOCK, into, recompute=anew, bias=bias), (dy, x))
 
 
 def _angles(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -171,14 +169,14 @@ def _column_sums(rows: int, columns: int, device: torch.device) -> Call:
     return Call(lambda: column_sum.column_sums(x), (x,))
 
 
-def _rows(rows: int, columns: int, device: torch.device, *, column: bool) -> Call:
+def _rows(rows: int, columns: int, device: torch.device, *, columnwise: bool) -> Call:
     x = _random(rows, columns, device)
-    return Call(lambda: cast_scaled.rows(x, E4M3.dtype, E4M3.max, row=True, column=column), (x,))
+    return Call(lambda: cast_scaled.rows(x, E4M3.dtype, E4M3.max, rowwise=True, columnwise=columnwise), (x,))
 
 
 def _blocks(rows: int, columns: int, device: torch.device, *, block_rows: int) -> Call:
     x = _random(rows, columns, device)
-    return Call(lambda: cast_scaled.blocks(x, E4M3.dtype, E4M3.max, block_rows, row=True, column=True), (x,))
+    return Call(lambda: cast_scaled.blocks(x, E4M3.dtype, E4M3.max, block_rows, rowwise=True, columnwise=True), (x,))
 
 
 GATED = ((16_384, 2 * 14_336), (16_384, 2 * 8192))
@@ -193,16 +191,15 @@ _swiglu_backward = partial(_activation_backward, name="swiglu")
 _gelu_backward = partial(_activation_backward, name="gelu")
 
 TABLE: tuple[Kernel, ...] = (
-    Kernel("cast", partial(_cast, column=False), 2, 1),
-    Kernel("cast-transpose", partial(_cast, column=True), 2, 2, ((16_384, 4096), (16_384, 14_336))),
-    Kernel("cast-transpose-float32", partial(_cast, column=True, dtype=torch.float32), 4, 2),
+    Kernel("cast", partial(_cast, columnwise=False), 2, 1),
+    Kernel("cast-transpose", partial(_cast, columnwise=True), 2, 2, ((16_384, 4096), (16_384, 14_336))),
+    Kernel("cast-transpose-float32", partial(_cast, columnwise=True, dtype=torch.float32), 4, 2),
     # With the addition to the residual stream: reads x and delta, writes their sum and its norm.
     Kernel("rms-norm", partial(_norm, kind="RMSNorm", fp8=False), 4, 4),
     Kernel("rms-norm-fp8", partial(_norm, kind="RMSNorm", fp8=True), 4, 4),
     Kernel("layer-norm-fp8", partial(_norm, kind="LayerNorm", fp8=True), 4, 4),
-    Kernel("rms-norm-backward", partial(_norm_backward, kind="RMSNorm", fp8=False), 6, 2),
-    Kernel("rms-norm-backward-fp8", partial(_norm_backward, kind="RMSNorm", fp8=True), 6, 4),
-    Kernel("layer-norm-backward", partial(_norm_backward, kind="LayerNorm", fp8=False), 6, 2),
+    Kernel("rms-norm-backward", partial(_norm_backward, kind="RMSNorm"), 6, 2),
+    Kernel("layer-norm-backward", partial(_norm_backward, kind="LayerNorm"), 6, 2),
     # The shape of gate and up; the result has half as many elements.
     Kernel("swiglu", partial(_swiglu, fp8=False), 2, 1, GATED),
     Kernel("swiglu-fp8", partial(_swiglu, fp8=True), 2, 0.5, GATED),
@@ -222,9 +219,9 @@ TABLE: tuple[Kernel, ...] = (
     Kernel("adamw-float32", partial(_adamw, dtype=torch.float32), 16, 12),
     Kernel("amax", _amax, 2, 0),
     Kernel("column-sums", _column_sums, 2, 0),
-    Kernel("cast-rows", partial(_rows, column=False), 2, 1),
+    Kernel("cast-rows", partial(_rows, columnwise=False), 2, 1),
     # A scale for each row and one for each column: two passes.
-    Kernel("cast-rows-columns", partial(_rows, column=True), 4, 2),
+    Kernel("cast-rows-columns", partial(_rows, columnwise=True), 4, 2),
     Kernel("cast-blocks", partial(_blocks, block_rows=1), 2, 2),
     Kernel("cast-blocks-square", partial(_blocks, block_rows=128), 2, 2),
 )

@@ -124,7 +124,7 @@ def _bf16(product: Product, device: torch.device) -> Contest:
         b = b.t().contiguous().t()
     if product.kind == "weight gradient":
         a = a.t().contiguous().t()
-    return lambda: a @ b.t(), lambda: gemm.wide_mm(a, b.t(), torch.bfloat16)
+    return lambda: a @ b.t(), lambda: gemm.high_precision_mm(a, b.t(), torch.bfloat16)
 
 
 CONTESTS: dict[str, Callable[[Product, torch.device], Contest]] = {

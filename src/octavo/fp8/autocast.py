@@ -36,7 +36,7 @@ class _Forward:
     """What a recomputation needs of its forward: the context it was in, and the scales that held."""
 
     active: _Active | None
-    scales: list[tuple[scaling.Arena, torch.Tensor]]
+    scales: list[tuple[scaling.ScaleBuffer, torch.Tensor]]
 
 
 class _State:

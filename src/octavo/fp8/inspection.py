@@ -43,6 +43,6 @@ def _entries(state: ModuleState) -> dict[str, dict[str, Any]]:
             "format": how.format.name,
             "scale": slot.scale.clone() if slot is not None else state.observed.get(operand),
             "amax_history": slot.history.clone() if slot is not None else None,
-            "saturated": bool(slot.arena.saturated[slot.index]) if slot is not None else False,
+            "saturated": bool(slot.buffer.saturated[slot.index]) if slot is not None else False,
         }
     return {operand.value: entries[operand.value] for operand in Operand if operand.value in entries}

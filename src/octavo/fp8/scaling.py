@@ -23,55 +23,55 @@ from torch import Tensor, nn
 
 from octavo.errors import InputError
 from octavo.fp8.recipe import History, Operand, Recipe
-from octavo.fp8.tensor import GatheredWeight, Quantized
-from octavo.kernels.cast import apart, cast, like_cast
+from octavo.kernels.cast import CastResults, cast, fake_results, operator_results
+from octavo.kernels.quantized import QuantizedTensor, Quantizer, of_one_scale
 from octavo.kernels.scales import update_scales_
 
 _FIRST_CAPACITY = 64
 _ROUNDING = 1 + 2.0**-20
 """An amax times the scale that was made from it may round to just above the maximum: that loses nothing."""
-_arenas: list[Arena] = []
+_buffers: list[ScaleBuffer] = []
 
 
 class Slot:
-    """One tensor's place in an arena."""
+    """One tensor's scale and history in a buffer."""
 
-    def __init__(self, arena: Arena, index: int, fp8_max: float) -> None:
-        self.arena = arena
+    def __init__(self, buffer: ScaleBuffer, index: int, fp8_max: float) -> None:
+        self.buffer = buffer
         self.index = index
         self.fp8_max = fp8_max
-        self.place = torch.tensor([arena.number, index])
-        """Where the slot is, for `cast_delayed`: int64 [2] on the CPU."""
+        self.position = torch.tensor([buffer.number, index])
+        """Number of the buffer and index in it, for `cast_delayed`: int64 [2] on the CPU."""
 
     @property
     def scale(self) -> Tensor:
         """What the next cast multiplies by: a view, float32 []."""
-        return self.arena.scale[self.index]
+        return self.buffer.scale[self.index]
 
     @property
     def amax(self) -> Tensor:
         """Slot 0 of the history, where casts record: a view, float32 []."""
-        return self.arena.history[0, self.index]
+        return self.buffer.history[0, self.index]
 
     @property
     def history(self) -> Tensor:
         """This tensor's history, oldest after slot 0: float32 [L]."""
-        return self.arena.history[:, self.index]
+        return self.buffer.history[:, self.index]
 
 
 def _several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-class Arena:
+class ScaleBuffer:
     """Scales [n] and histories [L, n] of all tensors of one direction, one `History` policy and one device."""
 
     @torch.inference_mode(False)  # here and in `allocate`: training goes on with what an evaluation made
     def __init__(self, device: torch.device, policy: History) -> None:
         self.policy = policy
         self.device = device
-        self.number = len(_arenas)
-        _arenas.append(self)
+        self.number = len(_buffers)
+        _buffers.append(self)
         self.scale = torch.ones(_FIRST_CAPACITY, device=device)
         self.history = torch.zeros(policy.length, _FIRST_CAPACITY, device=device)
         self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
@@ -115,51 +115,43 @@ class Arena:
 
 
 def cast_delayed(
-    x: Tensor, place: Tensor, dtype: torch.dtype, fp8_max: float, *, record: bool, column: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.cast.cast` with the scale of the slot at `place`, recording the amax in it."""
-    if torch.compiler.is_compiling():
-        return _cast_delayed_op(x, place, dtype, fp8_max, record, column)
-    return _cast_delayed(x, place, dtype, fp8_max, record, column)
+    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
+) -> QuantizedTensor:
+    """Cast a matrix in compiled code by the scale of the slot at `position`, rowwise and if asked columnwise."""
+    q, q_t, scale_inv = _cast_delayed(x, position, dtype, fp8_max, record, columnwise)
+    return of_one_scale(q, q_t if columnwise else None, scale_inv)
 
 
-def _cast_delayed(
-    x: Tensor, place: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, column: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    number, index = place.tolist()
-    arena = _arenas[number]
-    return cast(x, arena.scale[index], arena.history[0, index] if record else None, dtype, fp8_max, column)
-
-
-# A compiler is told where a slot is, not its tensors: as inputs of a graph they would be views of one buffer, one of them
-# written, which functionalisation copies and autograd's version counters refuse. What is recorded is read outside of graphs.
-# And it is told by a tensor, because a number would be compiled in, and every layer would have code of its own.
+# A compiler is given the position of a slot, not its tensors: as inputs of a graph they would be views of one buffer, one of
+# them written, which functionalisation copies and autograd's version counters refuse. Nothing in a graph reads the amax.
+# The position is a tensor, because a number would be compiled in: each layer would have code of its own.
 @torch.library.custom_op("octavo::cast_delayed", mutates_args=())
-def _cast_delayed_op(
-    x: Tensor, place: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, column: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return apart(_cast_delayed(x, place, dtype, fp8_max, record, column))
+def _cast_delayed(
+    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
+) -> CastResults:
+    number, index = position.tolist()
+    buffer = _buffers[number]
+    amax = buffer.history[0, index] if record else None
+    return operator_results(cast(x, Quantizer(dtype, fp8_max, buffer.scale[index], amax, columnwise=columnwise)))
 
 
-@_cast_delayed_op.register_fake
-def _(
-    x: Tensor, place: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, column: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return like_cast(x, dtype, column)
+@_cast_delayed.register_fake
+def _(x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool) -> CastResults:
+    return fake_results(x, dtype, columnwise)
 
 
 @dataclass
 class _Direction:
-    """The arenas of forward or of backward, and whether amaxes may be waiting in them."""
+    """The buffers of forward or of backward, and whether amaxes may be waiting in them."""
 
-    arenas: dict[tuple[torch.device, History], Arena]
+    buffers: dict[tuple[torch.device, History], ScaleBuffer]
     group: dist.ProcessGroup | None = None
     reduce_amax: bool = True
     pending: bool = False
 
     def update(self) -> None:
-        for arena in self.arenas.values():
-            arena.update(self.group, self.reduce_amax)
+        for buffer in self.buffers.values():
+            buffer.update(self.group, self.reduce_amax)
         self.pending = False
 
 
@@ -179,8 +171,8 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, weight_name: str = "weight") -> None:
         self.slots: dict[Operand, Slot] = {}
-        self.weight_cache: tuple[Quantized, Quantized | None] | None = None
-        self.gathered: GatheredWeight | None = None  # in place of a parameter that is sharded
+        self.weight_cache: QuantizedTensor | None = None
+        self.gathered: QuantizedTensor | None = None  # the weight of a sharded parameter, gathered in FP8
         self.observed: dict[Operand, Tensor] = {}
         self.recipe: Recipe | None = None  # of the last use
         self.skipped = ""  # why this layer stays out of FP8, where it does
@@ -216,10 +208,10 @@ class ModuleState:
             return
         for operand, how in recipe.casts.items():
             old = self.slots.get(operand)
-            arenas = (_backward if operand is Operand.GRAD_OUTPUT else _forward).arenas
-            arena = arenas.get((device, policy)) or arenas.setdefault((device, policy), Arena(device, policy))
-            if old is None or old.arena is not arena or old.fp8_max != how.format.max:
-                new = arena.allocate(how.format.max)
+            buffers = (_backward if operand is Operand.GRAD_OUTPUT else _forward).buffers
+            buffer = buffers.get((device, policy)) or buffers.setdefault((device, policy), ScaleBuffer(device, policy))
+            if old is None or old.buffer is not buffer or old.fp8_max != how.format.max:
+                new = buffer.allocate(how.format.max)
                 if old is not None:
                     # The same amaxes in another format: its scale differs by a power of two. An unused one stays 1.
                     used = (old.history != 0).any()
@@ -230,7 +222,7 @@ class ModuleState:
         """The slot of an operand, made on first use."""
         slot = self.slots.get(operand)
         fp8_max = recipe.casts[operand].format.max
-        if slot is None or slot.fp8_max != fp8_max or slot.arena.policy != recipe.history or slot.arena.device != device:
+        if slot is None or slot.fp8_max != fp8_max or slot.buffer.policy != recipe.history or slot.buffer.device != device:
             torch.compiler.disable(self.prepare)(recipe, device)
             slot = self.slots[operand]
         return slot
@@ -244,7 +236,7 @@ class ModuleState:
         copy._module = weakref.ref(memo.get(id(module), module)) if module is not None else self._module
         copy.weight_name = self.weight_name
         for operand, slot in self.slots.items():
-            copy.slots[operand] = slot.arena.allocate(slot.fp8_max)
+            copy.slots[operand] = slot.buffer.allocate(slot.fp8_max)
             fill(copy.slots[operand], slot.scale, slot.history)
         _register(copy)
         return copy
@@ -260,7 +252,7 @@ def _register(state: ModuleState) -> None:
 @torch.no_grad()
 def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
     """Set a slot's scale and history; of a longer history the newest entries are kept, a shorter one is padded with zeros."""
-    kept = min(len(history), slot.arena.policy.length) - 1
+    kept = min(len(history), slot.buffer.policy.length) - 1
     slot.scale.copy_(scale)
     slot.history.zero_()
     slot.amax.copy_(history[0])
@@ -335,23 +327,23 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def snapshot() -> list[tuple[Arena, Tensor]]:
+def snapshot() -> list[tuple[ScaleBuffer, Tensor]]:
     """The forward scales as they are, for a recomputation to use."""
-    return [(arena, arena.scale.clone()) for arena in _forward.arenas.values()]
+    return [(buffer, buffer.scale.clone()) for buffer in _forward.buffers.values()]
 
 
 @contextlib.contextmanager
-def replay(scales: list[tuple[Arena, Tensor]]) -> Iterator[None]:
+def replay(scales: list[tuple[ScaleBuffer, Tensor]]) -> Iterator[None]:
     """Repeat a forward: use its scales, and leave what is recorded meanwhile out of the histories."""
-    before = [(arena, arena.scale.clone(), arena.history[0].clone()) for arena in _forward.arenas.values()]
-    for arena, scale in scales:
-        arena.scale[: len(scale)].copy_(scale)
+    before = [(buffer, buffer.scale.clone(), buffer.history[0].clone()) for buffer in _forward.buffers.values()]
+    for buffer, scale in scales:
+        buffer.scale[: len(scale)].copy_(scale)
     try:
         yield
     finally:
-        for arena, scale, amaxes in before:
-            arena.scale[: len(scale)].copy_(scale)
-            arena.history[0, : len(amaxes)].copy_(amaxes)
+        for buffer, scale, amaxes in before:
+            buffer.scale[: len(scale)].copy_(scale)
+            buffer.history[0, : len(amaxes)].copy_(amaxes)
 
 
 def states_of(model: nn.Module) -> Iterator[tuple[str, ModuleState]]:

@@ -16,18 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import gemm, reference
-from octavo.kernels.cast import (
-    Into,
-    Made,
-    larger,
-    make,
-    outputs,
-    record_amax,
-    store_layouts,
-)  # fmt: skip
+from octavo.kernels.cast import larger, record_amax, store_layouts
 from octavo.kernels.column_sum import add_up
 from octavo.kernels.fast_math import LOG2_E, exp, exp2, reciprocal
 from octavo.kernels.packed_transpose import groups_inside, load_fours, packed_row, store_packed
+from octavo.kernels.quantized import NOTHING, QuantizedTensor, Quantizer, allocate, quantize, without_elements
 
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
 
@@ -131,21 +124,21 @@ def _scaled(y, scale_ptr, scale_inv_ptr, tile):
 
 @triton.jit
 def _finish(
-    y, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+    y, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
     r, c, rows, columns, inside, one, tile,
 ):  # fmt: skip
     """Record and store a float32 tile [r, c]; a pointer that is None was not asked for."""
     if amax_ptr is not None:
         record_amax(amax_ptr, y)
     y = _scaled(y, scale_ptr, scale_inv_ptr, tile)
-    ROW: tl.constexpr = row_ptr is not None
-    COLUMN: tl.constexpr = column_ptr is not None
-    store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, ROW, COLUMN, ROW and COLUMN)
+    ROWWISE: tl.constexpr = rowwise_ptr is not None
+    COLUMNWISE: tl.constexpr = columnwise_ptr is not None
+    store_layouts(y, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, ROWWISE, COLUMNWISE, ROWWISE and COLUMNWISE)
 
 
 @triton.jit
 def _finish_gated(
-    gate, up, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+    gate, up, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
     r, c, rows, columns, inside, one, tile, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`_finish` for two float32 tiles whose columns are interleaved in blocks; `columns` counts those of one."""
@@ -153,17 +146,17 @@ def _finish_gated(
         record_amax(amax_ptr, larger(tl.abs(gate), up))
     gate = _scaled(gate, scale_ptr, scale_inv_ptr, tile)
     up = _scaled(up, scale_ptr, scale_inv_ptr, 1)
-    ROW: tl.constexpr = row_ptr is not None
-    COLUMN: tl.constexpr = column_ptr is not None
-    TWICE: tl.constexpr = ROW and COLUMN
+    ROWWISE: tl.constexpr = rowwise_ptr is not None
+    COLUMNWISE: tl.constexpr = columnwise_ptr is not None
+    TWICE: tl.constexpr = ROWWISE and COLUMNWISE
     c = _gate_columns(c, BLOCK)
-    store_layouts(gate, row_ptr, column_ptr, r, c, rows, 2 * columns, inside, one, ROW, COLUMN, TWICE)
-    store_layouts(up, row_ptr, column_ptr, r, c + BLOCK, rows, 2 * columns, inside, one, ROW, COLUMN, TWICE)
+    store_layouts(gate, rowwise_ptr, columnwise_ptr, r, c, rows, 2 * columns, inside, one, ROWWISE, COLUMNWISE, TWICE)
+    store_layouts(up, rowwise_ptr, columnwise_ptr, r, c + BLOCK, rows, 2 * columns, inside, one, ROWWISE, COLUMNWISE, TWICE)
 
 
 @triton.jit
 def _forward(
-    x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+    x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
     rows, columns, stride, one,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr,
@@ -181,17 +174,17 @@ def _forward(
         x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
         y, _ = _value_and_slope(x, CURVE)
     _finish(
-        y, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, tile
+        y, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, tile
     )  # fmt: skip
 
 
 @triton.jit
 def _backward(
-    dy_ptr, x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
-    y_scale_ptr, y_amax_ptr, y_row_ptr, y_column_ptr, y_scale_inv_ptr, partial_ptr,
+    dy_ptr, x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
+    y_scale_ptr, y_amax_ptr, y_rowwise_ptr, y_columnwise_ptr, y_scale_inv_ptr, partial_ptr,
     rows, columns, dy_stride, x_stride, one,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
-    AGAIN: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -212,7 +205,7 @@ def _backward(
             tl.store(partial, tl.sum(d_gate, 0), mask=c < columns)
             tl.store(partial + BLOCK, tl.sum(d_up, 0), mask=c < columns)
         _finish_gated(
-            d_gate, d_up, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+            d_gate, d_up, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
             r, c, rows, columns, inside, one, tile, BLOCK,
         )  # fmt: skip
     else:
@@ -223,19 +216,19 @@ def _backward(
             partial = partial_ptr + (tile // tiles_across).to(tl.int64) * columns + c
             tl.store(partial, tl.sum(dx, 0), mask=c < columns)
         _finish(
-            dx, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, tile
+            dx, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, tile
         )  # fmt: skip
-    if AGAIN:
+    if RECOMPUTE:
         _finish(
-            y, y_scale_ptr, y_amax_ptr, y_row_ptr, y_column_ptr, y_scale_inv_ptr,
+            y, y_scale_ptr, y_amax_ptr, y_rowwise_ptr, y_columnwise_ptr, y_scale_inv_ptr,
             r, c, rows, columns, inside, one, tile,
         )  # fmt: skip
 
 
 @triton.jit
 def _backward_by_fours(
-    dy_ptr, x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
-    y_scale_ptr, y_amax_ptr, y_row_ptr, y_column_ptr, y_scale_inv_ptr, partial_ptr,
+    dy_ptr, x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
+    y_scale_ptr, y_amax_ptr, y_rowwise_ptr, y_columnwise_ptr, y_scale_inv_ptr, partial_ptr,
     rows, columns, dy_stride, x_stride,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr,
@@ -259,7 +252,7 @@ def _backward_by_fours(
     scale = tl.load(scale_ptr)
     if tile == 0:
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
-    if y_column_ptr is not None:
+    if y_columnwise_ptr is not None:
         y_scale = tl.load(y_scale_ptr)
         if tile == 0:
             tl.store(y_scale_inv_ptr, tl.div_rn(1.0, y_scale))
@@ -282,8 +275,8 @@ def _backward_by_fours(
             if partial_ptr is not None:
                 summed_up += d_up
             d_up = d_up * scale
-            tl.store(row_ptr + rows_at * width + (at + BLOCK)[None, :], d_up.to(row_ptr.dtype.element_ty), mask=inside)
-            packed_up = packed_row(packed_up, before_up, d_up, i, column_ptr.dtype.element_ty)
+            tl.store(rowwise_ptr + rows_at * width + (at + BLOCK)[None, :], d_up.to(rowwise_ptr.dtype.element_ty), mask=inside)
+            packed_up = packed_row(packed_up, before_up, d_up, i, columnwise_ptr.dtype.element_ty)
             before_up = d_up
         else:
             y, slope = _value_and_slope(xs[i].to(tl.float32), CURVE)
@@ -293,20 +286,20 @@ def _backward_by_fours(
         if partial_ptr is not None:
             summed += dx
         dx = dx * scale
-        tl.store(row_ptr + rows_at * width + at[None, :], dx.to(row_ptr.dtype.element_ty), mask=inside)
-        packed = packed_row(packed, before, dx, i, column_ptr.dtype.element_ty)
+        tl.store(rowwise_ptr + rows_at * width + at[None, :], dx.to(rowwise_ptr.dtype.element_ty), mask=inside)
+        packed = packed_row(packed, before, dx, i, columnwise_ptr.dtype.element_ty)
         before = dx
-        if y_column_ptr is not None:
+        if y_columnwise_ptr is not None:
             y = y * y_scale
-            packed_y = packed_row(packed_y, before_y, y, i, y_column_ptr.dtype.element_ty)
+            packed_y = packed_row(packed_y, before_y, y, i, y_columnwise_ptr.dtype.element_ty)
             before_y = y
     if amax_ptr is not None:
         record_amax(amax_ptr, largest)
-    store_packed(packed, column_ptr, g, at, rows, inside)
+    store_packed(packed, columnwise_ptr, g, at, rows, inside)
     if GATED:
-        store_packed(packed_up, column_ptr, g, at + BLOCK, rows, inside)
-    if y_column_ptr is not None:
-        store_packed(packed_y, y_column_ptr, g, c, rows, inside)
+        store_packed(packed_up, columnwise_ptr, g, at + BLOCK, rows, inside)
+    if y_columnwise_ptr is not None:
+        store_packed(packed_y, y_columnwise_ptr, g, c, rows, inside)
     if partial_ptr is not None:
         partial = partial_ptr + (tile // tiles_across).to(tl.int64) * width + at
         tl.store(partial, tl.sum(summed, 0), mask=c < columns)
@@ -314,29 +307,28 @@ def _backward_by_fours(
             tl.store(partial + BLOCK, tl.sum(summed_up, 0), mask=c < columns)
 
 
-def _packs(into: Into, row: bool = True) -> bool:
-    """Whether `into` is what `_backward_by_fours` makes: FP8 in both layouts, or the transposed one alone, unmeasured."""
-    return into.scale is not None and into.column and into.row is row and (row or into.amax is None)
+def _packs(quantizer: Quantizer, rowwise: bool = True) -> bool:
+    """Whether `quantizer` is what `_backward_by_fours` makes: FP8 in both layouts, or the transposed one alone, unmeasured."""
+    return (
+        quantizer.scale is not None
+        and quantizer.columnwise
+        and quantizer.rowwise is rowwise
+        and (rowwise or quantizer.amax is None)
+    )
 
 
-def _empty(into: Into, made: Made) -> Made:
-    """What `into` makes of no elements."""
-    if made.scale_inv is not None and into.scale is not None:
-        made.scale_inv.copy_(reference.divide(1.0, into.scale))
-    return made
-
-
-def launch(name: str, x: Tensor, block: int, into: Into, *, tiles: Tiles | None = None) -> Made:
+def launch(name: str, x: Tensor, block: int, quantizer: Quantizer, *, tiles: Tiles | None = None) -> QuantizedTensor:
     """Run the kernel; see `activation`."""
     curve, gated = reference.ACTIVATIONS[name]
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
-    made = outputs(into, rows, columns, x.device)
+    made = allocate(quantizer, rows, columns, x.device)
     if x.numel() == 0:
-        return _empty(into, made)
-    tiles = tiles or (FORWARD_ROWS if not into.column else FORWARD_GATED if gated else FORWARD)
+        return without_elements(quantizer, made)
+    tiles = tiles or (FORWARD_ROWS if not quantizer.columnwise else FORWARD_GATED if gated else FORWARD)
     _forward[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
-        x, into.scale, into.amax, made.row, made.column, made.scale_inv, rows, columns, x.stride(0), 1.0,
+        x, quantizer.scale, quantizer.amax, made.rowwise_data, made.columnwise_data, made.scale_inv,
+        rows, columns, x.stride(0), 1.0,
         CURVE=curve, GATED=gated, BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps,
     )  # fmt: skip
     return made
@@ -347,32 +339,32 @@ def launch_backward(
     dy: Tensor,
     x: Tensor,
     block: int,
-    into: Into,
+    quantizer: Quantizer,
     *,
-    again: Into | None = None,
+    recompute: Quantizer | None = None,
     bias: bool = False,
     tiles: Tiles | None = None,
-) -> tuple[Made, Made | None, Tensor | None]:
+) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
     """Run the kernel; see `activation_backward`. `tiles`: rows one by one, in tiles of that size."""
     curve, gated = reference.ACTIVATIONS[name]
     x = x if x.stride(-1) == 1 else x.contiguous()
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     (rows, columns), width = dy.shape, x.shape[1]
-    made = outputs(into, rows, width, x.device)
-    made_y = None if again is None else outputs(again, rows, columns, x.device)
-    by_fours = tiles is None and rows % 4 == 0 and _packs(into) and (again is None or _packs(again, row=False))
+    made = allocate(quantizer, rows, width, x.device)
+    made_y = None if recompute is None else allocate(recompute, rows, columns, x.device)
+    by_fours = tiles is None and rows % 4 == 0 and _packs(quantizer) and (recompute is None or _packs(recompute, rowwise=False))
     tiles = Tiles(4 * GROUPS, GROUP_COLUMNS, GROUP_WARPS) if by_fours else tiles or (BACKWARD_GATED if gated else BACKWARD)
     row_tiles = triton.cdiv(rows, tiles.rows)
     partial = torch.empty(row_tiles, width, dtype=torch.float32, device=x.device) if bias else None
     if x.numel() == 0:
-        _empty(into, made)
-        if again is not None and made_y is not None:
-            _empty(again, made_y)
+        without_elements(quantizer, made)
+        if recompute is not None and made_y is not None:
+            without_elements(recompute, made_y)
     else:
-        y_into, y = again or Into(torch.float32), made_y or Made(None, None, None)
-        pointers = (dy, x, into.scale, into.amax, made.row, made.column, made.scale_inv)
-        y_pointers = (y_into.scale, y_into.amax, y.row, y.column, y.scale_inv)
-        run, forms = (_backward_by_fours, {}) if by_fours else (_backward, {"one": 1.0, "AGAIN": again is not None})
+        y_quantizer, y = recompute or Quantizer(torch.float32), made_y or NOTHING
+        pointers = (dy, x, quantizer.scale, quantizer.amax, made.rowwise_data, made.columnwise_data, made.scale_inv)
+        y_pointers = (y_quantizer.scale, y_quantizer.amax, y.rowwise_data, y.columnwise_data, y.scale_inv)
+        run, forms = (_backward_by_fours, {}) if by_fours else (_backward, {"one": 1.0, "RECOMPUTE": recompute is not None})
         run[(row_tiles * triton.cdiv(columns, tiles.columns),)](
             *pointers, *y_pointers, partial, rows, columns, dy.stride(0), x.stride(0),
             CURVE=curve, GATED=gated, BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps, **forms,
@@ -380,27 +372,34 @@ def launch_backward(
     return made, made_y, None if partial is None else add_up(partial)
 
 
-def activation(name: str, x: Tensor, block: int, into: Into) -> Made:
-    """An activation's result, float32 inside, as `into` asks.
+def activation(name: str, x: Tensor, block: int, quantizer: Quantizer) -> QuantizedTensor:
+    """An activation's result, float32 inside, as `quantizer` asks.
 
     name: one of ACTIVATIONS. x: [R, F], or [R, 2F] for gated ones: gate and up interleaved in blocks of `block` columns (a
     power of two), gate first. The result is [R, F].
     """
     if gemm.is_native(x.device):
-        return launch(name, x, block, into)
-    return make(reference.activation(name, x, block), into)
+        return launch(name, x, block, quantizer)
+    return quantize(reference.activation(name, x, block), quantizer)
 
 
 def activation_backward(
-    name: str, dy: Tensor, x: Tensor, block: int, into: Into, *, again: Into | None = None, bias: bool = False
-) -> tuple[Made, Made | None, Tensor | None]:
-    """The gradient of `activation`'s input, of the shape of `x`, float32 inside, as `into` asks.
+    name: str,
+    dy: Tensor,
+    x: Tensor,
+    block: int,
+    quantizer: Quantizer,
+    *,
+    recompute: Quantizer | None = None,
+    bias: bool = False,
+) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
+    """The gradient of `activation`'s input, of the shape of `x`, float32 inside, as `quantizer` asks.
 
-    dy: [R, F], the gradient of the result. Also, if asked for: `again`, forward's result anew from `x`, the same bits as
+    dy: [R, F], the gradient of the result. Also, if asked for: `recompute`, forward's result anew from `x`, the same bits as
     forward's; `bias`, the float32 sum of the gradient over rows before it is rounded, [F] or [2F].
     """
     if gemm.is_native(x.device):
-        return launch_backward(name, dy, x, block, into, again=again, bias=bias)
+        return launch_backward(name, dy, x, block, quantizer, recompute=recompute, bias=bias)
     dx = reference.activation_backward(name, dy, x, block)
-    made_y = None if again is None else make(reference.activation(name, x, block), again)
-    return make(dx, into), made_y, dx.sum(0) if bias else None
+    made_y = None if recompute is None else quantize(reference.activation(name, x, block), recompute)
+    return quantize(dx, quantizer), made_y, dx.sum(0) if bias else None

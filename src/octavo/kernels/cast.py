@@ -8,8 +8,6 @@ On devices without FP8 conversions in Triton the reference runs, and the transpo
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -17,60 +15,13 @@ from torch import Tensor
 
 from octavo.kernels import gemm, reference
 from octavo.kernels.packed_transpose import groups_inside, load_fours, packed_row, store_packed, turned
+from octavo.kernels.quantized import QuantizedTensor, Quantizer, of_one_scale
 
 # Of the tiles tried at 16384 × 4096 on an H200 the fastest: 3.7 TB/s in groups of four rows, 2.7 with rows one by one.
 _GROUPS, _GROUP_COLUMNS = 32, 64
 _TILE_ROWS, _TILE_COLUMNS, _WARPS = 64, 128, 4
 _TURN_TILE = (64, 32, 8)
 """Of `_transpose`: groups of four rows and of four columns, and warps."""
-
-
-class Into(NamedTuple):
-    """What a kernel makes of its float32 result, a matrix [R, C].
-
-    Attributes:
-        dtype: an FP8 dtype, or a wide one (bfloat16, float16, float32), to which `scale` and `fp8_max` do not apply.
-        fp8_max: the largest value of an FP8 dtype.
-        scale: float32 [], what the result is multiplied by before it is rounded to FP8.
-        amax: float32 [], raised in place to the largest |result| before scaling; None records nothing.
-        row: whether the result is wanted as it is. column: whether it is wanted transposed. Neither measures the amax alone.
-    """
-
-    dtype: torch.dtype
-    fp8_max: float = 0.0
-    scale: Tensor | None = None
-    amax: Tensor | None = None
-    row: bool = True
-    column: bool = False
-
-
-class Made(NamedTuple):
-    """A matrix in the layouts that `Into` asked for: [R, C], [C, R], and float32 [] 1 / scale; None where not asked for."""
-
-    row: Tensor | None
-    column: Tensor | None
-    scale_inv: Tensor | None
-
-
-def make(x: Tensor, into: Into) -> Made:
-    """`into` in plain PyTorch, from a float32 matrix [R, C]: the definition, and what devices without Triton run."""
-    if into.amax is not None:
-        into.amax.copy_(torch.maximum(into.amax, reference.amax(x)))
-    if not (into.row or into.column):
-        return Made(None, None, None)
-    if into.scale is None:
-        wide, scale_inv = x.to(into.dtype), None
-    else:
-        wide, scale_inv = reference.cast(x, into.scale, into.dtype, into.fp8_max), reference.divide(1.0, into.scale)
-    return Made(wide if into.row else None, wide.t().contiguous() if into.column else None, scale_inv)
-
-
-def outputs(into: Into, rows: int, columns: int, device: torch.device) -> Made:
-    """Memory for what `into` asks for."""
-    row = torch.empty(rows, columns, dtype=into.dtype, device=device) if into.row else None
-    column = torch.empty(columns, rows, dtype=into.dtype, device=device) if into.column else None
-    made = into.scale is not None and (into.row or into.column)
-    return Made(row, column, torch.empty((), dtype=torch.float32, device=device) if made else None)
 
 
 @triton.jit
@@ -94,8 +45,8 @@ def larger(largest, x):
 
 @triton.jit
 def store_layouts(
-    x, row_ptr, column_ptr, r, c, rows, columns, inside, one,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, TWICE: tl.constexpr,
+    x, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
     """Convert a float32 tile [r, c] of a matrix [rows, columns] and store it, as it is and transposed.
 
@@ -104,20 +55,20 @@ def store_layouts(
     `one` is 1.0, given at run time. The ptxas of CUDA 12.9 that Triton brings loses bytes when one conversion from float32 to
     FP8 feeds both stores: a factor that it cannot know to be 1 makes the second a conversion of its own, at no cost that shows.
     """
-    if ROW:
-        tl.store(row_ptr + r[:, None].to(tl.int64) * columns + c[None, :], x.to(row_ptr.dtype.element_ty), mask=inside)
-    if COLUMN:
+    if ROWWISE:
+        tl.store(rowwise_ptr + r[:, None].to(tl.int64) * columns + c[None, :], x.to(rowwise_ptr.dtype.element_ty), mask=inside)
+    if COLUMNWISE:
         if TWICE:
             x = x * one
-        q = x.to(column_ptr.dtype.element_ty)
-        tl.store(column_ptr + c[:, None].to(tl.int64) * rows + r[None, :], tl.trans(q), mask=tl.trans(inside))
+        q = x.to(columnwise_ptr.dtype.element_ty)
+        tl.store(columnwise_ptr + c[:, None].to(tl.int64) * rows + r[None, :], tl.trans(q), mask=tl.trans(inside))
 
 
 @triton.jit
 def _cast_one_by_one(
-    x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+    x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
     rows, columns, stride, one,
-    COLUMN: tl.constexpr, AMAX: tl.constexpr, TWICE: tl.constexpr,
+    COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, TWICE: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -131,14 +82,14 @@ def _cast_one_by_one(
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
     if AMAX:
         record_amax(amax_ptr, x)
-    store_layouts(x * scale, row_ptr, column_ptr, r, c, rows, columns, inside, one, True, COLUMN, TWICE)
+    store_layouts(x * scale, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, True, COLUMNWISE, TWICE)
 
 
 @triton.jit
 def _cast_by_fours(
-    x_ptr, scale_ptr, amax_ptr, row_ptr, column_ptr, scale_inv_ptr,
+    x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
     rows, columns, stride, partial_ptr,
-    AMAX: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr, TILE_C: tl.constexpr,
+    AMAX: tl.constexpr, ROWWISE: tl.constexpr, GROUPS: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     tiles_across = tl.cdiv(columns, TILE_C)
@@ -161,54 +112,47 @@ def _cast_by_fours(
         if partial_ptr is not None:
             summed += x
         x = x * scale
-        if ROW:
-            tl.store(row_ptr + r * columns + c[None, :], x.to(row_ptr.dtype.element_ty), mask=inside)
-        packed = packed_row(packed, before, x, i, column_ptr.dtype.element_ty)
+        if ROWWISE:
+            tl.store(rowwise_ptr + r * columns + c[None, :], x.to(rowwise_ptr.dtype.element_ty), mask=inside)
+        packed = packed_row(packed, before, x, i, columnwise_ptr.dtype.element_ty)
         before = x
     if AMAX:
         record_amax(amax_ptr, largest)
-    store_packed(packed, column_ptr, g, c, rows, inside)
+    store_packed(packed, columnwise_ptr, g, c, rows, inside)
     if partial_ptr is not None:
         partial = partial_ptr + (tile // tiles_across).to(tl.int64) * columns + c
         tl.store(partial, tl.sum(summed, 0), mask=c < columns)
 
 
-def row_tiles(x: Tensor, column: bool) -> int | None:
-    """How many partial sums of each column a cast of this matrix can leave; None: it leaves none."""
-    return triton.cdiv(x.shape[0], 4 * _GROUPS) if column and x.shape[0] % 4 == 0 and gemm.is_native(x.device) else None
+def row_tiles(x: Tensor, columnwise: bool) -> int | None:
+    """Number of row tiles whose column sums a cast of this matrix can leave; None: it leaves no sums."""
+    return triton.cdiv(x.shape[0], 4 * _GROUPS) if columnwise and x.shape[0] % 4 == 0 and gemm.is_native(x.device) else None
 
 
-def launch(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor | None,
-    dtype: torch.dtype,
-    column: bool,
-    *,
-    row: bool = True,
-    partial: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the kernel; arguments and results as in `cast`, but an empty tensor for a layout that was not asked for."""
+def launch(x: Tensor, quantizer: Quantizer, partial: Tensor | None = None) -> QuantizedTensor:
+    """Run the kernel; see `cast`."""
+    scale, amax, columnwise = quantizer.scale, quantizer.amax, quantizer.columnwise
+    assert scale is not None
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, columns = x.shape
-    by_fours = column and rows % 4 == 0
-    q = torch.empty(rows if row or not by_fours else 0, columns, dtype=dtype, device=x.device)
-    q_t = torch.empty(columns if column else 0, rows, dtype=dtype, device=x.device)
+    by_fours = columnwise and rows % 4 == 0
+    q = torch.empty(rows if quantizer.rowwise or not by_fours else 0, columns, dtype=quantizer.dtype, device=x.device)
+    q_t = torch.empty(columns if columnwise else 0, rows, dtype=quantizer.dtype, device=x.device)
     scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
-    if x.numel() == 0:
-        return q, q_t, scale_inv.copy_(reference.divide(1.0, scale))
     pointers = (x, scale, amax, q, q_t, scale_inv, rows, columns, x.stride(0))
-    if by_fours:
-        grid = (triton.cdiv(rows, 4 * _GROUPS) * triton.cdiv(columns, _GROUP_COLUMNS),)
-        _cast_by_fours[grid](
-            *pointers, partial, AMAX=amax is not None, ROW=row, GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS, num_warps=_WARPS
-        )
-        return q, q_t, scale_inv
-    _cast_one_by_one[(triton.cdiv(rows, _TILE_ROWS) * triton.cdiv(columns, _TILE_COLUMNS),)](
-        *pointers, 1.0, COLUMN=column, AMAX=amax is not None, TWICE=x.dtype == torch.float32,
-        TILE_R=_TILE_ROWS, TILE_C=_TILE_COLUMNS, num_warps=_WARPS,
-    )  # fmt: skip
-    return q, q_t, scale_inv
+    if x.numel() == 0:
+        scale_inv.copy_(reference.divide(1.0, scale))
+    elif by_fours:
+        _cast_by_fours[(triton.cdiv(rows, 4 * _GROUPS) * triton.cdiv(columns, _GROUP_COLUMNS),)](
+            *pointers, partial, AMAX=amax is not None, ROWWISE=quantizer.rowwise, GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS,
+            num_warps=_WARPS,
+        )  # fmt: skip
+    else:
+        _cast_one_by_one[(triton.cdiv(rows, _TILE_ROWS) * triton.cdiv(columns, _TILE_COLUMNS),)](
+            *pointers, 1.0, COLUMNWISE=columnwise, AMAX=amax is not None, TWICE=x.dtype == torch.float32,
+            TILE_R=_TILE_ROWS, TILE_C=_TILE_COLUMNS, num_warps=_WARPS,
+        )  # fmt: skip
+    return of_one_scale(q if quantizer.rowwise else None, q_t if columnwise else None, scale_inv)
 
 
 @triton.jit
@@ -248,57 +192,52 @@ def transpose(q: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def cast(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor | None,
-    dtype: torch.dtype,
-    fp8_max: float,
-    column: bool,
-    *,
-    row: bool = True,
-    partial: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast with a known scale, and record the amax.
+def cast(x: Tensor, quantizer: Quantizer, partial: Tensor | None = None) -> QuantizedTensor:
+    """Cast a matrix [R, C] of any float dtype to FP8 with a known scale, and record its amax.
 
-    x: [R, C]. scale: float32 []. amax: float32 [], raised to the largest |x| in place; None records nothing. partial: float32
-    [`row_tiles`, C], which is filled with sums of the columns of x over tiles of rows; where that is None it must be too.
-    Returns FP8 [R, C], its transpose [C, R] if `column` asks for it (else an empty tensor), and 1 / scale. Without `row` the
-    first may be empty.
+    partial: float32 [`row_tiles`, C], filled with column sums of x over each tile of rows; None where `row_tiles` is None.
     """
     if gemm.is_native(x.device):
-        return launch(x, scale, amax, dtype, column, row=row, partial=partial)
-    if amax is not None:
-        amax.copy_(torch.maximum(amax, reference.amax(x)))
-    q = reference.cast(x, scale, dtype, fp8_max)
-    return q, q.t() if column else q.new_empty(0, x.shape[0]), reference.divide(1.0, scale)
+        return launch(x, quantizer, partial)
+    if quantizer.amax is not None:
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, reference.amax(x)))
+    assert quantizer.scale is not None
+    q = reference.cast(x, quantizer.scale, quantizer.dtype, quantizer.fp8_max)
+    scale_inv = reference.divide(1.0, quantizer.scale)
+    return of_one_scale(q if quantizer.rowwise else None, q.t() if quantizer.columnwise else None, scale_inv)
+
+
+CastResults = tuple[Tensor, Tensor, Tensor]
+"""What an operator of a compiler returns for a cast: FP8 [R, C], its transpose [C, R] or an empty tensor, and 1 / scale."""
 
 
 @torch.library.custom_op("octavo::cast_scaled", mutates_args=())
-def cast_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, column: bool) -> tuple[Tensor, Tensor, Tensor]:
+def cast_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, columnwise: bool) -> CastResults:
     """`cast` without an amax, as one operator to a compiler."""
-    return apart(cast(x, scale, None, dtype, fp8_max, column))
+    return operator_results(cast(x, Quantizer(dtype, fp8_max, scale, columnwise=columnwise)))
 
 
 @cast_scaled.register_fake
-def _(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, column: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return like_cast(x, dtype, column)
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, columnwise: bool) -> CastResults:
+    return fake_results(x, dtype, columnwise)
 
 
-def apart(results: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def operator_results(cast: QuantizedTensor) -> CastResults:
     """The results of `cast` in memory of their own: an operator may not return views of one tensor."""
-    q, q_t, scale_inv = results
+    (q, scale_inv), q_t = cast.rowwise, cast.columnwise_data
+    if q_t is None:
+        return q, q.new_empty(0, q.shape[0]), scale_inv
     # A transposed view of one row, or of none, is contiguous as well.
     if not q_t.is_contiguous() or q_t.untyped_storage().data_ptr() == q.untyped_storage().data_ptr():
         q_t = q_t.clone(memory_format=torch.contiguous_format)
     return q, q_t, scale_inv
 
 
-def like_cast(x: Tensor, dtype: torch.dtype, column: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes and dtypes of the results of `cast`, for a compiler."""
+def fake_results(x: Tensor, dtype: torch.dtype, columnwise: bool) -> CastResults:
+    """Shapes and dtypes of `operator_results`, for a compiler."""
     rows, columns = x.shape
     return (
         x.new_empty(rows, columns, dtype=dtype),
-        x.new_empty(columns if column else 0, rows, dtype=dtype),
+        x.new_empty(columns if columnwise else 0, rows, dtype=dtype),
         x.new_empty((), dtype=torch.float32),
     )

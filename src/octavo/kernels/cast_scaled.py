@@ -47,14 +47,9 @@ Both = tuple[Scaled | None, Scaled | None]
 
 
 @triton.jit
-def _magnitude(x):
-    return larger(0.0, x)
-
-
-@triton.jit
 def _amaxes(x):
     """Amaxes of rows; the maximum of nothing but NaN is NaN."""
-    return _magnitude(tl.max(tl.abs(x.to(tl.float32)), axis=1))
+    return larger(0.0, tl.max(tl.abs(x.to(tl.float32)), axis=1))
 
 
 @triton.jit
@@ -72,14 +67,14 @@ def _choose_scale(amax, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def _store_scale(scale, scale_ptr, scale_inv_ptr, place, inside, POWER_OF_TWO: tl.constexpr):
+def _store_scale(scale, scale_ptr, scale_inv_ptr, index, inside, POWER_OF_TWO: tl.constexpr):
     # The inverse of a scale above 2^126 is subnormal, which Triton's float32 division may flush to 0.
     if POWER_OF_TWO:  # exponents sum to 254, and 2^127 alone has a subnormal inverse
         inverse = tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0x00400000).to(tl.float32, bitcast=True)
     else:
         inverse = (1.0 / scale.to(tl.float64)).to(tl.float32)
-    tl.store(scale_ptr + place, scale, mask=inside)
-    tl.store(scale_inv_ptr + place, inverse, mask=inside)
+    tl.store(scale_ptr + index, scale, mask=inside)
+    tl.store(scale_inv_ptr + index, inverse, mask=inside)
 
 
 @triton.jit
@@ -89,7 +84,7 @@ def _amax_of(x_ptr, amax_ptr, columns, stride, BLOCK: tl.constexpr):
     c = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + c, mask=c < columns, other=0.0).to(tl.float32)
     # Non-negative floats order as their bits do, and an integer maximum does not depend on the order of the programs.
-    largest = tl.max(_magnitude(x)).to(tl.int32, bitcast=True)
+    largest = tl.max(larger(0.0, x)).to(tl.int32, bitcast=True)
     tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), largest, sem="relaxed")
 
 
@@ -114,7 +109,7 @@ def _cast_whole_rows(
     if WHOLE:
         inside = here & (c < columns)[None, :]
         x = tl.load(from_x + c[None, :], mask=inside, other=0.0).to(tl.float32)
-        scale = _choose_scale(tl.max(_magnitude(x), axis=1), FP8_MAX, False)
+        scale = _choose_scale(tl.max(larger(0.0, x), axis=1), FP8_MAX, False)
         q = (x * scale[:, None]).to(q_ptr.dtype.element_ty)
         tl.store(into_q + c[None, :], q, mask=inside)
     else:
@@ -122,7 +117,7 @@ def _cast_whole_rows(
         for first in range(0, columns, BLOCK):
             at = first + c[None, :]
             x = tl.load(from_x + at, mask=here & (at < columns), other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, _magnitude(x))
+            largest = tl.maximum(largest, larger(0.0, x))
         scale = _choose_scale(tl.max(largest, axis=1), FP8_MAX, False)
         for first in range(0, columns, BLOCK):
             at = first + c[None, :]
@@ -134,8 +129,8 @@ def _cast_whole_rows(
 
 @triton.jit
 def _row_column_amaxes(
-    x_ptr, row_ptr, column_ptr, rows, columns, stride,
-    ROW: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    x_ptr, row_amax_ptr, column_amax_ptr, rows, columns, stride,
+    ROWWISE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     """Raise the amaxes of rows and columns, as int32 bits, by those of a tile."""
     tiles_across = tl.cdiv(columns, TILE_C)
@@ -143,20 +138,20 @@ def _row_column_amaxes(
     c = (tl.program_id(0) % tiles_across) * TILE_C + tl.arange(0, TILE_C)
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    magnitude = _magnitude(x)
-    if ROW:
-        tl.atomic_max(row_ptr + r, tl.max(magnitude, axis=1).to(tl.int32, bitcast=True), mask=r < rows, sem="relaxed")
-    tl.atomic_max(column_ptr + c, tl.max(magnitude, axis=0).to(tl.int32, bitcast=True), mask=c < columns, sem="relaxed")
+    magnitude = larger(0.0, x)
+    if ROWWISE:
+        tl.atomic_max(row_amax_ptr + r, tl.max(magnitude, axis=1).to(tl.int32, bitcast=True), mask=r < rows, sem="relaxed")
+    tl.atomic_max(column_amax_ptr + c, tl.max(magnitude, axis=0).to(tl.int32, bitcast=True), mask=c < columns, sem="relaxed")
 
 
 @triton.jit
 def _cast_scales(
     row_amax_ptr, column_amax_ptr, row_scale_ptr, row_inv_ptr, column_scale_ptr, column_inv_ptr, rows, columns,
-    FP8_MAX: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    FP8_MAX: tl.constexpr, ROWWISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Apart from the cast, whose tiles would divide for their rows and columns anew: half of all their instructions."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if ROW:
+    if ROWWISE:
         amax = tl.load(row_amax_ptr + at, mask=at < rows, other=0).to(tl.float32, bitcast=True)
         _store_scale(_choose_scale(amax, FP8_MAX, False), row_scale_ptr, row_inv_ptr, at, at < rows, False)
     amax = tl.load(column_amax_ptr + at, mask=at < columns, other=0).to(tl.float32, bitcast=True)
@@ -165,25 +160,25 @@ def _cast_scales(
 
 @triton.jit
 def _cast_rows_columns(
-    x_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, rows, columns, stride, one,
-    ROW: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    x_ptr, rowwise_ptr, row_scale_ptr, columnwise_ptr, column_scale_ptr, rows, columns, stride, one,
+    ROWWISE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     tiles_across = tl.cdiv(columns, TILE_C)
     r = (tl.program_id(0) // tiles_across) * TILE_R + tl.arange(0, TILE_R)
     c = (tl.program_id(0) % tiles_across) * TILE_C + tl.arange(0, TILE_C)
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    if ROW:
+    if ROWWISE:
         y = x * tl.load(row_scale_ptr + r, mask=r < rows, other=0.0)[:, None]
-        store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, True, False, False)
+        store_layouts(y, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, True, False, False)
     y = x * tl.load(column_scale_ptr + c, mask=c < columns, other=0.0)[None, :]
-    store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, False, True, ROW)
+    store_layouts(y, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, False, True, ROWWISE)
 
 
 @triton.jit
 def _cast_rows_columns_by_fours(
-    x_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, rows, columns, stride,
-    ROW: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    x_ptr, rowwise_ptr, row_scale_ptr, columnwise_ptr, column_scale_ptr, rows, columns, stride,
+    ROWWISE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     # What the pass before read last is still in the L2 cache, so the last tile comes first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -198,21 +193,21 @@ def _cast_rows_columns_by_fours(
     for i in tl.static_range(4):
         r = g * 4 + i
         x = fours[i].to(tl.float32)
-        if ROW:
+        if ROWWISE:
             y = x * tl.load(row_scale_ptr + r, mask=g < rows // 4, other=0.0)[:, None]
-            into = row_ptr + r[:, None].to(tl.int64) * columns + c[None, :]
-            tl.store(into, y.to(row_ptr.dtype.element_ty), mask=inside)
+            at = rowwise_ptr + r[:, None].to(tl.int64) * columns + c[None, :]
+            tl.store(at, y.to(rowwise_ptr.dtype.element_ty), mask=inside)
         x = x * column_scale
-        packed = packed_row(packed, before, x, i, column_ptr.dtype.element_ty)
+        packed = packed_row(packed, before, x, i, columnwise_ptr.dtype.element_ty)
         before = x
-    store_packed(packed, column_ptr, g, c, rows, inside)
+    store_packed(packed, columnwise_ptr, g, c, rows, inside)
 
 
 @triton.jit
 def _cast_blocks(
-    x_ptr, row_ptr, row_scale_ptr, row_inv_ptr, column_ptr, column_scale_ptr, column_inv_ptr,
+    x_ptr, rowwise_ptr, row_scale_ptr, row_inv_ptr, columnwise_ptr, column_scale_ptr, column_inv_ptr,
     rows, columns, stride, one,
-    FP8_MAX: tl.constexpr, SQUARE: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    FP8_MAX: tl.constexpr, SQUARE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     """A tile of 128 columns; it has 128 rows where one scale is for all of it (SQUARE) or for 128 elements of a column."""
@@ -222,33 +217,33 @@ def _cast_blocks(
     c = tile_c * TILE_C + tl.arange(0, TILE_C)
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    magnitude = _magnitude(x)
+    magnitude = larger(0.0, x)
     if SQUARE:
         scale = _choose_scale(tl.max(magnitude), FP8_MAX, True)
-        if ROW:
+        if ROWWISE:
             _store_scale(scale, row_scale_ptr, row_inv_ptr, tile_r * tiles_across + tile_c, True, True)
-        if COLUMN:
+        if COLUMNWISE:
             _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_c * tl.cdiv(rows, TILE_R) + tile_r, True, True)
         y = x * scale
-        store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, ROW, COLUMN, ROW)
+        store_layouts(y, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, ROWWISE, COLUMNWISE, ROWWISE)
     else:
-        if ROW:
+        if ROWWISE:
             scale = _choose_scale(tl.max(magnitude, axis=1), FP8_MAX, True)
             _store_scale(scale, row_scale_ptr, row_inv_ptr, tile_c.to(tl.int64) * rows + r, r < rows, True)
             y = x * scale[:, None]
-            store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, True, False, False)
-        if COLUMN:
+            store_layouts(y, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, True, False, False)
+        if COLUMNWISE:
             scale = _choose_scale(tl.max(magnitude, axis=0), FP8_MAX, True)
             _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_r.to(tl.int64) * columns + c, c < columns, True)
             y = x * scale[None, :]
-            store_layouts(y, row_ptr, column_ptr, r, c, rows, columns, inside, one, False, True, ROW)
+            store_layouts(y, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, False, True, ROWWISE)
 
 
 @triton.jit
 def _cast_blocks_by_fours(
-    x_ptr, row_ptr, row_scale_ptr, row_inv_ptr, column_ptr, column_scale_ptr, column_inv_ptr,
+    x_ptr, rowwise_ptr, row_scale_ptr, row_inv_ptr, columnwise_ptr, column_scale_ptr, column_inv_ptr,
     rows, columns, stride,
-    FP8_MAX: tl.constexpr, SQUARE: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    FP8_MAX: tl.constexpr, SQUARE: tl.constexpr, ROWWISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of 128 × 128 with its transpose, in 32 groups of four rows."""
     tiles_across = tl.cdiv(columns, BLOCK)
@@ -258,19 +253,19 @@ def _cast_blocks_by_fours(
     inside = groups_inside(g, c, rows, columns)
     fours = load_fours(x_ptr, g, c, stride, inside)
     x_0, x_1, x_2, x_3 = fours
-    largest = larger(_magnitude(x_0.to(tl.float32)), x_1.to(tl.float32))
+    largest = larger(larger(0.0, x_0.to(tl.float32)), x_1.to(tl.float32))
     largest = larger(larger(largest, x_2.to(tl.float32)), x_3.to(tl.float32))
     if SQUARE:
         column_scale = _choose_scale(tl.max(largest), FP8_MAX, True)
-        place = tile_c * tl.cdiv(rows, BLOCK) + tile_r
-        _store_scale(column_scale, column_scale_ptr, column_inv_ptr, place, True, True)
-        if ROW:
+        index = tile_c * tl.cdiv(rows, BLOCK) + tile_r
+        _store_scale(column_scale, column_scale_ptr, column_inv_ptr, index, True, True)
+        if ROWWISE:
             _store_scale(column_scale, row_scale_ptr, row_inv_ptr, tl.program_id(0), True, True)
     else:
         scale = _choose_scale(tl.max(largest, axis=0), FP8_MAX, True)
         _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_r.to(tl.int64) * columns + c, c < columns, True)
         column_scale = scale[None, :]
-        if ROW:
+        if ROWWISE:
             amaxes = (_amaxes(x_0), _amaxes(x_1), _amaxes(x_2), _amaxes(x_3))
             # In the order of the rows, so that their scales are stored at once.
             amax = tl.reshape(tl.join(tl.join(amaxes[0], amaxes[2]), tl.join(amaxes[1], amaxes[3])), [BLOCK])
@@ -282,15 +277,15 @@ def _cast_blocks_by_fours(
     for i in tl.static_range(4):
         x = fours[i].to(tl.float32)
         y = x * column_scale
-        if ROW:
+        if ROWWISE:
             z = y
             if not SQUARE:
                 z = x * _choose_scale(amaxes[i], FP8_MAX, True)[:, None]
-            into = row_ptr + (g * 4 + i)[:, None].to(tl.int64) * columns + c[None, :]
-            tl.store(into, z.to(row_ptr.dtype.element_ty), mask=inside)
-        packed = packed_row(packed, before, y, i, column_ptr.dtype.element_ty)
+            at = rowwise_ptr + (g * 4 + i)[:, None].to(tl.int64) * columns + c[None, :]
+            tl.store(at, z.to(rowwise_ptr.dtype.element_ty), mask=inside)
+        packed = packed_row(packed, before, y, i, columnwise_ptr.dtype.element_ty)
         before = y
-    store_packed(packed, column_ptr, g, c, rows, inside)
+    store_packed(packed, columnwise_ptr, g, c, rows, inside)
 
 
 def launch_amax(x: Tensor, *, block: int = _AMAX_BLOCK, warps: int = _AMAX_WARPS) -> Tensor:
@@ -332,7 +327,7 @@ def _pointers(made: Scaled | None, otherwise: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def launch_rows(
-    x: Tensor, dtype: torch.dtype, fp8_max: float, *, row: bool, column: bool,
+    x: Tensor, dtype: torch.dtype, fp8_max: float, *, rowwise: bool, columnwise: bool,
     tile: tuple[int, int, int] = _CAST_TILE, group_tile: tuple[int, int, int] = _GROUP_TILE,
     amax_tile: tuple[int, int, int] = _AMAX_TILE,
     row_tile: int = _ROW_TILE, longest_row: int = _LONGEST_ROW, row_warps: int = _ROW_WARPS,
@@ -342,8 +337,8 @@ def launch_rows(
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, columns = x.shape
-    along = _memory(x, dtype, 1, rows) if row else None
-    if not column:
+    along = _memory(x, dtype, 1, rows) if rowwise else None
+    if not columnwise:
         if along is not None:
             whole = triton.next_power_of_2(columns) <= longest_row
             block = triton.next_power_of_2(columns) if whole else row_tile
@@ -358,24 +353,25 @@ def launch_rows(
     row_amax, column_amax = largest[:rows], largest[rows:]
     tile_r, tile_c, warps = amax_tile
     _row_column_amaxes[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
-        x, row_amax, column_amax, rows, columns, x.stride(0), ROW=row, TILE_R=tile_r, TILE_C=tile_c, num_warps=warps
+        x, row_amax, column_amax, rows, columns, x.stride(0), ROWWISE=rowwise, TILE_R=tile_r, TILE_C=tile_c, num_warps=warps
     )
     data, *scales = _pointers(along, x)
     _cast_scales[(triton.cdiv(max(rows, columns), 128),)](
-        row_amax, column_amax, *scales, across.scale, across.scale_inv, rows, columns, FP8_MAX=fp8_max, ROW=row, BLOCK=128
-    )
+        row_amax, column_amax, *scales, across.scale, across.scale_inv, rows, columns,
+        FP8_MAX=fp8_max, ROWWISE=rowwise, BLOCK=128,
+    )  # fmt: skip
     by_fours = rows % 4 == 0
     run, forms = (_cast_rows_columns_by_fours, {}) if by_fours else (_cast_rows_columns, {"one": 1.0})
     tile_r, tile_c, warps = group_tile if by_fours else tile
     run[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
         x, data, scales[0], across.data, across.scale, rows, columns, x.stride(0),
-        ROW=row, TILE_R=tile_r, TILE_C=tile_c, num_warps=warps, **forms,
+        ROWWISE=rowwise, TILE_R=tile_r, TILE_C=tile_c, num_warps=warps, **forms,
     )  # fmt: skip
     return along, across
 
 
 def launch_blocks(
-    x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, row: bool, column: bool,
+    x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, rowwise: bool, columnwise: bool,
     pieces_tile: tuple[int, int] = _PIECES_TILE, square_warps: int = _SQUARE_WARPS, group_block: tuple[int, int] = _GROUP_BLOCK,
 ) -> Both:  # fmt: skip
     """Run the kernel; see `blocks`. pieces_tile: (rows, warps) of a tile that gives 1 × 128 pieces of the row layout only;
@@ -384,18 +380,18 @@ def launch_blocks(
     x = x if x.stride(-1) == 1 else x.contiguous()
     high, wide = (triton.cdiv(size, _BLOCK) for size in x.shape)
     square = rows == _BLOCK
-    along = _memory(x, dtype, wide, high if square else None) if row else None
-    across = _memory(x.t(), dtype, high, wide if square else None) if column else None
+    along = _memory(x, dtype, wide, high if square else None) if rowwise else None
+    across = _memory(x.t(), dtype, high, wide if square else None) if columnwise else None
     pointers = (x, *_pointers(along, x), *_pointers(across, x), *x.shape, x.stride(0))
-    if column and x.shape[0] % 4 == 0:
+    if columnwise and x.shape[0] % 4 == 0:
         warps, registers = group_block
         _cast_blocks_by_fours[(high * wide,)](
-            *pointers, FP8_MAX=fp8_max, SQUARE=square, ROW=row, BLOCK=_BLOCK, num_warps=warps, maxnreg=registers
+            *pointers, FP8_MAX=fp8_max, SQUARE=square, ROWWISE=rowwise, BLOCK=_BLOCK, num_warps=warps, maxnreg=registers
         )
-    elif row or column:
-        tile_r, warps = (_BLOCK, square_warps) if square or column else pieces_tile
+    elif rowwise or columnwise:
+        tile_r, warps = (_BLOCK, square_warps) if square or columnwise else pieces_tile
         _cast_blocks[(triton.cdiv(x.shape[0], tile_r) * wide,)](
-            *pointers, 1.0, FP8_MAX=fp8_max, SQUARE=square, ROW=row, COLUMN=column,
+            *pointers, 1.0, FP8_MAX=fp8_max, SQUARE=square, ROWWISE=rowwise, COLUMNWISE=columnwise,
             TILE_R=tile_r, TILE_C=_BLOCK, num_warps=warps,
         )  # fmt: skip
     return along, across
@@ -425,26 +421,26 @@ def _scaled(made: tuple[Tensor, Tensor]) -> Scaled:
     return Scaled(q, reference.divide(1.0, scale), scale)
 
 
-def rows(x: Tensor, dtype: torch.dtype, fp8_max: float, *, row: bool, column: bool) -> Both:
-    """FP8 with one scale a row: of x [R, C] if `row`, and of xᵀ [C, R], a scale for each column of x, if `column`.
+def rows(x: Tensor, dtype: torch.dtype, fp8_max: float, *, rowwise: bool, columnwise: bool) -> Both:
+    """FP8 with one scale a row: of x [R, C] if `rowwise`, and of xᵀ [C, R], a scale for each column of x, if `columnwise`.
 
-    Scales are [R, 1] and [C, 1]. On a GPU `row` alone is one pass over x, otherwise two.
+    Scales are [R, 1] and [C, 1]. On a GPU `rowwise` alone is one pass over x, otherwise two.
     """
     if _in_kernels(x):
-        return launch_rows(x, dtype, fp8_max, row=row, column=column)
-    along = _scaled(reference.cast_rows(x, dtype, fp8_max)) if row else None
-    return along, _scaled(reference.cast_rows(x.t(), dtype, fp8_max)) if column else None
+        return launch_rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise)
+    along = _scaled(reference.cast_rows(x, dtype, fp8_max)) if rowwise else None
+    return along, _scaled(reference.cast_rows(x.t(), dtype, fp8_max)) if columnwise else None
 
 
-def blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, row: bool, column: bool) -> Both:
-    """FP8 with power-of-two scales for blocks of `rows` × 128, rows being 1 or 128: of x [R, C] if `row`, of xᵀ if `column`.
+def blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, rowwise: bool, columnwise: bool) -> Both:
+    """FP8 with power-of-two scales for blocks of `rows` × 128, rows 1 or 128: of x [R, C] if `rowwise`, of xᵀ if `columnwise`.
 
     Scales are [⌈R/rows⌉, ⌈C/128⌉] and [⌈C/rows⌉, ⌈R/128⌉]. Blocks of 128 × 128 are the same ones in both layouts.
     """
     if _in_kernels(x):
-        return launch_blocks(x, dtype, fp8_max, rows, row=row, column=column)
-    along = _scaled(reference.cast_blocks(x, dtype, fp8_max, rows)) if row or (column and rows > 1) else None
+        return launch_blocks(x, dtype, fp8_max, rows, rowwise=rowwise, columnwise=columnwise)
+    along = _scaled(reference.cast_blocks(x, dtype, fp8_max, rows)) if rowwise or (columnwise and rows > 1) else None
     if rows == 1:
-        return along, _scaled(reference.cast_blocks(x.t(), dtype, fp8_max, rows)) if column else None
-    across = Scaled(*map(reference.transposed, along)) if along is not None and column else None
-    return along if row else None, across
+        return along, _scaled(reference.cast_blocks(x.t(), dtype, fp8_max, rows)) if columnwise else None
+    across = Scaled(*map(reference.transposed, along)) if along is not None and columnwise else None
+    return along if rowwise else None, across

@@ -33,7 +33,7 @@ class Objective(NamedTuple):
 class Gradient(NamedTuple):
     """The gradient of a chunk [N, V]: in the dtype of its logits, or in FP8 where that was asked for, with 1 / its scale."""
 
-    wide: Tensor | None
+    high_precision: Tensor | None
     fp8: Tensor | None = None
     scale_inv: Tensor | None = None
 

@@ -93,7 +93,9 @@ def scaled_mm_into(out: Tensor, a: Tensor, a_scale_inv: Tensor, b: Tensor, b_sca
     return algorithms.mm(a, b.t(), out.dtype, scales=(a_scale_inv, b_scale_inv), out=out)
 
 
-def wide_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None, *, recurring: bool = True) -> Tensor:
+def high_precision_mm(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None, *, recurring: bool = True
+) -> Tensor:
     """a [M, C] · b [C, N] of one wide dtype + bias [N], in `out_dtype`; on a GPU a float32 result is not rounded to theirs.
 
     bias: of the operands' dtype, which `out_dtype` is then too. recurring: as in `octavo.kernels.algorithms.mm`.
@@ -169,7 +171,7 @@ def _grouped_rows(
     return out if out.dtype == out_dtype else out.to(out_dtype)
 
 
-def takes_wide_groups(device: torch.device, dtype: torch.dtype, b: Sequence[Tensor]) -> bool:
+def takes_high_precision_groups(device: torch.device, dtype: torch.dtype, b: Sequence[Tensor]) -> bool:
     """Whether `grouped_mm` has one kernel for these: bfloat16 on Hopper, rows of whole 16 bytes."""
     return len(b) > 1 and has_grouped_products(device) and dtype == torch.bfloat16 and all(n % 8 == 0 for n in b[0].shape)
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import gemm, reference
-from octavo.kernels.cast import Into, Made, make, outputs, record_amax, transpose
+from octavo.kernels.cast import record_amax, transpose
 from octavo.kernels.column_sum import add_up
 from octavo.kernels.norm_rows import (
     WIDEST_ROW,
@@ -31,6 +31,7 @@ from octavo.kernels.norm_rows import (
     norm_rows,
     stream,
 )
+from octavo.kernels.quantized import QuantizedTensor, Quantizer, allocate, of_one_scale, quantize, without_elements
 
 _CENTRED = {"RMSNorm": False, "LayerNorm": True}
 
@@ -55,10 +56,10 @@ def _processors(device: torch.device) -> int:
 
 @triton.jit
 def _norm_tiles(
-    x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, row_ptr, scale_inv_ptr,
+    x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr,
     rows, columns, x_stride, delta_stride, h_stride, eps,
     CENTRE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
-    AMAX: tl.constexpr, ROW: tl.constexpr,
+    AMAX: tl.constexpr, ROWWISE: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     scale = load_scale(scale_ptr, scale_inv_ptr, SCALED)
@@ -108,8 +109,8 @@ def _norm_tiles(
                 largest = tl.maximum(largest, tl.max(magnitude(y, inside), 1))
             if SCALED:
                 y = y * scale
-            if ROW:
-                tl.store(row_ptr + r[:, None] * columns + c[None, :], y.to(row_ptr.dtype.element_ty), mask=inside)
+            if ROWWISE:
+                tl.store(rowwise_ptr + r[:, None] * columns + c[None, :], y.to(rowwise_ptr.dtype.element_ty), mask=inside)
     if AMAX:
         record_amax(amax_ptr, largest)
 
@@ -117,14 +118,10 @@ def _norm_tiles(
 @triton.jit
 def _backward_tiles(
     dy_ptr, h_ptr, weight_ptr, stats_ptr, residual_ptr, dh_ptr, dweight_ptr, dbias_ptr,
-    scale_ptr, amax_ptr, row_ptr, scale_inv_ptr,
     rows, columns, dy_stride, h_stride, residual_stride,
-    CENTRE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, SCALED: tl.constexpr,
-    AMAX: tl.constexpr, ROW: tl.constexpr,
+    CENTRE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    scale = load_scale(scale_ptr, scale_inv_ptr, SCALED)
-    largest = tl.zeros([TILE_R], tl.float32)
     for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(rows, TILE_R), tl.num_programs(0)):
         r = tile * TILE_R + tl.arange(0, TILE_R)
         there = r < rows
@@ -165,17 +162,7 @@ def _backward_tiles(
             if RESIDUAL:
                 at = residual_ptr + r[:, None] * residual_stride + c[None, :]
                 dh += tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            rounded = dh.to(dh_ptr.dtype.element_ty)
-            tl.store(dh_ptr + r[:, None] * columns + c[None, :], rounded, mask=inside)
-            q = rounded.to(tl.float32)
-            if AMAX:
-                largest = tl.maximum(largest, tl.max(magnitude(q, inside), 1))
-            if SCALED:
-                q = q * scale
-            if ROW:
-                tl.store(row_ptr + r[:, None] * columns + c[None, :], q.to(row_ptr.dtype.element_ty), mask=inside)
-    if AMAX:
-        record_amax(amax_ptr, largest)
+            tl.store(dh_ptr + r[:, None] * columns + c[None, :], dh.to(dh_ptr.dtype.element_ty), mask=inside)
 
 
 def _rows_adjacent(x: Tensor) -> Tensor:
@@ -183,58 +170,65 @@ def _rows_adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _flags(into: Into, made: Made) -> dict[str, Any]:
-    """What the kernels are told of `into` at compile time."""
-    return {"SCALED": made.scale_inv is not None, "AMAX": into.amax is not None, "ROW": into.row}
+def _flags(quantizer: Quantizer, made: QuantizedTensor) -> dict[str, Any]:
+    """What the kernels are told of `quantizer` at compile time."""
+    return {"SCALED": made.scale_inv is not None, "AMAX": quantizer.amax is not None, "ROWWISE": quantizer.rowwise}
 
 
-def _by_row(into: Into) -> tuple[Into, Callable[[Made], Made]]:
-    """What a kernel of rows makes for `into`, and what turns that into what was asked for.
+def _by_row(quantizer: Quantizer) -> tuple[Quantizer, Callable[[QuantizedTensor], QuantizedTensor]]:
+    """What a kernel of rows makes for `quantizer`, and what turns that into what was asked for.
 
     A store of a whole transposed row and a sum over a whole row want opposite tiles. FP8 bytes that are turned afterwards cost
     2 bytes an element, which is less than a second look at the rows in tiles.
     """
-    if not into.column:
-        return into, lambda made: made
+    if not quantizer.columnwise:
+        return quantizer, lambda made: made
 
-    def turned(made: Made) -> Made:
-        assert made.row is not None
-        column = made.row.t().contiguous() if into.scale is None else transpose(made.row)
-        return Made(made.row if into.row else None, column, made.scale_inv)
+    def turned(made: QuantizedTensor) -> QuantizedTensor:
+        assert made.rowwise_data is not None
+        columnwise = made.rowwise_data.t().contiguous() if quantizer.scale is None else transpose(made.rowwise_data)
+        return of_one_scale(made.rowwise_data if quantizer.rowwise else None, columnwise, made.scale_inv)
 
-    return into._replace(row=True, column=False), turned
+    return quantizer._replace(rowwise=True, columnwise=False), turned
 
 
 def launch(
-    kind: str, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, into: Into,
+    kind: str, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, quantizer: Quantizer,
     *, tile: Tile | None = None,
-) -> tuple[Tensor, Tensor, Made]:  # fmt: skip
+) -> tuple[Tensor, Tensor, QuantizedTensor]:  # fmt: skip
     """Run the forward kernel; see `norm`. `tile` takes tiles also where nothing is transposed."""
     (rows, columns), centre, device = x.shape, _CENTRED[kind], x.device
     stats = torch.empty((2, rows) if centre else rows, dtype=torch.float32, device=device)
-    into, turned = _by_row(into)
-    made = outputs(into, rows, columns, device)
+    quantizer, turned = _by_row(quantizer)
+    made = allocate(quantizer, rows, columns, device)
     if x.numel() == 0:
-        if made.scale_inv is not None and into.scale is not None:
-            made.scale_inv.copy_(reference.divide(1.0, into.scale))
-        return x if delta is None else x + delta, stats, turned(made)
+        return x if delta is None else x + delta, stats, turned(without_elements(quantizer, made))
     read = _rows_adjacent(x)
     added = None if delta is None else _rows_adjacent(delta)
     h = read if delta is None else torch.empty(rows, columns, dtype=x.dtype, device=device)
-    flags = _flags(into, made) | {"CENTRE": centre, "ADD": delta is not None, "BIAS": bias is not None}
-    pointers = (read, added, weight.contiguous(), None if bias is None else bias.contiguous(), h, stats, into.scale, into.amax)
+    flags = _flags(quantizer, made) | {"CENTRE": centre, "ADD": delta is not None, "BIAS": bias is not None}
+    pointers = (
+        read,
+        added,
+        weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+        h,
+        stats,
+        quantizer.scale,
+        quantizer.amax,
+    )
     strides = (read.stride(0), 0 if added is None else added.stride(0))
     processors = _processors(device)
     if tile is None and columns <= WIDEST_ROW:
         shape = forward_shape(columns)
         norm_rows[(shape.grid(rows, processors),)](
-            *pointers, made.row, made.scale_inv, rows, columns, *strides, eps,
+            *pointers, made.rowwise_data, made.scale_inv, rows, columns, *strides, eps,
             BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps, **flags,
         )  # fmt: skip
     else:
         tile = tile or _TILE
         _norm_tiles[(min(triton.cdiv(rows, tile.rows), processors * tile.programs),)](
-            *pointers, made.row, made.scale_inv, rows, columns, *strides, h.stride(0), eps,
+            *pointers, made.rowwise_data, made.scale_inv, rows, columns, *strides, h.stride(0), eps,
             TILE_R=tile.rows, TILE_C=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **flags,
         )  # fmt: skip
     return x if delta is None else h, stats, turned(made)
@@ -242,13 +236,11 @@ def launch(
 
 def launch_backward(
     kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None,
-    *, want_weight: bool = True, into: Into | None = None, tile: Tile | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Made | None]:  # fmt: skip
+    *, want_weight: bool = True, tile: Tile | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Run the backward kernel; see `norm_backward`. `tile` takes tiles also where nothing is transposed."""
     (rows, columns), centre, device = h.shape, _CENTRED[kind], h.device
     dh = torch.empty(rows, columns, dtype=h.dtype, device=device)
-    form, turned = _by_row(into or Into(h.dtype, row=False))
-    made = outputs(form, rows, columns, device)
     processors = _processors(device)
     if tile is None and columns <= WIDEST_ROW:
         shape = backward_shape(columns, centred=centre)
@@ -262,72 +254,53 @@ def launch_backward(
     if h.numel():
         dy, read = _rows_adjacent(dy), _rows_adjacent(h)
         residual = None if d_residual is None else _rows_adjacent(d_residual)
-        flags = _flags(form, made) | {"CENTRE": centre, "RESIDUAL": residual is not None, "WEIGHT": want_weight}
-        pointers = (dy, read, weight.contiguous(), stats, residual, dh, dweight, dbias, form.scale, form.amax)
+        flags = {"CENTRE": centre, "RESIDUAL": residual is not None, "WEIGHT": want_weight}
+        pointers = (dy, read, weight.contiguous(), stats, residual, dh, dweight, dbias)
         sizes = (rows, columns, dy.stride(0), read.stride(0), 0 if residual is None else residual.stride(0))
         if tile is None:
             backward_rows[(grid,)](
-                *pointers, made.row, made.scale_inv, *sizes,
+                *pointers, *sizes,
                 BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps, **flags,
             )  # fmt: skip
         else:
             _backward_tiles[(grid,)](
-                *pointers, made.row, made.scale_inv, *sizes,
+                *pointers, *sizes,
                 TILE_R=tile.rows, TILE_C=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **flags,
             )  # fmt: skip
-    elif made.scale_inv is not None and form.scale is not None:
-        made.scale_inv.copy_(reference.divide(1.0, form.scale))
     summed = None if partial is None else add_up(partial)
     d_weight, d_bias = (None, None) if summed is None else (summed[0], summed[1] if centre else None)
-    return dh, d_weight, d_bias, None if into is None else turned(made)
-
-
-def _on_triton(device: torch.device, into: Into | None) -> bool:
-    """Whether Triton runs here; what it makes in FP8 needs a GPU that converts to FP8."""
-    return device.type == "cuda" and (into is None or into.scale is None or gemm.is_native(device))
+    return dh, d_weight, d_bias
 
 
 def norm(
-    kind: str, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, into: Into
-) -> tuple[Tensor, Tensor, Made]:
+    kind: str, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, quantizer: Quantizer
+) -> tuple[Tensor, Tensor, QuantizedTensor]:
     """Add to the residual stream, and normalise it.
 
     kind: "RMSNorm" or "LayerNorm". x: [R, C]. delta: like x. weight, bias: [C]. The norm is of h = x + delta, which is rounded
-    to x's dtype (without a delta, h is x itself), and stays in float32 until `into` converts it.
+    to x's dtype (without a delta, h is x itself), and stays in float32 until `quantizer` converts it.
     Returns h, the statistics that backward needs (float32: 1/σ [R] of an RMSNorm, mean and 1/σ [2, R] of a LayerNorm), and
-    what `into` asks for.
+    what `quantizer` asks for.
     """
-    if _on_triton(x.device, into):
-        return launch(kind, x, delta, weight, bias, eps, into)
+    # A conversion to FP8 needs a GPU that has it.
+    if x.device.type == "cuda" and (quantizer.scale is None or gemm.is_native(x.device)):
+        return launch(kind, x, delta, weight, bias, eps, quantizer)
     h = x if delta is None else x + delta
-    if _CENTRED[kind]:
-        b = None if bias is None else bias.float()
-        normed, mean, rstd = torch.native_layer_norm(h.float(), (h.shape[1],), weight.float(), b, eps)
-        return h, torch.stack((mean[:, 0], rstd[:, 0])), make(normed, into)
-    wide = h.float()
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed = wide * rstd * weight.float()
-    return h, rstd[:, 0], make(normed if bias is None else normed + bias.float(), into)
+    normed, stats = reference.norm(kind, h, weight, bias, eps)
+    return h, stats, quantize(normed, quantizer)
 
 
 def norm_backward(
     kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None,
-    *, want_weight: bool = True, into: Into | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Made | None]:  # fmt: skip
+    *, want_weight: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of `norm`.
 
     dy: [R, C], of the normed result. h, stats: what `norm` returned. d_residual: [R, C], what reaches h by other paths.
-    Returns the gradient of h, [R, C] in its dtype; those of weight and bias, float32 [C] (None: not wanted, or an RMSNorm's
-    bias); and the rounded gradient of h as `into` asks for it.
+    Returns the gradient of h, [R, C] in its dtype, and those of weight and bias, float32 [C] (None: not wanted, or an
+    RMSNorm's bias).
     """
-    if _on_triton(h.device, into):
-        return launch_backward(kind, dy, h, weight, stats, d_residual, want_weight=want_weight, into=into)
-    centre, grad, wide = _CENTRED[kind], dy.float() * weight.float(), h.float()
-    normed = (wide - stats[0, :, None]) * stats[1, :, None] if centre else wide * stats[:, None]
-    dh = grad - normed * (grad * normed).mean(-1, keepdim=True)
-    if centre:
-        dh -= grad.mean(-1, keepdim=True)
-    dh *= stats[1, :, None] if centre else stats[:, None]
-    dh = (dh if d_residual is None else dh + d_residual.float()).to(h.dtype)
-    dweight = (dy.float() * normed).sum(0) if want_weight else None
-    return dh, dweight, dy.float().sum(0) if want_weight and centre else None, None if into is None else make(dh.float(), into)
+    if h.device.type == "cuda":
+        return launch_backward(kind, dy, h, weight, stats, d_residual, want_weight=want_weight)
+    dh, d_weight, d_bias = reference.norm_backward(kind, dy, h, weight, stats, d_residual)
+    return dh.to(h.dtype), d_weight if want_weight else None, d_bias if want_weight else None

@@ -103,36 +103,36 @@ def _load(ptr, at, inside):
 
 
 @triton.jit
-def _store_block(y, scale, row_ptr, c, inside, SCALED: tl.constexpr, AMAX: tl.constexpr, ROW: tl.constexpr):
+def _store_block(y, scale, rowwise_ptr, c, inside, SCALED: tl.constexpr, AMAX: tl.constexpr, ROWWISE: tl.constexpr):
     """Store a block of a row, float32, scaled and rounded; the largest before scaling."""
     largest = 0.0
     if AMAX:
         largest = tl.max(magnitude(y, inside))
     if SCALED:
         y = y * scale
-    if ROW:
-        tl.store(row_ptr + c, y.to(row_ptr.dtype.element_ty), mask=inside)
+    if ROWWISE:
+        tl.store(rowwise_ptr + c, y.to(rowwise_ptr.dtype.element_ty), mask=inside)
     return largest
 
 
 @triton.jit
 def _store_normed(
-    h, rstd, weight_ptr, bias_ptr, scale, row_ptr, c, inside,
-    BIAS: tl.constexpr, SCALED: tl.constexpr, AMAX: tl.constexpr, ROW: tl.constexpr,
+    h, rstd, weight_ptr, bias_ptr, scale, rowwise_ptr, c, inside,
+    BIAS: tl.constexpr, SCALED: tl.constexpr, AMAX: tl.constexpr, ROWWISE: tl.constexpr,
 ):  # fmt: skip
     """What the forward kernel makes of a block of a row; the largest before scaling."""
     y = h * rstd * _load(weight_ptr, c, inside)  # late: held since before the sums, it would keep other rows out
     if BIAS:
         y += _load(bias_ptr, c, inside)
-    return _store_block(y, scale, row_ptr, c, inside, SCALED, AMAX, ROW)
+    return _store_block(y, scale, rowwise_ptr, c, inside, SCALED, AMAX, ROWWISE)
 
 
 @triton.jit
 def norm_rows(
-    x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, row_ptr, scale_inv_ptr,
+    x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr,
     rows, columns, x_stride, delta_stride, eps,
     CENTRE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
-    AMAX: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    AMAX: tl.constexpr, ROWWISE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """A program normalises every so many-th row."""
     c = tl.arange(0, BLOCK)
@@ -163,14 +163,14 @@ def norm_rows(
             squares += tl.sum(h_rest * h_rest)
         rstd = tl.div_rn(1.0, tl.sqrt_rn(squares / columns + eps))
         tl.store(stats_ptr + (rows if CENTRE else 0) + r, rstd)
-        row_at = row_ptr
-        if ROW:
-            row_at = row_ptr + r * columns
-        found = _store_normed(h, rstd, weight_ptr, bias_ptr, scale, row_at, c, inside, BIAS, SCALED, AMAX, ROW)
+        row_at = rowwise_ptr
+        if ROWWISE:
+            row_at = rowwise_ptr + r * columns
+        found = _store_normed(h, rstd, weight_ptr, bias_ptr, scale, row_at, c, inside, BIAS, SCALED, AMAX, ROWWISE)
         largest = tl.maximum(largest, found)
         if REST:
             found = _store_normed(
-                h_rest, rstd, weight_ptr, bias_ptr, scale, row_at, c_rest, inside_rest, BIAS, SCALED, AMAX, ROW
+                h_rest, rstd, weight_ptr, bias_ptr, scale, row_at, c_rest, inside_rest, BIAS, SCALED, AMAX, ROWWISE
             )
             largest = tl.maximum(largest, found)
     if AMAX:
@@ -195,25 +195,20 @@ def _read_gradients(
 
 @triton.jit
 def _store_gradients(
-    grad, normed, residual, along, level, rstd, scale, dh_ptr, row_ptr, c, inside,
-    RESIDUAL: tl.constexpr, SCALED: tl.constexpr, AMAX: tl.constexpr, ROW: tl.constexpr,
+    grad, normed, residual, along, level, rstd, dh_ptr, c, inside, RESIDUAL: tl.constexpr
 ):  # fmt: skip
-    """What the backward kernel makes of a block of a row; the largest of it, rounded and before scaling."""
+    """Store the gradient of a block of a row."""
     dh = (grad - level - normed * along) * rstd
     if RESIDUAL:
         dh += residual
-    rounded = dh.to(dh_ptr.dtype.element_ty)
-    tl.store(dh_ptr + c, rounded, mask=inside)
-    return _store_block(rounded.to(tl.float32), scale, row_ptr, c, inside, SCALED, AMAX, ROW)
+    tl.store(dh_ptr + c, dh.to(dh_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def backward_rows(
     dy_ptr, h_ptr, weight_ptr, stats_ptr, residual_ptr, dh_ptr, dweight_ptr, dbias_ptr,
-    scale_ptr, amax_ptr, row_ptr, scale_inv_ptr,
     rows, columns, dy_stride, h_stride, residual_stride,
-    CENTRE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, SCALED: tl.constexpr,
-    AMAX: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    CENTRE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """A program takes every so many-th row, and leaves its sum of the gradients of weight and bias."""
     program = tl.program_id(0).to(tl.int64)
@@ -226,8 +221,6 @@ def backward_rows(
         inside_rest = c_rest < columns
         dweight_rest = tl.zeros([REST], tl.float32)
         dbias_rest = tl.zeros([REST], tl.float32)
-    scale = load_scale(scale_ptr, scale_inv_ptr, SCALED)
-    largest = 0.0
     for r in range(program, rows, tl.num_programs(0)):
         mean, level = 0.0, 0.0
         if CENTRE:
@@ -260,20 +253,10 @@ def backward_rows(
                 dweight_rest += dy_rest * normed_rest
                 if CENTRE:
                     dbias_rest += dy_rest
-        row_at = row_ptr
-        if ROW:
-            row_at = row_ptr + r * columns
-        found = _store_gradients(
-            grad, normed, residual, along, level, rstd, scale, dh_ptr + r * columns, row_at, c, inside,
-            RESIDUAL, SCALED, AMAX, ROW,
-        )  # fmt: skip
-        largest = tl.maximum(largest, found)
+        dh_at = dh_ptr + r * columns
+        _store_gradients(grad, normed, residual, along, level, rstd, dh_at, c, inside, RESIDUAL)
         if REST:
-            found = _store_gradients(
-                grad_rest, normed_rest, residual_rest, along, level, rstd, scale, dh_ptr + r * columns, row_at, c_rest,
-                inside_rest, RESIDUAL, SCALED, AMAX, ROW,
-            )  # fmt: skip
-            largest = tl.maximum(largest, found)
+            _store_gradients(grad_rest, normed_rest, residual_rest, along, level, rstd, dh_at, c_rest, inside_rest, RESIDUAL)
     if WEIGHT:
         tl.store(dweight_ptr + program * columns + c, dweight, mask=inside)
         if CENTRE:
@@ -282,5 +265,3 @@ def backward_rows(
             tl.store(dweight_ptr + program * columns + c_rest, dweight_rest, mask=inside_rest)
             if CENTRE:
                 tl.store(dbias_ptr + program * columns + c_rest, dbias_rest, mask=inside_rest)
-    if AMAX:
-        raise_to(amax_ptr, largest)

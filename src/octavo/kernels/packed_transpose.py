@@ -34,9 +34,9 @@ def load_fours(x_ptr, g, c, stride, inside):
 
 
 @triton.jit
-def store_packed(packed, column_ptr, g, c, rows, inside):
+def store_packed(packed, columnwise_ptr, g, c, rows, inside):
     """Store int32 [groups of four rows, columns], of a matrix of so many rows, transposed: column c is row c of the result."""
-    at = column_ptr.to(tl.pointer_type(tl.int32)) + c[:, None].to(tl.int64) * (rows // 4) + g[None, :]
+    at = columnwise_ptr.to(tl.pointer_type(tl.int32)) + c[:, None].to(tl.int64) * (rows // 4) + g[None, :]
     tl.store(at, tl.trans(packed), mask=tl.trans(inside))
 
 

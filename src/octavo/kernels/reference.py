@@ -118,6 +118,40 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     )
 
 
+def norm(kind: str, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of h [R, C] as training computes it, with what its backward needs.
+
+    kind: "RMSNorm" or "LayerNorm". Returns the result, float32 [R, C], and the statistics, float32: 1/σ [R] of an RMSNorm, mean
+    and 1/σ [2, R] of a LayerNorm.
+    """
+    b = None if bias is None else bias.float()
+    if kind == "LayerNorm":
+        normed, mean, rstd = torch.native_layer_norm(h.float(), (h.shape[1],), weight.float(), b, eps)
+        return normed, torch.stack((mean[:, 0], rstd[:, 0]))
+    h = h.float()
+    rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    normed = h * rstd * weight.float()
+    return normed if b is None else normed + b, rstd[:, 0]
+
+
+def norm_backward(
+    kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of `norm`'s h, [R, C], weight and bias, [C] (None: an RMSNorm's bias), in float32.
+
+    dy: [R, C], of the normed result. stats: those of `norm`. d_residual: [R, C], the gradient of h by other paths.
+    """
+    centred, grad, h = kind == "LayerNorm", dy.float() * weight.float(), h.float()
+    rstd = (stats[1] if centred else stats)[:, None]
+    normed = (h - stats[0, :, None]) * rstd if centred else h * rstd
+    dh = grad - normed * (grad * normed).mean(-1, keepdim=True)
+    if centred:
+        dh -= grad.mean(-1, keepdim=True)
+    dh *= rstd
+    dh = dh if d_residual is None else dh + d_residual.float()
+    return dh, (dy.float() * normed).sum(0), dy.float().sum(0) if centred else None
+
+
 def swiglu(gate_up: Tensor, block: int) -> Tensor:
     """silu(gate) · up in float32; gate and up are interleaved in blocks of `block` columns. [..., 2F] → [..., F]."""
     # Taken apart before it is widened: otherwise a compiler keeps all of it in float32 for backward (14 bytes more for each
@@ -218,6 +252,41 @@ def join_rotated(dq_BTHD: Tensor, dk_BTGD: Tensor, dv_BTGD: Tensor, cos_BTR: Ten
         dq, dk = back(dq), back(dk)
     groups = dk.shape[2]
     return torch.cat([part.unflatten(2, (groups, -1)) for part in (dq, dk, dv)], 3).flatten(2)
+
+
+def _grouped_heads(qkv_BTW: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, G, P, T, D], k and v [B, G, 1, T, D] of a joint product in float32, P = H/G."""
+    per_group = heads // groups
+    parts = qkv_BTW.float().unflatten(-1, (groups, per_group + 2, -1)).permute(0, 2, 3, 1, 4)
+    q, k, v = parts.split([per_group, 1, 1], 2)
+    return q, k, v
+
+
+def attention(qkv_BTW: Tensor, heads: int, groups: int, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(q · kᵀ · scale) · v of a joint product, W = (H + 2G)·D as in `split_rotate`; every query attends to every key.
+
+    Statistics are float32; probabilities are rounded to the dtype of `qkv` before the second product, as matrix units want.
+    Returns the result [B, T, H·D] in that dtype, and the logarithm of each softmax's denominator, float32 [B, H, T].
+    """
+    q, k, v = _grouped_heads(qkv_BTW, heads, groups)
+    logits = q @ k.mT * scale
+    lse = logits.logsumexp(-1)
+    out = (logits - lse[..., None]).exp().to(qkv_BTW.dtype).float() @ v
+    return out.flatten(1, 2).transpose(1, 2).flatten(2).to(qkv_BTW.dtype), lse.flatten(1, 2)
+
+
+def attention_backward(
+    d_out: Tensor, qkv_BTW: Tensor, out: Tensor, lse: Tensor, heads: int, groups: int, scale: float
+) -> Tensor:
+    """The gradient of `attention`'s joint product, in its dtype; out and lse are the results of `attention`, d_out like out."""
+    dtype = qkv_BTW.dtype
+    q, k, v = _grouped_heads(qkv_BTW, heads, groups)
+    d_o, o = (x.float().unflatten(-1, (groups, heads // groups, -1)).permute(0, 2, 3, 1, 4) for x in (d_out, out))
+    p = (q @ k.mT * scale - lse.unflatten(1, (groups, -1))[..., None]).exp()
+    ds = (p * (d_o @ v.mT - (d_o * o).sum(-1, keepdim=True))).to(dtype).float()
+    dv = (p.to(dtype).float().mT @ d_o).sum(2, keepdim=True)
+    dk = (ds.mT @ q).sum(2, keepdim=True) * scale
+    return torch.cat((ds @ k * scale, dk, dv), 2).permute(0, 3, 1, 2, 4).flatten(2).to(dtype)
 
 
 def cross_entropy(

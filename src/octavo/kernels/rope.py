@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import reference
-from octavo.kernels.cast import Into, Made, make, outputs, record_amax, store_layouts
+from octavo.kernels.cast import record_amax, store_layouts
+from octavo.kernels.quantized import QuantizedTensor, Quantizer, allocate, quantize, without_elements
 
 SPLIT_TOKENS, SPLIT_HEADS, SPLIT_WARPS = 16, 8, 4
 """Tokens and heads of one program that takes apart, and its warps."""
@@ -121,11 +122,11 @@ def _split_rotate(
 
 @triton.jit
 def _join_part(
-    grad_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, amax_ptr, scale, n, rows, tokens,
+    grad_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, amax_ptr, scale, n, rows, tokens,
     grad_b, grad_t, grad_h, batch_stride, token_stride, one, first_head,
     HEADS: tl.constexpr, PER_GROUP: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
     ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr, SCALED: tl.constexpr,
-    AMAX: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, HEADS_EACH: tl.constexpr, HOLD: tl.constexpr,
+    AMAX: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, HEADS_EACH: tl.constexpr, HOLD: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Some of the heads of one gradient; SLOT, SLOTS and PER_GROUP as in `_split_part`; HOLD keeps cos and sin in registers."""
@@ -153,24 +154,24 @@ def _join_part(
         if AMAX:  # one atomic for all heads of the program
             larger = tl.maximum(tl.where(x == x, tl.abs(x), 0.0), tl.where(y == y, tl.abs(y), 0.0))
             largest = tl.maximum(largest, tl.max(larger, 1))
-        if ROW or COLUMN:
+        if ROWWISE or COLUMNWISE:
             column = ((head // PER_GROUP) * SLOTS + SLOT + head % PER_GROUP) * D
             if SCALED:
                 x = x * scale
                 y = y * scale
-            TWICE: tl.constexpr = ROW and COLUMN
-            store_layouts(x, row_ptr, column_ptr, n, column + a, rows, WIDTH, inside, one, ROW, COLUMN, TWICE)
-            store_layouts(y, row_ptr, column_ptr, n, column + b, rows, WIDTH, inside, one, ROW, COLUMN, TWICE)
+            TWICE: tl.constexpr = ROWWISE and COLUMNWISE
+            store_layouts(x, rowwise_ptr, columnwise_ptr, n, column + a, rows, WIDTH, inside, one, ROWWISE, COLUMNWISE, TWICE)
+            store_layouts(y, rowwise_ptr, columnwise_ptr, n, column + b, rows, WIDTH, inside, one, ROWWISE, COLUMNWISE, TWICE)
     if AMAX:
         record_amax(amax_ptr, largest)
 
 
 @triton.jit
 def _join_rotated(
-    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, scale_ptr, scale_inv_ptr, amax_ptr,
+    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_ptr, scale_inv_ptr, amax_ptr,
     rows, tokens, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, batch_stride, token_stride, one,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr,
-    SCALED: tl.constexpr, AMAX: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    SCALED: tl.constexpr, AMAX: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS_EACH: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -186,21 +187,21 @@ def _join_rotated(
             tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
     if part < queries:
         _join_part(
-            dq_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, amax_ptr, scale, n, rows, tokens,
+            dq_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, amax_ptr, scale, n, rows, tokens,
             q_b, q_t, q_h, batch_stride, token_stride, one, part * HEADS_EACH,
-            H, P, 0, P + 2, D, ROTATED, HALF, MIRRORED, SCALED, AMAX, ROW, COLUMN, HEADS_EACH, HOLD, WIDTH,
+            H, P, 0, P + 2, D, ROTATED, HALF, MIRRORED, SCALED, AMAX, ROWWISE, COLUMNWISE, HEADS_EACH, HOLD, WIDTH,
         )  # fmt: skip
     elif part < queries + keys:
         _join_part(
-            dk_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, amax_ptr, scale, n, rows, tokens,
+            dk_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, amax_ptr, scale, n, rows, tokens,
             k_b, k_t, k_h, batch_stride, token_stride, one, (part - queries) * HEADS_EACH,
-            G, 1, P, P + 2, D, ROTATED, HALF, MIRRORED, SCALED, AMAX, ROW, COLUMN, HEADS_EACH, HOLD, WIDTH,
+            G, 1, P, P + 2, D, ROTATED, HALF, MIRRORED, SCALED, AMAX, ROWWISE, COLUMNWISE, HEADS_EACH, HOLD, WIDTH,
         )  # fmt: skip
     else:
         _join_part(
-            dv_ptr, cos_ptr, sin_ptr, row_ptr, column_ptr, amax_ptr, scale, n, rows, tokens,
+            dv_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, amax_ptr, scale, n, rows, tokens,
             v_b, v_t, v_h, batch_stride, token_stride, one, (part - queries - keys) * HEADS_EACH,
-            G, 1, P + 1, P + 2, D, 0, HALF, MIRRORED, SCALED, AMAX, ROW, COLUMN, HEADS_EACH, HOLD, WIDTH,
+            G, 1, P + 1, P + 2, D, 0, HALF, MIRRORED, SCALED, AMAX, ROWWISE, COLUMNWISE, HEADS_EACH, HOLD, WIDTH,
         )  # fmt: skip
 
 
@@ -237,27 +238,26 @@ def launch_split(
 
 
 def launch_join(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, into: Into, *, mirrored: bool = False,
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, quantizer: Quantizer, *, mirrored: bool = False,
     tokens: int | None = None, heads_each: int | None = None, hold: bool | None = None, warps: int | None = None,
-) -> Made:  # fmt: skip
+) -> QuantizedTensor:  # fmt: skip
     """Run the kernel; arguments and results as in `join_rotated`, and a program's share."""
     (batch, length, heads, head_dim), groups = dq.shape, dk.shape[2]
     rows = batch * length
-    made = outputs(into, rows, (heads + 2 * groups) * head_dim, dq.device)
+    made = allocate(quantizer, rows, (heads + 2 * groups) * head_dim, dq.device)
     if dq.numel() == 0:
-        if made.scale_inv is not None and into.scale is not None:
-            made.scale_inv.copy_(reference.divide(1.0, into.scale))
-        return made
+        return without_elements(quantizer, made)
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
     cos, sin, batch_stride, token_stride = _strides(cos, sin)
     tokens, heads_each = tokens or JOIN_TOKENS, heads_each or JOIN_HEADS
     grid = (triton.cdiv(rows, tokens), triton.cdiv(heads, heads_each) + 2 * triton.cdiv(groups, heads_each))
     _join_rotated[grid](
-        dq, dk, dv, cos, sin, made.row, made.column, into.scale, made.scale_inv, into.amax,
+        dq, dk, dv, cos, sin, made.rowwise_data, made.columnwise_data, quantizer.scale, made.scale_inv, quantizer.amax,
         rows, length, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], batch_stride, token_stride, 1.0,
         H=heads, G=groups, D=head_dim, ROTATED=0 if cos is None else cos.shape[-1],
         HALF=triton.next_power_of_2(head_dim // 2), MIRRORED=mirrored,
-        SCALED=made.scale_inv is not None, AMAX=into.amax is not None, ROW=into.row, COLUMN=into.column,
+        SCALED=made.scale_inv is not None, AMAX=quantizer.amax is not None,
+        ROWWISE=quantizer.rowwise, COLUMNWISE=quantizer.columnwise,
         TOKENS=tokens, HEADS_EACH=heads_each, HOLD=JOIN_HOLD if hold is None else hold, num_warps=warps or JOIN_WARPS,
     )  # fmt: skip
     return made
@@ -284,12 +284,12 @@ def split_rotate(
 
 
 def join_rotated(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, into: Into, *, mirrored: bool = False
-) -> Made:
-    """The gradient of `split_rotate`'s argument, [N, (H + 2G)·D], made as `into` asks without a rounding on the way.
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, quantizer: Quantizer, *, mirrored: bool = False
+) -> QuantizedTensor:
+    """The gradient of `split_rotate`'s argument, [N, (H + 2G)·D], made as `quantizer` asks without a rounding on the way.
 
     dq: [B, T, H, D]; dk, dv: [B, T, G, D], in any strides. cos, sin, mirrored: as `split_rotate` was given them.
     """
     if dq.device.type == "cuda":
-        return launch_join(dq, dk, dv, cos, sin, into, mirrored=mirrored)
-    return make(reference.join_rotated(dq, dk, dv, cos, sin).flatten(0, 1), into)
+        return launch_join(dq, dk, dv, cos, sin, quantizer, mirrored=mirrored)
+    return quantize(reference.join_rotated(dq, dk, dv, cos, sin).flatten(0, 1), quantizer)

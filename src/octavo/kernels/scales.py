@@ -1,4 +1,4 @@
-"""Delayed scaling's update of all tensors of an arena at once, in place: a dozen small passes of PyTorch in one kernel.
+"""Delayed scaling's update of all tensors of a buffer at once, in place: a dozen small passes of PyTorch in one kernel.
 
 A step updates twice, and nothing else runs meanwhile. Histories roll in place, so a program holds all of a block of rows before
 it writes any of it, and goes upwards: what it overwrites has been read.

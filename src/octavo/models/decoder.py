@@ -6,7 +6,6 @@ that one is and returns the same kind of output. Shapes: B batch, T tokens, V vo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -18,17 +17,17 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from octavo.errors import InputError
+from octavo.fp8.linear import LinearGemms
+from octavo.fp8.quantizer import active_recipe
 from octavo.fp8.recipe import CurrentScaling, Granularity, Operand
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.families import ACTIVATIONS
 from octavo.models.spec import ModelSpec
-from octavo.nn.block import TransformerLayer
-from octavo.nn.fused import Stream
+from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.head import linear_cross_entropy
-from octavo.nn.linear import compute_dtype, recipe_of
+from octavo.nn.linear import compute_dtype
 from octavo.nn.norm import RMSNorm
-from octavo.nn.products import Products
 
 IGNORED = -100
 """The label of a position that is not predicted, as in Hugging Face."""
@@ -120,7 +119,7 @@ class Decoder(nn.Module):
         self.fp8_logits = fp8_head != "backward"
         """Whether a head in FP8 has its product of forward in FP8 too."""
         self.rotary = RotaryAngles(spec, buffer_dtype)
-        self.run_block: Callable[..., Tensor | Stream] = _call
+        self.run_block: RunBlock = TransformerLayer.forward_residual
         self.data_group: dist.ProcessGroup | None = None
         """Ranks that see other samples of the same step; gradients must then be summed over them."""
         self.objective: Objective | None = None
@@ -157,11 +156,10 @@ class Decoder(nn.Module):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         angles = self.rotary(position_ids)
         hidden = functional.embedding(input_ids, self.embedding.weight).to(self.dtype)
-        # Where blocks keep their input for backward, one tensor is less than a stream with its open end.
-        stream: Tensor | Stream = (hidden, None) if self.run_block is _call else hidden
+        residual, delta = hidden, None
         for layer in self.layers:
-            stream = self.run_block(layer, stream, mask, angles, is_first_microbatch)
-        hidden = self.norm(stream) if isinstance(stream, Tensor) else self.norm(*stream)
+            residual, delta = self.run_block(layer, residual, delta, mask, angles, is_first_microbatch)
+        hidden = self.norm(residual, delta)
         if labels is None:
             return CausalLMOutput(logits=functional.linear(hidden, self.head.weight.to(self.dtype)))
         target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
@@ -171,23 +169,23 @@ class Decoder(nn.Module):
             if joined:
                 dist.all_reduce(num_items_in_batch, group=self.data_group)
         count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=hidden.device)
-        products = self._fp8_head(hidden, is_first_microbatch)
+        gemms = self._fp8_head(hidden, is_first_microbatch)
         objective = self.objective if self.training else None
         loss = linear_cross_entropy(
             hidden.flatten(0, 1), self.head.weight, target, count,
-            objective=objective, fp8=products, fp8_logits=self.fp8_logits,
+            objective=objective, fp8=gemms, fp8_logits=self.fp8_logits,
         )  # fmt: skip
         return CausalLMOutput(loss=_Joined.apply(loss, self.data_group) if joined else loss)
 
-    def _fp8_head(self, hidden: Tensor, first: bool | None) -> Products | None:
+    def _fp8_head(self, hidden: Tensor, first: bool | None) -> LinearGemms | None:
         """The products of a head that runs in FP8 here. Whatever the recipe, its operands have one scale each."""
         state: ModuleState | None = getattr(self.head, "fp8_state", None)
-        recipe = None if state is None else recipe_of(state, hidden.device)
+        recipe = None if state is None else active_recipe(state, hidden.device)
         if state is None or recipe is None:
             return None
         if recipe.casts[Operand.INPUT].granularity is not Granularity.TENSOR:
             recipe = CurrentScaling()
-        return Products(state, self.head.weight, recipe, compute_dtype(hidden), first)
+        return LinearGemms(state, self.head.weight, recipe, compute_dtype(hidden), first)
 
 
 class _Joined(torch.autograd.Function):
@@ -202,10 +200,6 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-def _call(layer: nn.Module, *args: Any) -> Tensor | Stream:
-    return layer(*args)
 
 
 def _attention_mask(attention_mask: Tensor | None, position_ids: Tensor | None, shape: torch.Size) -> Tensor | None:

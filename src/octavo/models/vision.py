@@ -7,7 +7,7 @@ residual stream is of autocast's dtype, where that is on. timm is not imported h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from octavo.models.convert import Conversion, attach
 from octavo.models.families import Join, Joined, NameTable
-from octavo.nn.block import TransformerLayer, sum_of
-from octavo.nn.fused import Stream
+from octavo.nn.block import RunBlock, TransformerLayer
 
 VIT_NAMES = NameTable(
     model={},
@@ -52,29 +51,22 @@ _DROPOUTS = ("attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.drop2")
 
 
 class Blocks(nn.Sequential):
-    """timm's `blocks` of Octavo's layers, each of which leaves its last addition to the norm of the one behind it."""
+    """timm's `blocks` of Octavo's layers; the norm of each adds the delta of the layer before it to the residual."""
 
-    run_block: Callable[..., Tensor | Stream]
-
-    def __init__(self, *layers: nn.Module) -> None:
+    def __init__(self, *layers: TransformerLayer) -> None:
         super().__init__(*layers)
-        self.run_block = _call
+        self.run_block: RunBlock = TransformerLayer.forward_residual
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, hidden] → the same shape, in the dtype of PyTorch's autocast where that is on."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        # Recomputed blocks save one tensor instead of residual and delta.
-        stream: Tensor | Stream = (x, None) if self.run_block is _call else x
+        residual: Tensor = x
+        delta: Tensor | None = None
         for layer in self:
-            stream = self.run_block(layer, stream)
-        return stream if isinstance(stream, Tensor) else sum_of(stream)
-
-
-def _call(layer: nn.Module, *args: Any) -> Tensor | Stream:
-    out: Tensor | Stream = layer(*args)
-    return out
+            residual, delta = self.run_block(layer, residual, delta)
+        return residual if delta is None else residual + delta
 
 
 def is_vision_transformer(model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,9 @@ from torch.nn import functional
 
 from octavo.errors import InputError
 from octavo.kernels.attention import short
-from octavo.nn.fused import Angles, Rotation, Stream
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
+from octavo.nn.rotary import Angles, Rotation
 from octavo.nn.te_arguments import Draws, Init, Tracker, check, check_dropout, check_format, check_mask, cos_and_sin
-
-MOST_LENGTHS = 4
-"""Sequence lengths for which a process compiles the kernel of short sequences."""
-_lengths: set[int] = set()
 
 
 def merge_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
@@ -39,10 +35,35 @@ def split_qkv(qkv: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Ten
     return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
 
 
-def swapped(stream: Stream) -> Stream:
-    """[B, T, ...] as [T, B, ...], and back."""
-    h, pending = stream
-    return h.transpose(0, 1), None if pending is None else pending.transpose(0, 1)
+class _ShortAttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, heads: int, groups: int, scale: float) -> Tensor:
+        out, lse = short.forward(qkv, heads, groups, scale)
+        ctx.save_for_backward(qkv, out, lse)
+        ctx.call = heads, groups, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("short attention has no second derivative: call backward without create_graph=True.")
+        qkv, out, lse = ctx.saved_tensors
+        return short.backward(d_out, qkv, out, lse, *ctx.call), None, None, None
+
+
+def short_attention(qkv: Tensor, heads: int, groups: int, scale: float | None = None) -> Tensor:
+    """softmax(q · kᵀ · scale) · v of the joint product, every query with every key, and differentiable once.
+
+    qkv: [B, T, (H + 2G)·D], of a shape that `octavo.kernels.attention.short.takes` on a GPU; not to be written before backward
+    has read it → [B, T, H·D]. scale: > 0, by default D^-½.
+
+    Raises:
+        InputError: the scale is not positive.
+    """
+    scale = (qkv.shape[-1] // (heads + 2 * groups)) ** -0.5 if scale is None else scale
+    if scale <= 0:
+        raise InputError(f"softmax_scale = {scale}: the scale of attention has to be more than 0.")
+    return _ShortAttentionFunction.apply(qkv, heads, groups, scale)
 
 
 class DotProductAttention(nn.Module):
@@ -172,69 +193,53 @@ class MultiheadAttention(nn.Module):
             **make,
         )
 
-    @overload
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = ...,
-        rotary_pos_emb: Angles | Tensor | None = ...,
-        is_first_microbatch: bool | None = ...,
-        **te_arguments: Any,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        hidden_states: Stream,
-        attention_mask: Tensor | None = ...,
-        rotary_pos_emb: Angles | Tensor | None = ...,
-        is_first_microbatch: bool | None = ...,
-        **te_arguments: Any,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def forward(
-        self,
-        hidden_states: Tensor | Stream,
         attention_mask: Tensor | None = None,
         rotary_pos_emb: Angles | Tensor | None = None,
         is_first_microbatch: bool | None = None,
         *,
         attn_mask_type: str | None = None,
+        delta: Tensor | None = None,
+        return_residual: bool = False,
         **te_arguments: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Any:
         """hidden_states [B, T, hidden], mask bool [B, 1, T, T], rotary (cos, sin) each float32 [B, T, D] → like the input.
 
         The mask is True where a query attends to a key, as PyTorch's, and stands in place of the mask type. rotary_pos_emb may
-        also be Transformer Engine's angles, [T, 1, 1, D]. attn_mask_type: for this call. Of a `Stream` the residual stream with
-        nothing left to be added, and the attention.
+        also be Transformer Engine's angles, [T, 1, 1, D]. attn_mask_type: for this call. delta and return_residual are for
+        `forward_residual`.
         """
         if te_arguments:
             check("MultiheadAttention.forward", te_arguments, MultiheadAttention.forward)
-        stream = (hidden_states, None) if isinstance(hidden_states, Tensor) else hidden_states
+        x = hidden_states
         if self.sequence_first:
-            stream = swapped(stream)
-        angles = cos_and_sin(rotary_pos_emb, stream[0].shape[1], self.head_dim)
-        if angles is None and attention_mask is None and self._is_short(stream[0], attn_mask_type):
-            h, *parts = self.layernorm_qkv(stream, is_first_microbatch)
-            context = short.short_attention(parts[0], self.heads, self.groups, self.core_attention.softmax_scale)
+            x, delta = x.transpose(0, 1), None if delta is None else delta.transpose(0, 1)
+        angles = cos_and_sin(rotary_pos_emb, x.shape[1], self.head_dim)
+        if angles is None and attention_mask is None and self._is_short(x, attn_mask_type):
+            h, qkv = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch)
+            context = short_attention(qkv, self.heads, self.groups, self.core_attention.softmax_scale)
         else:
             rotation = Rotation(self.heads, self.groups, *(angles or (None, None)))
-            h, *parts = self.layernorm_qkv(stream, is_first_microbatch, rotation)
+            h, *parts = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch, rotation)
             context = self.core_attention(*parts, attention_mask, attn_mask_type=attn_mask_type)
         if self.sequence_first:
             h, context = h.transpose(0, 1), context.transpose(0, 1)
-        attended: Tensor = self.proj(context, is_first_microbatch)
-        return attended if isinstance(hidden_states, Tensor) else (h, attended)
+        attended = self.proj(context, is_first_microbatch)
+        return (h, attended) if return_residual else attended
+
+    def forward_residual(
+        self, residual: Tensor, delta: Tensor | None = None, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """residual, delta [B, T, hidden] → their sum, and the attention of its norm; the other arguments are `forward`'s."""
+        out: tuple[Tensor, Tensor] = self(residual, *args, delta=delta, return_residual=True, **options)
+        return out
 
     def _is_short(self, x: Tensor, attn_mask_type: str | None) -> bool:
         """Whether the kernel of short sequences takes the joint product of x [B, T, hidden] as it is."""
-        core, tokens = self.core_attention, x.shape[1]
+        core = self.core_attention
         causal = core.causal if attn_mask_type is None else check_mask("attn_mask_type", attn_mask_type)
         if causal or (core.attention_dropout and self.training) or torch.compiler.is_compiling() or x.numel() == 0:
             return False
-        if not short.takes(compute_dtype(x), tokens, self.head_dim):
-            return False
-        if tokens not in _lengths and len(_lengths) >= MOST_LENGTHS:
-            return False
-        _lengths.add(tokens)
-        return True
+        return short.takes(compute_dtype(x), x.shape[1], self.head_dim)

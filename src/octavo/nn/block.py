@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from octavo.nn.attention import MultiheadAttention
-from octavo.nn.fused import Angles, Stream
 from octavo.nn.mlp import LayerNormMLP
+from octavo.nn.rotary import Angles
 from octavo.nn.te_arguments import Init, Tracker, check, check_dropout
 
-
-def sum_of(stream: Stream) -> Tensor:
-    """The residual stream with nothing left to be added."""
-    h, pending = stream
-    return h if pending is None else h + pending
+RunBlock = Callable[..., tuple[Tensor, Tensor | None]]
+"""Runs a layer in a stack: (layer, residual, delta, …) → (residual, delta), as `TransformerLayer.forward_residual` does."""
 
 
 class TransformerLayer(nn.Module):
@@ -87,54 +85,45 @@ class TransformerLayer(nn.Module):
             **make,
         )
 
-    @overload
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = ...,
-        rotary_pos_emb: Angles | Tensor | None = ...,
-        is_first_microbatch: bool | None = ...,
-        **te_arguments: Any,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        hidden_states: Stream,
-        attention_mask: Tensor | None = ...,
-        rotary_pos_emb: Angles | Tensor | None = ...,
-        is_first_microbatch: bool | None = ...,
-        **te_arguments: Any,
-    ) -> Stream: ...
-
-    def forward(
-        self,
-        hidden_states: Tensor | Stream,
         attention_mask: Tensor | None = None,
         rotary_pos_emb: Angles | Tensor | None = None,
         is_first_microbatch: bool | None = None,
         *,
         self_attn_mask_type: str | None = None,
+        delta: Tensor | None = None,
+        return_residual: bool = False,
         **te_arguments: Any,
-    ) -> Tensor | Stream:
+    ) -> Any:
         """hidden_states [B, T, hidden] → the same shape; the other arguments as in `MultiheadAttention`.
 
-        The mask is True where a query attends to a key: the opposite of Transformer Engine's. Given a `Stream` the layer
-        returns one, and leaves its last addition to the norm of the layer behind it.
+        The mask is True where a query attends to a key: the opposite of Transformer Engine's. delta and return_residual are for
+        `forward_residual`.
         """
         if te_arguments:
             check("TransformerLayer.forward", te_arguments, TransformerLayer.forward)
-        stream = (hidden_states, None) if isinstance(hidden_states, Tensor) else hidden_states
-        h, attended = self.self_attention(
-            stream, attention_mask, rotary_pos_emb, is_first_microbatch, attn_mask_type=self_attn_mask_type
+        h, attended = self.self_attention.forward_residual(
+            hidden_states, delta, attention_mask, rotary_pos_emb, is_first_microbatch, attn_mask_type=self_attn_mask_type
         )
         if self.parallel:
-            h, out = self.layernorm_mlp((h, None), is_first_microbatch)
+            h, out = self.layernorm_mlp.forward_residual(h, None, is_first_microbatch)
             out = attended + out
         else:
-            h, out = self.layernorm_mlp((h, self._dropped(attended)), is_first_microbatch)
-        stream = h, self._dropped(out)
-        return sum_of(stream) if isinstance(hidden_states, Tensor) else stream
+            h, out = self.layernorm_mlp.forward_residual(h, self._dropped(attended), is_first_microbatch)
+        out = self._dropped(out)
+        return (h, out) if return_residual else h + out
+
+    def forward_residual(
+        self, residual: Tensor, delta: Tensor | None = None, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """residual, delta [B, T, hidden] → the same of the next layer, whose norm adds delta to residual while it reads both.
+
+        The other arguments are `forward`'s; hooks of the module run. The last delta is added by a norm or by hand.
+        """
+        out: tuple[Tensor, Tensor] = self(residual, *args, delta=delta, return_residual=True, **options)
+        return out
 
     def _dropped(self, branch: Tensor) -> Tensor:
         return functional.dropout(branch, self.hidden_dropout) if self.hidden_dropout and self.training else branch

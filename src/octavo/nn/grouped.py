@@ -12,18 +12,20 @@ Shapes: M rows of all experts, Mᵢ of one, K in_features, N out_features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
 from octavo.fp8 import autocast
-from octavo.fp8.matmul import observe, quantize, weight_operand
-from octavo.fp8.recipe import Granularity, Operand, Recipe
+from octavo.fp8.linear import GroupedGemms, LinearGemms, saved_input
+from octavo.fp8.quantizer import active_recipe
+from octavo.fp8.recipe import Granularity, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
-from octavo.nn.linear import compute_dtype, init_linear_, product, recipe_of
+from octavo.kernels.quantized import NOTHING, QuantizedTensor
+from octavo.nn.linear import compute_dtype, init_linear_, product
 from octavo.nn.te_arguments import Draws, Init, Tracker, check, init_with_
 
 
@@ -94,7 +96,7 @@ class GroupedLinear(nn.Module):
         Args:
             inp: the rows of all experts; leading dimensions are joined to rows.
             m_splits: rows of each expert, 0 allowed; a tensor is best on the CPU.
-            is_first_microbatch: as in `octavo.fp8.matmul.fp8_linear`.
+            is_first_microbatch: as `first` in `octavo.fp8.quantizer.LinearQuantizer`.
             te_arguments: `out` and `dgrad_out`, which have to be None.
 
         Raises:
@@ -116,19 +118,14 @@ class GroupedLinear(nn.Module):
     ) -> Tensor:
         weights = self.weights
         states: list[ModuleState] = [getattr(self, f"weight{i}_fp8_state") for i in range(self.num_gemms)]
-        recipes = [recipe_of(state, x.device) for state in states]
-        recipe, alike = recipes[0], all(one == recipes[0] for one in recipes)
-        if alike:
-            if recipe is None and gemm.takes_wide_groups(x.device, dtype, weights):
-                return _Wide.apply(x.to(dtype), splits, *weights, *biases)
-            if recipe is not None and all(how.granularity is Granularity.ROW for how in recipe.casts.values()):
-                first = autocast.first_microbatch() if first is None else first
-                call = _Call(splits, states, recipe, dtype, x.dtype, first, torch.is_grad_enabled())
-                for state in states:
-                    state.recipe = recipe
-                return _Rows.apply(x, call, *weights, *biases)
-        experts = zip(x.split(splits), weights, biases, states, strict=True)
-        return torch.cat([product(*expert, dtype, first) for expert in experts])
+        recipes = [active_recipe(state, x.device) for state in states]
+        recipe = recipes[0]
+        if all(other == recipe for other in recipes) and _takes_groups(recipe, x.device, dtype, weights):
+            experts = [LinearGemms(*pair, recipe, dtype, first) for pair in zip(states, weights, strict=True)]
+            x = x.to(dtype) if recipe is None else x
+            return _GroupedLinearFunction.apply(x, GroupedGemms(experts, splits), *weights, *biases)
+        parts = zip(x.split(splits), weights, biases, states, strict=True)
+        return torch.cat([product(*expert, dtype, first) for expert in parts])
 
     def _splits(self, m_splits: Sequence[int] | Tensor, rows: int) -> list[int]:
         splits = m_splits.tolist() if isinstance(m_splits, Tensor) else [int(count) for count in m_splits]
@@ -145,106 +142,50 @@ class GroupedLinear(nn.Module):
         return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
 
 
-class _Call(NamedTuple):
-    splits: list[int]
-    states: list[ModuleState]
-    recipe: Recipe
-    out_dtype: torch.dtype
-    x_dtype: torch.dtype
-    first: bool | None
-    grads: bool
+def _takes_groups(recipe: Recipe | None, device: torch.device, dtype: torch.dtype, weights: Sequence[Tensor]) -> bool:
+    """Whether the experts' outputs may be one launch: in bfloat16 on Hopper, and with a scale a row of each operand."""
+    if recipe is None:
+        return gemm.takes_high_precision_groups(device, dtype, weights)
+    return all(how.granularity is Granularity.ROW for how in recipe.casts.values())
 
 
-class _Rows(torch.autograd.Function):
-    """All experts with a scale a row of each operand; casts and weight gradients one expert after another."""
+class _GroupedLinearFunction(torch.autograd.Function):
+    """All experts; in FP8 casts and weight gradients run one expert after another."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Tensor | None) -> Tensor:
-        n = len(call.splits)
-        weights, biases = parameters[:n], parameters[n:]
+    def forward(ctx: Any, x: Tensor, gemms: GroupedGemms, *parameters: Tensor | None) -> Tensor:
+        n = len(gemms.splits)
+        weights, biases = [weight for weight in parameters[:n] if weight is not None], parameters[n:]
         want_x, want_w = ctx.needs_input_grad[0], ctx.needs_input_grad[2 : 2 + n]
-        xs, ws, kept = [], [], []
+        quantizers = [expert.quantizer for expert in gemms.experts]
         with autocast.unannounced():
-            for part, weight, state, want in zip(x.split(call.splits), weights, call.states, want_w, strict=True):
-                assert weight is not None
-                row, column, scale = quantize(part, call.recipe.casts[Operand.INPUT], column=call.grads and want)
-                observe(state, Operand.INPUT, scale)
-                w_row, w_column = weight_operand(weight, state, call.recipe, call.grads, call.first)
-                assert row is not None
-                xs.append(row)
-                ws.append(w_row)
-                # As in `octavo.fp8.matmul`: what the gradient of a frozen operand would need is not kept.
-                kept += [*(column or (None, None)), *(w_column if want_x and w_column is not None else (None, None))]
-        ctx.call = call
-        ctx.parameter_dtypes = [None if parameter is None else parameter.dtype for parameter in parameters]
-        ctx.save_for_backward(*kept)
-        return gemm.grouped_scaled_mm(xs, ws, out_dtype=call.out_dtype, biases=biases)
+            xs = gemms.input(x, want_w)
+            ws = [quantizer.weight(weight) for quantizer, weight in zip(quantizers, weights, strict=True)]
+        wanted = want_w if len(xs) == n else [any(want_w)]  # in high precision the rows of all experts are one operand
+        kept = [saved_input(*pair) for pair in zip(xs, wanted, strict=True)]
+        triples = zip(quantizers, ws, weights, strict=True)
+        kept += [quantizer.saved_weight(w, weight) if want_x else NOTHING for quantizer, w, weight in triples]
+        ctx.gemms, ctx.dtype, ctx.bias_dtypes = gemms, x.dtype, [None if bias is None else bias.dtype for bias in biases]
+        ctx.save_for_backward(*(tensor for one in kept for tensor in one))
+        return gemms.output(xs, ws, biases)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("FP8 layers have no second derivative: call backward without create_graph=True.")
-        call: _Call = ctx.call
-        n = len(call.splits)
+        gemms: GroupedGemms = ctx.gemms
+        n = len(gemms.splits)
         want_x, want_w, want_b = ctx.needs_input_grad[0], ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n :]
-        dtypes, saved = ctx.parameter_dtypes, ctx.saved_tensors
-        dys, ws = [], []
-        dw: list[Tensor | None] = [None] * n
-        db: list[Tensor | None] = [None] * n
-        for i, (part, state) in enumerate(zip(dy.split(call.splits), call.states, strict=True)):
-            x_column, x_scale, w_column, w_scale = saved[4 * i : 4 * i + 4]
-            if want_x or want_w[i]:
-                row, column, scale = quantize(part, call.recipe.casts[Operand.GRAD_OUTPUT], row=want_x, column=want_w[i])
-                observe(state, Operand.GRAD_OUTPUT, scale)
-                if row is not None:
-                    dys.append(row)
-                    ws.append((w_column, w_scale))
-                if column is not None:
-                    dw[i] = gemm.scaled_mm(*column, x_column, x_scale, out_dtype=dtypes[i], precise=True, recurring=False)
-            if want_b[i]:
-                db[i] = part.sum(0, dtype=torch.float32).to(dtypes[n + i])
-        dx = gemm.grouped_scaled_mm(dys, ws, out_dtype=call.out_dtype, precise=True).to(call.x_dtype) if want_x else None
+        quantizers = [expert.quantizer for expert in gemms.experts]
+        for quantizer in quantizers:
+            quantizer.begin_backward()
+        tensors = ctx.saved_tensors
+        saved = [QuantizedTensor(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
+        xs, ws = saved[:-n], saved[-n:]
+        dys = gemms.grad_output(dy, rowwise=want_x, columnwise=want_w)
+        dx = None
+        dw = gemms.grad_weights(dys, xs, want_w)
+        if want_x:
+            restored = [quantizer.restored_weight(w) for quantizer, w in zip(quantizers, ws, strict=True)]
+            dx = gemms.grad_input(dys, restored).to(ctx.dtype)
+        parts = zip(dy.split(gemms.splits), ctx.bias_dtypes, want_b, strict=True)
+        db = [part.sum(0, dtype=torch.float32).to(dtype) if wanted else None for part, dtype, wanted in parts]
         return dx, None, *dw, *db
-
-
-class _Wide(torch.autograd.Function):
-    """All experts in bfloat16; the matrices are put side by side anew in backward rather than kept twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: list[int], *parameters: Tensor | None) -> Tensor:
-        n = len(splits)
-        weights, biases = parameters[:n], parameters[n:]
-        ctx.splits = splits
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
-        ctx.save_for_backward(x, *weights)
-        y = gemm.grouped_mm(x, splits, _stacked(weights, x.dtype).transpose(1, 2))
-        for part, bias in zip(y.split(splits), biases, strict=True):
-            if bias is not None:
-                part.add_(bias.to(part.dtype))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("GroupedLinear has no second derivative: call backward without create_graph=True.")
-        x, *weights = ctx.saved_tensors
-        n = len(ctx.splits)
-        want_w, want_b = ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n :]
-        dy = dy.contiguous()
-        dx = gemm.grouped_mm(dy, ctx.splits, _stacked(weights, x.dtype)) if ctx.needs_input_grad[0] else None
-        parts = list(zip(dy.split(ctx.splits), x.split(ctx.splits), weights, want_w, strict=True))
-        dw = [
-            None
-            if not want
-            else gemm.wide_mm(dy_i.t(), x_i, weight.dtype, recurring=False)
-            if len(x_i)
-            else torch.zeros_like(weight)
-            for dy_i, x_i, weight, want in parts
-        ]
-        biases = zip(dy.split(ctx.splits), ctx.bias_dtypes, want_b, strict=True)
-        db = [part.sum(0, dtype=torch.float32).to(dtype) if want else None for part, dtype, want in biases]
-        return dx, None, *dw, *db
-
-
-def _stacked(weights: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-    return torch.stack([weight.to(dtype) for weight in weights if weight is not None])

@@ -26,11 +26,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.fp8.formats import E5M2
+from octavo.fp8.linear import LinearGemms
+from octavo.fp8.quantizer import DenseOperand
 from octavo.kernels import gemm
 from octavo.kernels.cast import transpose
 from octavo.kernels.cross_entropy import Gradient, Objective, cross_entropy_, scale_
+from octavo.kernels.quantized import QuantizedTensor
 from octavo.nn.linear import compute_dtype
-from octavo.nn.products import Forms, Given, Products
 
 CHUNK_BYTES = 1 << 30
 """Logits of one chunk: large enough that the products run at full speed."""
@@ -49,13 +51,13 @@ def linear_cross_entropy(
     num_items: Tensor,
     *,
     objective: Objective | None = None,
-    fp8: Products | None = None,
+    fp8: LinearGemms | None = None,
     fp8_logits: bool = True,
 ) -> Tensor:
     """Sum over real targets of the cross entropy with softmax(hidden · weightᵀ), divided by `num_items`: float32 [].
 
     hidden: [N, K]. weight: [V, K], any float dtype. target: int64 [N]. num_items: float32 [], the number of targets of the
-    whole step. fp8: of a head with products in FP8, its products; fp8_logits: that of forward too.
+    whole step. fp8: the products of a head in FP8; fp8_logits: the logits are one of them.
     """
     hidden, grads = hidden.to(compute_dtype(hidden)), torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):  # it would round sums that are kept in float32
@@ -73,18 +75,18 @@ class _Head:
         self.d_weight: Tensor | None = None
 
     def logits(self, part: slice) -> Tensor:
-        return gemm.wide_mm(self.hidden[part], self.weight.t(), self.hidden.dtype)
+        return gemm.high_precision_mm(self.hidden[part], self.weight.t(), self.hidden.dtype)
 
     def room(self, part: slice) -> Tensor | None:
         """Where the gradient of these tokens' logits is to stand; None: over the logits."""
         return None
 
     def add(self, grad: Gradient, part: slice) -> None:
-        assert grad.wide is not None
+        assert grad.high_precision is not None
         if self.d_hidden is not None:
-            torch.mm(grad.wide, self.weight, out=self.d_hidden[part])
+            torch.mm(grad.high_precision, self.weight, out=self.d_hidden[part])
         if self.want_weight:
-            self.d_weight = _add_product(self.d_weight, grad.wide, self.hidden[part])
+            self.d_weight = _add_product(self.d_weight, grad.high_precision, self.hidden[part])
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Those of the hidden states and the weight, which may be None of no tokens."""
@@ -94,15 +96,21 @@ class _Head:
 class _Fp8Head:
     """`_Head` in FP8; its gradients are products of as many chunks as `KEPT_BYTES` hold.
 
-    wide: what logits come from that are no FP8 products.
+    high_precision: computes the logits where only the gradients are FP8 products; None where logits are too.
     """
 
     chunk_share = 0.5  # gradients are kept beside a chunk, and no sum in float32 is written for each
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool, products: Products, wide: _Head | None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        want_hidden: bool,
+        want_weight: bool,
+        gemms: LinearGemms,
+        high_precision: _Head | None,
     ) -> None:
-        self.hidden, self.weight, self.products, self.wide = hidden, weight, products, wide
+        self.hidden, self.weight, self.gemms, self.high_precision = hidden, weight, gemms, high_precision
         self.d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if want_hidden else None
         self.d_weight: Tensor | None = None
         self.want_weight = want_weight
@@ -110,19 +118,19 @@ class _Fp8Head:
         self.kept: Tensor | None = None
         self.part = slice(0, 0)  # the tokens whose gradients are kept
         self.scale_inv: Tensor | None = None
-        self.x: Forms | None = None
-        self.w: Forms | None = None
-        if wide is None:
-            self.x, _ = products.input(Given(hidden), column=want_weight)
-            self.w = products.weight(weight)
+        self.x: QuantizedTensor | None = None
+        self.w: QuantizedTensor | None = None
+        if high_precision is None:
+            self.x = gemms.quantizer.input(DenseOperand(hidden), columnwise=want_weight)
+            self.w = gemms.quantizer.weight(weight)
 
     def logits(self, part: slice) -> Tensor:
-        if self.wide is not None:
-            return self.wide.logits(part)
+        if self.high_precision is not None:
+            return self.high_precision.logits(part)
         assert self.x is not None
         assert self.w is not None
-        x = self.x.by_row
-        return self.products.output(Forms(x.data[part], x.scale_inv), self.w, None)
+        data, scale_inv = self.x.rowwise
+        return self.gemms.output(QuantizedTensor(data[part], scale_inv), self.w, None)
 
     def room(self, part: slice) -> Tensor | None:
         if self.kept is not None and part.start == self.part.stop:
@@ -145,8 +153,8 @@ class _Fp8Head:
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         if self.kept is not None:  # only now, when no logits stand beside it any more
             self._multiply()
-        if self.rows == 0 and self.d_hidden is not None and self.wide is not None:
-            self._cast_across()  # which later micro-batches are to find
+        if self.rows == 0 and self.d_hidden is not None and self.high_precision is not None:
+            self._columnwise_weight()  # which later micro-batches are to find
         return self.d_hidden, self.d_weight
 
     def _multiply(self) -> None:
@@ -155,34 +163,34 @@ class _Fp8Head:
         assert kept is not None
         assert scale_inv is not None
         if part.stop == self.rows:  # the last logits are through
-            self.wide = None
+            self.high_precision = None
             if self.x is not None:
-                self.x = self.x._replace(row=None)
+                self.x = self.x._replace(rowwise_data=None)
             if self.d_hidden is None:
                 self.w = None
         if self.d_hidden is not None:
-            across = self._cast_across().by_column
-            data = _filled_up(across.data, kept.shape[1])
-            gemm.scaled_mm_into(self.d_hidden[part], kept[: part.stop - part.start], scale_inv, data, across.scale_inv)
-            del across, data
+            data, w_scale_inv = self._columnwise_weight().columnwise
+            data = _filled_up(data, kept.shape[1])
+            gemm.scaled_mm_into(self.d_hidden[part], kept[: part.stop - part.start], scale_inv, data, w_scale_inv)
+            del data
         if self.want_weight:
             self._multiply_weight(kept, scale_inv)
         self.kept = None
 
-    def _cast_across(self) -> Forms:
+    def _columnwise_weight(self) -> QuantizedTensor:
         """The weight as the gradient of the hidden states needs it."""
         if self.w is None:
-            self.w = self.products.weight(self.weight, row=False, column=True)
-        w = self.products.kept_weight(self.w, self.weight)
+            self.w = self.gemms.quantizer.weight(self.weight, rowwise=False, columnwise=True)
+        w = self.gemms.quantizer.saved_weight(self.w, self.weight)
         if self.part.stop == self.rows:
             self.w = None
-        return self.products.weight_again(w)
+        return self.gemms.quantizer.restored_weight(w)
 
     def _multiply_weight(self, kept: Tensor, scale_inv: Tensor) -> None:
         if self.x is None:
-            self.x, _ = self.products.input(Given(self.hidden), row=False, column=True)
-        x, began = self.x.by_column, self.d_weight is not None
-        data = _filled_up(x.data[:, self.part], kept.shape[0]).contiguous()
+            self.x = self.gemms.quantizer.input(DenseOperand(self.hidden), rowwise=False, columnwise=True)
+        (data, x_scale_inv), began = self.x.columnwise, self.d_weight is not None
+        data = _filled_up(data[:, self.part], kept.shape[0]).contiguous()
         if self.d_weight is None:
             several = self.part.stop - self.part.start < self.rows
             dtype = torch.float32 if several or self.hidden.dtype == torch.float16 else self.weight.dtype
@@ -192,7 +200,7 @@ class _Fp8Head:
             words = slice(start, min(start + step, self.words))
             total, turned = self.d_weight[words], transpose(kept[:, words])
             out = torch.empty_like(total) if began else total
-            gemm.scaled_mm_into(out, turned, scale_inv, data, x.scale_inv)
+            gemm.scaled_mm_into(out, turned, scale_inv, data, x_scale_inv)
             if began:
                 total += out
 
@@ -209,19 +217,19 @@ def _filled_up(x: Tensor, columns: int) -> Tensor:
 
 
 def _head(
-    hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool, fp8: Products | None, fp8_logits: bool
+    hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool, fp8: LinearGemms | None, fp8_logits: bool
 ) -> _Head | _Fp8Head:
     if fp8 is None or not (fp8_logits or want_hidden or want_weight):
         return _Head(hidden, weight, want_hidden, want_weight)
-    wide = None if fp8_logits else _Head(hidden, weight, False, False)
-    return _Fp8Head(hidden, weight, want_hidden, want_weight, fp8, wide)
+    logits = None if fp8_logits else _Head(hidden, weight, False, False)
+    return _Fp8Head(hidden, weight, want_hidden, want_weight, fp8, logits)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, num_items: Tensor, objective: Objective,
-        fp8: Products | None, fp8_logits: bool, grads: bool,
+        fp8: LinearGemms | None, fp8_logits: bool, grads: bool,
     ) -> Tensor:  # fmt: skip
         want_hidden, want_weight = (grads and need for need in ctx.needs_input_grad[:2])
         loss = hidden.new_zeros((), dtype=torch.float32)

@@ -2,26 +2,35 @@
 
 Names and arguments are those of Transformer Engine's `Linear` and `LayerNormLinear`. Parameters may be kept in float32 as
 master weights: a product runs in the dtype of its input (under `torch.autocast`, in that of the autocast), and the FP8 cast
-reads the master weight itself.
+reads the master weight itself. Backward saves FP8 operands, and of a norm the residual stream.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, cast, overload
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from octavo.fp8.autocast import current_recipe
-from octavo.fp8.matmul import fp8_linear
-from octavo.fp8.recipe import Granularity, Operand, Recipe
+from octavo.fp8 import autocast
+from octavo.fp8.linear import LinearGemms, saved_input
+from octavo.fp8.quantizer import DenseOperand, Producer, active_recipe
 from octavo.fp8.scaling import ModuleState
-from octavo.nn import fused
-from octavo.nn.fused import Norm, Rotation, Stream
-from octavo.nn.norm import check_norm, normalize, reset_norm_
-from octavo.nn.products import Products
+from octavo.kernels.quantized import NOTHING, QuantizedTensor, Quantizer
+from octavo.nn.norm import (
+    NormParameters,
+    NormProducer,
+    backward_through_norm,
+    check_norm,
+    flat,
+    normalize,
+    promoted,
+    reset_norm_,
+    unflat,
+)
+from octavo.nn.rotary import Rotation
 from octavo.nn.te_arguments import Draws, Init, Tracker, check, init_with_, results
 
 
@@ -29,21 +38,6 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype that a product of `x` runs in and returns: autocast's where that is on, else the input's own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def recipe_of(state: ModuleState, device: torch.device) -> Recipe | None:
-    """The recipe that a layer's products run by here; None for products in high precision.
-
-    Raises:
-        RuntimeError: the sharded weight is there in a form that this forward cannot use.
-    """
-    recipe = state.under(current_recipe(device))
-    if state.gathered is not None and (recipe is None or recipe.casts[Operand.WEIGHT].granularity is not Granularity.TENSOR):
-        raise RuntimeError(
-            "weights that were gathered in FP8 for a forward are still there, and this one needs them in another form: run it "
-            "after the backward of the other."
-        )
-    return recipe
 
 
 def product(
@@ -55,13 +49,156 @@ def product(
     is_first_microbatch: bool | None = None,
 ) -> Tensor:
     """x · weightᵀ + bias, in FP8 where an autocast says so, else in `out_dtype`. x [..., K], weight [N, K] → [..., N]."""
-    recipe = recipe_of(state, x.device)
-    if recipe is not None and not torch.compiler.is_compiling():
-        return fused.linear(x, fused.Linear(weight, bias, Products(state, weight, recipe, out_dtype, is_first_microbatch)))
-    if recipe is not None:
-        return fp8_linear(x, weight, bias, state, recipe, out_dtype=out_dtype, is_first_microbatch=is_first_microbatch)
-    bias = None if bias is None else bias.to(out_dtype)
-    return functional.linear(x.to(out_dtype), weight.to(out_dtype), bias)
+    recipe = active_recipe(state, x.device)
+    if recipe is None:
+        bias = None if bias is None else bias.to(out_dtype)
+        return functional.linear(x.to(out_dtype), weight.to(out_dtype), bias)
+    gemms = LinearGemms(state, weight, recipe, out_dtype, is_first_microbatch)
+    quantizer, slot = gemms.quantizer, None
+    # The casts stand outside of the autograd function: a compiler allows no writes to a layer's FP8 state inside of it.
+    with torch.no_grad(), autocast.unannounced():
+        x_q = quantizer.input(DenseOperand(flat(x)), columnwise=weight.requires_grad)
+        w_q = quantizer.weight(weight)
+    if torch.compiler.is_compiling():
+        slot = quantizer.grad_output_slot()
+    return _LinearFunction.apply(x, weight, bias, *_without_repetition(x_q), *_without_repetition(w_q), slot, gemms)
+
+
+def _without_repetition(q: QuantizedTensor) -> QuantizedTensor:
+    """`q` with a scale of both layouts given once: a compiler refuses to pass one tensor to a function twice."""
+    return q._replace(columnwise_scale_inv=None) if q.columnwise_scale_inv is q.rowwise_scale_inv else q
+
+
+def _with_repetition(*tensors: Tensor | None) -> QuantizedTensor:
+    """The inverse of `_without_repetition`."""
+    q = QuantizedTensor(*tensors)
+    shared = q.columnwise_data is not None and q.columnwise_scale_inv is None
+    return q._replace(columnwise_scale_inv=q.rowwise_scale_inv) if shared else q
+
+
+class _LinearFunction(torch.autograd.Function):
+    """FP8 products of operands that are cast already; run eagerly, and read by a compiler."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
+        x_row: Tensor, x_row_scale: Tensor, x_column: Tensor | None, x_column_scale: Tensor | None,
+        w_row: Tensor, w_row_scale: Tensor, w_column: Tensor | None, w_column_scale: Tensor | None,
+        slot: Tensor | None, gemms: LinearGemms,
+    ) -> Tensor:  # fmt: skip
+        x_q = _with_repetition(x_row, x_row_scale, x_column, x_column_scale)
+        w_q = _with_repetition(w_row, w_row_scale, w_column, w_column_scale)
+        # The gradient of an operand takes the other one: what a frozen one would need is not saved.
+        want_x, want_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(
+            *saved_input(x_q, want_weight),
+            *(gemms.quantizer.saved_weight(w_q, weight) if want_x else NOTHING),
+            slot,
+        )
+        ctx.gemms, ctx.shape, ctx.dtype, ctx.bias_dtype = gemms, x.shape, x.dtype, None if bias is None else bias.dtype
+        return unflat(gemms.output(x_q, w_q, bias), (*x.shape[:-1], weight.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gemms: LinearGemms = ctx.gemms
+        quantizer = gemms.quantizer
+        quantizer.begin_backward()
+        want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
+        *saved, slot = ctx.saved_tensors
+        x, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
+        operand = DenseOperand(flat(dy), column_sum=want_bias)
+        dy_q = quantizer.grad_output(operand, rowwise=want_x, columnwise=want_weight, slot_index=slot)
+        dx = dw = db = None
+        if want_weight:
+            dw = gemms.grad_weight(dy_q, x)
+        if want_x:
+            dx = gemms.grad_input(dy_q, quantizer.restored_weight(w)).to(ctx.dtype).view(ctx.shape)
+        if want_bias:
+            db = operand.column_sum().to(ctx.bias_dtype)
+        return dx, dw, db, *(None,) * 10
+
+
+class Projection(NamedTuple):
+    """A matrix [N, K] with its bias [N] and its products, which may be in high precision."""
+
+    weight: Tensor
+    bias: Tensor | None
+    gemms: LinearGemms
+
+
+def norm_linear(
+    residual: Tensor, delta: Tensor | None, norm: NormParameters, linear: Projection, rotation: Rotation | None = None
+) -> tuple[Tensor, ...]:
+    """h = residual + delta, then norm(h) · weightᵀ + bias.
+
+    residual, delta: [..., K]. Returns h and the product [..., N]; with a rotation (residual: [B, T, K]) h and q [B, T, H, D],
+    k and v [B, T, G, D], queries and keys rotated.
+    """
+    cos, sin = (None, None) if rotation is None else (rotation.cos, rotation.sin)
+    call = _NormLinearCall(
+        norm.kind, norm.eps, linear.gemms, None if rotation is None else rotation._replace(cos=None, sin=None)
+    )
+    parameters = (norm.weight, norm.bias, linear.weight, linear.bias)
+    with autocast.unannounced():
+        return _NormLinearFunction.apply(promoted(residual, delta), delta, *parameters, cos, sin, call)
+
+
+class _NormLinearCall(NamedTuple):
+    kind: str
+    eps: float
+    gemms: LinearGemms
+    rotation: Rotation | None  # without its tables, which are saved as tensors
+
+
+class _NormLinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
+        weight: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, call: _NormLinearCall,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        gemms, quantizer = call.gemms, call.gemms.quantizer
+        want_x, want_weight = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4]
+        producer = NormProducer(residual, delta, NormParameters(call.kind, norm_weight, norm_bias, call.eps))
+        x = quantizer.input(producer, columnwise=want_weight)
+        w = quantizer.weight(weight)
+        y = gemms.output(x, w, bias)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.shape = call, residual.shape
+        h = residual if delta is None else unflat(producer.sum, residual.shape)
+        saved_weight = quantizer.saved_weight(w, weight) if want_x else NOTHING
+        ctx.save_for_backward(h, producer.stats, norm_weight, *saved_input(x, want_weight), *saved_weight, cos, sin)
+        y = unflat(y, (*residual.shape[:-1], weight.shape[0]))
+        if call.rotation is None:
+            return h, y
+        return h, *call.rotation._replace(cos=cos, sin=sin).split(y)
+
+    @staticmethod
+    def backward(ctx: Any, d_residual: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: _NormLinearCall = ctx.call
+        gemms, quantizer = call.gemms, call.gemms.quantizer
+        quantizer.begin_backward()
+        h, stats, norm_weight, *saved, cos, sin = ctx.saved_tensors
+        x, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
+        want_x, (want_weight, want_bias) = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4:6]
+        if all(grad is None for grad in grads):
+            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 7
+        producer: Producer
+        if call.rotation is None:
+            (dy,) = grads
+            assert dy is not None
+            producer = DenseOperand(flat(dy), column_sum=want_bias)
+        else:
+            producer = call.rotation._replace(cos=cos, sin=sin).join(grads)
+            if want_bias:
+                producer = DenseOperand(producer(Quantizer(gemms.out_dtype)).high_precision, column_sum=True)
+        dy_q = quantizer.grad_output(producer, rowwise=want_x, columnwise=want_weight)
+        d_bias = producer.column_sum() if want_bias and isinstance(producer, DenseOperand) else None
+        dw = gemms.grad_weight(dy_q, x) if want_weight else None
+        through: tuple[Tensor | None, ...] = (None,) * 4
+        if want_x:
+            d_normed = gemms.grad_input(dy_q, quantizer.restored_weight(w))
+            through = backward_through_norm(ctx, call.kind, d_normed, h, norm_weight, stats, d_residual)
+        return *through, dw, d_bias, None, None, None
 
 
 def init_linear_(weight: Tensor, bias: Tensor | None) -> None:
@@ -120,7 +257,7 @@ class Linear(nn.Linear):
         return new
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """input [..., in_features] → [..., out_features]; `is_first_microbatch` as in `octavo.fp8.matmul.fp8_linear`."""
+        """input [..., in_features] → [..., out_features]; is_first_microbatch: `first` of `LinearQuantizer`."""
         bias = None if self.return_bias else self.bias
         y = product(input, self.weight, bias, self.fp8_state, compute_dtype(input), is_first_microbatch)
         return results(y, self.bias, None, return_bias=self.return_bias)
@@ -173,47 +310,55 @@ class LayerNormLinear(nn.Module):
             else:
                 init_with_(self.init_method, self.weight, self.bias)
 
-    @overload
-    def forward(self, input: Tensor, is_first_microbatch: bool | None = ...) -> Tensor: ...
-
-    @overload
     def forward(
-        self, input: Stream, is_first_microbatch: bool | None = ..., rotation: Rotation | None = ...
-    ) -> tuple[Tensor, ...]: ...
-
-    def forward(
-        self, input: Tensor | Stream, is_first_microbatch: bool | None = None, rotation: Rotation | None = None
-    ) -> Tensor | tuple[Tensor, ...]:
-        """input [..., in_features] → [..., out_features].
-
-        Of a `Stream` the residual stream with nothing left to be added, and the product; with a rotation queries, keys and
-        values instead of the product, as in `octavo.nn.fused.norm_linear`.
-        """
-        if not isinstance(input, Tensor):
-            return self._of(*input, is_first_microbatch, rotation)
+        self,
+        input: Tensor,
+        is_first_microbatch: bool | None = None,
+        *,
+        delta: Tensor | None = None,
+        rotation: Rotation | None = None,
+        return_residual: bool = False,
+    ) -> Any:
+        """input [..., in_features] → [..., out_features]; delta, rotation and return_residual are for `forward_residual`."""
         normed = None
+        if return_residual:
+            return self._norm_linear(input, delta, is_first_microbatch, rotation)
         if self.return_layernorm_output:
-            normed = normalize(self.normalization, input, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-            normed, bias = normed.to(compute_dtype(input)), None if self.return_bias else self.bias
+            normed = normalize(self._norm(), input).to(compute_dtype(input))
+            bias = None if self.return_bias else self.bias
             y = product(normed, self.weight, bias, self.fp8_state, normed.dtype, is_first_microbatch)
         else:
-            y = self._of(input, None, is_first_microbatch, None)[1]
-        out: Tensor | tuple[Tensor, ...] = results(y, self.bias, normed, return_bias=self.return_bias)
+            y = self._norm_linear(input, None, is_first_microbatch, None)[1]
+        return results(y, self.bias, normed, return_bias=self.return_bias)
+
+    def forward_residual(
+        self,
+        residual: Tensor,
+        delta: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, ...]:
+        """residual, delta [..., in_features] → their sum, and the product of its norm; hooks of the module run.
+
+        With a rotation queries, keys and values instead of the product, as in `norm_linear`.
+        """
+        out: tuple[Tensor, ...] = self(residual, is_first_microbatch, delta=delta, rotation=rotation, return_residual=True)
         return out
 
-    def _of(
-        self, input: Tensor, pending: Tensor | None, is_first_microbatch: bool | None, rotation: Rotation | None
+    def _norm(self) -> NormParameters:
+        return NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+
+    def _norm_linear(
+        self, residual: Tensor, delta: Tensor | None, is_first_microbatch: bool | None, rotation: Rotation | None
     ) -> tuple[Tensor, ...]:
-        dtype, bias = compute_dtype(input), None if self.return_bias else self.bias
+        dtype, bias = compute_dtype(residual), None if self.return_bias else self.bias
         if torch.compiler.is_compiling():
-            h = input if pending is None else input + pending
-            normed = normalize(self.normalization, h, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-            y = product(normed, self.weight, bias, self.fp8_state, dtype, is_first_microbatch)
-            return (h, y) if rotation is None else (h, *rotation.apart(y))
-        recipe = recipe_of(self.fp8_state, input.device)
-        products = Products(self.fp8_state, self.weight, recipe, dtype, is_first_microbatch)
-        norm = Norm(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        return fused.norm_linear(input, pending, norm, fused.Linear(self.weight, bias, products), rotation)
+            h = residual if delta is None else residual + delta
+            y = product(normalize(self._norm(), h), self.weight, bias, self.fp8_state, dtype, is_first_microbatch)
+            return (h, y) if rotation is None else (h, *rotation.composed(y))
+        recipe = active_recipe(self.fp8_state, residual.device)
+        gemms = LinearGemms(self.fp8_state, self.weight, recipe, dtype, is_first_microbatch)
+        return norm_linear(residual, delta, self._norm(), Projection(self.weight, bias, gemms), rotation)
 
     def extra_repr(self) -> str:
         """Shape and norm, for `print(model)`."""

@@ -7,20 +7,31 @@ that a tensor-parallel rank or a shard holds has the gates that belong to its up
 from __future__ import annotations
 
 import math
-from typing import Any, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
+from octavo.fp8 import autocast
+from octavo.fp8.linear import LinearGemms, saved_input, transposed_input
+from octavo.fp8.quantizer import DenseOperand, active_recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
-from octavo.kernels.activation import is_gated
-from octavo.nn import fused
-from octavo.nn.fused import Stream
-from octavo.nn.linear import compute_dtype, init_linear_, product, recipe_of
-from octavo.nn.norm import check_norm, normalize, reset_norm_
-from octavo.nn.products import Products
+from octavo.kernels.activation import activation, activation_backward, is_gated
+from octavo.kernels.quantized import NOTHING, QuantizedTensor, Quantizer
+from octavo.nn.linear import Projection, compute_dtype, init_linear_, product
+from octavo.nn.norm import (
+    NormParameters,
+    NormProducer,
+    backward_through_norm,
+    check_norm,
+    flat,
+    normalize,
+    promoted,
+    reset_norm_,
+    unflat,
+)
 from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of, check, init_with_, results
 
 GATE_UP_BLOCK = 32
@@ -42,6 +53,122 @@ def deinterleave(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `interleave`: views of gate [F, ...] and up [F, ...] as far as strides allow."""
     blocks = gate_up.unflatten(0, (-1, 2, gate_up_block(gate_up.shape[0] // 2)))
     return blocks[:, 0].flatten(0, 1), blocks[:, 1].flatten(0, 1)
+
+
+class _MlpCall(NamedTuple):
+    kind: str
+    eps: float
+    fc1: LinearGemms
+    fc2: LinearGemms
+    activation: str
+    block: int
+    recompute: bool
+
+
+def norm_mlp(
+    residual: Tensor, delta: Tensor | None, norm: NormParameters, fc1: Projection, fc2: Projection,
+    activation: str, block: int, *, recompute: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """h = residual + delta, then activation(norm(h) · w1ᵀ + b1) · w2ᵀ + b2; returns h and that, [..., K].
+
+    activation, block: as in `octavo.kernels.activation`. recompute: backward computes the first product again, from the same
+    operands, instead of saving it.
+    """
+    call = _MlpCall(norm.kind, norm.eps, fc1.gemms, fc2.gemms, activation, block, recompute)
+    parameters = (norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias)
+    with autocast.unannounced():
+        return _NormMlpFunction.apply(promoted(residual, delta), delta, *parameters, call)
+
+
+class _NormMlpFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
+        weight_1: Tensor, bias_1: Tensor | None, weight_2: Tensor, bias_2: Tensor | None, call: _MlpCall,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        fc1, fc2 = call.fc1, call.fc2
+        want_w1, want_w2 = ctx.needs_input_grad[4], ctx.needs_input_grad[6]
+        want_x = any(ctx.needs_input_grad[:4])
+        want_hidden = want_x or want_w1 or ctx.needs_input_grad[5]
+        # Two recomputations: of the activation's result, where its cast repeats, and on request of the first product.
+        recompute_activated = want_w2 and fc2.quantizer.recomputable
+        recompute_hidden = call.recompute and (want_hidden or recompute_activated)
+        producer = NormProducer(residual, delta, NormParameters(call.kind, norm_weight, norm_bias, call.eps))
+        columnwise = want_w1 and not (recompute_hidden and fc1.quantizer.recomputable)
+        x = fc1.quantizer.input(producer, columnwise=columnwise)
+        w1 = fc1.quantizer.weight(weight_1)
+        hidden = fc1.output(x, w1, bias_1)
+        activated = fc2.quantizer.input(
+            lambda quantizer: activation(call.activation, hidden, call.block, quantizer),
+            columnwise=want_w2 and not recompute_activated, recompute=recompute_activated,
+        )  # fmt: skip
+        w2 = fc2.quantizer.weight(weight_2)
+        y = fc2.output(activated, w2, bias_2)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.shape = call, residual.shape
+        h = residual if delta is None else unflat(producer.sum, residual.shape)
+        keep_hidden = (want_hidden or recompute_activated) and not recompute_hidden
+        ctx.save_for_backward(
+            h, producer.stats, norm_weight, hidden if keep_hidden else None, bias_1 if recompute_hidden else None,
+            *(x if recompute_hidden else saved_input(x, want_w1)),
+            *saved_input(activated, want_w2 and not recompute_activated),
+            *(fc1.quantizer.saved_weight(w1, weight_1, rowwise=recompute_hidden) if want_x or recompute_hidden else NOTHING),
+            *(fc2.quantizer.saved_weight(w2, weight_2) if want_hidden else NOTHING),
+        )  # fmt: skip
+        return h, unflat(y, (*residual.shape[:-1], weight_2.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, d_residual: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: _MlpCall = ctx.call
+        fc1, fc2 = call.fc1, call.fc2
+        for gemms in (fc1, fc2):  # either may stay out of FP8
+            gemms.quantizer.begin_backward()
+        if dy is None:
+            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 7
+        h, stats, norm_weight, hidden, bias_1, *saved = ctx.saved_tensors
+        x, activated, w1, w2 = (QuantizedTensor(*saved[i : i + 4]) for i in (0, 4, 8, 12))
+        want_x = any(ctx.needs_input_grad[:4])
+        want_w1, want_b1, want_w2, want_b2 = ctx.needs_input_grad[4:8]
+        want_hidden = want_x or want_w1 or want_b1
+        operand = DenseOperand(flat(dy), column_sum=want_b2)
+        dy_q = fc2.quantizer.grad_output(operand, rowwise=want_hidden, columnwise=want_w2)
+        d_b2 = operand.column_sum() if want_b2 else None
+        recompute = fc2.quantizer.recomputed_input() if want_w2 and fc2.quantizer.recomputable else None
+        if hidden is None and (want_hidden or recompute is not None):
+            w1 = fc1.quantizer.restored_weight(w1, rowwise=True)
+            hidden = fc1.output(x, w1, bias_1)
+            x = transposed_input(x) if want_w1 else NOTHING
+        through: tuple[Tensor | None, ...] = (None,) * 4
+        d_w1 = d_b1 = d_w2 = None
+        if want_hidden:
+            d_activated = fc2.grad_input(dy_q, fc2.quantizer.restored_weight(w2))
+
+            def produce(quantizer: Quantizer) -> QuantizedTensor:
+                nonlocal recompute, activated, d_b1
+                stored = quantizer.rowwise or quantizer.columnwise  # otherwise only the amax is measured
+                d_hidden, repeated, bias = activation_backward(
+                    call.activation, d_activated, hidden, call.block, quantizer,
+                    recompute=recompute if stored else None, bias=want_b1 and stored,
+                )  # fmt: skip
+                d_b1 = bias if bias is not None else d_b1
+                if repeated is not None:
+                    activated, recompute = repeated, None
+                return d_hidden
+
+            d_hidden = fc1.quantizer.grad_output(produce, rowwise=want_x, columnwise=want_w1)
+            if want_b1 and d_b1 is None:  # nothing but the bias is trained
+                produce(Quantizer(fc1.out_dtype))
+            del d_activated
+        if recompute is not None:
+            activated = activation(call.activation, hidden, call.block, recompute)
+        if want_w2:
+            d_w2 = fc2.grad_weight(dy_q, activated)
+        if want_w1:
+            d_w1 = fc1.grad_weight(d_hidden, x)
+        if want_x:
+            d_normed = fc1.grad_input(d_hidden, fc1.quantizer.restored_weight(w1))
+            through = backward_through_norm(ctx, call.kind, d_normed, h, norm_weight, stats, d_residual)
+        return *through, d_w1, d_b1, d_w2, d_b2, None
 
 
 class LayerNormMLP(nn.Module):
@@ -112,28 +239,34 @@ class LayerNormMLP(nn.Module):
                 else:
                     init_with_(init_method, weight, bias)
 
-    @overload
-    def forward(self, input: Tensor, is_first_microbatch: bool | None = ...) -> Tensor: ...
-
-    @overload
-    def forward(self, input: Stream, is_first_microbatch: bool | None = ...) -> tuple[Tensor, Tensor]: ...
-
-    def forward(self, input: Tensor | Stream, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """input [..., hidden_size] → the same shape, without the residual.
-
-        Of a `Stream` the residual stream with nothing left to be added, and that.
-        """
-        if not isinstance(input, Tensor):
-            return self._of(*input, is_first_microbatch)
+    def forward(
+        self,
+        input: Tensor,
+        is_first_microbatch: bool | None = None,
+        *,
+        delta: Tensor | None = None,
+        return_residual: bool = False,
+    ) -> Any:
+        """input [..., hidden_size] → the same shape, without the residual; the last arguments are for `forward_residual`."""
+        if return_residual:
+            return self._norm_mlp(input, delta, is_first_microbatch)
         normed = None
         if self.return_layernorm_output:
-            normed = normalize(self.normalization, input, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-            normed = normed.to(compute_dtype(input))
+            normed = normalize(self._norm(), input).to(compute_dtype(input))
             y = self._composed(normed, normed.dtype, is_first_microbatch)
         else:
-            y = self._of(input, None, is_first_microbatch)[1]
-        out: Tensor | tuple[Tensor, Tensor] = results(y, self.fc2_bias, normed, return_bias=self.return_bias)
+            y = self._norm_mlp(input, None, is_first_microbatch)[1]
+        return results(y, self.fc2_bias, normed, return_bias=self.return_bias)
+
+    def forward_residual(
+        self, residual: Tensor, delta: Tensor | None = None, is_first_microbatch: bool | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """residual, delta [..., hidden_size] → their sum, and the layer's result for it; hooks of the module run."""
+        out: tuple[Tensor, Tensor] = self(residual, is_first_microbatch, delta=delta, return_residual=True)
         return out
+
+    def _norm(self) -> NormParameters:
+        return NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
 
     def _composed(self, normed: Tensor, dtype: torch.dtype, is_first_microbatch: bool | None) -> Tensor:
         """The two products and the activation between them, as separate operations."""
@@ -142,22 +275,22 @@ class LayerNormMLP(nn.Module):
         bias = None if self.return_bias else self.fc2_bias
         return product(activated, self.fc2_weight, bias, self.fc2_fp8_state, dtype, is_first_microbatch)
 
-    def _of(self, input: Tensor, pending: Tensor | None, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor]:
-        dtype = compute_dtype(input)
+    def _norm_mlp(self, residual: Tensor, delta: Tensor | None, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(residual)
         if torch.compiler.is_compiling():
-            h = input if pending is None else input + pending
-            normed = normalize(self.normalization, h, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-            return h, self._composed(normed, dtype, is_first_microbatch)
+            h = residual if delta is None else residual + delta
+            return h, self._composed(normalize(self._norm(), h), dtype, is_first_microbatch)
         fc1, fc2 = (
-            fused.Linear(weight, bias, Products(state, weight, recipe_of(state, input.device), dtype, is_first_microbatch))
+            Projection(
+                weight, bias, LinearGemms(state, weight, active_recipe(state, residual.device), dtype, is_first_microbatch)
+            )
             for weight, bias, state in (
                 (self.fc1_weight, self.fc1_bias, self.fc1_fp8_state),
                 (self.fc2_weight, None if self.return_bias else self.fc2_bias, self.fc2_fp8_state),
             )
         )
-        norm = fused.Norm(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         block = gate_up_block(self.ffn_hidden_size)
-        return fused.norm_mlp(input, pending, norm, fc1, fc2, self.activation, block, recompute=self.checkpoint)
+        return norm_mlp(residual, delta, self._norm(), fc1, fc2, self.activation, block, recompute=self.checkpoint)
 
     def extra_repr(self) -> str:
         """Shape and activation, for `print(model)`."""

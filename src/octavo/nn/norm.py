@@ -1,19 +1,33 @@
-"""RMSNorm and LayerNorm with float32 statistics, as modules and as the front of fused layers."""
+"""RMSNorm and LayerNorm, alone and in front of a linear layer.
+
+The kernel adds the last layer's delta to the residual stream while it reads both, and stores the norm in float32, bf16 or FP8.
+`NormProducer` is that kernel as the producer of a linear layer's input.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError, unknown
 from octavo.kernels import reference
-from octavo.nn import fused
+from octavo.kernels.norm import norm, norm_backward
+from octavo.kernels.quantized import QuantizedTensor, Quantizer
 from octavo.nn.te_arguments import check
 
 NORMS = ("LayerNorm", "RMSNorm")
+
+
+class NormParameters(NamedTuple):
+    """A normalisation: "RMSNorm" or "LayerNorm", its parameters [K] and its constant."""
+
+    kind: str
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
 
 
 def check_norm(name: str) -> None:
@@ -22,11 +36,11 @@ def check_norm(name: str) -> None:
         raise unknown("normalization", name, NORMS)
 
 
-def normalize(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """The named norm of `x` over its last dimension, in float32."""
-    if name == "RMSNorm":
-        return reference.rms_norm(x, weight, eps)
-    return reference.layer_norm(x, weight, bias, eps)
+def normalize(of: NormParameters, x: Tensor) -> Tensor:
+    """The norm of `x` over its last dimension, float32, in differentiable PyTorch."""
+    if of.kind == "RMSNorm":
+        return reference.rms_norm(x, of.weight, of.eps)
+    return reference.layer_norm(x, of.weight, of.bias, of.eps)
 
 
 def reset_norm_(weight: Tensor, bias: Tensor | None) -> None:
@@ -34,6 +48,76 @@ def reset_norm_(weight: Tensor, bias: Tensor | None) -> None:
     nn.init.ones_(weight)
     if bias is not None:
         nn.init.zeros_(bias)
+
+
+def promoted(residual: Tensor, delta: Tensor | None) -> Tensor:
+    """`residual` in the dtype of `residual + delta`: a float32 stream stays one when a layer hands over bfloat16."""
+    return residual if delta is None else residual.to(torch.promote_types(residual.dtype, delta.dtype))
+
+
+def flat(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def unflat(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """A kernel's result [M, K] in the shape [..., K], and not as a view: autograd lets nobody write into a view."""
+    reshaped: Tensor = torch.ops.aten._unsafe_view.default(y, shape)
+    return reshaped
+
+
+class NormProducer:
+    """The norm of residual + delta as producer of an operand. Run twice (amax, then cast) it adds the delta once.
+
+    `sum` is residual + delta after the first run, [M, K], and `stats` the statistics for backward.
+    """
+
+    def __init__(self, residual: Tensor, delta: Tensor | None, of: NormParameters) -> None:
+        self.sum, self.of = flat(residual), of
+        self._delta = None if delta is None else flat(delta)
+        self.stats: Tensor | None = None
+
+    def __call__(self, quantizer: Quantizer) -> QuantizedTensor:
+        """Run the kernel."""
+        of = self.of
+        self.sum, self.stats, out = norm(of.kind, self.sum, self._delta, of.weight, of.bias, of.eps, quantizer)
+        self._delta = None
+        return out
+
+
+def backward_through_norm(
+    ctx: Any, kind: str, d_normed: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of residual, delta, weight and bias: the first four inputs of the autograd function whose context is `ctx`.
+
+    d_normed: of the norm's result. h: residual + delta. d_residual: of h by other paths.
+    """
+    _, want_delta, want_weight, want_bias = ctx.needs_input_grad[:4]
+    d_residual = None if d_residual is None else flat(d_residual)
+    dx, d_weight, d_bias = norm_backward(
+        kind, d_normed, flat(h), weight, stats, d_residual, want_weight=want_weight or want_bias
+    )
+    dx = dx.view(ctx.shape)
+    return dx, dx if want_delta else None, d_weight if want_weight else None, d_bias if want_bias else None
+
+
+class _NormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, kind: str, eps: float
+    ) -> Tensor:
+        producer = NormProducer(residual, delta, NormParameters(kind, weight, bias, eps))
+        normed = producer(Quantizer(residual.dtype)).high_precision
+        ctx.save_for_backward(producer.sum, producer.stats, weight)
+        ctx.kind, ctx.shape = kind, residual.shape
+        return unflat(normed, residual.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        h, stats, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            raise RuntimeError("norms have no second derivative: call backward without create_graph=True.")
+        return *backward_through_norm(ctx, ctx.kind, flat(dy), h, weight, stats, None), None, None
 
 
 def _size(name: str, shape: int | Iterable[int] | None) -> int:
@@ -73,12 +157,13 @@ class _Norm(nn.Module):
         """Initial values: 1, and 0 for the bias."""
         reset_norm_(self.weight, self.bias)
 
-    def forward(self, input: Tensor, pending: Tensor | None = None) -> Tensor:
-        """input [..., hidden_size] → the same shape and dtype; with `pending` the norm of the sum."""
+    def forward(self, input: Tensor, delta: Tensor | None = None) -> Tensor:
+        """input [..., hidden_size] → the same shape and dtype; with `delta` the norm of the sum."""
+        of = NormParameters(self.normalization, self.weight, self.bias, self.eps)
         if torch.compiler.is_compiling():
-            h = input if pending is None else input + pending
-            return normalize(self.normalization, h, self.weight, self.bias, self.eps).to(h.dtype)
-        return fused.norm_alone(input, pending, fused.Norm(self.normalization, self.weight, self.bias, self.eps))
+            h = input if delta is None else input + delta
+            return normalize(of, h).to(h.dtype)
+        return _NormFunction.apply(promoted(input, delta), delta, self.weight, self.bias, self.normalization, self.eps)
 
 
 class RMSNorm(_Norm):

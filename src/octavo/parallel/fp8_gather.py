@@ -24,11 +24,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.fp8 import autocast, scaling
-from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
+from octavo.fp8.quantizer import has_one_scale, shard_scale
+from octavo.fp8.recipe import Cast, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
-from octavo.fp8.tensor import GatheredWeight, Quantized
 from octavo.kernels import reference
 from octavo.kernels.cast import cast, transpose
+from octavo.kernels.quantized import QuantizedTensor, Quantizer
 
 _placeholders: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -45,13 +46,13 @@ class _Forward:
 class _Form:
     """What FSDP2 keeps of a parameter between gatherings, for one form in which it travels.
 
-    Autograd hangs gradients on `whole` and saves `column`, so that a backward must find those of its forward again.
+    Autograd hangs gradients on `whole` and saves `columnwise`, so that a backward must find those of its forward again.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
     inner: list[Tensor] = field(default_factory=list)
     whole: nn.Parameter | None = None
-    column: Tensor | None = None
+    columnwise: Tensor | None = None
 
 
 def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module], *, keep: bool) -> None:
@@ -125,7 +126,7 @@ class _SharedWeight:
         self.how: Cast | None = None  # as which it travels now; None: as it is
         self.backward_how: Cast | None = None  # as which the last forward with gradients had it
         self.chosen: Cast | None = None  # for which that forward chose a scale
-        self.column: Tensor | None = None
+        self.columnwise: Tensor | None = None
         self.others: dict[Cast | None, _Form] = {}
         # (scale, 1 / scale) of forwards without gradients, and of those with, whose backward casts by it again. Written in
         # place: another stream may still read the last value of a tensor that is dropped.
@@ -161,44 +162,34 @@ class _SharedWeight:
         if self.how is None:
             self.state.gathered = None
             return gathered[0], ()
-        row = gathered[0].view(self.how.format.dtype)[:rows]
-        if self.column is None:
+        rowwise = gathered[0].view(self.how.format.dtype)[:rows]
+        if self.columnwise is None:
             with torch.inference_mode(False):  # a later forward may save it for backward
-                self.column = torch.empty(columns, rows, dtype=self.how.format.dtype, device=row.device)
+                self.columnwise = torch.empty(columns, rows, dtype=self.how.format.dtype, device=rowwise.device)
         if backward or self.keep:
             # Saved for backward before it is filled, as FSDP2's own parameters are.
-            with _unsafe_preserve_version_counter((self.column,)):
-                transpose(row, self.column)
-        self.state.gathered = GatheredWeight(Quantized(row, self.scale_inv), Quantized(self.column, self.scale_inv))
-        return _placeholder(rows * columns, dtype, row.device).view(rows, columns), (self.column,)
+            with _unsafe_preserve_version_counter((self.columnwise,)):
+                transpose(rowwise, self.columnwise)
+        self.state.gathered = QuantizedTensor(rowwise, self.scale_inv, self.columnwise, self.scale_inv)
+        return _placeholder(rows * columns, dtype, rowwise.device).view(rows, columns), (self.columnwise,)
 
     def _recipe(self) -> Recipe | None:
         """What this forward casts weights by, if weights of that kind can be cast before they are gathered."""
         recipe = self.state.under(autocast.current_recipe(self.parameter.device))
-        tensorwise = recipe is not None and recipe.casts[Operand.WEIGHT].granularity is Granularity.TENSOR
-        return recipe if tensorwise else None
+        return recipe if has_one_scale(recipe) else None
 
     def _choose_scale(self, own: Tensor, recipe: Recipe, how: Cast, mesh: Any) -> Tensor | None:
         """The scale that a step's forwards and backwards share; returns where the first of them records the amax."""
         if self.forward.grads and self.chosen == how and self.forward.first is False:
             return None
-        record = None
-        if how.delayed:
-            slot = self.state.slot(Operand.WEIGHT, recipe, own.device)
-            record = slot.amax if self.forward.grads else None
-            scale = slot.scale
-        else:
-            amax = reference.amax(own)
-            if mesh.size() > 1:
-                dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
-            scale = reference.scale_from_amax(amax, how.format.max, power_of_two=how.power_of_two)
-            self.state.observed[Operand.WEIGHT] = scale
+        group = mesh.get_group() if mesh.size() > 1 else None
+        scale, amax = shard_scale(own, self.state, recipe, record=self.forward.grads, group=group)
         with _unsafe_preserve_version_counter((self.scale_inv,)):
             self.scale.copy_(scale)
             self.scale_inv.copy_(reference.divide(1.0, scale))
         self.state.recipe = recipe
         self.chosen = how if self.forward.grads else None
-        return record
+        return amax
 
     def _cast(self, own: Tensor, amax: Tensor | None, how: Cast, mesh: Any) -> Tensor:
         """Cast this rank's part. The amax becomes that of the whole, also where the autocast joins fewer ranks or none.
@@ -207,7 +198,7 @@ class _SharedWeight:
         """
         alone = amax is not None and mesh.size() > 1 and not scaling.joins_forward(mesh.get_group())
         seen = torch.zeros_like(self.scale) if alone else amax
-        q, _, _ = cast(own, self.scale, seen, how.format.dtype, how.format.max, False)
+        q, _ = cast(own, Quantizer(how.format.dtype, how.format.max, self.scale, seen)).rowwise
         if alone and amax is not None and seen is not None:
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=mesh.get_group())
             amax.copy_(torch.maximum(amax, seen))
@@ -217,7 +208,7 @@ class _SharedWeight:
         """Lay away what FSDP2 keeps for one form and give it what it kept for another."""
         parameter = self.parameter
         whole = parameter.__dict__.pop("_unsharded_param", None)
-        self.others[self.how] = _Form(parameter.all_gather_outputs, parameter._unsharded_inner_tensors, whole, self.column)
+        self.others[self.how] = _Form(parameter.all_gather_outputs, parameter._unsharded_inner_tensors, whole, self.columnwise)
         if whole is not None and whole.grad is not None:  # of micro-batches that came before
             total = parameter.unsharded_accumulated_grad
             parameter.unsharded_accumulated_grad = whole.grad if total is None else total + whole.grad
@@ -226,7 +217,7 @@ class _SharedWeight:
         parameter.all_gather_outputs, parameter._unsharded_inner_tensors = form.outputs, form.inner
         if form.whole is not None:
             parameter._unsharded_param = form.whole
-        self.how, self.column, self.state.gathered = how, form.column, None
+        self.how, self.columnwise, self.state.gathered = how, form.columnwise, None
 
 
 @torch.inference_mode(False)

@@ -63,5 +63,5 @@ def _memory_of_weights(block: nn.Module) -> set[int]:
     tensors: list[Tensor] = [p for p in block.parameters() if not isinstance(p, DTensor)]
     for _, state in states_of(block):
         if state.gathered is not None:
-            tensors += [state.gathered.row.data, state.gathered.column.data]
+            tensors += [data for data in (state.gathered.rowwise_data, state.gathered.columnwise_data) if data is not None]
     return {_memory(tensor) for tensor in tensors} | {0}

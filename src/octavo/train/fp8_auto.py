@@ -28,12 +28,12 @@ from torch import Tensor
 from octavo._version import __version__
 from octavo.dtypes import short_name
 from octavo.errors import InputError
-from octavo.fp8.matmul import quantize
+from octavo.fp8.quantizer import quantize
 from octavo.fp8.recipe import Cast, Operand, Recipe
-from octavo.fp8.tensor import Quantized
 from octavo.hardware import supports_fp8
 from octavo.kernels import gemm
 from octavo.kernels.cast import cast
+from octavo.kernels.quantized import QuantizedTensor, Quantizer
 from octavo.kernels.timing import median_us
 from octavo.parallel.coordination import all_ranks
 from octavo.run.folder import RunFolder
@@ -197,9 +197,9 @@ def high_precision_products(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tens
 
     A weight of another dtype is converted for each of its two products, as in a layer's forward and backward.
     """
-    y = gemm.wide_mm(x, weight.to(x.dtype).t(), x.dtype)
-    dx = gemm.wide_mm(dy, weight.to(x.dtype), x.dtype)
-    return y, dx, gemm.wide_mm(dy.t(), x, weight.dtype)
+    y = gemm.high_precision_mm(x, weight.to(x.dtype).t(), x.dtype)
+    dx = gemm.high_precision_mm(dy, weight.to(x.dtype), x.dtype)
+    return y, dx, gemm.high_precision_mm(dy.t(), x, weight.dtype)
 
 
 def fp8_products(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,24 +207,20 @@ def fp8_products(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, slot: Te
 
     slot: float32 [2], a scale and an amax of no layer, for recipes with a history.
     """
-    x_row, x_column = _both_layouts(x, recipe.casts[Operand.INPUT], slot)
-    w_row, w_column = _both_layouts(weight, recipe.casts[Operand.WEIGHT], slot)
-    y = gemm.scaled_mm(*x_row, *w_row, out_dtype=x.dtype)
-    dy_row, dy_column = _both_layouts(dy, recipe.casts[Operand.GRAD_OUTPUT], slot)
-    dx = gemm.scaled_mm(*dy_row, *w_column, out_dtype=x.dtype, precise=recipe.precise("input_gradient"))
-    dw = gemm.scaled_mm(*dy_column, *x_column, out_dtype=weight.dtype, precise=recipe.precise("weight_gradient"))
+    x_q = _both_layouts(x, recipe.casts[Operand.INPUT], slot)
+    w_q = _both_layouts(weight, recipe.casts[Operand.WEIGHT], slot)
+    y = gemm.scaled_mm(*x_q.rowwise, *w_q.rowwise, out_dtype=x.dtype)
+    dy_q = _both_layouts(dy, recipe.casts[Operand.GRAD_OUTPUT], slot)
+    dx = gemm.scaled_mm(*dy_q.rowwise, *w_q.columnwise, out_dtype=x.dtype, precise=recipe.precise("input_gradient"))
+    dw = gemm.scaled_mm(*dy_q.columnwise, *x_q.columnwise, out_dtype=weight.dtype, precise=recipe.precise("weight_gradient"))
     return y, dx, dw
 
 
-def _both_layouts(x: Tensor, how: Cast, slot: Tensor) -> tuple[Quantized, Quantized]:
-    """An operand quantised rowwise and columnwise."""
+def _both_layouts(x: Tensor, how: Cast, slot: Tensor) -> QuantizedTensor:
+    """An operand in both layouts."""
     if how.delayed:
-        row, column, scale_inv = cast(x, slot[0], slot[1], how.format.dtype, how.format.max, True)
-        return Quantized(row, scale_inv), Quantized(column, scale_inv)
-    along, across, _ = quantize(x, how)
-    assert along is not None
-    assert across is not None
-    return along, across
+        return cast(x, Quantizer(how.format.dtype, how.format.max, slot[0], slot[1], columnwise=True))
+    return quantize(x, how)[0]
 
 
 def _microseconds(value: float) -> str:

@@ -104,10 +104,10 @@ def overflow_in_fp8(model: nn.Module) -> torch.Tensor | None:
     reduced over the FP8 group first, so that all ranks agree.
     """
     scaling.flush()
-    arenas = _arenas(model, backward_only=True)
-    if not arenas:
+    buffers = _buffers(model, backward_only=True)
+    if not buffers:
         return None
-    found = torch.stack([arena.history.isinf().any() for arena in arenas]).any()
+    found = torch.stack([buffer.history.isinf().any() for buffer in buffers]).any()
     return torch.where(found, math.inf, 0.0)
 
 
@@ -118,14 +118,14 @@ def forget_overflow(model: nn.Module) -> None:
     A scale does not move while its history has an infinity, which would be for the next 1,023 steps.
     """
     scaling.flush()
-    for arena in _arenas(model, backward_only=False):
-        arena.history.masked_fill_(arena.history.isinf(), 0.0)
+    for buffer in _buffers(model, backward_only=False):
+        buffer.history.masked_fill_(buffer.history.isinf(), 0.0)
 
 
-def _arenas(model: nn.Module, *, backward_only: bool) -> list[scaling.Arena]:
-    found: dict[int, scaling.Arena] = {}
+def _buffers(model: nn.Module, *, backward_only: bool) -> list[scaling.ScaleBuffer]:
+    found: dict[int, scaling.ScaleBuffer] = {}
     for _, state in scaling.states_of(model):
         for operand, slot in state.slots.items():
             if operand is Operand.GRAD_OUTPUT or not backward_only:
-                found[slot.arena.number] = slot.arena
+                found[slot.buffer.number] = slot.buffer
     return list(found.values())

@@ -14,13 +14,13 @@ Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from octavo.errors import InputError
+from octavo.kernels import reference
 from octavo.kernels.attention.backward import backward_keys, backward_queries
 from octavo.kernels.attention.forward import attention_forward
 
@@ -58,10 +58,11 @@ def tiles_for(tokens: int, head_dim: int) -> tuple[Tiles, Tiles, Tiles]:
 
     What a lone token and wide tiles gain is lost where their registers take the room of a program on a multiprocessor (128 a
     thread leave room for four, 168 for three; as compiled for Hopper). A loop of three tiles is unrolled, which takes more.
+    Heads of more than 64 columns have the registers for a lone token behind four full tiles, and at 80 for wide tiles there.
     """
-    of_vit_huge = (tokens, head_dim) == (257, 80)
-    lone = head_dim <= 64 or (head_dim <= 80 and tokens == 257)
-    forward = FORWARD._replace(lone=lone, beside_few=128 if head_dim == 64 or of_vit_huge else 0)
+    behind_four = tokens == 4 * FORWARD.queries + 1
+    lone = head_dim <= 64 or (head_dim <= 80 and behind_four)
+    forward = FORWARD._replace(lone=lone, beside_few=128 if head_dim == 64 or (head_dim == 80 and behind_four) else 0)
     keys = KEYS._replace(beside_few=64 if head_dim == 64 or (head_dim <= 80 and tokens // 64 != 3) else 0)
     return forward, QUERIES._replace(lone=head_dim <= 96), keys
 
@@ -159,14 +160,6 @@ def launch_backward(
     return d_qkv
 
 
-def _heads(qkv: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, G, P, T, D], k and v [B, G, 1, T, D] in float32, P = H/G."""
-    per_group = heads // groups
-    parts = qkv.float().unflatten(-1, (groups, per_group + 2, -1)).permute(0, 2, 3, 1, 4)
-    q, k, v = parts.split([per_group, 1, 1], 2)
-    return q, k, v
-
-
 def forward(qkv: Tensor, heads: int, groups: int, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(q · kᵀ · scale) · v, every query with every key.
 
@@ -175,55 +168,11 @@ def forward(qkv: Tensor, heads: int, groups: int, scale: float) -> tuple[Tensor,
     """
     if qkv.device.type == "cuda":
         return launch(qkv, heads, groups, scale)
-    q, k, v = _heads(qkv, heads, groups)
-    logits = q @ k.mT * scale
-    lse = logits.logsumexp(-1)
-    out = (logits - lse[..., None]).exp().to(qkv.dtype).float() @ v
-    return out.flatten(1, 2).transpose(1, 2).flatten(2).to(qkv.dtype), lse.flatten(1, 2)
+    return reference.attention(qkv, heads, groups, scale)
 
 
 def backward(d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, groups: int, scale: float) -> Tensor:
-    """Gradient of `forward`: d_out like its result, qkv its argument, out and lse what it returned → contiguous, like qkv."""
+    """Gradient of `forward`: d_out like its result, qkv its argument, out and lse its results → contiguous, like qkv."""
     if qkv.device.type == "cuda":
         return launch_backward(d_out, qkv, out, lse, heads, groups, scale)
-    q, k, v = _heads(qkv, heads, groups)
-    d_o, o = (x.float().unflatten(-1, (groups, heads // groups, -1)).permute(0, 2, 3, 1, 4) for x in (d_out, out))
-    p = (q @ k.mT * scale - lse.unflatten(1, (groups, -1))[..., None]).exp()
-    ds = (p * (d_o @ v.mT - (d_o * o).sum(-1, keepdim=True))).to(qkv.dtype).float()
-    dv = (p.to(qkv.dtype).float().mT @ d_o).sum(2, keepdim=True)
-    dk = (ds.mT @ q).sum(2, keepdim=True) * scale
-    return torch.cat((ds @ k * scale, dk, dv), 2).permute(0, 3, 1, 2, 4).flatten(2).to(qkv.dtype)
-
-
-class _ShortAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, heads: int, groups: int, scale: float) -> Tensor:
-        out, lse = forward(qkv, heads, groups, scale)
-        ctx.save_for_backward(qkv, out, lse)
-        ctx.call = heads, groups, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("short attention has no second derivative: call backward without create_graph=True.")
-        qkv, out, lse = ctx.saved_tensors
-        return backward(d_out, qkv, out, lse, *ctx.call), None, None, None
-
-
-def short_attention(qkv: Tensor, heads: int, groups: int, scale: float | None = None) -> Tensor:
-    """softmax(q · kᵀ · scale) · v, every query with every key, and differentiable once.
-
-    qkv: [B, T, (H + 2G)·D], which stays as it is until backward has read it → [B, T, H·D]. scale: > 0, by default D^-½.
-    Raises InputError for what the kernels do not take (see `takes`); a CPU takes any dtype and size.
-    """
-    head_dim = qkv.shape[-1] // (heads + 2 * groups)
-    scale = head_dim**-0.5 if scale is None else scale
-    if scale <= 0:
-        raise InputError(f"the scale of attention is {scale}, but has to be more than 0.")
-    if qkv.device.type == "cuda" and qkv.numel() and not takes(qkv.dtype, qkv.shape[1], head_dim):
-        raise InputError(
-            f"short attention takes bfloat16 or float16, at most {LONGEST} tokens and a head dimension of at most 128 in steps "
-            f"of 8, not {qkv.dtype}, {qkv.shape[1]} tokens and {head_dim}: use scaled_dot_product_attention."
-        )
-    return _ShortAttention.apply(qkv, heads, groups, scale)
+    return reference.attention_backward(d_out, qkv, out, lse, heads, groups, scale)

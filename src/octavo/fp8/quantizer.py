@@ -1,0 +1,272 @@
+"""The cast policy of FP8 linear layers: dtype, scale, layouts and recorded amax of each operand are decided here alone.
+
+A recipe states formats and granularities; a layer's `ModuleState` holds slots, the weight that micro-batches share and the
+weight gathered in FP8. `LinearQuantizer` turns both into a `Quantizer` for the kernel that produces an operand: norm,
+activation, rotation, or the plain cast of an existing matrix (`DenseOperand`).
+
+Memory decides two details. The columnwise weight, which backward alone reads, is cast in backward from the parameter by the
+scale of the forward. The input of a layer behind an activation is not saved: backward computes and casts it again by its scale.
+A compiler reads the same policy, with casts as operators that are told the index of a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.fp8 import autocast, scaling
+from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
+from octavo.fp8.scaling import ModuleState
+from octavo.kernels import reference
+from octavo.kernels.cast import cast, cast_scaled, row_tiles
+from octavo.kernels.cast_scaled import Scaled, amax, blocks, rows, scale_from_amax
+from octavo.kernels.column_sum import add_up, column_sums
+from octavo.kernels.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
+
+Producer = Callable[[Quantizer], QuantizedTensor]
+"""Runs the kernel that computes an operand [R, C], and stores it as the quantizer says."""
+
+
+class DenseOperand:
+    """Adapter: an existing matrix [R, C] as a `Producer`. column_sum: `column_sum()` will be called."""
+
+    def __init__(self, matrix: Tensor, *, column_sum: bool = False) -> None:
+        self.matrix = matrix
+        self._sums = column_sum
+        self._partial: Tensor | None = None
+
+    def __call__(self, quantizer: Quantizer) -> QuantizedTensor:
+        """Cast the matrix; partial column sums come out of the same pass where the kernel has them."""
+        if quantizer.scale is None:
+            return QuantizedTensor(self.matrix.to(quantizer.dtype))
+        tiles = row_tiles(self.matrix, quantizer.columnwise) if self._sums else None
+        if tiles is not None:
+            self._partial = self.matrix.new_empty(tiles, self.matrix.shape[1], dtype=torch.float32)
+        return cast(self.matrix, quantizer, None if tiles is None else self._partial)
+
+    def column_sum(self) -> Tensor:
+        """Sum over the rows, float32 [C]: the gradient of a bias."""
+        return column_sums(self.matrix) if self._partial is None else add_up(self._partial)
+
+
+def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
+    """The recipe of a layer's products inside the current autocast; None for products in high precision.
+
+    Raises:
+        RuntimeError: the sharded weight was gathered in a form that this forward cannot read.
+    """
+    recipe = state.under(autocast.current_recipe(device))
+    if state.gathered is not None and not has_one_scale(recipe):
+        raise RuntimeError(
+            "weights that were gathered in FP8 for a forward are still there, and this one needs them in another form: run it "
+            "after the backward of the other."
+        )
+    return recipe
+
+
+def has_one_scale(recipe: Recipe | None, operand: Operand = Operand.WEIGHT) -> bool:
+    """Whether the recipe casts this operand with one scale a tensor: such a weight can be cast before it is gathered."""
+    return recipe is not None and recipe.casts[operand].granularity is Granularity.TENSOR
+
+
+def shard_scale(
+    shard: Tensor, state: ModuleState, recipe: Recipe, *, record: bool, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor | None]:
+    """The scale of a weight of which this rank holds `shard`, and where its amax is recorded (None: nowhere).
+
+    group: ranks that hold the other shards; all of them call this. None: there are no others.
+    """
+    how = recipe.casts[Operand.WEIGHT]
+    if how.delayed:
+        slot = state.slot(Operand.WEIGHT, recipe, shard.device)
+        return slot.scale, slot.amax if record else None
+    largest = reference.amax(shard)
+    if group is not None:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    scale = reference.scale_from_amax(largest, how.format.max, power_of_two=how.power_of_two)
+    state.observed[Operand.WEIGHT] = scale
+    return scale, None
+
+
+class LinearQuantizer:
+    """Casts the operands of one use of a linear layer: made in forward, kept for its backward.
+
+    recipe: None leaves operands in `out_dtype`. first: whether this is the first forward of several micro-batches, which share
+    the FP8 weight of the first; None where the weight is cast anew.
+    """
+
+    def __init__(
+        self, state: ModuleState, device: torch.device, recipe: Recipe | None, out_dtype: torch.dtype, first: bool | None
+    ) -> None:
+        self.state, self.device, self.recipe, self.out_dtype = state, device, recipe, out_dtype
+        self.grads = torch.is_grad_enabled()
+        self.first = autocast.first_microbatch() if first is None else first
+        self._input_scale: Tensor | None = None
+        self._weight_scale: Tensor | None = None
+        if recipe is not None:
+            state.recipe = recipe
+
+    @property
+    def recomputable(self) -> bool:
+        """Whether backward can repeat the cast of the input to the same bits from its scale."""
+        return self.recipe is None or has_one_scale(self.recipe, Operand.INPUT)
+
+    def input(self, producer: Producer, *, columnwise: bool, rowwise: bool = True, recompute: bool = False) -> QuantizedTensor:
+        """The input, rowwise for the output and columnwise for the weight gradient.
+
+        recompute: backward repeats the cast (`recomputed_input`) instead of reading what is cast here.
+        """
+        x, scale = self._cast(Operand.INPUT, producer, rowwise=rowwise, columnwise=columnwise and self.grads)
+        if recompute and scale is not None and self.grads:
+            self._input_scale = scale.clone()  # the slot takes another before backward
+        return x
+
+    def recomputed_input(self) -> Quantizer:
+        """For a forward kernel repeated in backward: the bits of forward, in the layout of the weight gradient."""
+        if self.recipe is None:
+            return Quantizer(self.out_dtype)
+        kind = self.recipe.casts[Operand.INPUT].format
+        return Quantizer(kind.dtype, kind.max, self._input_scale, rowwise=False, columnwise=True)
+
+    def weight(self, weight: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        """The weight, rowwise for the output and columnwise for the input gradient; both if it outlives this use."""
+        if self.recipe is None:
+            return QuantizedTensor(weight.to(self.out_dtype))
+        if not self._transposes_late or (rowwise and columnwise):
+            return self._weight_in_both(weight)
+        self.state.weight_cache = None
+        w, scale = self._cast(Operand.WEIGHT, DenseOperand(weight), rowwise=rowwise, columnwise=columnwise)
+        if not columnwise and scale is not None and self.grads:
+            self._weight_scale = scale.clone()  # the slot takes another before backward
+        return w
+
+    @property
+    def _transposes_late(self) -> bool:
+        """Whether the columnwise weight is cast in backward: from forward on it would be memory that nobody reads.
+
+        A weight that micro-batches share, or that was gathered, has both layouts at once; compiled code saves FP8 alone.
+        """
+        once = self.first is None and self.state.gathered is None
+        return once and has_one_scale(self.recipe) and not torch.compiler.is_compiling()
+
+    def _weight_in_both(self, weight: Tensor) -> QuantizedTensor:
+        """The gathered weight, that of an earlier micro-batch, or a new one, columnwise where there will be gradients."""
+        state, cached = self.state, self.state.weight_cache
+        if state.gathered is not None:
+            return state.gathered
+        if self.first is False and cached is not None and (cached.columnwise_data is not None or not self.grads):
+            return cached
+        w, _ = self._cast(Operand.WEIGHT, DenseOperand(weight), rowwise=True, columnwise=self.grads)
+        if self.first is not None:
+            state.weight_cache = w
+        elif cached is not None:
+            state.weight_cache = None
+        return w
+
+    def saved_weight(self, w: QuantizedTensor, weight: Tensor, *, rowwise: bool = False) -> QuantizedTensor:
+        """What `restored_weight` needs of `w`, the cast of `weight`; the parameter itself takes no memory of its own."""
+        if self.recipe is None or w.columnwise_data is None:
+            return QuantizedTensor(weight)
+        return w if rowwise else QuantizedTensor(None, None, *w.columnwise)
+
+    def restored_weight(self, saved: QuantizedTensor, *, rowwise: bool = False) -> QuantizedTensor:
+        """The weight for the input gradient and, with `rowwise`, for the output."""
+        if self.recipe is None:
+            return QuantizedTensor(saved.high_precision.to(self.out_dtype))
+        if saved.columnwise_data is not None:
+            return saved
+        kind = self.recipe.casts[Operand.WEIGHT].format
+        again = Quantizer(kind.dtype, kind.max, self._weight_scale, rowwise=rowwise, columnwise=True)
+        return DenseOperand(saved.high_precision)(again)
+
+    def grad_output(
+        self, producer: Producer, *, rowwise: bool, columnwise: bool, slot_index: Tensor | None = None
+    ) -> QuantizedTensor:
+        """The gradient of the output, rowwise for the input gradient and columnwise for the weight gradient.
+
+        slot_index: in compiled code, the tensor that `grad_output_slot` gave in forward.
+        """
+        if not (rowwise or columnwise):
+            return NOTHING
+        return self._cast(Operand.GRAD_OUTPUT, producer, rowwise=rowwise, columnwise=columnwise, slot_index=slot_index)[0]
+
+    def grad_output_slot(self) -> Tensor | None:
+        """The index of the output gradient's slot, which compiled code saves for backward; None without a history."""
+        if self.recipe is None or not self.recipe.casts[Operand.GRAD_OUTPUT].delayed:
+            return None
+        return self.state.slot(Operand.GRAD_OUTPUT, self.recipe, self.device).position
+
+    def begin_backward(self) -> None:
+        """Call first in a backward.
+
+        Raises:
+            RuntimeError: a gradient of a gradient is asked for.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled():
+            raise RuntimeError("these layers have no second derivative: call backward without create_graph=True.")
+        if self.recipe is not None and self.recipe.casts[Operand.GRAD_OUTPUT].delayed:
+            scaling.backward_begins_in(scaling.graph_task())
+
+    def _cast(
+        self, operand: Operand, producer: Producer, *, rowwise: bool, columnwise: bool, slot_index: Tensor | None = None
+    ) -> tuple[QuantizedTensor, Tensor | None]:
+        """An operand in the layouts that are asked for, and the one scale of its elements where it has one."""
+        if self.recipe is None:
+            return QuantizedTensor(producer(Quantizer(self.out_dtype)).high_precision), None
+        how, compiling = self.recipe.casts[operand], torch.compiler.is_compiling()
+        kind, record = how.format, operand is Operand.GRAD_OUTPUT or self.grads
+        matrix = producer.matrix if isinstance(producer, DenseOperand) else None
+        if how.delayed:
+            if compiling:
+                assert matrix is not None
+                position = self.state.slot(operand, self.recipe, self.device).position if slot_index is None else slot_index
+                return scaling.cast_delayed(matrix, position, kind.dtype, kind.max, record, columnwise), None
+            slot = self.state.slot(operand, self.recipe, self.device)
+            amax_slot = slot.amax if record else None
+            return producer(Quantizer(kind.dtype, kind.max, slot.scale, amax_slot, rowwise, columnwise)), slot.scale
+        if how.granularity is Granularity.TENSOR and not compiling:
+            if matrix is not None:
+                largest = amax(matrix)
+            else:
+                largest = torch.zeros((), device=self.device)
+                producer(Quantizer(kind.dtype, kind.max, amax=largest, rowwise=False))
+            scale = scale_from_amax(largest, kind.max, how.power_of_two)
+            self._observe(operand, scale)
+            return producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)), scale
+        if matrix is None:
+            matrix = producer(Quantizer(torch.float32)).high_precision
+        out, chosen = quantize(matrix, how, rowwise=rowwise, columnwise=columnwise)
+        self._observe(operand, chosen)
+        return out, None
+
+    def _observe(self, operand: Operand, scale: Tensor | None) -> None:
+        """Remember the last scales for `octavo.fp8.inspect` where no slot has them; compiled code does not."""
+        if scale is not None and not torch.compiler.is_compiling():
+            self.state.observed[operand] = scale
+
+
+def quantize(x: Tensor, how: Cast, *, rowwise: bool = True, columnwise: bool = True) -> tuple[QuantizedTensor, Tensor | None]:
+    """Cast a matrix [R, C] with scales chosen from its own values; also the scales (None: neither layout is asked for)."""
+    dtype, fp8_max = how.format.dtype, how.format.max
+    if how.granularity is Granularity.TENSOR:
+        scale = scale_from_amax(amax(x), fp8_max, how.power_of_two)
+        if not torch.compiler.is_compiling():
+            return cast(x, Quantizer(dtype, fp8_max, scale, columnwise=columnwise)), scale
+        q, q_t, scale_inv = cast_scaled(x, scale, dtype, fp8_max, columnwise)
+        return of_one_scale(q, q_t if columnwise else None, scale_inv), scale
+    if how.granularity is Granularity.ROW:
+        along, across = rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise)
+    else:
+        high = reference.BLOCK if how.granularity is Granularity.BLOCK_128X128 else 1
+        along, across = blocks(x, dtype, fp8_max, high, rowwise=rowwise, columnwise=columnwise)
+    chosen = next((made.scale for made in (along, across) if made is not None), None)
+    return QuantizedTensor(*_data_and_scale(along), *_data_and_scale(across)), chosen
+
+
+def _data_and_scale(made: Scaled | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if made is None else (made.data, made.scale_inv)

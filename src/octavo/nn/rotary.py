@@ -1,0 +1,62 @@
+"""Splits the joint query/key/value product into heads and rotates queries and keys, as one kernel or in PyTorch.
+
+The rotation reads the joint product once, and in backward its gradient goes straight to FP8: `Rotation.join` is a producer for
+the gradient of the joint product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from octavo.fp8.quantizer import DenseOperand, Producer
+from octavo.kernels import reference
+from octavo.kernels.quantized import QuantizedTensor, Quantizer
+from octavo.kernels.rope import join_rotated, split_rotate
+
+Angles = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, bool]
+"""cos, sin and optionally `mirrored`, as in `Rotation`."""
+
+
+class Rotation(NamedTuple):
+    """How a joint query/key/value product is split; cos and sin float32 [B or 1, T, D], None to rotate nothing.
+
+    mirrored: a promise that the second halves of both tables repeat their first, so that only those are read.
+    """
+
+    heads: int
+    groups: int
+    cos: Tensor | None
+    sin: Tensor | None
+    mirrored: bool = False
+
+    def composed(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`split` in differentiable PyTorch, for a compiler: qkv [B, T, (H + 2G)·D] → q [B, T, H, D], k and v [B, T, G, D]."""
+        per_group = self.heads // self.groups
+        q, k, v = qkv.unflatten(-1, (self.groups, per_group + 2, -1)).split([per_group, 1, 1], -2)
+        q, k, v = (x.flatten(2, 3) for x in (q, k, v))
+        if self.cos is not None and self.sin is not None:
+            q, k = reference.rope(q, self.cos, self.sin), reference.rope(k, self.cos, self.sin)
+        # A view of the values would keep the whole joint product for backward.
+        return q, k, v.contiguous()
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [B, T, (H + 2G)·D] → q [B, T, H, D], k and v [B, T, G, D], queries and keys rotated."""
+        if qkv.shape[-1] // (self.heads + 2 * self.groups) % 2:  # the kernel rotates halves of a head
+            return reference.split_rotate(qkv, self.heads, self.groups, self.cos, self.sin)
+        return split_rotate(qkv, self.heads, self.groups, self.cos, self.sin, mirrored=self.mirrored)
+
+    def join(self, grads: Sequence[Tensor | None]) -> Producer:
+        """The gradient of the joint product from those of q, k and v, of which one at least is not None."""
+        some = next(grad for grad in grads if grad is not None)
+        shapes = [(*some.shape[:2], count, some.shape[3]) for count in (self.heads, self.groups, self.groups)]
+        dq, dk, dv = (some.new_zeros(shape) if d is None else d for d, shape in zip(grads, shapes, strict=True))
+
+        def produce(quantizer: Quantizer) -> QuantizedTensor:
+            if dq.shape[-1] % 2:
+                return DenseOperand(reference.join_rotated(dq, dk, dv, self.cos, self.sin).flatten(0, 1))(quantizer)
+            return join_rotated(dq, dk, dv, self.cos, self.sin, quantizer, mirrored=self.mirrored)
+
+        return produce
