@@ -4,8 +4,8 @@
     input gradient  = grad_output · weight
     weight gradient = grad_outputᵀ · input
 
-A recipe is a frozen value. It says what is done, not how: `octavo.fp8.matmul` reads it, `octavo.fp8.scaling` keeps the state
-that a history needs. Transformer Engine's recipe objects are accepted wherever one of these is (`coerce`).
+A recipe is a frozen value, which `octavo.fp8.quantizer` carries out; `octavo.fp8.scaling` keeps the amax histories. Transformer
+Engine's recipe objects are accepted wherever one of these is (`coerce`).
 """
 
 from __future__ import annotations

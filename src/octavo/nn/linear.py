@@ -54,14 +54,16 @@ def product(
         bias = None if bias is None else bias.to(out_dtype)
         return functional.linear(x.to(out_dtype), weight.to(out_dtype), bias)
     gemms = LinearGemms(state, weight, recipe, out_dtype, is_first_microbatch)
-    quantizer, slot = gemms.quantizer, None
+    quantizer = gemms.quantizer
     # The casts stand outside of the autograd function: a compiler allows no writes to a layer's FP8 state inside of it.
     with torch.no_grad(), autocast.unannounced():
         x_q = quantizer.input(DenseOperand(flat(x)), columnwise=weight.requires_grad)
         w_q = quantizer.weight(weight)
-    if torch.compiler.is_compiling():
-        slot = quantizer.grad_output_slot()
-    return _LinearFunction.apply(x, weight, bias, *_without_repetition(x_q), *_without_repetition(w_q), slot, gemms)
+    casts = *_without_repetition(x_q), *_without_repetition(w_q)
+    if torch.compiler.is_compiling():  # torch 2.11 loses the gradient of a result that the function itself has reshaped
+        y = _LinearFunction.apply(flat(x), weight, bias, *casts, quantizer.grad_output_slot(), gemms)
+        return y.view(*x.shape[:-1], weight.shape[0])
+    return _LinearFunction.apply(x, weight, bias, *casts, None, gemms)
 
 
 def _without_repetition(q: QuantizedTensor) -> QuantizedTensor:
@@ -112,7 +114,8 @@ class _LinearFunction(torch.autograd.Function):
         if want_weight:
             dw = gemms.grad_weight(dy_q, x)
         if want_x:
-            dx = gemms.grad_input(dy_q, quantizer.restored_weight(w)).to(ctx.dtype).view(ctx.shape)
+            dx = gemms.grad_input(dy_q, quantizer.restored_weight(w)).to(ctx.dtype)
+            dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
         if want_bias:
             db = operand.column_sum().to(ctx.bias_dtype)
         return dx, dw, db, *(None,) * 10

@@ -4,8 +4,8 @@ A few hundred tokens leave kernels for long sequences half idle: 257 of them fil
 padded to 128, and taking the product apart and joining its gradients costs about as much again. Here rows are read and written
 where they are, and padded by little. Backward has no atomics and repeats bit for bit.
 
-There are no masks, no dropout and no second derivative. The number of tokens is known when a kernel is compiled, so that each
-other number is another compilation: for data of ever new lengths this is the wrong kernel.
+There are no masks, no dropout and no second derivative. The number of tokens is a constant of the compiled kernel: each of the
+at most 512 numbers is compiled once and kept on disk by Triton. Inputs of ever new lengths are better padded to a few.
 
 A row of the joint product is G groups of H/G query heads, their key and their value.
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
