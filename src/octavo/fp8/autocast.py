@@ -1,8 +1,8 @@
-"""`fp8_autocast`: where FP8 is on, with which recipe, and when the scales of delayed scaling move.
+"""`fp8_autocast`: the context that turns FP8 on, chooses the recipe, and updates the scales of delayed scaling at its edges.
 
-Scales move only at the edges of the outermost context, so that every use inside one step sees the same ones. Backward may run
-inside the context or after it. A forward that runs inside a backward is a recomputation: it records nothing and repeats the
-casts of its forward, which `recomputing` arranges for `torch.utils.checkpoint`.
+Scales change only at the edges of the outermost context, so that all uses inside one step see the same ones. Backward may run
+inside the context or after it. A forward that runs inside a backward is a recomputation: it records no amax and repeats the
+casts of its forward by the same scales; `recomputing` arranges this for `torch.utils.checkpoint`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class _Active:
 
 @dataclass
 class _Forward:
-    """What a recomputation needs of its forward: the context it was in, and the scales that held."""
+    """The context and the scales of a forward, for its recomputation."""
 
     active: _Active | None
     scales: list[tuple[scaling.ScaleBuffer, torch.Tensor]]
 
 
 class _State:
-    """What the whole process is inside of. One model trains in a process, and backward threads must see it too."""
+    """The current contexts of the process: global, since backward runs on threads of its own."""
 
     def __init__(self) -> None:
         self.active: _Active | None = None
         self.last = _Forward(None, [])
         self.checkpoints: weakref.WeakKeyDictionary[Any, _Forward] = weakref.WeakKeyDictionary()
         self.first_microbatch: bool | None = None
-        self.told: set[torch.device] = set()
+        self.warned: set[torch.device] = set()
         self.recomputing = False
 
 
@@ -103,14 +103,14 @@ def current_recipe(device: torch.device) -> Recipe | None:
         return None
     if device.type == "cpu" or active.emulate or gemm.is_native(device):
         return active.recipe
-    _say_without_fp8(device)
+    _warn_without_fp8(device)
     return None
 
 
 @torch.compiler.disable
-def _say_without_fp8(device: torch.device) -> None:
-    if device not in _state.told:
-        _state.told.add(device)
+def _warn_without_fp8(device: torch.device) -> None:
+    if device not in _state.warned:
+        _state.warned.add(device)
         warnings.warn(
             f"{device} has no FP8 units (compute capability 8.9 or more): FP8 layers run in the dtype of their inputs."
             " fp8_autocast(emulate=True) computes FP8's numbers slowly.",
@@ -120,7 +120,7 @@ def _say_without_fp8(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def microbatch(first: bool) -> Iterator[None]:
-    """Say which forward of an accumulated step this is: later ones reuse the FP8 weights of the first and record none."""
+    """Around a forward of an accumulated step: all but the first reuse its FP8 weights and record no amax of them."""
     before, _state.first_microbatch = _state.first_microbatch, first
     try:
         yield
@@ -129,12 +129,12 @@ def microbatch(first: bool) -> Iterator[None]:
 
 
 def first_microbatch() -> bool | None:
-    """Whether this is the first forward of an accumulated step; None where nobody said."""
+    """Whether this is the first forward of an accumulated step; None outside of `microbatch`."""
     return _state.first_microbatch
 
 
 class _Recomputing:
-    """A recomputation's surroundings: the recipe and the scales that its forward had."""
+    """The context of a recomputation: recipe and scales of its forward."""
 
     def __init__(self) -> None:
         self._active = _state.active
@@ -157,17 +157,17 @@ def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.A
     return contextlib.nullcontext(), _Recomputing()
 
 
-def unannounced() -> contextlib.AbstractContextManager[None]:
-    """Around a forward: where it turns out to be a recomputation that `recomputing` did not announce, its forward's scales."""
+def scales_of_forward() -> contextlib.AbstractContextManager[None]:
+    """Around the casts of a forward: the scales of the first forward, if this is a recomputation without `recomputing`."""
     if torch.compiler.is_compiling() or _state.recomputing or scaling.graph_task() == -1:
         return contextlib.nullcontext()
     return scaling.replay(_repeated().scales)
 
 
 def _checkpoint_frame() -> Any:
-    """What `torch.utils.checkpoint` knows this forward by, in the forward and in its repetition; None outside of one.
+    """The object of `torch.utils.checkpoint` that a forward and its recomputation share; None outside of a checkpoint.
 
-    It is found in the closure of the saved-tensor hook that checkpoint sets around both, for want of a public place.
+    It is in the closure of the saved-tensor hook that checkpoint sets around both: there is no public access.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0]) if hooks else None
@@ -185,7 +185,7 @@ def _remember_checkpoint() -> None:
 
 
 def _repeated() -> _Forward:
-    """The forward that a recomputation repeats; if checkpoint does not say which, the one of this context or of the last."""
+    """The forward of this recomputation; without a checkpoint frame, that of the current context or of the last one."""
     frame = _checkpoint_frame()
     remembered = _state.checkpoints.get(frame) if frame is not None else None
     return remembered or (_state.last if _state.active is None else _Forward(_state.active, []))

@@ -1,4 +1,4 @@
-"""What the FP8 casts of a module do at this moment, for people and for tests."""
+"""`inspect`: the current scales and amax histories of a module's FP8 tensors, for people and for tests."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class History:
-    """What a delayed scale is computed from: steps kept, the choice among them, and powers of two of headroom."""
+    """How a delayed scale follows from amaxes: steps kept, the choice among them, and powers of two of headroom."""
 
     length: int
     algo: Literal["max", "most_recent"]
@@ -76,11 +76,11 @@ class Recipe:
     name: ClassVar[str]
 
     casts: Mapping[Operand, Cast] = field(init=False, repr=False, compare=False)
-    """How each operand is cast, whichever product it enters."""
+    """The cast of each operand, the same for both products that it enters."""
 
     @property
     def history(self) -> History | None:
-        """For delayed scaling, what is remembered."""
+        """The amax history of delayed scaling; None for other recipes."""
         return None
 
     def precise(self, gradient: Gradient) -> bool:
@@ -143,7 +143,7 @@ class CurrentScaling(Recipe):
     """One scale a tensor, from its own largest |x|: two passes over the tensor, no state.
 
     `fast_accumulation` as in `DelayedScaling`. `use_power_2_scales`, Transformer Engine's name, rounds scales down to powers of
-    two: then a value that stays where it is rounds to the same number in every step, whatever the largest does.
+    two: unchanged values then quantise identically even when the amax moves.
     """
 
     fp8_format: Format = Format.HYBRID
@@ -190,7 +190,7 @@ _BY_CLASS_NAME: dict[str, type[Recipe]] = {r.__name__: r for r in RECIPES.values
 
 
 _THEIR_USUAL: dict[str, Any] = {"use_f32_scales": False, "backward_override": None}
-"""Values of Transformer Engine's fields that Octavo's recipes mean, where theirs may come from the environment."""
+"""Values of Transformer Engine's fields that Octavo's recipes stand for; their defaults may come from the environment."""
 
 
 def coerce(recipe: Any) -> Recipe:
@@ -217,7 +217,7 @@ def coerce(recipe: Any) -> Recipe:
 
 
 def _refuse_others(recipe: Any, known: set[str]) -> None:
-    """Of a dataclass, fields that none of ours stands for must have their usual values: nothing asked for is dropped."""
+    """Refuse a dataclass with another value than the default in a field that Octavo's recipe lacks."""
     for field_ in dataclasses.fields(recipe) if dataclasses.is_dataclass(recipe) else ():
         if field_.name in known:
             continue

@@ -1,7 +1,7 @@
 """The state of delayed scaling: scales and amax histories of all tensors in a few flat buffers, outside parameters and buffers.
 
-Kernels are handed one element of a buffer (a `Slot`), so that a model's whole state is updated by one kernel and joined over
-ranks by one all-reduce for each direction; sharding, `state_dict` and `.to()` never see it. A checkpoint names its records by
+A kernel takes one element of a buffer (a `Slot`). One kernel updates the state of a whole model, one all-reduce for each
+direction joins it over ranks, and sharding, `state_dict` and `.to()` never see it. A checkpoint names its records by
 module and operand (`state_records`), so a model may be laid out differently when it is loaded.
 
     forward amaxes  → updated when the outermost `fp8_autocast` ends
@@ -45,17 +45,17 @@ class Slot:
 
     @property
     def scale(self) -> Tensor:
-        """What the next cast multiplies by: a view, float32 []."""
+        """The scale of the next cast: a view, float32 []."""
         return self.buffer.scale[self.index]
 
     @property
     def amax(self) -> Tensor:
-        """Slot 0 of the history, where casts record: a view, float32 []."""
+        """Entry 0 of the history, in which casts record: a view, float32 []."""
         return self.buffer.history[0, self.index]
 
     @property
     def history(self) -> Tensor:
-        """This tensor's history, oldest after slot 0: float32 [L]."""
+        """This tensor's history, oldest after entry 0: float32 [L]."""
         return self.buffer.history[:, self.index]
 
 
@@ -82,7 +82,7 @@ class ScaleBuffer:
     @torch.inference_mode(False)
     def allocate(self, fp8_max: float) -> Slot:
         """A fresh slot: scale 1, history of zeros."""
-        if self._free and not _several_ranks():  # which collect garbage at different times, and join slots by their place
+        if self._free and not _several_ranks():  # several collect garbage at different times, and join slots by index
             index = self._free.pop()
         else:
             index, self._used = self._used, self._used + 1
@@ -164,9 +164,9 @@ _registrations = 0
 
 
 class ModuleState:
-    """What one FP8 module keeps between calls: its slots, and its FP8 weight while micro-batches share it.
+    """FP8 state of one weight of a module: slots, the FP8 weight that micro-batches share, and the layer's own recipe.
 
-    It hangs on the module as a plain attribute. A deep copy gets slots of its own with the same values.
+    A plain attribute of the module. A deep copy gets slots of its own with the same values.
     """
 
     def __init__(self, module: nn.Module, weight_name: str = "weight") -> None:
@@ -175,9 +175,9 @@ class ModuleState:
         self.gathered: QuantizedTensor | None = None  # the weight of a sharded parameter, gathered in FP8
         self.observed: dict[Operand, Tensor] = {}
         self.recipe: Recipe | None = None  # of the last use
-        self.skipped = ""  # why this layer stays out of FP8, where it does
-        self.override: Recipe | None = None  # what it runs by in place of an autocast's recipe
-        self.override_by = ""  # and why
+        self.skipped = ""  # the reason, if this layer stays out of FP8
+        self.override: Recipe | None = None  # replaces an autocast's recipe
+        self.override_by = ""  # the reason
         self._module = weakref.ref(module)
         self.weight_name = weight_name
         self.number = 0
@@ -196,13 +196,13 @@ class ModuleState:
         return None if weight is None or weight.is_meta else weight.device
 
     def under(self, recipe: Recipe | None) -> Recipe | None:
-        """What this layer runs by where an autocast says `recipe`: its own where it has one; None for high precision."""
+        """The layer's recipe inside an autocast of `recipe`: its own if it has one; None for high precision."""
         if recipe is None or self.skipped:
             return None
         return recipe if self.override is None else self.override
 
     def prepare(self, recipe: Recipe, device: torch.device) -> None:
-        """Make sure that each operand that `recipe` scales by history has a slot; an earlier history is carried over."""
+        """Allocate a slot for each operand with a delayed scale in `recipe`; an earlier history is carried over."""
         policy = recipe.history
         if policy is None:
             return
@@ -288,7 +288,7 @@ def _wants_slots(state: ModuleState, recipe: Recipe) -> bool:
 
 
 def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
-    """An outermost autocast begins: what the last backward recorded takes effect."""
+    """An outermost autocast begins: amaxes of the last backward take effect."""
     flush()
     for direction in (_forward, _backward):
         direction.group, direction.reduce_amax = group, reduce_amax
@@ -308,7 +308,7 @@ def joins_forward(group: dist.ProcessGroup) -> bool:
 
 
 def flush() -> None:
-    """Update the backward scales if a backward may have recorded something since the last time."""
+    """Update the backward scales if a backward may have recorded amaxes since the last update."""
     if _backward.pending:
         _backward.update()
 
@@ -323,7 +323,7 @@ def backward_begins_in(task: int) -> None:
 
 
 def graph_task() -> int:
-    """The number of autograd's backward that is running on this thread; -1 outside of one."""
+    """The number of the autograd backward running on this thread; -1 outside of a backward."""
     return torch._C._current_graph_task_id()
 
 
@@ -334,7 +334,7 @@ def snapshot() -> list[tuple[ScaleBuffer, Tensor]]:
 
 @contextlib.contextmanager
 def replay(scales: list[tuple[ScaleBuffer, Tensor]]) -> Iterator[None]:
-    """Repeat a forward: use its scales, and leave what is recorded meanwhile out of the histories."""
+    """Around the recomputation of a forward: use its scales, and restore the amaxes recorded before."""
     before = [(buffer, buffer.scale.clone(), buffer.history[0].clone()) for buffer in _forward.buffers.values()]
     for buffer, scale in scales:
         buffer.scale[: len(scale)].copy_(scale)
@@ -356,7 +356,7 @@ def states_of(model: nn.Module) -> Iterator[tuple[str, ModuleState]]:
 
 
 def state_records(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint keeps of the FP8 state: `<module>.<operand>.scale` [] and `.amax_history` [L], float32, copied."""
+    """FP8 state for a checkpoint: `<module>.<operand>.scale` [] and `.amax_history` [L], float32, copied."""
     flush()
     records: dict[str, Tensor] = {}
     for name, state in states_of(model):
@@ -367,7 +367,7 @@ def state_records(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
-    """Say whether `load_state_records` can take records of these names; nothing is changed.
+    """Check that `load_state_records` can take records of these names; nothing is changed.
 
     Raises:
         InputError: a record names a module that this model does not run in FP8, or a module has no weights yet.

@@ -1,9 +1,9 @@
-"""Activations between the two products of an MLP, fused with the cast that feeds the second one, and their gradients.
+"""Activations between the two products of an MLP, fused with the cast for the second product; and their gradients.
 
-Apart, swiglu, its amax, its cast and its transpose read and write a hidden element in 16 bits several times; here each input
-is read once and FP8 leaves in whichever layouts are asked for. Backward can make forward's result anew on its way, since it
-reads all that this takes: then forward keeps no transposed FP8 for the weight gradient. On a GPU both passes round alike.
-Sums over rows are partial sums of the row tiles, added afterwards, so that they repeat bit for bit.
+Apart, swiglu, its amax, its cast and its transpose read and write a hidden element in 16 bits several times; here each input is
+read once and the layouts of the quantizer are written. Backward can recompute the result of forward from its input, which it
+reads anyway: forward then stores no columnwise FP8 for the weight gradient. On a GPU both passes round alike. Sums over rows
+are partial sums of the row tiles, added afterwards in a fixed order, so that they repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
 FORWARD, FORWARD_GATED, FORWARD_ROWS = Tiles(64, 128, 4), Tiles(64, 64, 4), Tiles(8, 512, 4)
 BACKWARD, BACKWARD_GATED = Tiles(64, 64, 4), Tiles(64, 64, 8)
 GROUPS, GROUP_COLUMNS, GROUP_WARPS = 32, 32, 4
-"""Of `_backward_by_fours`: groups of four rows and columns a program."""
+"""Tile of `_backward_by_fours`: groups of four rows, columns, warps."""
 
 
 def is_gated(name: str) -> bool:
@@ -308,7 +308,7 @@ def _backward_by_fours(
 
 
 def _packs(quantizer: Quantizer, rowwise: bool = True) -> bool:
-    """Whether `quantizer` is what `_backward_by_fours` makes: FP8 in both layouts, or the transposed one alone, unmeasured."""
+    """Whether `_backward_by_fours` can store this: FP8 in both layouts, or columnwise alone without an amax."""
     return (
         quantizer.scale is not None
         and quantizer.columnwise
@@ -373,7 +373,7 @@ def launch_backward(
 
 
 def activation(name: str, x: Tensor, block: int, quantizer: Quantizer) -> QuantizedTensor:
-    """An activation's result, float32 inside, as `quantizer` asks.
+    """An activation, computed in float32 and stored as `quantizer` says.
 
     name: one of ACTIVATIONS. x: [R, F], or [R, 2F] for gated ones: gate and up interleaved in blocks of `block` columns (a
     power of two), gate first. The result is [R, F].
@@ -393,9 +393,9 @@ def activation_backward(
     recompute: Quantizer | None = None,
     bias: bool = False,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
-    """The gradient of `activation`'s input, of the shape of `x`, float32 inside, as `quantizer` asks.
+    """The gradient of `activation`'s input, of the shape of `x`, computed in float32 and stored as `quantizer` says.
 
-    dy: [R, F], the gradient of the result. Also, if asked for: `recompute`, forward's result anew from `x`, the same bits as
+    dy: [R, F], the gradient of the result. Also on request: `recompute`, the result of forward from `x`, the same bits as
     forward's; `bias`, the float32 sum of the gradient over rows before it is rounded, [F] or [2F].
     """
     if gemm.is_native(x.device):

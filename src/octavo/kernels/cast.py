@@ -1,8 +1,7 @@
-"""Delayed scaling's cast: one read of a tensor gives FP8 in both layouts, and the amax for the next scale.
+"""Delayed scaling's cast: one read of a matrix gives FP8 rowwise and columnwise, and the amax for the next scale.
 
-A product sums over the last dimension of both its operands, so a tensor that enters two products is needed as it is and
-transposed. Doing both in one pass costs 2 bytes read and 2 written an element, against 7 for amax, cast and transpose apart.
-Bytes are slow to turn in shared memory, so four rows are packed into one word first, where their number allows.
+One pass for both layouts reads 2 bytes and writes 2 an element, against 7 for amax, cast and transpose apart. Bytes are slow to
+transpose in shared memory, so four rows are packed into one word first, where four divides the rows.
 On devices without FP8 conversions in Triton the reference runs, and the transpose is a view.
 """
 
@@ -21,7 +20,7 @@ from octavo.kernels.quantized import QuantizedTensor, Quantizer, of_one_scale
 _GROUPS, _GROUP_COLUMNS = 32, 64
 _TILE_ROWS, _TILE_COLUMNS, _WARPS = 64, 128, 4
 _TURN_TILE = (64, 32, 8)
-"""Of `_transpose`: groups of four rows and of four columns, and warps."""
+"""Tile of `_transpose`: groups of four rows, groups of four columns, warps."""
 
 
 @triton.jit
@@ -32,7 +31,7 @@ def record_amax(amax_ptr, x):
 
 @triton.jit
 def raise_to(amax_ptr, largest):
-    """Raise the float32 at `amax_ptr` to one that is not negative."""
+    """Raise the float32 at `amax_ptr` to `largest`, which is not negative."""
     # Non-negative floats order as their bits do, and an integer maximum is one instruction.
     tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), largest.to(tl.int32, bitcast=True), sem="relaxed")
 
@@ -157,7 +156,7 @@ def launch(x: Tensor, quantizer: Quantizer, partial: Tensor | None = None) -> Qu
 
 @triton.jit
 def _transpose(q_ptr, out_ptr, rows, words, stride, GROUPS: tl.constexpr, WORDS: tl.constexpr):
-    """Bytes [rows, 4 words], read as int32, of which a square of four rows and four columns is turned in registers."""
+    """Transpose bytes [rows, 4 words], read as int32: squares of four rows and four columns in registers."""
     tile = tl.program_id(0)
     tiles_across = tl.cdiv(words, WORDS)
     g = (tile // tiles_across) * GROUPS + tl.arange(0, GROUPS)
@@ -182,7 +181,7 @@ def launch_transpose(q: Tensor, out: Tensor, *, tile: tuple[int, int, int] = _TU
 
 
 def transpose(q: Tensor, out: Tensor | None = None) -> Tensor:
-    """An FP8 matrix [R, C], whose rows may stand apart, as [C, R]: in memory of its own, or in `out`, which is contiguous."""
+    """Transpose an FP8 matrix [R, C], its rows in any stride, to a new contiguous [C, R] or to `out`."""
     if out is None:
         out = torch.empty(q.shape[1], q.shape[0], dtype=q.dtype, device=q.device)
     in_words = not any(n % 4 for n in (*q.shape, q.stride(0), q.storage_offset(), out.storage_offset()))

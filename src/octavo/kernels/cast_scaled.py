@@ -3,7 +3,7 @@
 Current, rowwise and block scaling take a scale from the very values that it scales. In plain PyTorch that is four passes or
 more over float32 copies, for each layout again. Here a tile that holds whole blocks is read once, its scales are chosen and
 both layouts written; a scale for each row and each column takes a second read, since no tile holds both. The scales are those
-of `reference.scale_from_amax`, bit for bit. Left out: amaxes that ranks share; who needs those takes `amax` and `cast`.
+of `reference.scale_from_amax`, bit for bit. An amax joined over ranks takes `amax` and `cast` instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FLOAT32_MAX = tl.constexpr(reference.FLOAT32_MAX)
 
 
 class Scaled(NamedTuple):
-    """FP8 data [R, C], what to multiply it by, and what it was multiplied by, float32 [R, 1] or [⌈R/rows⌉, ⌈C/128⌉].
+    """FP8 data [R, C] with its scales and their inverses, float32 [R, 1] or [⌈R/rows⌉, ⌈C/128⌉].
 
     On a GPU the scales of 1 × 128 pieces lie column after column, strides (1, R), as the products read them.
     """
@@ -322,7 +322,7 @@ def _memory(x: Tensor, dtype: torch.dtype, pieces: int, rows: int | None) -> Sca
 
 
 def _pointers(made: Scaled | None, otherwise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a kernel writes: data, scales, inverses. It never touches `otherwise`, which stands for what is not wanted."""
+    """Pointers to data, scales and inverses; `otherwise`, which no kernel touches, for a layout that is not wanted."""
     return (otherwise,) * 3 if made is None else (made.data, made.scale, made.scale_inv)
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS, _COLUMNS, _TILE_ROWS, _WARPS = 256, 128, 32, 4
-"""Rows and columns of a program, rows that it holds at once, and its warps."""
+"""Rows and columns of a program, rows that it reads at once, and its warps."""
 _PARTS, _FEW_COLUMNS, _PARTS_WARPS = 256, 16, 8
 """Partial sums that a program holds at once, its columns and its warps: there are few, and narrow programs end sooner."""
 

@@ -1,4 +1,4 @@
-"""Products of FP8 matrices: every rule about layouts, padding and scales of a device is in this file.
+"""Matrix products, in FP8 and in high precision: all rules about layouts, padding and scales of a device.
 
 Both operands sum over their last dimension (`a · bᵀ`), which is the one layout that Hopper's FP8 units take. On a GPU with
 FP8 units the product is cuBLAS's (`octavo.kernels.algorithms`); elsewhere the same numbers come from bf16 or float32 products:
@@ -96,7 +96,7 @@ def scaled_mm_into(out: Tensor, a: Tensor, a_scale_inv: Tensor, b: Tensor, b_sca
 def high_precision_mm(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None, *, recurring: bool = True
 ) -> Tensor:
-    """a [M, C] · b [C, N] of one wide dtype + bias [N], in `out_dtype`; on a GPU a float32 result is not rounded to theirs.
+    """a [M, C] · b [C, N] of one float dtype + bias [N], in `out_dtype`; on a GPU a float32 result is not rounded to theirs.
 
     bias: of the operands' dtype, which `out_dtype` is then too. recurring: as in `octavo.kernels.algorithms.mm`.
     """

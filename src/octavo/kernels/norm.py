@@ -1,9 +1,9 @@
-"""Norms that add the residual first and leave their result in FP8, as it is and transposed; and their gradients.
+"""RMSNorm and LayerNorm of residual + delta in one kernel, stored in FP8 or in high precision; and their gradients.
 
 Apart, the addition, the norm and the cast read 8 bytes and write 6 an element of bf16; here they read 5 and write 4. A program
-keeps a row in registers (`octavo.kernels.norm_rows`), and the FP8 rows are transposed by a kernel of bytes: one that reads a
-tile of rows twice, to store both layouts at once, moves a byte less and took nearly twice as long. Rows beyond a program's
-registers come twice, in tiles.
+keeps a row in registers (`octavo.kernels.norm_rows`), and a second kernel transposes the FP8 rows: a kernel that reads a tile
+of rows twice, to store both layouts at once, moves a byte less and took nearly twice as long. Rows that do not fit into
+registers are read twice, in tiles.
 Gradients of weight and bias are summed in a fixed order, so they repeat bit for bit on the same GPU.
 """
 
@@ -171,15 +171,15 @@ def _rows_adjacent(x: Tensor) -> Tensor:
 
 
 def _flags(quantizer: Quantizer, made: QuantizedTensor) -> dict[str, Any]:
-    """What the kernels are told of `quantizer` at compile time."""
+    """The constants by which the kernels are compiled for `quantizer`."""
     return {"SCALED": made.scale_inv is not None, "AMAX": quantizer.amax is not None, "ROWWISE": quantizer.rowwise}
 
 
-def _by_row(quantizer: Quantizer) -> tuple[Quantizer, Callable[[QuantizedTensor], QuantizedTensor]]:
-    """What a kernel of rows makes for `quantizer`, and what turns that into what was asked for.
+def _rowwise_first(quantizer: Quantizer) -> tuple[Quantizer, Callable[[QuantizedTensor], QuantizedTensor]]:
+    """The rowwise quantizer of a kernel that holds whole rows, and the function that adds the columnwise layout afterwards.
 
-    A store of a whole transposed row and a sum over a whole row want opposite tiles. FP8 bytes that are turned afterwards cost
-    2 bytes an element, which is less than a second look at the rows in tiles.
+    A columnwise store and a sum over a row want opposite tiles. Transposing FP8 bytes afterwards moves 2 bytes an element, less
+    than a second read of the rows in tiles.
     """
     if not quantizer.columnwise:
         return quantizer, lambda made: made
@@ -199,7 +199,7 @@ def launch(
     """Run the forward kernel; see `norm`. `tile` takes tiles also where nothing is transposed."""
     (rows, columns), centre, device = x.shape, _CENTRED[kind], x.device
     stats = torch.empty((2, rows) if centre else rows, dtype=torch.float32, device=device)
-    quantizer, turned = _by_row(quantizer)
+    quantizer, turned = _rowwise_first(quantizer)
     made = allocate(quantizer, rows, columns, device)
     if x.numel() == 0:
         return x if delta is None else x + delta, stats, turned(without_elements(quantizer, made))
@@ -280,7 +280,7 @@ def norm(
     kind: "RMSNorm" or "LayerNorm". x: [R, C]. delta: like x. weight, bias: [C]. The norm is of h = x + delta, which is rounded
     to x's dtype (without a delta, h is x itself), and stays in float32 until `quantizer` converts it.
     Returns h, the statistics that backward needs (float32: 1/σ [R] of an RMSNorm, mean and 1/σ [2, R] of a LayerNorm), and
-    what `quantizer` asks for.
+    the normed result as `quantizer` says.
     """
     # A conversion to FP8 needs a GPU that has it.
     if x.device.type == "cuda" and (quantizer.scale is None or gemm.is_native(x.device)):

@@ -1,4 +1,4 @@
-"""The kernels of `octavo.kernels.norm` that keep whole rows in registers.
+"""Kernels of `octavo.kernels.norm` for rows that fit into registers, and how many programs and warps they take.
 
 Registers come in powers of two, rows do not: one of 1,280 in a block of 2,048 leaves most of a program's threads idle. So a row
 is taken as two blocks one after the other, where that leaves fewer idle: 1,024 and 256.
@@ -14,10 +14,10 @@ import triton.language as tl
 from octavo.kernels.cast import raise_to
 
 
-class Shape(NamedTuple):
-    """How rows are taken: in blocks of so many columns (`rest`: 0 for one block), a row by `warps`.
+class RowBlocks(NamedTuple):
+    """How a row is held: in two blocks of columns, `block` and `rest` (0: one block), by `warps`.
 
-    programs: on each multiprocessor, which take every so many-th row; None: each takes one row.
+    programs: of each multiprocessor, which stride over the rows; None: one program a row.
     """
 
     block: int
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
     programs: int | None
 
     def grid(self, rows: int, processors: int) -> int:
-        """How many programs take so many rows."""
+        """Number of programs for so many rows."""
         return rows if self.programs is None else min(rows, processors * self.programs)
 
 
@@ -49,21 +49,21 @@ def _blocks(columns: int) -> tuple[int, int]:
     return (first, rest) if 0 < rest < first else (whole, 0)
 
 
-def forward_shape(columns: int) -> Shape:
-    """Of `norm_rows`."""
+def forward_shape(columns: int) -> RowBlocks:
+    """For `norm_rows`."""
     warps = _warps(columns, _FORWARD_WARPS)
-    return Shape(*_blocks(columns), warps, 64 if warps == 1 else None)
+    return RowBlocks(*_blocks(columns), warps, 64 if warps == 1 else None)
 
 
-def backward_shape(columns: int, *, centred: bool) -> Shape:
-    """Of `backward_rows`: as many programs as registers allow at once, so that none has to wait for another's end."""
+def backward_shape(columns: int, *, centred: bool) -> RowBlocks:
+    """For `backward_rows`: as many programs as registers allow at once, so that none waits for the end of another."""
     warps = _warps(columns, _CENTRED_BACKWARD_WARPS if centred else _BACKWARD_WARPS)
     if warps == 1:
         at_once = (12 if columns <= 768 else 8) if centred else (16 if columns <= 1024 else 12)
-        return Shape(*_blocks(columns), 1, at_once)
+        return RowBlocks(*_blocks(columns), 1, at_once)
     # Four sums over two blocks each cost more than idle threads do.
     block, rest = (triton.next_power_of_2(columns), 0) if centred else _blocks(columns)
-    return Shape(block, rest, warps, 16 // warps)
+    return RowBlocks(block, rest, warps, 16 // warps)
 
 
 @triton.jit

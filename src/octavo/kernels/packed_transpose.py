@@ -1,8 +1,8 @@
-"""Four rows at a time: FP8 transposed without handling single bytes.
+"""FP8 transposed in words of four rows instead of single bytes.
 
-Shared memory turns bytes slowly and words fast. Of four rows the bytes of a column make one 32-bit word, so a transposed store
-takes words: rows come in groups g of four, [G], and a tile [G, C] of int32 holds 4 G rows. The interpreter has no instructions
-of a GPU and computes the same in its own way.
+Shared memory transposes bytes slowly and words fast. Of four rows the bytes of a column make one 32-bit word, so a columnwise
+store takes words: rows come in groups g of four, [G], and a tile [G, C] of int32 holds 4 G rows. The interpreter has no
+instructions of a GPU and computes the same in its own way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Around attention: the joint query/key/value product taken apart and rotated, and the gradients rotated back and joined.
+"""Rotary embedding around attention: splits the joint query/key/value product and rotates; joins the gradients again.
 
-One read and one write of each side, where slicing, rotating and making contiguous would each be a pass of its own. Backward
-goes from attention's gradients, in whatever strides they come, straight to what the products take: FP8 in both layouts.
+One read and one write each way, where slicing, rotating and making contiguous would each be a pass of its own. Backward
+goes from attention's gradients, in any strides, straight to the joint gradient in FP8, rowwise and columnwise.
 
 A row of the joint product is G groups of H/G query heads, their key and their value. Heads rotate in pairs of columns half of
 Dr apart, so a tile is held as two halves of a head. Where Dr < D the columns from Dr on are halved too, and their angle is 0.
@@ -266,7 +266,7 @@ def launch_join(
 def split_rotate(
     qkv: Tensor, heads: int, groups: int, cos: Tensor | None, sin: Tensor | None, *, mirrored: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take the joint product apart, and rotate queries and keys in float32.
+    """Split the joint product into heads, and rotate queries and keys in float32.
 
     Args:
         qkv: [B, T, (H + 2G)·D], bfloat16, float16 or float32; D even.
@@ -286,7 +286,7 @@ def split_rotate(
 def join_rotated(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, quantizer: Quantizer, *, mirrored: bool = False
 ) -> QuantizedTensor:
-    """The gradient of `split_rotate`'s argument, [N, (H + 2G)·D], made as `quantizer` asks without a rounding on the way.
+    """The gradient of `split_rotate`'s argument, [N, (H + 2G)·D], stored as `quantizer` says without rounding in between.
 
     dq: [B, T, H, D]; dk, dv: [B, T, G, D], in any strides. cos, sin, mirrored: as `split_rotate` was given them.
     """

@@ -1,7 +1,7 @@
 """Delayed scaling's update of all tensors of a buffer at once, in place: a dozen small passes of PyTorch in one kernel.
 
-A step updates twice, and nothing else runs meanwhile. Histories roll in place, so a program holds all of a block of rows before
-it writes any of it, and goes upwards: what it overwrites has been read.
+A step updates twice, and nothing else runs meanwhile. Histories roll in place: a program reads a whole block of rows before it
+writes it, and goes upwards, so that it overwrites rows that it has read.
 """
 
 from __future__ import annotations

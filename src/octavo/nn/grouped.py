@@ -1,7 +1,7 @@
 """`GroupedLinear`: one linear layer an expert, each applied to its own rows of one input.
 
-Experts share nothing but the call: each operand of each expert is cast with scales of its own, so the numbers are those of as
-many `Linear` layers, bit for bit where their products run one by one. On Hopper the products of all experts are one launch
+Each operand of each expert has scales of its own: the results are those of as many `Linear` layers, bit for bit where their
+products run one by one. On Hopper the products of all experts are one launch
 where PyTorch has a kernel for it: bfloat16, and the rowwise recipe's output and input gradient. Weight gradients, and other
 recipes, are one product an expert. The splits are read on the host, since shapes follow from them: a tensor on a GPU is
 waited for.
@@ -158,7 +158,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
         weights, biases = [weight for weight in parameters[:n] if weight is not None], parameters[n:]
         want_x, want_w = ctx.needs_input_grad[0], ctx.needs_input_grad[2 : 2 + n]
         quantizers = [expert.quantizer for expert in gemms.experts]
-        with autocast.unannounced():
+        with autocast.scales_of_forward():
             xs = gemms.input(x, want_w)
             ws = [quantizer.weight(weight) for quantizer, weight in zip(quantizers, weights, strict=True)]
         wanted = want_w if len(xs) == n else [any(want_w)]  # in high precision the rows of all experts are one operand

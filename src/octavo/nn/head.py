@@ -37,9 +37,9 @@ from octavo.nn.linear import compute_dtype
 CHUNK_BYTES = 1 << 30
 """Logits of one chunk: large enough that the products run at full speed."""
 KEPT_BYTES = 4 << 30
-"""FP8 gradients of logits that wait for their products."""
+"""FP8 gradients of logits kept for one pair of products."""
 TURNED_BYTES = 1 << 25
-"""Of those, what is turned at a time."""
+"""Bytes of them that are transposed at a time."""
 _ALIGNED = 128
 """Rows of a chunk, and words of a turned piece, are a multiple of this where there are so many: tiles have no remainder."""
 

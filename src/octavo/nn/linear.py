@@ -56,7 +56,7 @@ def product(
     gemms = LinearGemms(state, weight, recipe, out_dtype, is_first_microbatch)
     quantizer = gemms.quantizer
     # The casts stand outside of the autograd function: a compiler allows no writes to a layer's FP8 state inside of it.
-    with torch.no_grad(), autocast.unannounced():
+    with torch.no_grad(), autocast.scales_of_forward():
         x_q = quantizer.input(DenseOperand(flat(x)), columnwise=weight.requires_grad)
         w_q = quantizer.weight(weight)
     casts = *_without_repetition(x_q), *_without_repetition(w_q)
@@ -142,7 +142,7 @@ def norm_linear(
         norm.kind, norm.eps, linear.gemms, None if rotation is None else rotation._replace(cos=None, sin=None)
     )
     parameters = (norm.weight, norm.bias, linear.weight, linear.bias)
-    with autocast.unannounced():
+    with autocast.scales_of_forward():
         return _NormLinearFunction.apply(promoted(residual, delta), delta, *parameters, cos, sin, call)
 
 

@@ -76,7 +76,7 @@ def norm_mlp(
     """
     call = _MlpCall(norm.kind, norm.eps, fc1.gemms, fc2.gemms, activation, block, recompute)
     parameters = (norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias)
-    with autocast.unannounced():
+    with autocast.scales_of_forward():
         return _NormMlpFunction.apply(promoted(residual, delta), delta, *parameters, call)
 
 

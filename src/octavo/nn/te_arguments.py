@@ -1,8 +1,7 @@
-"""Transformer Engine's arguments that Octavo's layers have no code for: which values ask for nothing, and what to do instead.
+"""Unimplemented arguments of Transformer Engine: the no-op value is accepted, any other is an error that names a substitute.
 
-The layers take the arguments that mean something here under Transformer Engine's names, and hand the rest to `check`. A value
-that changes nothing is accepted, so that a call written for Transformer Engine runs; any other is refused, never ignored.
-Names are those of version 2.20.
+Layers implement the other arguments under Transformer Engine's names and pass the rest to `check`, so that calls written for
+Transformer Engine run and nothing is ignored. Names are those of version 2.20.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from octavo.kernels import reference
 
 
 class Only(NamedTuple):
-    """The values of an argument that ask for nothing; `instead` says how to get what other values ask for."""
+    """The no-op values of an argument; `instead` names the substitute for other values."""
 
     values: tuple[Any, ...]
     instead: str = "Octavo's layers have nothing like it."
 
 
 FREE = Only((), "")
-"""Any value. An argument without influence on any result: names for debugging, sizes for a warm-up."""
+"""Any value is a no-op: names for debugging, sizes for a warm-up."""
 
 _TP = "Tensor and sequence parallelism are set for a whole model: octavo.init's tensor_parallel_degree."
 _GRAD = "Gradients are made in backward and go to .grad."
@@ -143,14 +142,14 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
     },
     "TransformerLayer.forward": _SCORES | _SEQUENCES | _CALL | _ENCODER,
 }  # fmt: skip
-"""Of each layer, the arguments that it accepts at values without effect."""
+"""The unimplemented arguments of each layer with their no-op values."""
 
 
 def check(layer: str, given: Mapping[str, Any], method: Callable[..., Any]) -> None:
-    """Accept what `given` asks for if that is nothing. method: it was given to this one, whose own arguments are known too.
+    """Accept arguments with no-op values. method: the method that got them; its own arguments complete the error's suggestions.
 
     Raises:
-        InputError: a value asks for something that Octavo does not have, or Transformer Engine has no such argument.
+        InputError: another value, or an argument that Transformer Engine does not have.
     """
     arguments = ARGUMENTS[layer]
     for name, value in given.items():
@@ -271,7 +270,7 @@ Tracker = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Draws:
-    """Called, the context in which a layer draws random numbers: that of its tracker, where it has one."""
+    """Called, the context for a layer's random numbers: that of its tracker if it has one."""
 
     tracker: Tracker | None = None
     name: str | None = None
@@ -288,7 +287,7 @@ class Draws:
 
 
 def init_with_(init_method: Init, weight: Tensor, bias: Tensor | None) -> None:
-    """What Transformer Engine does with an `init_method`: it fills the weight; biases are zeros."""
+    """Fill the weight by `init_method` and the bias with zeros, as Transformer Engine does."""
     with torch.no_grad():
         init_method(weight)
     if bias is not None:
@@ -296,7 +295,7 @@ def init_with_(init_method: Init, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def results(y: Tensor, bias: Tensor | None, normed: Tensor | None, *, return_bias: bool) -> Any:
-    """What a linear layer returns: y, or in Transformer Engine's order (y, the bias in y's dtype, the norm's output)."""
+    """The results of a linear layer: y, or in Transformer Engine's order (y, the bias in y's dtype, the norm's output)."""
     more = [None if bias is None else bias.to(y.dtype)] if return_bias else []
     more += [] if normed is None else [normed]
     return (y, *more) if more else y

@@ -1,8 +1,8 @@
-"""Gathering sharded weights in FP8: a quarter of the bytes of float32, and the numbers of one rank.
+"""All-gather of sharded weights in FP8: a quarter of the bytes of float32, and the bits of one rank.
 
-Each rank casts its own shard of a master weight with the scale that the whole tensor has, so that what is gathered is bit for
-bit what one rank would have made of the whole: half of bfloat16's traffic, and no rounding to bfloat16 before. In forward the
-rows are used as they arrive; in backward, after a second gathering, they are transposed for the product that reads columns.
+Each rank casts its shard of a master weight by the scale of the whole tensor, so that the gathered weight is bit for bit the
+cast of the whole: half of bfloat16's traffic, without rounding to bfloat16 first. Forward uses the gathered rows as they
+arrive; backward, after a second all-gather, transposes them for the input gradient.
 
 FSDP2 lets a sharded tensor replace what is gathered (`fsdp_pre_all_gather`, `fsdp_post_all_gather`), and looks for the hooks
 on the local tensor when the model first runs. It then wants a parameter of the original shape and dtype for autograd to hang
@@ -36,7 +36,7 @@ _placeholders: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 @dataclass
 class _Forward:
-    """What the casts must know of the forward that runs: FSDP2 calls them with gradients off and without its arguments."""
+    """Gradient mode and micro-batch of the current forward: FSDP2 calls the casts without either."""
 
     grads: bool = False
     first: bool | None = None
@@ -44,7 +44,7 @@ class _Forward:
 
 @dataclass
 class _Form:
-    """What FSDP2 keeps of a parameter between gatherings, for one form in which it travels.
+    """Tensors that FSDP2 keeps for a parameter between gatherings, for one form of the weight.
 
     Autograd hangs gradients on `whole` and saves `columnwise`, so that a backward must find those of its forward again.
     """
@@ -103,9 +103,9 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight]) -> Callable[..., None]:
-    """A hook that drops weights which are there in another form than this forward wants, so that FSDP2 gathers them anew.
+    """A hook that drops weights gathered in another form than this forward reads, so that FSDP2 gathers them again.
 
-    They were fetched while the block before ran, under another autocast, or kept by an earlier forward.
+    They were prefetched during the block before, under another autocast, or kept by an earlier forward.
     """
 
     def hook(*_: Any) -> None:
@@ -123,9 +123,9 @@ class _SharedWeight:
 
     def __init__(self, parameter: Any, state: ModuleState, forward: _Forward, keep: bool) -> None:
         self.parameter, self.state, self.forward, self.keep = parameter, state, forward, keep
-        self.how: Cast | None = None  # as which it travels now; None: as it is
-        self.backward_how: Cast | None = None  # as which the last forward with gradients had it
-        self.chosen: Cast | None = None  # for which that forward chose a scale
+        self.how: Cast | None = None  # of the current gathering; None: in the parameter's dtype
+        self.backward_how: Cast | None = None  # of the last forward with gradients
+        self.chosen: Cast | None = None  # of the scale that this forward chose
         self.columnwise: Tensor | None = None
         self.others: dict[Cast | None, _Form] = {}
         # (scale, 1 / scale) of forwards without gradients, and of those with, whose backward casts by it again. Written in
@@ -139,7 +139,7 @@ class _SharedWeight:
         return None if recipe is None else recipe.casts[Operand.WEIGHT]
 
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
-        """This rank's part of what is gathered, and whether it is gathered for a backward."""
+        """The shard to gather, and whether it is gathered for a backward."""
         parameter = self.parameter
         own = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
         backward = scaling.graph_task() != -1
@@ -174,12 +174,12 @@ class _SharedWeight:
         return _placeholder(rows * columns, dtype, rowwise.device).view(rows, columns), (self.columnwise,)
 
     def _recipe(self) -> Recipe | None:
-        """What this forward casts weights by, if weights of that kind can be cast before they are gathered."""
+        """The recipe of this forward, if it casts weights with one scale a tensor."""
         recipe = self.state.under(autocast.current_recipe(self.parameter.device))
         return recipe if has_one_scale(recipe) else None
 
     def _choose_scale(self, own: Tensor, recipe: Recipe, how: Cast, mesh: Any) -> Tensor | None:
-        """The scale that a step's forwards and backwards share; returns where the first of them records the amax."""
+        """Choose the scale of a step's forwards and backwards; returns where the first of them records the amax."""
         if self.forward.grads and self.chosen == how and self.forward.first is False:
             return None
         group = mesh.get_group() if mesh.size() > 1 else None
@@ -222,7 +222,7 @@ class _SharedWeight:
 
 @torch.inference_mode(False)
 def _placeholder(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """NaN, so that code which reads a weight by itself, and not through its layer, is found out."""
+    """NaN, so that code which reads a weight without its layer shows."""
     shared = _placeholders.get((device, dtype))
     if shared is None or shared.numel() < elements:
         shared = _placeholders[device, dtype] = torch.full((elements,), torch.nan, dtype=dtype, device=device)
