@@ -98,9 +98,9 @@ def test_cross_entropy(columns, dtype):
             loss, grad = cross_entropy.cross_entropy_(logits.cuda(), target.cuda(), torch.tensor(0.5).cuda(), objective, fp8)
             torch.testing.assert_close(loss.cpu(), want_loss, rtol=1e-5, atol=1e-3)
             if fp8 is None:
-                torch.testing.assert_close(grad.wide.cpu().float(), want_grad.float(), rtol=1e-2, atol=1e-5)
+                torch.testing.assert_close(grad.high_precision.cpu().float(), want_grad.float(), rtol=1e-2, atol=1e-5)
             else:
-                assert grad.wide is None
+                assert grad.high_precision is None
                 found = reference.dequantize(grad.fp8, grad.scale_inv).cpu()
                 torch.testing.assert_close(found, want_grad.float(), rtol=0.13, atol=1e-5)
 

@@ -26,7 +26,7 @@ def test_kernel_equals_float64(monkeypatch, rows, columns):
     (want * 0.25).backward()
     loss, grad = cross_entropy.launch(logits.clone(), target, torch.tensor(0.25), cross_entropy.Objective())
     torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad.wide.double(), exact.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(grad.high_precision.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
@@ -40,7 +40,7 @@ def test_gradient_in_fp8(exact_casts, monkeypatch, rows, columns, dtype):
     into = torch.empty(rows, columns + 7, dtype=E5M2.dtype)[:, :columns]
     loss, grad = cross_entropy.launch(logits, target, torch.tensor(0.25), cross_entropy.Objective(), into)
     torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=1e-5)
-    assert grad.wide is None
+    assert grad.high_precision is None
     torch.testing.assert_close(grad.fp8.float() * grad.scale_inv, want * 0.25, rtol=0.13, atol=2.0**-17 / E5M2.max)
 
 

@@ -117,7 +117,7 @@ def gathered(recipe_name):
         how = recipe.casts[Operand.WEIGHT]
         scale = torch.ones(()) if how.delayed else reference.scale_from_amax(weight.abs().max(), how.format.max)
         want = reference.cast(weight, scale, how.format.dtype, how.format.max)
-        row, column = (q.data.float() for q in state.gathered)
+        row, column = (data.float() for data, _ in (state.gathered.rowwise, state.gathered.columnwise))
         amax = state.slots[Operand.WEIGHT].history[-1].item() if state.slots else None
         found[name] = torch.equal(want.float(), row) and torch.equal(row.t(), column), amax, weight.abs().max().item()
     loss.backward()
