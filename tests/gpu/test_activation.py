@@ -6,7 +6,7 @@ import torch
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import activation as act
 from octavo.kernels import reference
-from octavo.kernels.quantized import Quantizer, quantize
+from octavo.kernels.quantized import NOTHING, Quantizer, quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -145,7 +145,7 @@ def test_extremes(name):
 def test_amax_alone_views_and_repeats(name):
     dy, x = (torch.cat((t, t), 1)[:, 3 : 3 + t.shape[1]] for t in case(name, 333, 5120, torch.bfloat16))
     quantizer = Quantizer(E4M3.dtype, E4M3.max, None, torch.zeros((), device="cuda"), rowwise=False)
-    assert act.activation_backward(name, dy, x, 16, quantizer)[0] == (None, None, None)
+    assert act.activation_backward(name, dy, x, 16, quantizer)[0] == NOTHING
     torch.testing.assert_close(quantizer.amax, reference.activation_backward(name, dy, x, 16).abs().amax())
     quantizer = fp8_quantizer(E4M3, columnwise=True)
     first, second = (act.activation_backward(name, dy, x, 16, quantizer, bias=True) for _ in range(2))
@@ -165,7 +165,7 @@ def test_more_than_2_31_elements(name):
         (y, reference.activation(name, x[last], 16)),
         (dx, reference.activation_backward(name, dy[last], x[last], 16)),
     ):
-        part = got._replace(rowwise=got.rowwise_data[last], columnwise=got.columnwise_data[:, last])
+        part = got._replace(rowwise_data=got.rowwise_data[last], columnwise_data=got.columnwise_data[:, last])
         assert_made(part, quantize(want, quantizer._replace(amax=None)))
 
 
