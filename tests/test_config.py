@@ -122,7 +122,6 @@ def test_values_are_immutable():
         ({"fp8__enabled": "maybe"}, ["fp8.enabled = 'maybe'", "auto"]),
         ({"fp8__head": "forward"}, ["fp8.head = 'forward'", "boolean", "backward"]),
         ({"train__recompute": "blocks"}, ["train.recompute = 'blocks'", "boolean", "mlp"]),
-        ({"train__recompute": "mlp", "train__compile": True}, ['train.recompute = "mlp"', "Set train.compile = false"]),
         ({"log__trackers": ["wandb", "mlflow"]}, ["log.trackers", "'mlflow'", "tensorboard"]),
         ({"optimizer__lr": -1e-3}, ["optimizer.lr = -0.001", "greater than 0"]),
         ({"optimizer__lr": math.nan}, ["optimizer.lr = nan"]),

@@ -4,10 +4,9 @@
                 eligible `nn.Linear`s are replaced in place
 2. choose       layers that a pattern names run by another recipe, or stay out of FP8
 3. recompute    blocks keep their input only, or all but one product; offload: what they keep waits in host memory
-4. compile      block by block
-5. shard        over the ranks, block by block; FP8 weights travel as FP8
-6. materialise  storage for what this rank holds
-7. load         from the model itself, from a folder of weights, from rank 0, or by initialisation
+4. shard        over the ranks, block by block; FP8 weights travel as FP8
+5. materialise  storage for what this rank holds
+6. load         from the model itself, from a folder of weights, from rank 0, or by initialisation
 
 `octavo.transform` and a run both call `build_model`. Only `transform` knows `octavo.state`; all below takes arguments.
 """
@@ -64,7 +63,6 @@ def transform(
     fp8_head: bool | Literal["backward"] = False,
     recompute: bool | Literal["mlp"] = False,
     offload: bool = False,
-    compile: bool = False,
     blocks: Literal["auto", "own"] = "auto",
 ) -> nn.Module:
     """Make a model's linear layers run in FP8 under `octavo.fp8_autocast`, and shard it over the ranks of `octavo.init`.
@@ -91,7 +89,6 @@ def transform(
         fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients (Octavo's decoder alone).
         recompute: keep only each block's input for backward; "mlp": all but the first product of each MLP.
         offload: keep what blocks save for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
-        compile: `torch.compile` each of Octavo's blocks.
         blocks: "own" keeps the code of a model that would get Octavo's blocks, and its names in checkpoints.
 
     Raises:
@@ -117,7 +114,6 @@ def transform(
         from_rank0=all_ranks() if load_state_dict_from_rank0 and sharding is not None else None,
         recompute=recompute,
         offload=offload or state.config.sm_activation_offloading,
-        compile=compile,
         sharding=sharding,
         buffer_dtype=torch_dtype(state.config.buffer_dtype),
         fp8_head=fp8_head,
@@ -141,7 +137,6 @@ def build_model(
     objective: Objective | None = None,
     recompute: bool | Literal["mlp"] = False,
     offload: bool = False,
-    compile: bool = False,
     sharding: Sharding | None = None,
     averaged: bool = False,
     load_from: str | Path | None = None,
@@ -193,7 +188,6 @@ def build_model(
     stack, parts = _blocks(model)
     if stack is not None:
         _recompute(stack, recompute, offload=offload)
-        _compile([*parts, *([model.norm] if isinstance(model, Decoder) else [])], compile, sharded=sharding is not None)
     elif recompute:
         recompute_own_code(model)
     if device.type == "meta":
@@ -243,14 +237,6 @@ def _recompute(stack: Decoder | Blocks, recompute: bool | Literal["mlp"], *, off
         stack.run_block = recomputed
     if offload:
         stack.run_block = offloaded(stack.run_block)
-
-
-def _compile(parts: Sequence[nn.Module], compile: bool, *, sharded: bool) -> None:
-    for part in parts if compile else ():
-        if sharded:  # inside of the hooks that gather and free its parameters, which no graph can hold
-            part.forward = torch.compile(part.forward)
-        else:
-            part.compile()
 
 
 def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, seed: int) -> Values:

@@ -19,8 +19,16 @@ RECIPES = [
 ]
 
 
-def train(device, recipe, *, steps=6, dtype=torch.bfloat16, **options):
+def built(device, *, dtype=torch.bfloat16, compile=False, **options):
+    """compile: each block, as a user's own loop may."""
     model = build_model(CONFIG, dtype=dtype, params_dtype=torch.float32, device=device, seed=3, **options)
+    for part in (*model.layers, model.norm) if compile else ():
+        part.compile()
+    return model
+
+
+def train(device, recipe, *, steps=6, **options):
+    model = built(device, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(5)
     losses = []
@@ -84,9 +92,7 @@ def test_offloading_changes_nothing(recipe, compile, recompute, monkeypatch):
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
 def test_gradients_near_float32(recipe, compile):
-    make = {"params_dtype": torch.float32, "device": "cuda", "seed": 3}
-    exact = build_model(CONFIG, dtype=torch.float32, **make)
-    model = build_model(CONFIG, dtype=torch.bfloat16, compile=compile, **make)
+    exact, model = built("cuda", dtype=torch.float32), built("cuda", compile=compile)
     ids = torch.randint(1000, (4, 96), device="cuda")
     exact(input_ids=ids, labels=ids).loss.backward()
     for _ in range(2):  # the second step has scales

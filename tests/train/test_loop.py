@@ -393,3 +393,10 @@ def test_a_run_whose_checkpoint_is_of_the_models_own_code_continues_with_it(tiny
     fresh.file.write_text(text.replace(str(run.output), str(fresh.output)))
     assert main(["train", str(fresh.file), "train.steps=2"]) == 0
     assert "layers.0.self_attention.layernorm_qkv.weight" in StoredWeights(fresh.output / "checkpoints" / "step-2")
+
+
+def test_compiled_blocks_are_refused_with_the_way_out(tiny_run, capsys):
+    run = tiny_run()
+    assert main(["train", str(run.file), "train.compile=true"]) == 2
+    assert 'Set train.compile = false, or "auto".' in capsys.readouterr().err
+    assert not run.output.exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from octavo.config.section import Section
 
@@ -21,12 +21,12 @@ class TrainConfig(Section):
     recompute: bool | Literal["mlp"] = Field(
         False,
         description='true: save only each block\'s input and recompute the rest in backward. "mlp": recompute only the first '
-        "product of each MLP, the largest activation (Octavo's decoder only; not with compile).",
+        "product of each MLP, the largest activation (Octavo's decoder only).",
     )
     offload: bool = Field(False, description="Keep activations saved for backward in host memory (Octavo's decoder only).")
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description='torch.compile each block in place of its fused kernels; "auto": false, since those are faster.',
+        description='No value but false and "auto": the fused kernels of a block are faster than a compiled one.',
     )
     seed: int = Field(0, ge=0, description="Seed of the initial weights and of dropout.")
     deterministic: bool = Field(False, description="Use only deterministic kernels on GPUs (a CPU is always deterministic).")
@@ -53,12 +53,3 @@ class TrainConfig(Section):
     validate_batches: int = Field(
         16, ge=1, description="Micro-batches in a validation, over all ranks; fewer where the split is smaller."
     )
-
-    @model_validator(mode="after")
-    def _check_recompute(self) -> TrainConfig:
-        if self.recompute == "mlp" and self.compile is True:
-            raise ValueError(
-                'train.recompute = "mlp" with train.compile = true: the compiler chooses the saved activations. '
-                "Set train.compile = false, or train.recompute = true"
-            )
-        return self

@@ -24,7 +24,7 @@ CHANGEABLE: dict[str, str] = {
     "train.micro_batch": "the same gradient, in another order of summation",
     "train.recompute": "the same numbers, for less memory",
     "train.offload": "the same numbers, for less memory",
-    "train.compile": "the same model, in other kernels",
+    "train.compile": "the same model, in other kernels; true is refused",
     "train.deterministic": "the same model, in other kernels",
     "train.loss_scale": "the same gradient, in another part of float16's range; a scale that is too large must be correctable",
     "data.workers": "the same batches, prefetched",

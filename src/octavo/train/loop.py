@@ -219,7 +219,6 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         load_from=plan.weights_folder,
         recompute=config.train.recompute,
         offload=config.train.offload or config.parallel.sm_activation_offloading,
-        compile=plan.compile,
         blocks=plan.blocks,
         sharding=sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype),
         buffer_dtype=torch_dtype(config.parallel.buffer_dtype),
