@@ -47,7 +47,8 @@ NAMES = {
     "something_else": OTHER,
 }
 FAMILIES = {
-    "activation": "activation", "cast": "casts", "cast_scaled": "casts", "cross_entropy": "cross entropy", "norm": "norms",
+    "activation": "activation", "quantize.cast": "casts", "quantize.cast_scaled": "casts",
+    "cross_entropy": "cross entropy", "norm": "norms",
     "norm_rows": "norms",
     "attention.forward": "attention", "attention.backward": "attention",
     "column_sum": "copies and elementwise", "rope": "rope", "adamw": "optimizer", "scales": "scales",
@@ -75,7 +76,9 @@ def launched():
 
 def test_octavos_kernels_have_the_kind_of_their_file():
     found = list(launched())
-    assert {("cast", "_cast_by_fours"), ("norm_rows", "norm_rows"), ("attention.forward", "attention_forward")} <= set(found)
+    assert {("quantize.cast", "_cast_by_fours"), ("norm_rows", "norm_rows"), ("attention.forward", "attention_forward")} <= set(
+        found
+    )
     for file, name in found:
         expected = "scales" if name == "_scale_of" else FAMILIES[file]
         assert kind_of(name) == expected, (file, name)

@@ -11,8 +11,18 @@ from rich.console import Console
 from torch import nn
 from torch.nn import functional
 
-from octavo.bench import layers
-from octavo.bench.layers import LAYERS, OCTAVO, ON_CPU, RECIPES, Library, draw, error, exact_tensors, measure_layers
+from octavo.bench.layers import suite
+from octavo.bench.layers.suite import (
+    LAYERS,
+    OCTAVO,
+    ON_CPU,
+    RECIPES,
+    Library,
+    draw,
+    error,
+    exact_tensors,
+    measure_layers,
+)
 from octavo.bench.results import render, write
 from octavo.bench.run import run_suite
 from octavo.bench.suites import SUITES
@@ -22,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def measured(names, libraries=(OCTAVO,), **how):
-    how = {"seeds": 1, "settling": layers.SETTLING, "say": lambda line: None, **how}
+    how = {"seeds": 1, "settling": suite.SETTLING, "say": lambda line: None, **how}
     return measure_layers([LAYERS[name] for name in names], CPU, libraries, **how)
 
 
@@ -118,7 +128,7 @@ def test_the_median_of_the_seeds_counts():
 def measure_seed(seed):
     layer = LAYERS["linear"]
     drawn = draw(layer, ON_CPU, CPU, seed)
-    found = layers.found_tensors(OCTAVO, layer, ON_CPU, "bf16", *drawn, 0)
+    found = suite.found_tensors(OCTAVO, layer, ON_CPU, "bf16", *drawn, 0)
     return error(found["output"], exact_tensors(layer, ON_CPU, *drawn)["output"])
 
 

@@ -6,7 +6,7 @@ import torch
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import activation as act
 from octavo.kernels import reference
-from octavo.kernels.quantized import NOTHING, Quantizer, quantize
+from octavo.kernels.quantize.quantized import NOTHING, Quantizer, quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -8,7 +8,8 @@ import torch
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.fp8.quantizer import quantize
 from octavo.fp8.recipe import Cast, Granularity
-from octavo.kernels import cast_scaled, gemm, reference
+from octavo.kernels import gemm, reference
+from octavo.kernels.quantize import cast_scaled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)

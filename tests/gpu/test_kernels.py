@@ -5,9 +5,9 @@ import torch
 
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import cross_entropy, gemm, reference
-from octavo.kernels.cast import launch, row_tiles, transpose
 from octavo.kernels.column_sum import add_up, column_sums
-from octavo.kernels.quantized import Quantizer
+from octavo.kernels.quantize.cast import launch, row_tiles, transpose
+from octavo.kernels.quantize.quantized import Quantizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 from octavo.fp8.formats import E4M3
 from octavo.kernels import reference
 from octavo.kernels.norm import Tile, launch, launch_backward, norm
-from octavo.kernels.quantized import Quantizer, quantize
+from octavo.kernels.quantize.quantized import Quantizer, quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import activation as act
 from octavo.kernels import reference
-from octavo.kernels.quantized import NOTHING, Quantizer, quantize
+from octavo.kernels.quantize.quantized import NOTHING, Quantizer, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of numpy, in the interpreter
 interpreted = pytest.mark.skipif(

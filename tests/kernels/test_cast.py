@@ -5,8 +5,8 @@ import torch
 
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import reference
-from octavo.kernels.cast import launch, launch_transpose, transpose
-from octavo.kernels.quantized import Quantizer
+from octavo.kernels.quantize.cast import launch, launch_transpose, transpose
+from octavo.kernels.quantize.quantized import Quantizer
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from octavo.fp8.formats import E4M3, E5M2
-from octavo.kernels import cast_scaled, gemm, reference
-from octavo.kernels.cast_scaled import launch_amax, launch_blocks, launch_rows, launch_scale
+from octavo.kernels import gemm, reference
+from octavo.kernels.quantize import cast_scaled
+from octavo.kernels.quantize.cast_scaled import launch_amax, launch_blocks, launch_rows, launch_scale
 
 interpreted = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs it"),

@@ -5,8 +5,9 @@ import torch
 
 from octavo.fp8.formats import E5M2
 from octavo.fp8.quantizer import DenseOperand
-from octavo.kernels import cast, column_sum, gemm
-from octavo.kernels.quantized import Quantizer
+from octavo.kernels import column_sum, gemm
+from octavo.kernels.quantize import cast
+from octavo.kernels.quantize.quantized import Quantizer
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel"
@@ -67,7 +68,7 @@ def test_a_cast_leaves_partial_sums(shape, row, monkeypatch):
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize("column", [True, False])
 def test_a_dense_operand_sums_its_rows_in_any_layout(rows, column, monkeypatch):
-    monkeypatch.setattr("octavo.kernels.cast.gemm.is_native", lambda device: True)
+    monkeypatch.setattr("octavo.kernels.quantize.cast.gemm.is_native", lambda device: True)
     x = torch.randn(rows, 5)
     operand = DenseOperand(x, column_sum=True)
     operand(Quantizer(E5M2.dtype, E5M2.max, torch.tensor(2.0), columnwise=column))

@@ -10,7 +10,7 @@ from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import reference
 from octavo.kernels.norm import Tile, launch, launch_backward, norm, norm_backward
 from octavo.kernels.norm_rows import WIDEST_ROW, backward_shape, forward_shape
-from octavo.kernels.quantized import Quantizer
+from octavo.kernels.quantize.quantized import Quantizer
 
 EPS = 1e-5
 KINDS = ["RMSNorm", "LayerNorm"]

@@ -5,7 +5,7 @@ import torch
 
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import reference
-from octavo.kernels.quantized import Quantizer, quantize
+from octavo.kernels.quantize.quantized import Quantizer, quantize
 from octavo.kernels.rope import join_rotated, launch_join, launch_split, split_rotate
 from octavo.nn.attention import split_qkv
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from octavo.errors import first_line
 from octavo.fp8.formats import E4M3, E5M2
-from octavo.kernels import activation, adamw, cast, cast_scaled, column_sum, cross_entropy, norm, rope
-from octavo.kernels.quantized import Quantizer
+from octavo.kernels import activation, adamw, column_sum, cross_entropy, norm, rope
+from octavo.kernels.quantize import cast, cast_scaled
+from octavo.kernels.quantize.quantized import Quantizer
 from octavo.kernels.timing import median_us
 
 EPS = 1e-5

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.bench.checkpoint import CheckpointOptions, measure_checkpoints
 from octavo.bench.kernels import KERNELS, measure_kernels
-from octavo.bench.layers import LAYERS, OCTAVO, measure_layers, transformer_engine
+from octavo.bench.layers.suite import LAYERS, OCTAVO, measure_layers, transformer_engine
 from octavo.bench.measure import Target, measure_case
 from octavo.bench.peers import ENTRIES, PEERS, Entry
 from octavo.bench.products import WORKLOADS, measure_products

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.bench.cases import ALL_CASES, CASES
 from octavo.bench.kernels import KERNELS
-from octavo.bench.layers import LAYERS, SETTLING
+from octavo.bench.layers.suite import LAYERS, SETTLING
 from octavo.bench.peers import ENTRIES, Entry
 from octavo.bench.products import WORKLOADS
 from octavo.bench.sharded import SHARDED

@@ -20,8 +20,8 @@ from octavo.fp8.quantizer import DenseOperand, LinearQuantizer
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
-from octavo.kernels.cast import transpose
-from octavo.kernels.quantized import NOTHING, QuantizedTensor
+from octavo.kernels.quantize.cast import transpose
+from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
 
 
 class LinearGemms:

@@ -21,10 +21,10 @@ from octavo.fp8 import autocast, scaling
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
-from octavo.kernels.cast import cast, cast_scaled, row_tiles
-from octavo.kernels.cast_scaled import Scaled, amax, blocks, rows, scale_from_amax
 from octavo.kernels.column_sum import add_up, column_sums
-from octavo.kernels.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
+from octavo.kernels.quantize.cast import cast, cast_scaled, row_tiles
+from octavo.kernels.quantize.cast_scaled import Scaled, amax, blocks, rows, scale_from_amax
+from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
 
 Producer = Callable[[Quantizer], QuantizedTensor]
 """Runs the kernel that computes an operand [R, C], and stores it as the quantizer says."""

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from octavo.errors import InputError
 from octavo.fp8.recipe import History, Operand, Recipe
-from octavo.kernels.cast import CastResults, cast, fake_results, operator_results
-from octavo.kernels.quantized import QuantizedTensor, Quantizer, of_one_scale
+from octavo.kernels.quantize.cast import CastResults, cast, fake_results, operator_results
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, of_one_scale
 from octavo.kernels.scales import update_scales_
 
 _FIRST_CAPACITY = 64

@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import gemm, reference
-from octavo.kernels.cast import larger, record_amax, store_layouts
 from octavo.kernels.column_sum import add_up
 from octavo.kernels.fast_math import LOG2_E, exp, exp2, reciprocal
-from octavo.kernels.packed_transpose import groups_inside, load_fours, packed_row, store_packed
-from octavo.kernels.quantized import NOTHING, QuantizedTensor, Quantizer, allocate, quantize, without_elements
+from octavo.kernels.quantize.cast import larger, record_amax, store_layouts
+from octavo.kernels.quantize.packed_transpose import groups_inside, load_fours, packed_row, store_packed
+from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, allocate, quantize, without_elements
 
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
 

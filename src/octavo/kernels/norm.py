@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import gemm, reference
-from octavo.kernels.cast import record_amax, transpose
 from octavo.kernels.column_sum import add_up
 from octavo.kernels.norm_rows import (
     WIDEST_ROW,
@@ -31,7 +30,8 @@ from octavo.kernels.norm_rows import (
     norm_rows,
     stream,
 )
-from octavo.kernels.quantized import QuantizedTensor, Quantizer, allocate, of_one_scale, quantize, without_elements
+from octavo.kernels.quantize.cast import record_amax, transpose
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, of_one_scale, quantize, without_elements
 
 _CENTRED = {"RMSNorm": False, "LayerNorm": True}
 

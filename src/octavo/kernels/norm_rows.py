@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from octavo.kernels.cast import raise_to
+from octavo.kernels.quantize.cast import raise_to
 
 
 class RowBlocks(NamedTuple):

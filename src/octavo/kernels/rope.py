@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import reference
-from octavo.kernels.cast import record_amax, store_layouts
-from octavo.kernels.quantized import QuantizedTensor, Quantizer, allocate, quantize, without_elements
+from octavo.kernels.quantize.cast import record_amax, store_layouts
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, quantize, without_elements
 
 SPLIT_TOKENS, SPLIT_HEADS, SPLIT_WARPS = 16, 8, 4
 """Tokens and heads of one program that takes apart, and its warps."""

@@ -24,7 +24,7 @@ from octavo.fp8.quantizer import active_recipe
 from octavo.fp8.recipe import Granularity, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
-from octavo.kernels.quantized import NOTHING, QuantizedTensor
+from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
 from octavo.nn.linear import compute_dtype, init_linear_, product
 from octavo.nn.te_arguments import Draws, Init, Tracker, check, init_with_
 

@@ -29,9 +29,9 @@ from octavo.fp8.formats import E5M2
 from octavo.fp8.linear import LinearGemms
 from octavo.fp8.quantizer import DenseOperand
 from octavo.kernels import gemm
-from octavo.kernels.cast import transpose
 from octavo.kernels.cross_entropy import Gradient, Objective, cross_entropy_, scale_
-from octavo.kernels.quantized import QuantizedTensor
+from octavo.kernels.quantize.cast import transpose
+from octavo.kernels.quantize.quantized import QuantizedTensor
 from octavo.nn.linear import compute_dtype
 
 CHUNK_BYTES = 1 << 30

@@ -18,7 +18,7 @@ from octavo.fp8 import autocast
 from octavo.fp8.linear import LinearGemms, saved_input
 from octavo.fp8.quantizer import DenseOperand, Producer, active_recipe
 from octavo.fp8.scaling import ModuleState
-from octavo.kernels.quantized import NOTHING, QuantizedTensor, Quantizer
+from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.norm import (
     NormParameters,
     NormProducer,

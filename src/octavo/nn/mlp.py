@@ -19,7 +19,7 @@ from octavo.fp8.quantizer import DenseOperand, active_recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
 from octavo.kernels.activation import activation, activation_backward, is_gated
-from octavo.kernels.quantized import NOTHING, QuantizedTensor, Quantizer
+from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.linear import Projection, compute_dtype, init_linear_, product
 from octavo.nn.norm import (
     NormParameters,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.errors import InputError, unknown
 from octavo.kernels import reference
 from octavo.kernels.norm import norm, norm_backward
-from octavo.kernels.quantized import QuantizedTensor, Quantizer
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.nn.te_arguments import check
 
 NORMS = ("LayerNorm", "RMSNorm")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.fp8.quantizer import DenseOperand, Producer
 from octavo.kernels import reference
-from octavo.kernels.quantized import QuantizedTensor, Quantizer
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.kernels.rope import join_rotated, split_rotate
 
 Angles = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, bool]

@@ -28,8 +28,8 @@ from octavo.fp8.quantizer import has_one_scale, shard_scale
 from octavo.fp8.recipe import Cast, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
-from octavo.kernels.cast import cast, transpose
-from octavo.kernels.quantized import QuantizedTensor, Quantizer
+from octavo.kernels.quantize.cast import cast, transpose
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 
 _placeholders: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 

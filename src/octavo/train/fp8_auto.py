@@ -32,8 +32,8 @@ from octavo.fp8.quantizer import quantize
 from octavo.fp8.recipe import Cast, Operand, Recipe
 from octavo.hardware import supports_fp8
 from octavo.kernels import gemm
-from octavo.kernels.cast import cast
-from octavo.kernels.quantized import QuantizedTensor, Quantizer
+from octavo.kernels.quantize.cast import cast
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.kernels.timing import median_us
 from octavo.parallel.coordination import all_ranks
 from octavo.run.folder import RunFolder

@@ -1,9 +1,9 @@
 """The layers suite: errors of outputs and gradients against float64, for Octavo's layers and Transformer Engine's.
 
 Both libraries' layers have the same arguments, random bfloat16 weights, inputs and output gradients. The error of a tensor is
-‖found − exact‖ / ‖exact‖, norms over all elements in float64; exact is `octavo.bench.exact` on the same rounded values. Under
-delayed scaling forward and backward first repeat on the same tensors until the history holds only their amaxes. The median over
-the seeds counts.
+‖found − exact‖ / ‖exact‖, norms over all elements in float64; exact is `octavo.bench.layers.exact` on the same rounded values.
+Under delayed scaling forward and backward first repeat on the same tensors until the history holds only their amaxes. The
+median over the seeds counts.
 
 Both run in this process. Transformer Engine's library does not load after PyTorch has used cuDNN, so `transformer_engine` must
 be called before any work on the GPU.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo.nn
-from octavo.bench import exact
+from octavo.bench.layers import exact
 from octavo.bench.peers import ENVIRONMENT
 from octavo.errors import first_line
 from octavo.fp8.autocast import fp8_autocast

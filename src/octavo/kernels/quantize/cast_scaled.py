@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import gemm, reference
-from octavo.kernels.cast import larger, store_layouts
-from octavo.kernels.packed_transpose import groups_inside, load_fours, packed_row, store_packed
+from octavo.kernels.quantize.cast import larger, store_layouts
+from octavo.kernels.quantize.packed_transpose import groups_inside, load_fours, packed_row, store_packed
 
 _BLOCK = reference.BLOCK
 # Untuned: (rows, columns, warps) of the tiles that are cast for rows and columns, and those that only measure them.

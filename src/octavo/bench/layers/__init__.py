@@ -1,0 +1,1 @@
+"""The layers suite: errors of layers against float64, beside Transformer Engine."""
