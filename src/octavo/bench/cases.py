@@ -192,12 +192,12 @@ def case_of(shape: str, name: str, batch: int, sequence_length: int, *, layers: 
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
-        Case("llama-1b", 2048, 16, 32, 8, 64, 8192, 128_256, True, 4, 4096),
-        Case("llama-8b-8layers", 4096, 8, 32, 8, 128, 14_336, 128_256, False, 2, 8192),
-        Case("llama2-7b-8layers", 4096, 8, 32, 32, 128, 11_008, 32_000, False, 4, 4096, rope_theta=10_000.0),
-        # The whole, with 16,384 tokens a GPU in both: products enough to hide the gathering of weights behind.
-        Case("llama-8b-8k", 4096, 32, 32, 8, 128, 14_336, 128_256, False, 2, 8192),
-        Case("llama-8b-16k", 4096, 32, 32, 8, 128, 14_336, 128_256, False, 1, 16_384),
+        case_of("llama-1b", "llama-1b", 4, 4096),
+        case_of("llama-8b", "llama-8b-8layers", 2, 8192, layers=8),
+        case_of("llama2-7b", "llama2-7b-8layers", 4, 4096, layers=8),
+        # The whole model. 16,384 tokens a GPU in both: enough arithmetic to hide the gathering of weights.
+        case_of("llama-8b", "llama-8b-8k", 2, 8192),
+        case_of("llama-8b", "llama-8b-16k", 1, 16_384),
         Case("tiny", 64, 2, 4, 2, 16, 128, 512, True, 2, 32),  # for CPUs and tests: it measures nothing
     )
 }
