@@ -160,6 +160,8 @@ def build_model(
         raise unknown("blocks", str(blocks), ("auto", "own"), key="model.blocks")
     if recompute not in (False, True, "mlp"):
         raise InputError(f'recompute = {recompute!r} is not supported: use False, True, or "mlp".')
+    if not isinstance(offload, bool):
+        raise InputError(f"offload = {offload!r} is not supported: use False or True.")
     device = torch.device(device)
     original = source if isinstance(source, nn.Module) else None
     config = source if original is None else config or getattr(original, "config", None)
@@ -208,6 +210,8 @@ def _replacement(
     """The spec of the decoder that takes a model's place, or whether a vision transformer's blocks are replaced, or why not."""
     causal_lm = original is None or (hasattr(config, "model_type") and type(original).__name__.endswith("ForCausalLM"))
     vision = original is not None and is_vision_transformer(original)
+    if blocks == "own" and (isinstance(original, Decoder) or isinstance(getattr(original, "blocks", None), Blocks)):
+        raise InputError('blocks = "own": the model has Octavo\'s blocks already. Transform the model as it was before.')
     if not causal_lm and not vision:
         return None, False, ""
     if blocks == "own":

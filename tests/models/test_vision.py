@@ -186,3 +186,48 @@ def test_ranks_compute_what_one_computes(way):
         assert found == pytest.approx(losses, rel=1e-6)
         for name, gradient in wanted.items():
             torch.testing.assert_close(summed[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def share_a_block(model):
+    model.blocks[1] = model.blocks[0]
+
+
+def share_a_parameter(model):
+    model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
+
+
+def other_heads(model):
+    attention = model.blocks[0].attn
+    attention.num_heads, attention.head_dim = 2 * attention.num_heads, attention.head_dim // 2
+    attention.scale = attention.head_dim**-0.5
+
+
+def hook(model):
+    model.blocks[1].attn.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def patch_forward(model):
+    model.blocks[0].mlp.forward = lambda x: x
+
+
+def add_a_parameter(model):
+    model.blocks[0].gain = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize("change", [share_a_block, share_a_parameter, other_heads, hook, patch_forward, add_a_parameter])
+def test_blocks_that_are_not_alike_or_have_more_keep_their_code(change):
+    reference = vit()
+    change(reference)
+    pixels, _ = images()
+    wanted = reference(pixels)
+    model = transform(reference, dtype=torch.float32)
+    assert not isinstance(model.blocks, Blocks)
+    assert describe(model).own_code
+    torch.testing.assert_close(model(pixels), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_own_code_cannot_come_back():
+    with pytest.raises(InputError, match="has Octavo's blocks already"):
+        transform(transform(vit()), blocks="own")
+    with pytest.raises(InputError, match="offload = 'yes'"):
+        transform(vit(), offload="yes")

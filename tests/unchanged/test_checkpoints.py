@@ -108,4 +108,5 @@ def test_a_vision_transformer_continues(vision, name):
     assert found == pytest.approx(known["losses_float32"], rel=1e-4)
     assert found != pytest.approx(known["losses_float32_without_moments"], rel=1e-3)
     made = vision(name)
-    assert [made.step(step) for step in steps] == pytest.approx(known["losses"], rel=FUSED)
+    # The classifier was in FP8 beside timm's blocks, and is in bf16 beside Octavo's.
+    assert [made.step(step) for step in steps] == pytest.approx(known["losses"], rel=3 * FUSED)

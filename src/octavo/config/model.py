@@ -23,7 +23,7 @@ class ModelConfig(Section):
     )
     blocks: Literal["auto", "own"] = Field(
         "auto",
-        description='"own" keeps the code of a model that would get Octavo\'s blocks; a run that continues keeps what it had.',
+        description='"own" keeps the code of a model that would get Octavo\'s blocks; its older runs keep it too.',
     )
     config: dict[str, Any] = Field(
         default_factory=dict,

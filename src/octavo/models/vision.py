@@ -81,7 +81,18 @@ def own_code_reason(model: nn.Module) -> str:
         return "set_grad_checkpointing() is on: octavo.transform(recompute=True) does that for Octavo's blocks"
     if type(blocks) is not nn.Sequential:
         return f"blocks is a {type(blocks).__name__}"
-    return next((f"blocks.{number}{fault}" for number, block in enumerate(blocks) for fault in _faults(block)), "")
+    own = next((f"blocks.{number}{fault}" for number, block in enumerate(blocks) for fault in _faults(block)), "")
+    return own or _shared(model, list(blocks))
+
+
+def _shared(model: nn.Module, blocks: list[nn.Module]) -> str:
+    """Why blocks cannot be replaced one by one; empty where they can."""
+    named = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    if len(set(map(id, blocks))) < len(blocks) or len(set(named)) < len(named):
+        return "blocks or parameters are shared"
+    if len({_part(block, "attn").num_heads for block in blocks}) > 1:
+        return "blocks have different numbers of heads"
+    return ""
 
 
 def _faults(block: nn.Module) -> Iterator[str]:
@@ -98,6 +109,14 @@ def _faults(block: nn.Module) -> Iterator[str]:
         part = _part(block, path)
         if part is not None and type(part) is not nn.Identity and getattr(part, "p", None) != 0.0:
             yield f".{path} drops with probability {getattr(part, 'p', '?')}"
+    for name, module in block.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            yield f"{'.' if name else ''}{name} has hooks"
+        if "forward" in vars(module):
+            yield f"{'.' if name else ''}{name} has a forward of its own"
+    known = {theirs for entry in VIT_NAMES.block.values() for theirs in ([entry] if isinstance(entry, str) else entry.names)}
+    if extra := sorted({name for name, _ in block.named_parameters()} - known):
+        yield f" has the parameter {extra[0]}"
     attn, mlp, norms = _part(block, "attn"), _part(block, "mlp"), (_part(block, "norm1"), _part(block, "norm2"))
     facts = {
         "mlp.act approximates": mlp.act.approximate != "none",
