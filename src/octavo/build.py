@@ -2,10 +2,10 @@
 
 1. replace      a known family becomes Octavo's decoder, and timm's vision transformer gets its blocks; in any other module
                 eligible `nn.Linear`s are replaced in place
-2. choose       layers that a pattern names run by another recipe, or stay out of FP8
-3. recompute    blocks keep their input only, or all but one product; offload: what they keep waits in host memory
+2. choose       another recipe, or none, for layers named by a pattern
+3. recompute    blocks save their input only, or all but one product; offload: saved activations in host memory
 4. shard        over the ranks, block by block; FP8 weights travel as FP8
-5. materialise  storage for what this rank holds
+5. materialise  storage for this rank's shards
 6. load         from the model itself, from a folder of weights, from rank 0, or by initialisation
 
 `octavo.transform` and a run both call `build_model`. Only `transform` knows `octavo.state`; all below takes arguments.
@@ -75,16 +75,16 @@ def transform(
     Args:
         model: with weights; or on the meta device (`octavo.delayed_init`), to be filled from `load_from`, from rank 0, or else
             with initial values by octavo.init's `random_seed`, the same on any number of ranks.
-        recipe: what `fp8_autocast` will be given. It takes effect there; here it says how sharded weights travel.
+        recipe: the recipe of the later `fp8_autocast`. Here it only chooses the dtype in which sharded weights are gathered.
         dtype: of activations and of products outside FP8.
         device: where the result lives; where the model is when absent (with several ranks: this rank's device).
         config: the Hugging Face config, when `model.config` is not it.
         skip: patterns of module names (`fnmatch`, by Octavo's or Hugging Face's names) that stay out of FP8.
-        layers: such a pattern → the recipe by which these layers run in place of `fp8_autocast`'s, or None to stay out of FP8.
+        layers: pattern → the layers' own recipe in place of `fp8_autocast`'s, or None to stay out of FP8.
             Later patterns win; `skip` overrides all. `fp8_autocast` joins amaxes for all of them.
         load_from: a Hugging Face model folder whose weights are taken, by each rank its own rows.
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
-        cp_comm_type: how context parallelism communicates; one rank alone has nobody to talk to.
+        cp_comm_type: exchange of context parallelism; without effect on one rank.
         params_dtype: of parameters; `dtype` when absent. float32 under a bf16 `dtype` is master weights.
         fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients (Octavo's decoder alone).
         recompute: keep only each block's input for backward; "mlp": all but the first product of each MLP.
@@ -151,10 +151,10 @@ def build_model(
             random weights by `seed` or from those of `load_from`.
         device: "meta" fills nothing, for counting parameters.
         excluded: names of layers that stay out of FP8, each with its reason.
-        objective: what is minimised in training (Octavo's decoder alone).
+        objective: label smoothing and z-loss of the training loss (Octavo's decoder alone).
         sharding: over several ranks.
         averaged: average the gradients of a model that keeps its own code, as mean losses need it, and do not sum them.
-        from_rank0: all ranks, of which the first has the weights.
+        from_rank0: all ranks; rank 0 has the weights.
     """
     if blocks not in ("auto", "own"):
         raise unknown("blocks", str(blocks), ("auto", "own"), key="model.blocks")
@@ -207,7 +207,7 @@ def build_model(
 def _replacement(
     original: nn.Module | None, config: Any, blocks: Literal["auto", "own"], *, can_fill: bool
 ) -> tuple[ModelSpec | None, bool, str]:
-    """The spec of the decoder that takes a model's place, or whether a vision transformer's blocks are replaced, or why not."""
+    """The spec of the decoder that replaces a model, or whether its vision blocks are replaced, or the reason for neither."""
     causal_lm = original is None or (hasattr(config, "model_type") and type(original).__name__.endswith("ForCausalLM"))
     vision = original is not None and is_vision_transformer(original)
     if blocks == "own" and (isinstance(original, Decoder) or isinstance(getattr(original, "blocks", None), Blocks)):
@@ -227,7 +227,7 @@ def _replacement(
 
 
 def _blocks(model: nn.Module) -> tuple[Decoder | Blocks | None, list[nn.Module]]:
-    """What runs Octavo's blocks (None: the model's own code), and the blocks, of which each is sharded by itself."""
+    """The module that runs Octavo's blocks, or None for a model's own code; and the blocks, each a shard group."""
     if isinstance(model, Decoder):
         return model, list(model.layers)
     stack = getattr(model, "blocks", None)
@@ -244,7 +244,7 @@ def _recompute(stack: Decoder | Blocks, recompute: bool | Literal["mlp"], *, off
 
 
 def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, seed: int) -> Values:
-    """Where the values of a model come from; Octavo's decoder has an initialisation of its own, others have their modules'."""
+    """The source of a model's values; without weights, the decoder's own initialisation or that of the modules."""
     loader = None if weights is None else WeightLoader(model, weights)
     if from_rank0 is not None:
         return FromRank0(loader if from_rank0.rank == 0 else None, from_rank0)
@@ -254,7 +254,7 @@ def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None,
 
 
 def _weights(original: nn.Module | None, load_from: str | Path | None, *, needed: bool) -> Weights | None:
-    """What a model is filled from: a folder or, where its own tensors are needed, those; None: nothing."""
+    """The weights of a model: a folder, or its own tensors if they move into other parameters; None for none."""
     if load_from is not None:
         return WeightFiles(load_from)
     if original is None or not needed or any(parameter.is_meta for parameter in original.parameters()):

@@ -1,8 +1,8 @@
-"""What a decoder computes, in numbers: one frozen value that all of Octavo reads in place of a family's own config keys.
+"""`ModelSpec`: the sizes and functions of a decoder, in one frozen value for all families.
 
-`octavo.models.families` makes it from a Hugging Face config. The decoder, the count of operations and the conversion of weights
-read nothing else. It also says what Octavo's blocks do not compute yet (windows, experts), which the count needs all the same.
-Neither torch nor transformers is imported.
+`octavo.models.families` makes it from a Hugging Face config. The decoder, the count of FLOPs and the conversion of weights read
+only the spec. Windows and experts are for the count: Octavo's blocks do not compute them yet. Imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ModelSpec:
         rotary: Hugging Face's `rope_parameters`; empty for a model without.
         max_positions: for which rotary scalings are made.
         windows: one entry a layer: None for full attention, else the keys that a sliding window keeps.
-        experts, visited: of each MLP (0 for none), and how many of them a token visits.
+        experts, visited: experts of each MLP (0 for none), and those of them that a token visits.
     """
 
     family: str

@@ -1,4 +1,4 @@
-"""How many floating-point operations a token costs, and what share of a GPU's peak a rate is.
+"""FLOPs of a token, and the utilisation of a GPU's peak (MFU).
 
 One definition for the plan before the run, the metrics in it and the benchmarks after it:
 
@@ -39,7 +39,7 @@ class MatmulParameters:
 
     @property
     def active(self) -> int:
-        """Those that cost operations."""
+        """Parameters whose products a token computes, head included."""
         return self.layers + self.router + self.head
 
     @property
