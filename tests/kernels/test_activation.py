@@ -76,7 +76,7 @@ def assert_one_step(got, want, scale):
     steps = (ordinal(got) - ordinal(want))[~nan].abs()
     off = (got.float() - want.float())[~nan].abs()
     assert ((steps <= 1) | (off <= 3e-5 * scale)).all()
-    assert (steps > 0).sum() <= 1 + 0.005 * steps.numel()
+    assert (steps > 0).sum() <= 2 + 0.01 * steps.numel()
 
 
 def assert_made(got, want):
