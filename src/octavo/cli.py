@@ -120,11 +120,11 @@ def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fa
     from octavo.data.prepared import prepare as run
 
     prepared = run(config.data, console=_console(stderr=as_json, quiet=_rank() > 0))
-    counts = prepared.token_counts
+    counts = {name: split.tokens for name, split in prepared.manifest.splits.items()}
     result = {
         "folder": str(prepared.folder),
-        "fingerprint": prepared.fingerprint,
-        "vocab_size": prepared.vocab_size,
+        "fingerprint": prepared.manifest.fingerprint,
+        "vocab_size": prepared.manifest.vocab_size,
         "tokens": counts,
     }
     text = f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.data.loader import BatchLoader
+from octavo.data.loader import BatchLoader, sequences_of
 from octavo.data.prepared import prepare
 from octavo.errors import InputError
 
@@ -19,6 +19,10 @@ def data(config, lines):
 def _loader(data, split="train", **changes):
     values = {"sequence_length": 32, "packing": "join", "seed": 7, "global_batch": 8, "micro_batch": 2}
     return BatchLoader(data, split, **{**values, **changes})
+
+
+def _sequences(data, split="train", **changes):
+    return sequences_of(data, split, **{"sequence_length": 32, "packing": "join", **changes})
 
 
 def _rows(batches):
@@ -53,13 +57,13 @@ def test_an_epoch_is_every_sequence_once_and_the_next_is_in_another_order(data):
 def test_any_number_of_ranks_sees_the_same_global_batches(data, ranks):
     reference = _loader(data, micro_batch=8)
     loaders = [_loader(data, dp_rank=r, dp_size=ranks) for r in range(ranks)]
-    for first in range(0, 3 * len(data.sequences("train")), 8):  # over two edges of epochs
+    for first in range(0, 3 * len(_sequences(data)), 8):  # over two edges of epochs
         assert [row for loader in loaders for row in _rows(loader.step(first))] == _rows(reference.step(first))
 
 
 def test_a_global_batch_crosses_epochs_and_may_hold_several(data):
     one = _loader(data, global_batch=1, micro_batch=1)
-    n = len(data.sequences("train"))
+    n = len(_sequences(data))
     wide = _loader(data, global_batch=3 * n, micro_batch=n)
     expected = [_rows(one.step(n - 2 + i))[0] for i in range(3 * n)]
     assert _rows(wide.step(n - 2)) == expected
@@ -99,8 +103,8 @@ def test_order_does_not_depend_on_global_random_state(data):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("batches", [1, 3, 1000])
 def test_validation_is_the_same_sequences_on_any_number_of_ranks(data, ranks, batches):
-    everything = data.sequences("validation", sequence_length=32, packing="documents")
-    expected = [np.stack(everything[i]).tolist() for i in range(min(2 * batches, len(everything)))]
+    everything = _sequences(data, "validation", packing="documents")
+    expected = _rows([everything.batch(range(min(2 * batches, len(everything))))])
     found = []
     for rank in range(ranks):
         loader = _loader(data, "validation", packing="documents", dp_rank=rank, dp_size=ranks, global_batch=8)
@@ -113,7 +117,7 @@ def test_validation_is_the_same_sequences_on_any_number_of_ranks(data, ranks, ba
 def test_a_validation_split_smaller_than_a_micro_batch_gives_a_smaller_batch(data):
     loader = _loader(data, "validation", sequence_length=256, global_batch=64, micro_batch=64)
     (batch,) = loader.validation(5)
-    assert 0 < len(batch.input_ids) == len(data.sequences("validation", sequence_length=256)) < 64
+    assert 0 < len(batch.input_ids) == len(_sequences(data, "validation", sequence_length=256)) < 64
 
 
 def test_without_a_micro_batch_a_rank_takes_its_share_at_once(data):

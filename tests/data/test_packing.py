@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.data.packing import IGNORED, Sequences, pack_documents
+from octavo.data.packing import IGNORED, Batch, Sequences, pack_documents
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
@@ -18,6 +18,10 @@ def _corpus(lengths):
 def _sequences(lengths, T, packing):
     tokens, offsets = _corpus(lengths)
     return Sequences(tokens, offsets, sequence_length=T, packing=packing, pad_id=0)
+
+
+def _row(sequences, index):
+    return Batch(*(array[0] for array in sequences.batch([index])))
 
 
 def _pieces(lengths, T):
@@ -47,7 +51,7 @@ def test_documents_hold_every_piece_once_and_apart(lengths, T):
     sequences = _sequences(lengths, T, "documents")
     found, padded = [], 0
     for index in range(len(sequences)):
-        sequence = sequences[index]
+        sequence = _row(sequences, index)
         assert [len(array) for array in sequence] == [T] * 3
         expected_labels = []
         for run in _unpack(sequence):
@@ -88,9 +92,9 @@ def test_joined_sequences_are_the_stream_cut_in_order(lengths, T):
         expected = [stream + [0] * (T - len(stream))] if len(stream) > 1 else []
     else:
         expected = [stream[at : at + T] for at in range(0, len(stream) - T + 1, T)]
-    assert [sequences[i].input_ids.tolist() for i in range(len(sequences))] == expected
+    assert [_row(sequences, i).input_ids.tolist() for i in range(len(sequences))] == expected
     for index in range(len(sequences)):
-        input_ids, labels, positions = (array.tolist() for array in sequences[index])
+        input_ids, labels, positions = (array.tolist() for array in _row(sequences, index))
         real = T - input_ids.count(0)
         assert positions == [*range(real), *range(T - real)]
         assert labels == [IGNORED, *input_ids[1:real], *[IGNORED] * (T - real)]
@@ -113,5 +117,3 @@ def test_nothing_is_padded_where_documents_fit():
 def test_an_empty_split_has_no_sequences(packing):
     sequences = Sequences(np.empty(0, "<u2"), np.zeros(1, "<u8"), sequence_length=8, packing=packing)
     assert len(sequences) == 0
-    with pytest.raises(IndexError):
-        sequences[0]

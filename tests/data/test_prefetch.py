@@ -1,11 +1,12 @@
 """Reading ahead changes when a batch is read, never which."""
 
 import threading
+from contextlib import closing
 
 import pytest
 import torch
 
-from octavo.data.loader import BatchLoader
+from octavo.data.loader import BatchLoader, sequences_of
 from octavo.data.prefetch import Prefetcher
 from octavo.data.prepared import prepare
 
@@ -18,6 +19,10 @@ def data(config, lines):
 def _loader(data, **changes):
     values = {"sequence_length": 32, "packing": "join", "seed": 7, "global_batch": 8, "micro_batch": 2}
     return BatchLoader(data, "train", **{**values, **changes})
+
+
+def _sequences(data, split="train", **changes):
+    return sequences_of(data, split, **{"sequence_length": 32, "packing": "join", **changes})
 
 
 def _rows(batches):
@@ -45,7 +50,7 @@ class Spied:
 @pytest.mark.parametrize("packing", ["join", "documents"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_step_is_that_of_the_loader_over_epochs_and_ranks(data, packing, ranks):
-    n = len(data.sequences("train", packing=packing))
+    n = len(_sequences(data, packing=packing))
     reference = _loader(data, packing=packing, micro_batch=8)
     settings = [{"packing": packing, "dp_rank": rank, "dp_size": ranks} for rank in range(ranks)]
     crossed = 0
@@ -64,17 +69,17 @@ def test_every_step_is_that_of_the_loader_over_epochs_and_ranks(data, packing, r
 def test_many_threads_over_epochs_that_are_shorter_than_a_step(config, tmp_path):
     (tmp_path / "few.txt").write_text("".join(f"line {i} of a short text\n" for i in range(12)))
     data = prepare(config(tmp_path / "few.txt", validation_fraction=0.0))
-    n = len(data.sequences("train"))
+    n = len(_sequences(data))
     assert 1 < n < 16
     plain = _loader(data, global_batch=16, micro_batch=4)
-    with Prefetcher(_loader(data, global_batch=16, micro_batch=4), workers=8) as reader:
+    with closing(Prefetcher(_loader(data, global_batch=16, micro_batch=4), workers=8)) as reader:
         for first in range(0, 16 * 40, 16):
             assert _rows(reader.step(first)) == _rows(plain.step(first))
 
 
 def test_a_resumed_run_may_begin_anywhere_and_jump(data):
     plain = _loader(data)
-    with Prefetcher(_loader(data), workers=3) as reader:
+    with closing(Prefetcher(_loader(data), workers=3)) as reader:
         for first in (40, 48, 56, 8, 16, 16, 1000, 0):
             assert _rows(reader.step(first)) == _rows(plain.step(first))
 
@@ -82,7 +87,7 @@ def test_a_resumed_run_may_begin_anywhere_and_jump(data):
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_no_more_steps_are_read_than_asked_for_and_none_after_the_last(data, workers):
     spied = Spied(_loader(data))
-    with Prefetcher(spied, workers=workers, end=80) as reader:
+    with closing(Prefetcher(spied, workers=workers, end=80)) as reader:
         for step in range(10):
             reader.step(8 * step)
             assert max(spied.asked) <= min(8 * (step + workers), 72)
@@ -101,7 +106,7 @@ def test_without_workers_nothing_is_read_ahead(data):
 
 def test_an_error_comes_at_the_step_it_belongs_to_and_the_step_can_be_asked_for_again(data):
     spied, plain = Spied(_loader(data), fails_at=16), _loader(data)
-    with Prefetcher(spied, workers=3) as reader:
+    with closing(Prefetcher(spied, workers=3)) as reader:
         for first in (0, 8):
             assert _rows(reader.step(first)) == _rows(plain.step(first))
         with pytest.raises(OSError, match="sample 16 is on a disk that is gone"):
@@ -111,11 +116,11 @@ def test_an_error_comes_at_the_step_it_belongs_to_and_the_step_can_be_asked_for_
     assert not _readers()
 
 
-def test_threads_end_with_the_context_also_after_an_error(data):
+def test_threads_end_with_close_also_after_an_error(data):
     reader = Prefetcher(_loader(data), workers=2)
 
     def interrupted():
-        with reader:
+        with closing(reader):
             reader.step(0)
             assert _readers()
             raise KeyboardInterrupt
@@ -131,11 +136,11 @@ def test_for_a_gpu_the_threads_pin_in_its_own_context(data, monkeypatch):
     devices, pinned = [], []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append((device, threading.current_thread().name)))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(threading.current_thread().name) or tensor)
-    with Prefetcher(_loader(data), workers=1, device=torch.device("cuda", 3), end=16) as reader:
+    with closing(Prefetcher(_loader(data), workers=1, device=torch.device("cuda", 3), end=16)) as reader:
         reader.step(0)
         reader.step(8)
     assert devices == [(torch.device("cuda", 3), "octavo-read_0")]
     assert pinned == ["octavo-read_0"] * (2 * 4 * 3)
-    with Prefetcher(_loader(data), workers=1, device=torch.device("cpu"), end=8) as reader:
+    with closing(Prefetcher(_loader(data), workers=1, device=torch.device("cpu"), end=8)) as reader:
         reader.step(0)
     assert len(pinned) == 24

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from octavo.config.data import DataConfig
 from octavo.data import build
+from octavo.data.loader import sequences_of
 from octavo.data.prepared import check_vocabulary, folder_of, prepare, prepared_or_none
 from octavo.errors import InputError, OctavoError
 
@@ -25,6 +26,10 @@ SPLITS = ("train", "validation")
 def _documents(data, split):
     tokens, offsets = data.tokens(split), data.offsets(split).astype(int)
     return [tokens[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+
+
+def _counts(data, kind):
+    return {split: getattr(counts, kind) for split, counts in data.manifest.splits.items()}
 
 
 def _texts(data, split):
@@ -44,15 +49,15 @@ def notices():
 def test_every_document_is_in_one_split_and_decodes_to_its_text(lines, config):
     data = prepare(config(lines))
     found = {split: _texts(data, split) for split in SPLITS}
-    assert data.documents == {"train": 48, "validation": 12}
+    assert _counts(data, "documents") == {"train": 48, "validation": 12}
     assert sorted(found["train"] + found["validation"]) == sorted(_source(lines))
     for split in SPLITS:  # in the order of the corpus
         assert found[split] == [text for text in _source(lines) if text in found[split]]
-        assert all(ids[-1] == data.end_token_id for ids in _documents(data, split))
-        assert data.token_counts[split] == len(data.tokens(split))
+        assert all(ids[-1] == data.manifest.end_token_id for ids in _documents(data, split))
+        assert _counts(data, "tokens")[split] == len(data.tokens(split))
         assert data.tokens(split).dtype == np.dtype("<u2")
     largest = max(int(data.tokens(split).max()) for split in SPLITS)
-    assert (data.max_token_id, data.vocab_size) == (largest, 350)
+    assert (data.manifest.max_token_id, data.manifest.vocab_size) == (largest, 350)
 
 
 def test_the_second_call_finds_what_the_first_made(lines, config, monkeypatch):
@@ -61,8 +66,7 @@ def test_the_second_call_finds_what_the_first_made(lines, config, monkeypatch):
     monkeypatch.setattr("octavo.data.prepared.build", None)
     assert prepare(config(lines)) == first
     other = prepare(config(lines, sequence_length=64, packing="documents"))  # tokens are stored unpacked
-    assert (other.folder, other.sequence_length, other.packing) == (first.folder, 64, "documents")
-    assert other.sequences("train").sequence_length == 64
+    assert other == first
     assert prepared_or_none(config(lines)) == first
 
 
@@ -76,29 +80,29 @@ def test_the_manifest_says_what_is_there(lines, config):
         "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json",
     }
-    assert manifest["splits"]["train"] == {"documents": 48, "tokens": data.token_counts["train"]}
+    assert manifest["splits"]["train"] == {"documents": 48, "tokens": _counts(data, "tokens")["train"]}
 
 
 def test_the_fingerprint_is_of_the_data_alone(tmp_path, lines, config):
     first = prepare(config(lines))
-    assert prepare(config(lines, folder=str(tmp_path / "elsewhere"))).fingerprint == first.fingerprint
+    assert prepare(config(lines, folder=str(tmp_path / "elsewhere"))).manifest.fingerprint == first.manifest.fingerprint
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(lines.read_bytes())
-    assert prepare(config(copy)).fingerprint == first.fingerprint
+    assert prepare(config(copy)).manifest.fingerprint == first.manifest.fingerprint
     for change in ({"seed": 1}, {"vocab_size": 300}, {"max_documents": 59}, {"validation_fraction": 0.5}):
-        assert prepare(config(lines, **change)).fingerprint != first.fingerprint
+        assert prepare(config(lines, **change)).manifest.fingerprint != first.manifest.fingerprint
 
 
 def test_documents_are_taken_by_count_with_a_seed(lines, config):
     def taken(**changes):
         data = prepare(config(lines, max_documents=20, **changes))
-        assert data.documents == {"train": 16, "validation": 4}
+        assert _counts(data, "documents") == {"train": 16, "validation": 4}
         return sorted(_texts(data, "train") + _texts(data, "validation"))
 
     assert taken(seed=1) != taken(seed=2)
     assert set(taken(seed=1)) <= set(_source(lines))
     assert len(set(taken(seed=1))) == 20
-    assert prepare(config(lines, max_documents=1000)).documents == {"train": 48, "validation": 12}
+    assert _counts(prepare(config(lines, max_documents=1000)), "documents") == {"train": 48, "validation": 12}
 
 
 def test_documents_are_drawn_with_equal_chance(tmp_path):
@@ -120,9 +124,9 @@ def test_max_tokens_is_shared_by_the_splits(lines, config, fraction, monkeypatch
     monkeypatch.setattr(build, "_LONGEST_TOKEN", 10**6)
     whole = prepare(config(lines, validation_fraction=fraction))
     data = prepare(config(lines, validation_fraction=fraction, max_tokens=200))
-    assert data.token_counts == {"train": 160, "validation": 40} if fraction else {"train": 200, "validation": 0}
+    assert _counts(data, "tokens") == {"train": 160, "validation": 40} if fraction else {"train": 200, "validation": 0}
     for split in SPLITS:
-        count = data.token_counts[split]
+        count = _counts(data, "tokens")[split]
         assert data.tokens(split).tolist() == whole.tokens(split)[:count].tolist()
         assert data.offsets(split)[-1] == count
 
@@ -134,7 +138,7 @@ def test_reading_stops_when_there_is_text_enough_for_max_tokens(lines, config, m
         build.DocumentStore, "append", lambda self, document: read.append(document.text) or append(self, document)
     )
     data = prepare(config(lines, max_tokens=100))
-    assert sum(data.token_counts.values()) == 100
+    assert sum(_counts(data, "tokens").values()) == 100
     assert sum(len(text.encode()) for text in read[:-1]) < 3200 <= sum(len(text.encode()) for text in read)
     assert read == _source(lines)[: len(read)]
 
@@ -152,7 +156,7 @@ def test_a_single_document_has_its_tokens_split(tmp_path, config):
     parts = [data.tokens(split).tolist() for split in SPLITS]
     assert parts[0] + parts[1] == whole
     assert len(parts[1]) == round(len(whole) * 0.25)
-    assert data.documents == {"train": 1, "validation": 1}
+    assert _counts(data, "documents") == {"train": 1, "validation": 1}
     assert not (data.folder / "whole").exists()
 
 
@@ -160,15 +164,15 @@ def test_a_single_document_has_its_tokens_split(tmp_path, config):
 def test_each_side_has_at_least_one_document(tmp_path, config, count):
     path = tmp_path / "c.jsonl"
     path.write_text('{"text": "some words"}\n' * count)
-    assert prepare(config(path, validation_fraction=0.01)).documents == {"train": count - 1, "validation": 1}
-    assert prepare(config(path, validation_fraction=0.99)).documents == {"train": 1, "validation": count - 1}
+    assert _counts(prepare(config(path, validation_fraction=0.01)), "documents") == {"train": count - 1, "validation": 1}
+    assert _counts(prepare(config(path, validation_fraction=0.99)), "documents") == {"train": 1, "validation": count - 1}
 
 
 def test_too_little_for_both_splits_is_refused(tmp_path, config):
     (tmp_path / "c.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
     with pytest.raises(InputError, match=r"gives 0 tokens for train.*at least 2.*validation_fraction = 0"):
         prepare(config(tmp_path / "c.jsonl"))
-    assert prepare(config(tmp_path / "c.jsonl", validation_fraction=0.0)).token_counts["train"] == 3
+    assert _counts(prepare(config(tmp_path / "c.jsonl", validation_fraction=0.0)), "tokens")["train"] == 3
 
 
 def test_a_corpus_of_tokens_is_kept_as_it_is(tmp_path, config):
@@ -177,7 +181,8 @@ def test_a_corpus_of_tokens_is_kept_as_it_is(tmp_path, config):
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     data = prepare(config(path, validation_fraction=0.0))
     assert _documents(data, "train") == rows  # no token is added
-    assert (data.vocab_size, data.max_token_id, data.tokenizer_folder, data.end_token_id) == (70_001, 70_000, None, None)
+    assert (data.manifest.vocab_size, data.manifest.max_token_id) == (70_001, 70_000)
+    assert (data.tokenizer_folder, data.manifest.end_token_id) == (None, None)
     assert data.tokens("train").dtype == np.dtype("<u4")
 
 
@@ -186,7 +191,7 @@ def test_tokens_beyond_the_named_tokenizer_are_refused(tmp_path, lines, config):
     path = tmp_path / "training.json"
     path.write_text('{"input_ids": [1, 349]}\n{"input_ids": [2, 3, 4]}\n')
     data = prepare(config(path, tokenizer=str(tokenizer)))
-    assert (data.vocab_size, data.max_token_id) == (350, 349)
+    assert (data.manifest.vocab_size, data.manifest.max_token_id) == (350, 349)
     path.write_text('{"input_ids": [1, 350]}\n{"input_ids": [2, 3, 4]}\n')
     with pytest.raises(InputError, match=r"token id 350, but data\.tokenizer = .* ends at 349"):
         prepare(config(path, tokenizer=str(tokenizer)))
@@ -197,7 +202,7 @@ def test_another_runs_tokenizer_gives_the_same_tokens(lines, config):
     again = prepare(config(lines, validation_fraction=0.0, tokenizer=str(first.tokenizer_folder)))
     assert again.folder != first.folder
     assert again.tokens("train").tolist() == first.tokens("train").tolist()
-    assert again.fingerprint == first.fingerprint
+    assert again.manifest.fingerprint == first.manifest.fingerprint
 
 
 def test_check_vocabulary_names_the_id_the_limit_and_the_keys(lines, config):
@@ -229,7 +234,7 @@ def test_a_changed_source_is_refused_on_resume_and_prepared_anew_otherwise(lines
     assert prepared_or_none(config(lines)) == first  # refusing destroys nothing
     second = prepare(config(lines), console=notices)
     assert words in notices.export_text()
-    assert second.fingerprint != first.fingerprint
+    assert second.manifest.fingerprint != first.manifest.fingerprint
     assert sorted(_texts(second, "train") + _texts(second, "validation")) == sorted(_source(lines))
     assert prepare(config(lines), on_change="error") == second
 
@@ -238,7 +243,7 @@ def test_a_source_that_was_only_touched_is_unchanged(lines, config):
     first = prepare(config(lines))
     os.utime(lines, ns=(1, 1))
     touched = prepare(config(lines), on_change="error")
-    assert touched.fingerprint == first.fingerprint
+    assert touched.manifest.fingerprint == first.manifest.fingerprint
     assert touched.manifest.sources[0].mtime_ns == 1  # the next look is quick again
     assert prepared_or_none(config(lines)).manifest.sources[0].mtime_ns == 1
 
@@ -268,7 +273,7 @@ def test_damaged_files_are_named_and_made_again(lines, config, notices):
     assert "train.bin has 10 bytes where its manifest says" in notices.export_text()
     assert second.tokens("train").tolist() == tokens
     (first.folder / "validation.offsets.bin").unlink()
-    assert prepare(config(lines), console=notices).fingerprint == first.fingerprint
+    assert prepare(config(lines), console=notices).manifest.fingerprint == first.manifest.fingerprint
     assert "validation.offsets.bin is missing" in notices.export_text()
 
 
@@ -277,7 +282,7 @@ def test_a_folder_without_a_good_manifest_is_made_again(lines, config, content):
     first = prepare(config(lines))
     (first.folder / "manifest.json").write_text(content)
     assert prepared_or_none(config(lines)) is None
-    assert prepare(config(lines)).fingerprint == first.fingerprint
+    assert prepare(config(lines)).manifest.fingerprint == first.manifest.fingerprint
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, lines, config, monkeypatch):
@@ -335,7 +340,7 @@ if len(sys.argv) > 2:
         time.sleep(float(sys.argv[2]))
         return whole(folder)
     build.manifest.own_files = slow
-print(prepare(DataConfig(**values)).fingerprint, flush=True)
+print(prepare(DataConfig(**values)).manifest.fingerprint, flush=True)
 """
 
 
@@ -349,7 +354,7 @@ def test_two_processes_prepare_at_once(lines, config):
     processes = [_start(section, "0.5"), _start(section, "0.5")]
     outputs = [process.communicate(timeout=60)[0].split() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    assert outputs[0][-1] == outputs[1][-1] == prepared_or_none(section).fingerprint
+    assert outputs[0][-1] == outputs[1][-1] == prepared_or_none(section).manifest.fingerprint
     assert sum(output.count("writing") for output in outputs) == 1  # the second waited and found it
     assert [entry.name for entry in folder_of(section).parent.iterdir()] == [folder_of(section).name]
 
@@ -373,8 +378,8 @@ def test_docstrings_prepare_end_to_end(tmp_path):
         source="python:docstrings", vocab_size=600, max_documents=1000, seed=42, validation_fraction=0.2,
         sequence_length=64, folder=str(tmp_path),
     )  # fmt: skip
-    data = prepare(section, progress=True, console=Console(file=io.StringIO(), force_terminal=True))
-    assert data.documents == {"train": 800, "validation": 200}
-    assert data.vocab_size == 600
-    packed = data.sequences("train", packing="documents")
+    data = prepare(section, console=Console(file=io.StringIO(), force_terminal=True))
+    assert _counts(data, "documents") == {"train": 800, "validation": 200}
+    assert data.manifest.vocab_size == 600
+    packed = sequences_of(data, "train", sequence_length=64, packing="documents")
     assert packed.packing.length_P.sum() > 0.99 * len(packed) * 64

@@ -1,18 +1,18 @@
 """Corpus: the sources that `data.source` names, resolved before anything is read.
 
-A source has a list of files (their SHA-256 identifies the data) and an iterator of documents. Most mistakes are in the name:
-they are reported here in milliseconds, with the nearest existing name, before a folder is made. Faults inside a file are
-reported by `readers`, with the line.
-
-Local files and folders come before the Hugging Face Hub. No code from the Hub is executed.
+Most mistakes are in the name: they are reported here in milliseconds, with the nearest existing name, before a folder is made.
+Faults inside a file are reported by `readers`, with the line. Local files and folders come before the Hugging Face Hub. No code
+from the Hub is executed.
 """
 
 from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 from octavo.config.data import DataConfig
@@ -20,8 +20,10 @@ from octavo.data import hub, python_source, readers
 from octavo.data.readers import Document
 from octavo.errors import InputError, nearest, unknown
 
-_PYTHON = {"python:docstrings": python_source.docstrings, "python:packages": python_source.packages}
-_PYTHON_FILES = {"python:docstrings": python_source.stdlib_files, "python:packages": python_source.package_files}
+_PYTHON = {
+    "python:docstrings": (python_source.stdlib_files, python_source.docstrings),
+    "python:packages": (python_source.package_files, python_source.packages),
+}
 _SPLIT_NAME = re.compile(r"(^|[-_. ])(train|training|test|testing|validation|valid|val|dev|eval)([-_. 0-9]|$)", re.IGNORECASE)
 
 
@@ -30,15 +32,14 @@ class Source:
     """One entry of `data.source`.
 
     Attributes:
-        files: its files in order; empty for a data set of the Hub, since `datasets` manages those files.
+        files: lists its files in order; none for a data set of the Hub, since `datasets` manages those files.
         documents: starts a new iteration over its documents.
-        plain: whether Octavo's own readers read the files, one after another.
+        text: True if the documents are known to be text; None if the first document tells.
     """
 
-    name: str
-    files: tuple[Path, ...]
+    files: Callable[[], Sequence[Path]]
     documents: Callable[[], Iterator[Document]]
-    plain: bool = False
+    text: bool | None = False
 
 
 class Corpus:
@@ -49,45 +50,28 @@ class Corpus:
     """
 
     def __init__(self, config: DataConfig) -> None:
-        self.sources = [_find(name, config) for name in _names(config)]
+        self._sources = [_find(name, config) for name in source_names(config)]
 
     @property
     def files(self) -> list[Path]:
         """The files of all sources, in order, without duplicates."""
-        return list(dict.fromkeys(path for source in self.sources for path in source.files))
+        return list(dict.fromkeys(path for source in self._sources for path in source.files()))
 
     def __iter__(self) -> Iterator[Document]:
-        for source in self.sources:
+        for source in self._sources:
             yield from source.documents()
 
+    def holds_text(self) -> bool:
+        """True if the first document is known to be text rather than token ids; loads no data set.
 
-def check_sources(config: DataConfig) -> None:
-    """Resolve `data.source` without reading it or listing Python's files: milliseconds.
-
-    Raises:
-        InputError: as `Corpus`.
-    """
-    for name in _names(config):
-        if name not in _PYTHON:
-            _find(name, config)
-
-
-def holds_text(config: DataConfig) -> bool | None:
-    """Whether the first document is text rather than token ids; None where a data set would have to be loaded.
-
-    Raises:
-        InputError: the first document is invalid.
-    """
-    name = _names(config)[0]
-    if name in _PYTHON:
-        return True
-    source = _find(name, config)
-    if not source.plain:
-        return None
-    if source.files[0].suffix == ".txt":
-        return True
-    first = next(source.documents(), None)
-    return None if first is None else first.text is not None
+        Raises:
+            InputError: the first document is invalid.
+        """
+        source = self._sources[0]
+        if source.text is not None:
+            return source.text
+        first = next(source.documents(), None)
+        return first is not None and first.text is not None
 
 
 def identity(name: str) -> str:
@@ -95,10 +79,11 @@ def identity(name: str) -> str:
     if name in _PYTHON:
         return f"{name}@{python_source.interpreter()}"  # interpreters that share a data folder differ
     path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() or _is_glob(name) or _looks_local(name) else name
+    return str(path.absolute()) if path.exists() or glob.has_magic(name) or _looks_local(name) else name
 
 
-def _names(config: DataConfig) -> list[str]:
+def source_names(config: DataConfig) -> list[str]:
+    """`data.source` as a list of at least one name."""
     names = [config.source] if isinstance(config.source, str) else config.source
     if not names:
         raise InputError('data.source = []: name at least one source, such as "python:docstrings".')
@@ -109,23 +94,24 @@ def _find(name: str, config: DataConfig) -> Source:
     if name.startswith("python:"):
         if name not in _PYTHON:
             raise unknown("data source", name, _PYTHON, key="data.source")
-        files = _PYTHON_FILES[name]()
-        return Source(name, tuple(files), lambda: _PYTHON[name](files))
+        find, read = _PYTHON[name]
+        python_files = cache(find)
+        return Source(python_files, lambda: read(python_files()), text=True)
     path = Path(name).expanduser()
     if path.is_dir():
         return _folder(path, config)
     if path.exists():
         return _files(name, [path], config)
-    if _is_glob(name):
-        matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))  # noqa: PTH207 (absolute patterns)
-        files = [match for match in matches if match.is_file()]
+    if glob.has_magic(name):
+        matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 (absolute patterns)
+        files = sorted(match for match in matches if match.is_file())
         if not files:
-            raise InputError(_no_match(name, path))
+            raise _no_match(name, path)
         return _files(name, files, config)
-    if _looks_local(name):
-        raise InputError(_missing(name, path))
     hint = _similar(path)
-    return Source(name, (), lambda: hub.from_hub(name, config, hint))
+    if _looks_local(name):
+        raise InputError(f"data.source = {name!r}: there is no such file.{hint} Change data.source.")
+    return Source(list, lambda: hub.from_hub(name, config, hint))
 
 
 def _files(name: str, files: list[Path], config: DataConfig) -> Source:
@@ -140,7 +126,7 @@ def _files(name: str, files: list[Path], config: DataConfig) -> Source:
         for path in files:
             yield from readers.BY_SUFFIX[path.suffix](path, config.text_field)
 
-    return Source(name, tuple(files), documents, plain=True)
+    return Source(lambda: files, documents, text=True if files[0].suffix == ".txt" else None)
 
 
 def _folder(path: Path, config: DataConfig) -> Source:
@@ -151,16 +137,12 @@ def _folder(path: Path, config: DataConfig) -> Source:
     plain = all(entry.is_file() and entry.suffix in readers.BY_SUFFIX for entry in entries)
     if plain and not any(_SPLIT_NAME.search(entry.stem) for entry in entries):
         return _files(str(path), entries, config)
-    files = tuple(sorted(entry for entry in path.rglob("*") if entry.is_file() and not entry.name.startswith(".")))
-    return Source(str(path), files, lambda: hub.from_folder(path, config))
-
-
-def _is_glob(name: str) -> bool:
-    return any(character in name for character in "*?[")
+    files = sorted(entry for entry in path.rglob("*") if entry.is_file() and not entry.name.startswith("."))
+    return Source(lambda: files, lambda: hub.from_folder(path, config))
 
 
 def _looks_local(name: str) -> bool:
-    """Whether a missing name can only be a file: an id of the Hub is `name` or `owner/name`."""
+    """True if a missing name can only be a file: an id of the Hub is `name` or `owner/name`."""
     return Path(name).suffix in readers.BY_SUFFIX or name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
@@ -177,22 +159,13 @@ def _similar(path: Path) -> str:
     return f" There is no folder {str(existing / missing)!r}.{hint}"
 
 
-def _missing(name: str, path: Path) -> str:
-    return f"data.source = {name!r}: there is no such file.{_similar(path)} Change data.source."
-
-
-def _no_match(name: str, pattern: Path) -> str:
-    fixed = Path(*(part for part in _before_glob(pattern)))
-    if not fixed.is_dir():
-        return f"data.source = {name!r}: the pattern matches no file.{_similar(fixed)} Change data.source."
-    suffixes = sorted({entry.suffix for entry in fixed.rglob("*") if entry.is_file() and entry.suffix in readers.BY_SUFFIX})
-    holds = f"holds {', '.join(suffixes)} files" if suffixes else f"holds no {', '.join(readers.BY_SUFFIX)} file"
-    hint = f" Did you mean {str(fixed / '**' / f'*{suffixes[0]}')!r}?" if suffixes else ""
-    return f"data.source = {name!r}: the pattern matches no file; {str(fixed)!r} {holds}.{hint} Change data.source."
-
-
-def _before_glob(pattern: Path) -> Iterator[str]:
-    for part in pattern.parts[:-1]:
-        if _is_glob(part):
-            return
-        yield part
+def _no_match(name: str, pattern: Path) -> InputError:
+    fixed = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts[:-1]))
+    if fixed.is_dir():
+        suffixes = sorted({entry.suffix for entry in fixed.rglob("*") if entry.is_file() and entry.suffix in readers.BY_SUFFIX})
+        holds = f"holds {', '.join(suffixes)} files" if suffixes else f"holds no {', '.join(readers.BY_SUFFIX)} file"
+        hint = f" Did you mean {str(fixed / '**' / f'*{suffixes[0]}')!r}?" if suffixes else ""
+        found = f"; {str(fixed)!r} {holds}.{hint}"
+    else:
+        found = f".{_similar(fixed)}"
+    return InputError(f"data.source = {name!r}: the pattern matches no file{found} Change data.source.")

@@ -1,8 +1,8 @@
 """Document store: documents on disk between reading and tokenising.
 
 The validation split and the tokenizer's sample depend on the number of documents, which is known only after the last source is
-read. Reading may be slow (parsing, decompressing) and happens once: documents are appended to one file and then read in any
-order through a memory map. The price is disk: the corpus' own size for a while.
+read. Reading may be slow and happens once: documents are appended to one file and then read in any order through a memory map.
+The price is disk: the corpus' own size for a while.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import mmap
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -40,13 +39,10 @@ class DocumentStore:
     def __enter__(self) -> DocumentStore:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._map is not None:
             self._map.close()
         self._file.close()
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
 
     @property
     def stored(self) -> int:
@@ -55,7 +51,7 @@ class DocumentStore:
 
     @property
     def tokenised(self) -> bool:
-        """Whether the documents are token ids."""
+        """True if the documents are token ids."""
         return self._first is not None and self._first.text is None
 
     def append(self, document: Document) -> int:
@@ -74,27 +70,26 @@ class DocumentStore:
         payload = self._encode(document)
         self._file.write(payload)
         self._offsets.append(self._offsets[-1] + len(payload))
-        return len(self) - 1
+        return len(self._offsets) - 2
 
     def seal(self) -> None:
-        """End writing; from here on documents can be read."""
+        """End writing, begin reading."""
         self._file.flush()
         if self.stored:
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def size(self, number: int) -> int:
-        """Bytes of one document."""
-        return self._offsets[number + 1] - self._offsets[number]
+    def sizes(self, numbers: DocumentNumbers) -> npt.NDArray[np.int64]:
+        """Bytes of each of these documents."""
+        offsets = np.asarray(self._offsets, np.int64)
+        return offsets[numbers + 1] - offsets[numbers]
 
     def texts(self, numbers: DocumentNumbers) -> Iterator[str]:
         """The texts of these documents."""
-        for number in numbers:
-            yield self._payload(number).decode()
+        return (payload.decode() for payload in self._payloads(numbers))
 
     def token_ids(self, numbers: DocumentNumbers) -> Iterator[npt.NDArray[np.uint32]]:
         """The token ids of these documents."""
-        for number in numbers:
-            yield np.frombuffer(self._payload(number), "<u4")
+        return (np.frombuffer(payload, "<u4") for payload in self._payloads(numbers))
 
     def _encode(self, document: Document) -> bytes:
         ids = document.input_ids
@@ -110,9 +105,9 @@ class DocumentStore:
                 f"{document.origin}: character {error.start} is half of a surrogate pair, {half}. Correct it."
             ) from None
 
-    def _payload(self, number: int) -> bytes:
+    def _payloads(self, numbers: DocumentNumbers) -> Iterator[bytes]:
         assert self._map is not None
-        return self._map[self._offsets[number] : self._offsets[number + 1]]
+        return (self._map[self._offsets[number] : self._offsets[number + 1]] for number in numbers)
 
 
 def collect(

@@ -1,14 +1,13 @@
 """Sources that `datasets` loads: data sets of the Hugging Face Hub, and local folders with splits.
 
-`datasets` 4 and later executes no code from a data set. It takes a second to import, so it is imported on demand. A data set of
-the Hub is identified by name and split, not by the SHA-256 of its files: `datasets` verifies those in its own cache.
+`datasets` executes no code from a data set. It takes a second to import, so it is imported on demand. A data set of the Hub is
+identified by name and split, not by the SHA-256 of its files: `datasets` verifies those in its own cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from octavo.config.data import DataConfig
 from octavo.data.readers import Document, read_data_set
@@ -36,16 +35,14 @@ def from_hub(name: str, config: DataConfig, hint: str) -> Iterator[Document]:
 
 def from_folder(path: Path, config: DataConfig) -> Iterator[Document]:
     """The documents of one split of a local folder, in any layout that `load_dataset` or `load_from_disk` understands."""
-    yield from read_data_set(_load_folder(path, config.subset, config.split), config.text_field, str(path))
-
-
-def _load_folder(path: Path, subset: str | None, split: str) -> Any:
     import datasets
 
+    split = config.split
     try:
-        if not (path / "dataset_dict.json").is_file() and not (path / "dataset_info.json").is_file():
-            return datasets.load_dataset(str(path), subset, split=split)
-        data = datasets.load_from_disk(str(path))
+        if any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
+            data = datasets.load_from_disk(str(path))
+        else:
+            data = datasets.load_dataset(str(path), config.subset, split=split)
     except Exception as error:
         raise InputError(
             f"data.source = {str(path)!r}: the folder cannot be loaded as a data set, split {split!r}: {first_line(error)}. "
@@ -54,5 +51,5 @@ def _load_folder(path: Path, subset: str | None, split: str) -> Any:
     if isinstance(data, datasets.DatasetDict):
         if split not in data:
             raise InputError(f"data.source = {str(path)!r} has no split {split!r}, only {', '.join(data)}. Change data.split.")
-        return data[split]
-    return data
+        data = data[split]
+    yield from read_data_set(data, config.text_field, str(path))

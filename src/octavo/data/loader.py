@@ -4,34 +4,21 @@ Sample g of a run is sequence `permutation(seed, g // n)[g % n]` of the n sequen
 resumed run, on any number of ranks and with any micro-batch, sees the same samples in the same global batches. The price is a
 permutation in memory, 8 bytes a sequence.
 
-Sequences are copied from a memory map on request; `octavo.data.prefetch` requests them early for slow disks. The loader is safe
-to use from several threads.
+Sequences are copied from a memory map on request; `octavo.data.prefetch` requests them early, in several threads.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
-
-import numpy as np
-import torch
+from functools import lru_cache
+from typing import Literal
 
 from octavo.data import rng
 from octavo.data.manifest import Split
-from octavo.data.packing import IGNORED, Arrays, Int64
+from octavo.data.packing import IGNORED, Batch, Int64, Sequences
 from octavo.data.prepared import PreparedData
 from octavo.errors import InputError
 from octavo.parallel.mesh import fit_batch
-
-
-class Batch(NamedTuple):
-    """A micro-batch, int64 [B, T] each. Labels are not shifted: label t is token t, or IGNORED."""
-
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    position_ids: torch.Tensor
 
 
 class BatchLoader:
@@ -63,22 +50,21 @@ class BatchLoader:
         dp_size: int = 1,
     ) -> None:
         self.micro_batch, _ = fit_batch(global_batch, micro_batch, dp_size)
-        self._sequences = prepared.sequences(split, sequence_length=sequence_length, packing=packing)
+        self._sequences = sequences_of(prepared, split, sequence_length=sequence_length, packing=packing)
         if not len(self._sequences):
             raise InputError(_empty(prepared, split))
         self._seed = seed
         self.global_batch = global_batch
         self._rank = dp_rank
         self._ranks = dp_size
-        self._orders: OrderedDict[int, Int64] = OrderedDict()
-        self._ordering = threading.Lock()
+        self._order = lru_cache(maxsize=2)(self._permutation)  # a step spans two epochs at most, unless epochs are tiny
 
     def step(self, first_sample: int) -> list[Batch]:
         """This rank's micro-batches of the step that begins at `first_sample`, counted from 0 over all epochs."""
         if first_sample < 0:
             raise ValueError(f"sample numbers start at 0, not {first_sample}")
         indices, size = self._indices(first_sample), self.micro_batch
-        return [_tensors(self._sequences.batch(indices[at : at + size])) for at in range(0, len(indices), size)]
+        return [self._sequences.batch(indices[at : at + size]) for at in range(0, len(indices), size)]
 
     def validation(self, batches: int) -> Iterator[Batch]:
         """This rank's part of the first `batches` micro-batches of the split, in fixed order, each sequence once.
@@ -91,11 +77,11 @@ class BatchLoader:
         for first in range(0, total, self.micro_batch * self._ranks):
             mine = first + self._rank * self.micro_batch
             if mine < total:
-                yield _tensors(self._sequences.batch(range(mine, min(mine + self.micro_batch, total))))
+                yield self._sequences.batch(range(mine, min(mine + self.micro_batch, total)))
             else:
                 ignored = self._sequences.batch([0])
-                ignored.labels.fill(IGNORED)
-                yield _tensors(ignored)
+                ignored.labels.fill_(IGNORED)
+                yield ignored
 
     def _indices(self, first_sample: int) -> list[int]:
         """The sequences of this rank: a contiguous part of the global batch."""
@@ -107,23 +93,24 @@ class BatchLoader:
             indices.append(int(self._order(epoch)[position]))
         return indices
 
-    def _order(self, epoch: int) -> Int64:
-        with self._ordering:  # another thread may evict this epoch
-            if epoch not in self._orders:
-                self._orders[epoch] = rng.generator(self._seed, epoch).permutation(len(self._sequences))
-                if len(self._orders) > 2:  # a step spans two epochs at most, unless epochs are tiny
-                    self._orders.popitem(last=False)
-            return self._orders[epoch]
+    def _permutation(self, epoch: int) -> Int64:
+        return rng.generator(self._seed, epoch).permutation(len(self._sequences))
 
 
-def _tensors(arrays: Arrays) -> Batch:
-    return Batch(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays))
+def sequences_of(
+    prepared: PreparedData, split: Split, *, sequence_length: int, packing: Literal["join", "documents"]
+) -> Sequences:
+    """The sequences of a split, by number."""
+    pad_id = prepared.manifest.end_token_id or 0
+    tokens, offsets = prepared.tokens(split), prepared.offsets(split)
+    return Sequences(tokens, offsets, sequence_length=sequence_length, packing=packing, pad_id=pad_id)
 
 
 def _empty(prepared: PreparedData, split: Split) -> str:
-    if prepared.token_counts[split] == 0 and split == "validation":
+    counts = prepared.manifest.splits[split]
+    if counts.tokens == 0 and split == "validation":
         return "there is no validation data: data.validation_fraction = 0. Set it above 0, such as 0.05, to validate."
     return (
-        f"the {split} split has {prepared.token_counts[split]} tokens in {prepared.documents[split]} documents, none with 2 "
-        'tokens or more, so there is nothing to predict. Give longer documents, or set data.packing = "join".'
+        f"the {split} split has {counts.tokens} tokens in {counts.documents} documents, none with 2 tokens or more, so there "
+        'is nothing to predict. Give longer documents, or set data.packing = "join".'
     )

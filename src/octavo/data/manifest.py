@@ -1,8 +1,8 @@
 """Manifest of a folder of prepared data, and the checks against it.
 
-The manifest is written last and the folder is then renamed into place: a folder with a manifest is whole. Later the folder's
-files are checked by size (cut copies, full disks). Sources are checked by size and modification time, a microsecond a file, and
-by SHA-256 only if the time differs: a fresh checkout changes every time and no content.
+The manifest is written last and the folder is then renamed into place: a folder with a manifest is whole. Later its files are
+checked by size (cut copies, full disks). Sources are checked by size and modification time, and by SHA-256 only if the time
+differs: a fresh checkout changes every time and no content.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from octavo.config.data import DataConfig
-from octavo.data.corpus import identity
-from octavo.data.readers import unreadable
+from octavo.data.corpus import identity, source_names
+from octavo.data.readers import readable
 from octavo.data.tokenizer import check, tokenizer_files
 from octavo.storage import sha256_file
 
@@ -76,11 +76,10 @@ def key(config: DataConfig) -> dict[str, Any]:
 
     Not `sequence_length` and `packing`: tokens are stored unpacked, so that one preparation serves every length.
     """
-    names = [config.source] if isinstance(config.source, str) else config.source
     folder = None if config.tokenizer == "train" else check(config.tokenizer)
     return {
         "format": FORMAT,
-        "source": [identity(name) for name in names],
+        "source": [identity(name) for name in source_names(config)],
         "text_field": config.text_field,
         "subset": config.subset,
         "split": config.split,
@@ -101,14 +100,9 @@ def source_files(config: DataConfig, corpus_files: Sequence[Path]) -> list[Path]
 def record(path: Path) -> SourceFile:
     """A source file as it is now, with its SHA-256."""
     status = path.stat()
-    return SourceFile(path=str(path.absolute()), size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=_sha256(path))
-
-
-def _sha256(source: Path) -> str:
-    try:
-        return sha256_file(source)
-    except OSError as error:
-        raise unreadable(source, error) from None
+    with readable(path):
+        digest = sha256_file(path)
+    return SourceFile(path=str(path.absolute()), size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest)
 
 
 def own_files(folder: Path) -> dict[str, OwnFile]:
@@ -123,12 +117,13 @@ def fingerprint(files: dict[str, OwnFile], tokenizer_sha256: str | None) -> str:
     return hashlib.sha256("\n".join([*parts, f"tokenizer {tokenizer_sha256}"]).encode()).hexdigest()
 
 
-def read(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None if there is none in this version's format."""
+def read(folder: Path, config: DataConfig) -> Manifest | None:
+    """The manifest of a folder; None if there is none of this section in this version's format."""
     try:
-        return Manifest.model_validate_json((folder / FILE).read_bytes())
+        found = Manifest.model_validate_json((folder / FILE).read_bytes())
     except (OSError, ValidationError):
         return None
+    return found if found.key == key(config) else None
 
 
 def damage(folder: Path, manifest: Manifest) -> str | None:
@@ -147,25 +142,22 @@ def changes(manifest: Manifest, paths: Sequence[Path]) -> tuple[str | None, list
     """Compare the sources with the manifest.
 
     Returns:
-        The first change as a sentence, None if there is none; and the sources with current modification times.
+        The first change as a sentence, or None and the sources with current modification times.
     """
     known = {source.path: source for source in manifest.sources}
     current = {str(path.absolute()): path for path in paths}
     for name in known:
         if name not in current:
-            return f"{name} is gone", manifest.sources
-    fresh: list[SourceFile] = []
+            return f"{name} is gone", []
+    fresh = []
     for name, path in current.items():
         if name not in known:
-            return f"{name} is new", manifest.sources
-        before = known[name]
-        status = path.stat()
-        if (status.st_size, status.st_mtime_ns) == (before.size, before.mtime_ns):
-            fresh.append(before)
-            continue
+            return f"{name} is new", []
+        before, status = known[name], path.stat()
         if status.st_size != before.size:
-            return f"{name} has {status.st_size:,} bytes and had {before.size:,}", manifest.sources
-        if _sha256(path) != before.sha256:
-            return f"{name} has other content of the same size", manifest.sources
-        fresh.append(before.model_copy(update={"mtime_ns": status.st_mtime_ns}))
+            return f"{name} has {status.st_size:,} bytes and had {before.size:,}", []
+        now = before if status.st_mtime_ns == before.mtime_ns else record(path)
+        if now.sha256 != before.sha256:
+            return f"{name} has other content of the same size", []
+        fresh.append(now)
     return None, fresh

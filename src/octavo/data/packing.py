@@ -1,11 +1,5 @@
 """Packing: documents to sequences of one length.
 
-"join" cuts the stream of all documents every T tokens: no padding, and attention crosses documents. "documents" keeps documents
-apart: position ids restart at 0 at each one, and attention and loss follow the position ids. Documents longer than T are cut;
-remainders and shorter documents are packed whole, by best fit in decreasing length (Ding et al., "Fewer Truncations Improve
-Language Modeling", 2024): nearly as few sequences as with cuts everywhere, and no needless cut takes a document's context. The
-price is some padding, and an index in memory of 16 bytes a document.
-
 The corpus is not copied: a `Packing` holds ranges of tokens, `Sequences` reads them from the memory map.
 
     T: tokens in a sequence    P: pieces of documents    S: sequences    N: tokens of the split    D: documents
@@ -13,12 +7,13 @@ The corpus is not copied: a `Packing` holds ranges of tokens, `Sequences` reads 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 IGNORED = -100
 """Label of a position without a target (PyTorch's and Hugging Face's)."""
@@ -26,12 +21,12 @@ IGNORED = -100
 Int64 = npt.NDArray[np.int64]
 
 
-class Arrays(NamedTuple):
-    """One sequence, [T] each, or several, [B, T] each; int64. Labels are not shifted: label t is token t or IGNORED."""
+class Batch(NamedTuple):
+    """A micro-batch, int64 [B, T] each. Labels are not shifted: label t is token t, or IGNORED."""
 
-    input_ids: Int64
-    labels: Int64
-    position_ids: Int64
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -52,19 +47,22 @@ class Packing:
 
 
 def join(tokens: int, sequence_length: int) -> Packing:
-    """Cut a stream of N `tokens` every T tokens.
+    """Cut a stream of N `tokens` every T tokens: no padding, and attention crosses documents.
 
     The remainder is dropped, except that a stream shorter than T makes one padded sequence. Fewer than 2 tokens make none.
     """
+    if 2 <= tokens < sequence_length:
+        return Packing(np.zeros(1, np.int64), np.array([tokens]), np.arange(2))
     whole = tokens // sequence_length
-    if whole == 0 and tokens >= 2:
-        return _packing(np.zeros(1, np.int64), np.array([tokens]), np.arange(2))
-    start_P = np.arange(whole, dtype=np.int64) * sequence_length
-    return _packing(start_P, np.full(whole, sequence_length), np.arange(whole + 1))
+    return Packing(np.arange(whole) * sequence_length, np.full(whole, sequence_length), np.arange(whole + 1))
 
 
 def pack_documents(offsets_D: npt.NDArray[Any], sequence_length: int) -> Packing:
-    """Pack documents without joining them.
+    """Pack documents without joining them: position ids restart at each, and attention and loss follow the position ids.
+
+    Documents longer than T are cut. Remainders and shorter documents are packed whole, by best fit in decreasing length (Ding
+    et al., "Fewer Truncations Improve Language Modeling", 2024): nearly as few sequences as with cuts everywhere, and no
+    needless cut takes a document's context. The price is some padding, and an index in memory of 16 bytes a document.
 
     Args:
         offsets_D: [D + 1] start of each document in the split, and the end of the last.
@@ -94,7 +92,7 @@ def pack_documents(offsets_D: npt.NDArray[Any], sequence_length: int) -> Packing
     rank[np.argsort(earliest)] = np.arange(bins)
     order = np.lexsort((start_P, rank[bin_P]))
     counts = np.bincount(rank[bin_P], minlength=bins)
-    return _packing(start_P[order], length_P[order], np.concatenate([[0], np.cumsum(counts)]))
+    return Packing(start_P[order], length_P[order], np.concatenate([[0], np.cumsum(counts)]))
 
 
 def _best_fit(length_P: Int64, capacity: int) -> Int64:
@@ -126,10 +124,6 @@ def _best_fit(length_P: Int64, capacity: int) -> Int64:
     return bin_P
 
 
-def _packing(start_P: npt.NDArray[Any], length_P: npt.NDArray[Any], first_S: npt.NDArray[Any]) -> Packing:
-    return Packing(start_P.astype(np.int64), length_P.astype(np.int64), first_S.astype(np.int64))
-
-
 class Sequences:
     """The sequences of one split by number, read from the memory map on request.
 
@@ -153,7 +147,7 @@ class Sequences:
         packing: Literal["join", "documents"],
         pad_id: int = 0,
     ) -> None:
-        self.sequence_length = sequence_length
+        self._sequence_length = sequence_length
         self.packing = join(len(tokens), sequence_length) if packing == "join" else pack_documents(offsets, sequence_length)
         self._tokens = tokens
         self._pad_id = pad_id
@@ -161,21 +155,15 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.packing)
 
-    def __getitem__(self, index: int) -> Arrays:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        return Arrays(*(array[0] for array in self.batch([index])))
-
-    def batch(self, indices: Iterable[int]) -> Arrays:
-        """The sequences with these numbers, [B, T] each."""
-        chosen = list(indices)
-        shape = (len(chosen), self.sequence_length)
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The sequences with these numbers."""
+        shape = (len(indices), self._sequence_length)
         input_ids = np.full(shape, self._pad_id, np.int64)
         labels = np.full(shape, IGNORED, np.int64)
         positions = np.empty(shape, np.int64)
-        counting = np.arange(self.sequence_length)
+        counting = np.arange(self._sequence_length)
         pieces = self.packing
-        for row, index in enumerate(chosen):
+        for row, index in enumerate(indices):
             at = 0
             for piece in range(pieces.first_S[index], pieces.first_S[index + 1]):
                 start, length = pieces.start_P[piece], pieces.length_P[piece]
@@ -184,5 +172,5 @@ class Sequences:
                 labels[row, at + 1 : at + length] = input_ids[row, at + 1 : at + length]
                 positions[row, here] = counting[:length]
                 at += length
-            positions[row, at:] = counting[: self.sequence_length - at]
-        return Arrays(input_ids, labels, positions)
+            positions[row, at:] = counting[: self._sequence_length - at]
+        return Batch(*map(torch.from_numpy, (input_ids, labels, positions)))

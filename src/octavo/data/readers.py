@@ -7,8 +7,10 @@ error with the file and the line or row: skipping bad lines silently would train
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +33,27 @@ class Document:
 
 def read_text(path: Path, text_field: str) -> Iterator[Document]:
     """The whole file as one document, without a byte order mark; line ends are unchanged."""
-    yield Document(_decode(_bytes(path), str(path)).removeprefix("\ufeff"), None, str(path))
+    with readable(path):
+        data = path.read_bytes()
+    yield Document(_decode(data, str(path)), None, str(path))
 
 
 def read_json_lines(path: Path, text_field: str) -> Iterator[Document]:
     """One JSON object a line: the text under `text_field`, else the token ids under `input_ids`."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                origin = f"{path}, line {number}"
-                text = _decode(line, f"{path}", first_line=number).removeprefix("\ufeff")
-                try:
-                    row = json.loads(text)
-                except json.JSONDecodeError as error:
-                    raise InputError(
-                        f"{origin} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}. Correct or remove it."
-                    ) from None
-                if not isinstance(row, dict):
-                    raise InputError(f"{origin} is {_kind(row)}, not an object: write one object a line (JSON lines).")
-                yield from_row(row, text_field, origin)
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with readable(path), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            origin = f"{path}, line {number}"
+            try:
+                row = json.loads(_decode(line, str(path), first_line=number))
+            except json.JSONDecodeError as error:
+                raise InputError(
+                    f"{origin} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}. Correct or remove it."
+                ) from None
+            if not isinstance(row, dict):
+                raise InputError(f"{origin} is {_kind(row)}, not an object: write one object a line (JSON lines).")
+            yield _from_row(row, text_field, origin)
 
 
 def read_parquet(path: Path, text_field: str) -> Iterator[Document]:
@@ -62,53 +62,42 @@ def read_parquet(path: Path, text_field: str) -> Iterator[Document]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with readable(path), pyarrow.parquet.ParquetFile(path) as file:
             column = _column(file.schema_arrow.names, text_field, str(path))
-            row = 0
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    yield from_row({column: value}, text_field, f"{path}, row {row}")
+            batches = file.iter_batches(batch_size=_ROWS, columns=[column])
+            yield from _from_column((batch.column(0).to_pylist() for batch in batches), column, text_field, str(path))
     except pyarrow.ArrowException as error:
         raise InputError(f"{str(path)!r} is not a readable Parquet file: {first_line(error)}. Replace it.") from None
-    except OSError as error:
-        raise unreadable(path, error) from None
 
 
 def read_data_set(data: Any, text_field: str, name: str) -> Iterator[Document]:
     """The rows of one column of a `datasets.Dataset`, in batches, as `read_parquet`."""
     column = _column(data.column_names, text_field, name)
-    row = 0
-    for batch in data.select_columns([column]).iter(batch_size=_ROWS):
-        for value in batch[column]:
-            row += 1
-            yield from_row({column: value}, text_field, f"{name}, row {row}")
+    batches = data.select_columns([column]).iter(batch_size=_ROWS)
+    yield from _from_column((batch[column] for batch in batches), column, text_field, name)
 
 
-def from_row(row: Mapping[str, Any], text_field: str, origin: str) -> Document:
-    """A document from one row: `text_field`, else `input_ids`.
+def _from_column(batches: Iterable[Iterable[Any]], column: str, text_field: str, name: str) -> Iterator[Document]:
+    for row, value in enumerate(chain.from_iterable(batches), start=1):
+        yield _from_row({column: value}, text_field, f"{name}, row {row}")
 
-    Raises:
-        InputError: the row has neither, or a value of another type.
-    """
-    if text_field in row:
-        text = row[text_field]
-        if not isinstance(text, str):
-            raise InputError(
-                f"{origin}: {text_field!r} is {_kind(text)}, not a string. Correct the row or change data.text_field."
-            )
-        return Document(text, None, origin)
-    if "input_ids" in row:
-        return Document(None, _token_ids(row["input_ids"], origin), origin)
-    raise InputError(f"{origin}: {_no_field(text_field, row)}")
+
+def _from_row(row: Mapping[str, Any], text_field: str, origin: str) -> Document:
+    column = _column(row, text_field, origin)
+    value = row[column]
+    if column != text_field:
+        return Document(None, _token_ids(value, origin), origin)
+    if not isinstance(value, str):
+        raise InputError(f"{origin}: {column!r} is {_kind(value)}, not a string. Correct the row or change data.text_field.")
+    return Document(value, None, origin)
 
 
 def _token_ids(value: object, origin: str) -> npt.NDArray[np.uint32]:
     try:
-        ids = np.asarray(value if isinstance(value, list) else None)
+        ids = np.asarray(value)
     except ValueError:  # lists within lists, of several lengths
         ids = np.asarray(None)
-    if ids.size == 0 and isinstance(value, list):
+    if ids.size == 0:
         return np.empty(0, np.uint32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InputError(f"{origin}: 'input_ids' must be a list of whole numbers. Correct the row, or change data.text_field.")
@@ -118,32 +107,21 @@ def _token_ids(value: object, origin: str) -> npt.NDArray[np.uint32]:
     return ids.astype(np.uint32)
 
 
-def _column(names: list[str], text_field: str, where: str) -> str:
-    if text_field in names:
-        return text_field
-    if "input_ids" in names:
-        return "input_ids"
-    raise InputError(f"{where}: {_no_field(text_field, names)}")
-
-
-def _no_field(text_field: str, names: Mapping[str, Any] | list[str]) -> str:
-    present = list(names)
-    guess = nearest(text_field, present)
+def _column(names: Collection[str], text_field: str, where: str) -> str:
+    """The column of the documents: `text_field`, else `input_ids`."""
+    for column in (text_field, "input_ids"):
+        if column in names:
+            return column
+    guess = nearest(text_field, names)
     hint = f" Did you mean {guess!r}?" if guess else ""
-    found = ", ".join(repr(name) for name in present) or "nothing"
-    return f"there is no {text_field!r}, only {found}.{hint} Change data.text_field."
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from None
+    found = ", ".join(map(repr, names)) or "nothing"
+    raise InputError(f"{where}: there is no {text_field!r}, only {found}.{hint} Change data.text_field.")
 
 
 def _decode(data: bytes, where: str, *, first_line: int = 1) -> str:
+    """Text of UTF-8, without a byte order mark."""
     try:
-        return data.decode()
+        return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
         column = error.start - data.rfind(b"\n", 0, error.start)
@@ -152,9 +130,13 @@ def _decode(data: bytes, where: str, *, first_line: int = 1) -> str:
         ) from None
 
 
-def unreadable(path: Path, error: OSError) -> InputError:
-    """The InputError of a source file that the system cannot read."""
-    return InputError(f"data.source: cannot read {str(path)!r}: {error.strerror or error}. Check its permissions.")
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raises an InputError if the system cannot read a source file."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"data.source: cannot read {str(path)!r}: {error.strerror or error}. Check its permissions.") from None
 
 
 def _kind(value: object) -> str:

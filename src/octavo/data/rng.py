@@ -1,19 +1,12 @@
-"""Random generators of data: each depends on a seed and a purpose alone.
-
-A counter-based generator keyed by (seed, stream) gives the same numbers in every process, whatever was drawn before: there is
-no state to save or to share between ranks.
-"""
+"""Random generators of data: counter-based, keyed by (seed, stream), so that there is no state to save or to share."""
 
 from __future__ import annotations
 
 import numpy as np
 
-DOCUMENTS = 2**63
-"""Stream of the choice of documents."""
-SPLIT = 2**63 + 1
-"""Stream of the validation split."""
-TOKENIZER = 2**63 + 2
-"""Stream of the documents that train a tokenizer."""
+DOCUMENTS = 2**63  # stream of the choice of documents
+SPLIT = 2**63 + 1  # of the validation split
+TOKENIZER = 2**63 + 2  # of the documents that train a tokenizer
 
 
 def generator(seed: int, stream: int) -> np.random.Generator:

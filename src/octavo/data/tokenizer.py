@@ -33,6 +33,9 @@ _GENERIC_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _PATTERNS = ("*token*.json", "vocab.*", "merges.txt", "*.model", "chat_template.*")
 
+Chunk = tuple[npt.NDArray[np.uint32], bool]
+"""Token ids of a document or of a part of it; True if the document ends there."""
+
 
 @dataclass(frozen=True)
 class Encoder:
@@ -53,8 +56,8 @@ class Encoder:
     encode_batch: Callable[[list[str]], list[list[int]]]
     save: Callable[[Path], None]
 
-    def stream(self, texts: Iterable[str]) -> Iterator[tuple[npt.NDArray[np.uint32], bool]]:
-        """Yield (ids, whether they end the document) for each piece of each text, in order.
+    def stream(self, texts: Iterable[str]) -> Iterator[Chunk]:
+        """The chunks of each text, in order.
 
         Texts of more than a million characters are cut at line ends to bound memory; a token across a cut becomes two. The
         first piece has the prefix, the last one the suffix.
@@ -70,7 +73,7 @@ class Encoder:
                     batch, size = [], 0
         yield from self._encode(batch)
 
-    def _encode(self, batch: list[tuple[str, bool, bool]]) -> Iterator[tuple[npt.NDArray[np.uint32], bool]]:
+    def _encode(self, batch: list[tuple[str, bool, bool]]) -> Iterator[Chunk]:
         if not batch:
             return
         for (_, first, last), ids in zip(batch, self.encode_batch([piece[0] for piece in batch]), strict=True):

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.data.loader import sequences_of
 from octavo.data.prepared import prepared_or_none
 from octavo.train.plan import RunPlan
 
@@ -72,6 +73,7 @@ class DryRun:
 
 def dry_run(plan: RunPlan) -> DryRun:
     """Count parameters, tokens and epochs of a checked run."""
-    data = prepared_or_none(plan.config.data)
-    sequences = len(data.sequences("train")) if data is not None else None
+    data, sequences = plan.config.data, None
+    if (prepared := prepared_or_none(data)) is not None:
+        sequences = len(sequences_of(prepared, "train", sequence_length=data.sequence_length, packing=data.packing))
     return DryRun(plan, sum(math.prod(shape) for shape, _ in plan.weights.values()), sequences)

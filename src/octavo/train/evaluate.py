@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from octavo.data.loader import Batch
+from octavo.data.packing import Batch
 from octavo.train.step import TrainContext, count_targets, loss_of
 
 

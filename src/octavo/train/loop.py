@@ -26,7 +26,8 @@ from octavo.build import build_model, describe, sharding_of
 from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.reader import check_stored_weights, has_own_code, read_state, restore
 from octavo.config.run import RunConfig
-from octavo.data.loader import Batch, BatchLoader
+from octavo.data.loader import BatchLoader
+from octavo.data.packing import Batch
 from octavo.data.prefetch import Prefetcher
 from octavo.data.prepared import PreparedData, check_vocabulary, prepare
 from octavo.dtypes import short_name, torch_dtype
@@ -127,7 +128,7 @@ def _train_one(
         if metrics is not None:
             opened.callback(metrics.close)
         progress = StepProgress(console, label=label, steps=config.train.steps, done=done, every=config.log.every)
-        session = Session(plan, prepared.fingerprint, context, validation, metrics, checkpoints, trackers, progress)
+        session = Session(plan, prepared.manifest.fingerprint, context, validation, metrics, checkpoints, trackers, progress)
         with progress:
             _train_steps(session, done, stop)
     return _summary(folder, config)
@@ -226,7 +227,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
     )
     model.train()
     validation: list[Batch] = []
-    if prepared.token_counts["validation"] >= 2:
+    if prepared.manifest.splits["validation"].tokens >= 2:
         validation = list(_loader(plan, prepared, "validation").validation(config.train.validate_batches))
     context = TrainContext(
         model=model,
@@ -318,10 +319,10 @@ def _steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> i
         return 0
     saved = read_state(latest)
     check_stored_weights(latest, plan.weights, writing_ranks())
-    if saved["data"] != prepared.fingerprint:
+    if saved["data"] != prepared.manifest.fingerprint:
         raise InputError(
             f"the data has changed since {latest}: its fingerprint was {saved['data'][:12]} and is now "
-            f"{prepared.fingerprint[:12]}. Put the old data back, or set another train.output."
+            f"{prepared.manifest.fingerprint[:12]}. Put the old data back, or set another train.output."
         )
     step, steps = int(saved["step"]), plan.config.train.steps
     if step > steps:

@@ -20,7 +20,7 @@ from octavo.checkpoint.reader import weights_layout
 from octavo.checkpoint.shard_io import Layout
 from octavo.config.fp8 import Fp8Config
 from octavo.config.run import RunConfig
-from octavo.data.corpus import check_sources, holds_text
+from octavo.data.corpus import Corpus
 from octavo.data.prepared import prepared_or_none
 from octavo.data.tokenizer import local_vocab_size
 from octavo.dtypes import torch_dtype
@@ -133,10 +133,10 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     _check_compile(config)
     check_trackers(config.log.trackers)
     recipe = recipe_from_config(config.fp8)
-    check_sources(config.data)
+    corpus = Corpus(config.data)
     hf_config = load_config(config.model.source, config.model.config)
     _check_length(config, hf_config)
-    _check_vocabulary(config, hf_config)
+    _check_vocabulary(config, hf_config, corpus)
     blocks = blocks or config.model.blocks
     model = _meta_model(config, hf_config, blocks)
     folder = weights_folder(config.model.source) if config.model.load else None
@@ -270,7 +270,7 @@ def _check_length(config: RunConfig, hf_config: Any) -> None:
         )
 
 
-def _check_vocabulary(config: RunConfig, hf_config: Any) -> None:
+def _check_vocabulary(config: RunConfig, hf_config: Any, corpus: Corpus) -> None:
     """Refuse a tokenizer with more ids than the model, if that is known before tokenising.
 
     A trained tokenizer may have fewer ids than data.vocab_size, and a corpus of token ids trains none.
@@ -280,7 +280,8 @@ def _check_vocabulary(config: RunConfig, hf_config: Any) -> None:
     if size is None or size <= limit:
         return
     prepared = prepared_or_none(data)
-    if data.tokenizer == "train" and ((prepared is not None and prepared.vocab_size <= limit) or not holds_text(data)):
+    fits = prepared is not None and prepared.manifest.vocab_size <= limit
+    if data.tokenizer == "train" and (fits or not corpus.holds_text()):
         return
     fault, change = (
         (f"data.vocab_size = {size} is more than", f"data.vocab_size to at most {limit}")

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from octavo.config.optimizer import OptimizerConfig
-from octavo.data.loader import Batch
-from octavo.data.packing import IGNORED
+from octavo.data.packing import IGNORED, Batch
 from octavo.data.prefetch import Prefetcher
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import Recipe
