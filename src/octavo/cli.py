@@ -41,7 +41,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (by default the process's own); returns the exit code, or exits as one of several ranks."""
+    """Run a command line, by default the process's own; returns the exit code, or exits as one of several ranks."""
     code = _run(arguments)
     if _is_joined():
         from octavo.watchdog.processes import leave
@@ -71,14 +71,12 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 @app.callback(invoke_without_command=True)
 def _octavo(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
         from octavo._version import __version__
 
         print(__version__)
-        raise typer.Exit
-    if context.invoked_subcommand is None:
         raise typer.Exit
 
 
@@ -101,7 +99,7 @@ def train(
         from octavo.train import plan
 
         found = arithmetic.dry_run(plan.check(config))
-        _print_once(found.as_dict() if as_json else found.lines())
+        _print(found.as_dict() if as_json else found.lines())
         return
     from octavo.watchdog.stopping import StopRequest
 
@@ -109,8 +107,8 @@ def train(
         from octavo.run.summary import summary_lines
         from octavo.train.loop import train as run
 
-        result = run(config, console=_console(stderr=as_json, quiet=_rank() > 0), stop=stop)
-    _print_once(result.as_dict() if as_json else summary_lines(result))
+        result = run(config, console=_console(stderr=as_json), stop=stop)
+    _print(result.as_dict() if as_json else summary_lines(result))
 
 
 @app.command(epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
@@ -119,7 +117,7 @@ def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fa
     config = _config(run_file, overrides)
     from octavo.data.prepared import prepare as run
 
-    prepared = run(config.data, console=_console(stderr=as_json, quiet=_rank() > 0))
+    prepared = run(config.data, console=_console(stderr=as_json))
     counts = {name: split.tokens for name, split in prepared.manifest.splits.items()}
     result = {
         "folder": str(prepared.folder),
@@ -128,7 +126,7 @@ def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fa
         "tokens": counts,
     }
     text = f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"
-    _print_once(result if as_json else [text])
+    _print(result if as_json else [text])
 
 
 @app.command(epilog="Example: octavo export runs/demo --to demo-hf")
@@ -173,7 +171,7 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         _print(found)
     else:
-        render(found, _console(stderr=False))
+        render(found, _console())
 
 
 @app.command(epilog="Example: octavo bench one-gpu --cases llama-1b,vit-huge --peers te --breakdown")
@@ -248,10 +246,10 @@ def _names(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
-def _console(*, stderr: bool, quiet: bool = False) -> Console:
+def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr, quiet=quiet)
+    return Console(stderr=stderr, quiet=_rank() > 0)
 
 
 def _rank() -> int:
@@ -261,7 +259,7 @@ def _rank() -> int:
 
 
 def _is_joined() -> bool:
-    """Whether this process has joined other ranks; does not import torch."""
+    """True if this process has joined other ranks; does not import torch."""
     dist = sys.modules.get("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -277,17 +275,12 @@ def _print_error(message: str) -> None:
     sys.stderr.write(f"octavo: {message}\n")
 
 
-def _print_once(result: dict[str, Any] | list[str]) -> None:
-    """Print the result of all ranks, on rank 0."""
-    if _rank() == 0:
-        _print(result)
-
-
 def _print(result: dict[str, Any] | list[str]) -> None:
-    """Print one JSON document, or lines."""
+    """Print one JSON document, or lines, on rank 0."""
     from octavo.run.metrics import encode
 
-    print(encode(result, indent=2) if isinstance(result, dict) else "\n".join(result))
+    if _rank() == 0:
+        print(encode(result, indent=2) if isinstance(result, dict) else "\n".join(result))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""`octavo doctor`: hardware, packages and kernels of this machine for training in FP8, and what is missing.
+"""`octavo doctor`: hardware, packages and kernels of this machine for training in FP8, and obstacles with their remedies.
 
 Everything is tested rather than assumed: packages are imported, PyTorch is asked for its attention kernel, small FP8 products
-are computed. Findings are independent, and a failure becomes the finding. Nothing is installed, changed or sent anywhere. The
-result of `examine` is plain JSON.
+are computed. Findings are independent, and a failure becomes the finding. Nothing is installed, changed or sent anywhere.
 """
 
 from __future__ import annotations
@@ -32,15 +31,7 @@ from octavo.hardware import cpu_name, describe_device, driver_version, supports_
 
 @dataclass(frozen=True)
 class Package:
-    """A package that Octavo uses.
-
-    Attributes:
-        name: name of the distribution.
-        module: module that is imported to test it.
-        purpose: its use in Octavo.
-        install: command that installs it.
-        required: whether training needs it.
-    """
+    """A package that Octavo uses; `module` is imported to test it, and training needs it if it is `required`."""
 
     name: str
     module: str
@@ -93,18 +84,11 @@ def examine() -> dict[str, Any]:
 def _attempt(find: Callable[[], Any]) -> Any:
     """The result of `find`, or its failure as a finding; SystemExit too, which some broken packages raise."""
     try:
-        with _quiet():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
+            warnings.simplefilter("ignore")
             return find()
     except (Exception, SystemExit) as error:
         return {"error": first_line(error)}
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Send output of libraries to stderr and hide their warnings: stdout is for the result."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _system() -> dict[str, Any]:
@@ -122,16 +106,12 @@ def _system() -> dict[str, Any]:
 def _package(package: Package) -> dict[str, Any]:
     """Version and status of a package: "ok", "missing" or "broken" (it does not import)."""
     finding: dict[str, Any] = {**asdict(package), "version": None, "status": "missing"}
-    installed = _attempt(lambda: importlib.util.find_spec(package.module.partition(".")[0]) is not None)
-    if installed is False:
+    if _attempt(lambda: importlib.util.find_spec(package.module.partition(".")[0])) is None:
         return finding
     version = _attempt(lambda: importlib.metadata.version(package.name))
-    failure = _attempt(lambda: bool(importlib.import_module(package.module)))
+    module = _attempt(lambda: importlib.import_module(package.module))
     finding["version"] = version if isinstance(version, str) else None
-    finding["status"] = "broken" if isinstance(failure, dict) else "ok"
-    if isinstance(failure, dict):
-        finding["error"] = failure["error"]
-    return finding
+    return finding | ({"status": "broken", **module} if isinstance(module, dict) else {"status": "ok"})
 
 
 def _torch() -> dict[str, Any]:
@@ -152,7 +132,7 @@ def _gpus() -> list[dict[str, Any]]:
     """The GPUs that torch sees; `known` is the row of Octavo's table, which MFU and estimates need."""
     import torch
 
-    devices = [describe_device(index) for index in range(torch.cuda.device_count())]
+    devices = map(describe_device, range(torch.cuda.device_count()))
     return [
         {
             "name": device.name,
@@ -171,8 +151,8 @@ def _fp8() -> dict[str, str]:
     """The mode of FP8 that all devices here support."""
     import torch
 
-    count = torch.cuda.device_count()
-    mode = "emulated" if not count else "native" if all(supports_fp8(index) for index in range(count)) else "bf16"
+    gpus = range(torch.cuda.device_count())
+    mode = ("native" if all(map(supports_fp8, gpus)) else "bf16") if gpus else "emulated"
     return {"mode": mode, "means": FP8_MODES[mode]}
 
 
@@ -231,10 +211,9 @@ def _missing(found: dict[str, Any]) -> list[dict[str, str]]:
     ]
     system, torch_found, gpus = found["system"], found["torch"], found["gpus"]
     if system.get("driver") and not torch_found.get("sees_gpu"):
-        built = (
-            f"torch is built for CUDA {torch_found.get('cuda')}" if torch_found.get("cuda") else "torch is built without CUDA"
-        )
-        why = f"there is an NVIDIA driver ({system['driver']}), but torch sees no GPU: {built}"
+        cuda = torch_found.get("cuda")
+        built = f"for CUDA {cuda}" if cuda else "without CUDA"
+        why = f"there is an NVIDIA driver ({system['driver']}), but torch sees no GPU: torch is built {built}"
         missing.append({"what": "torch with CUDA", "why": why, "command": CUDA_TORCH})
     if isinstance(gpus, list) and gpus and "error" not in system and not system["compiler"]:
         why = "Triton and torch.compile build small C files"
@@ -248,11 +227,10 @@ def _missing(found: dict[str, Any]) -> list[dict[str, str]]:
 
 def render(found: dict[str, Any], console: Console) -> None:
     """Print what `examine` found."""
-    console.print(f"[bold]octavo {found['octavo']}[/bold]")
     facts = Table.grid(padding=(0, 2))
     for title, text in _facts(found):
         facts.add_row(title, escape(text))
-    console.print(facts)
+    console.print(f"[bold]octavo {found['octavo']}[/bold]", facts, sep="\n")
     packages = Table("package", "version", "for", Column("status, or what installs it", overflow="fold"))
     for package in found["packages"]:
         status = package.get("error") or (package["install"] if package["status"] == "missing" else package["status"])

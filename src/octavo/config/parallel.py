@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from octavo.config.section import Section, explain
+from octavo.config.section import Section
 from octavo.dtypes import DtypeName
-from octavo.errors import InputError
 
 
 class ParallelConfig(Section):
@@ -54,11 +52,3 @@ class InitConfig(ParallelConfig):
     """Argument of `octavo.init`: the keys of [parallel], and a seed."""
 
     random_seed: int = Field(12345, ge=0, description="Seed of every generator: random_seed + r on data-parallel rank r.")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, where: str) -> InitConfig:
-        """Validate a flat table; one InputError reports all faults."""
-        try:
-            return cls.model_validate(dict(values))
-        except ValidationError as error:
-            raise InputError(f"{where}: {explain(cls, error)}") from None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from octavo.config.checkpoint import CheckpointConfig
 from octavo.config.data import DataConfig
@@ -18,7 +18,7 @@ from octavo.config.log import LogConfig
 from octavo.config.model import ModelConfig
 from octavo.config.optimizer import OptimizerConfig
 from octavo.config.parallel import ParallelConfig
-from octavo.config.section import Section, explain
+from octavo.config.section import Section
 from octavo.config.section import known_keys as _known_keys
 from octavo.config.train import TrainConfig
 from octavo.errors import InputError, nearest
@@ -52,19 +52,13 @@ class RunConfig(Section):
             InputError: the file is missing, is not TOML, or has an invalid key or value.
         """
         path = Path(path)
-        if path.is_dir():
-            inside = sorted(file for file in path.glob("*.toml") if file.name != "pyproject.toml")
-            hint = f" Did you mean {inside[0]}?" if inside else ""
-            raise InputError(
-                f"run file {str(path)!r} is a folder.{hint} Give the path of a TOML file, such as presets/demo.toml."
-            )
         if not path.is_file():
-            siblings = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-            guess = nearest(path.name, siblings)
-            hint = f" Did you mean {path.parent / guess}?" if guess else ""
-            raise InputError(
-                f"run file {str(path)!r} does not exist.{hint} Give the path of a TOML file, such as presets/demo.toml."
-            )
+            folder, fault = (path, "is a folder") if path.is_dir() else (path.parent, "does not exist")
+            names = sorted(file.name for file in folder.glob("*.toml"))
+            inside = next((name for name in names if name != "pyproject.toml"), None)
+            guess = inside if path.is_dir() else nearest(path.name, names)
+            hint = f" Did you mean {folder / guess}?" if guess else ""
+            raise InputError(f"run file {str(path)!r} {fault}.{hint} Give the path of a TOML file, such as presets/demo.toml.")
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -75,14 +69,6 @@ class RunConfig(Section):
         if isinstance(train, dict):
             train.setdefault("output", f"runs/{path.stem}")
         return cls.from_dict(values, where=str(path))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, where: str = "configuration") -> RunConfig:
-        """Validate nested tables; one InputError reports all faults."""
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise InputError(f"{where}: {explain(cls, error)}") from None
 
     def to_toml(self) -> str:
         """The run file with every key; reading it back gives an equal RunConfig."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from octavo.errors import nearest
+from octavo.errors import InputError, nearest
 
 
 class Section(BaseModel):
@@ -16,8 +17,16 @@ class Section(BaseModel):
         extra="forbid", frozen=True, protected_namespaces=(), strict=True, allow_inf_nan=False, serialize_by_alias=True
     )
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "configuration") -> Self:
+        """Validate a table; one InputError reports all faults."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise InputError(f"{where}: {_explain(cls, error)}") from None
 
-def explain(cls: type[BaseModel], error: ValidationError) -> str:
+
+def _explain(cls: type[BaseModel], error: ValidationError) -> str:
     """All faults of a validation in one line, each with key, value and the nearest known key."""
     return "; ".join(_explain_one(cls, fault["loc"], fault["type"], fault["msg"], fault["input"]) for fault in _distinct(error))
 
@@ -43,17 +52,13 @@ def _explain_one(cls: type[BaseModel], loc: tuple[int | str, ...], kind: str, me
         hint = f" Did you mean {prefix}{guess}?" if guess else ""
         what = "section" if len(loc) == 1 and any(known_keys(cls)) else "key"
         return f"unknown {what} {name}.{hint} Known: {', '.join(keys)}"
-    if kind == "missing" and len(loc) <= 2:
-        return f"{name} is missing: {_describe(cls, loc)}"
+    if kind == "missing" and len(loc) == 1:
+        return f"{name} is missing: add a [{name}] section"
+    if kind == "missing" and len(loc) == 2:
+        section = cls.model_fields[str(loc[0])]
+        return f"{name} is missing: {_fields(section.annotation)[str(loc[1])].description}"
     message = message.removeprefix("Value error, ")
     return f"{name} = {value!r}: {message}" if loc and not isinstance(value, dict) else message
-
-
-def _describe(cls: type[BaseModel], loc: tuple[int | str, ...]) -> str:
-    section = cls.model_fields[str(loc[0])]
-    if len(loc) == 1:
-        return f"add a [{loc[0]}] section"
-    return _fields(section.annotation)[str(loc[1])].description or "give it a value"
 
 
 def known_keys(cls: type[BaseModel]) -> list[str]:

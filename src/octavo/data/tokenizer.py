@@ -1,11 +1,8 @@
 """Tokenizer: a byte-level BPE trained on the corpus, or one of Hugging Face's.
 
-With `tokenizer = "train"` a run needs nothing but text, and every text round-trips exactly. Any other value is a Hugging Face
-folder or id. transformers takes seconds to import, so a folder is read by `tokenizers` alone unless transformers would change
-the result (own classes, tokens added by its configuration). No code from a tokenizer's folder is executed.
-
-A document is encoded as the tokenizer's prefix (a BOS, for some), the text, its suffix, and the end token (EOS) if the suffix
-does not end in it.
+transformers takes seconds to import, so a folder is read by `tokenizers` alone unless transformers would change the result (own
+classes, tokens added by its configuration). No code from a tokenizer's folder is executed. A document is encoded as the
+tokenizer's prefix (a BOS, for some), the text, its suffix, and the end token (EOS) if the suffix does not end in it.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +62,16 @@ class Encoder:
         """
         batch: list[tuple[str, bool, bool]] = []
         size = 0
-        for text in texts:
-            for piece in _pieces(text):
-                batch.append(piece)
-                size += len(piece[0])
-                if size >= _BATCH_CHARACTERS:
-                    yield from self._encode(batch)
-                    batch, size = [], 0
-        yield from self._encode(batch)
+        for piece in chain.from_iterable(map(_pieces, texts)):
+            batch.append(piece)
+            size += len(piece[0])
+            if size >= _BATCH_CHARACTERS:
+                yield from self._encode(batch)
+                batch, size = [], 0
+        if batch:
+            yield from self._encode(batch)
 
     def _encode(self, batch: list[tuple[str, bool, bool]]) -> Iterator[Chunk]:
-        if not batch:
-            return
         for (_, first, last), ids in zip(batch, self.encode_batch([piece[0] for piece in batch]), strict=True):
             whole = [*(self.prefix if first else ()), *ids, *(self.suffix if last else ())]
             yield np.array(whole, dtype=np.uint32), last
@@ -120,27 +116,24 @@ def load(name: str) -> Encoder:
         InputError: it does not exist or cannot be loaded.
     """
     folder = check(name)
-    if folder is not None:
-        encoder = _load_without_transformers(folder)
-        if encoder is not None:
-            return encoder
+    encoder = _load_without_transformers(folder) if folder else None
+    if encoder:
+        return encoder
     try:
         from transformers import AutoTokenizer
 
         # False, not absent: otherwise transformers asks on stdin whether to run the folder's code, and a pipe may say yes
         tokenizer = AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=False)
     except Exception as error:
+        fault = f"cannot be loaded: {first_line(error)}"
         if "trust_remote_code" in str(error):
-            raise InputError(
-                f"data.tokenizer = {name!r} needs Python code of its own, which Octavo never runs. Give a tokenizer without "
-                'code (a folder with a tokenizer.json), or "train".'
-            ) from None
+            fault = "needs Python code of its own, which Octavo never runs"
         raise InputError(
-            f"data.tokenizer = {name!r} cannot be loaded: {first_line(error)}. Give a folder with a "
-            'tokenizer.json, a tokenizer of the Hugging Face Hub, or "train".'
+            f"data.tokenizer = {name!r} {fault}. Give a folder with a tokenizer.json, a tokenizer of the Hugging Face Hub "
+            'without code of its own, or "train".'
         ) from None
     if tokenizer.is_fast:
-        return _from_backend(tokenizer.backend_tokenizer, tokenizer.eos_token, _saver(tokenizer))
+        return _from_backend(tokenizer.backend_tokenizer, tokenizer.eos_token, tokenizer.save_pretrained)
 
     def encode(texts: list[str]) -> list[list[int]]:
         ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -148,7 +141,7 @@ def load(name: str) -> Encoder:
 
     prefix, suffix = _prefix_and_suffix(tokenizer("a")["input_ids"], encode(["a"])[0], tokenizer.eos_token_id)
     size = max(tokenizer.get_vocab().values()) + 1
-    return Encoder(size, tokenizer.eos_token_id, prefix, suffix, encode, _saver(tokenizer))
+    return Encoder(size, tokenizer.eos_token_id, prefix, suffix, encode, tokenizer.save_pretrained)
 
 
 def check(name: str) -> Path | None:
@@ -174,8 +167,8 @@ def check(name: str) -> Path | None:
 def local_vocab_size(name: str) -> int | None:
     """One more than the largest id of a local tokenizer that needs no transformers; None for any other name."""
     folder = None if name == "train" else check(name)
-    encoder = _load_without_transformers(folder) if folder is not None else None
-    return encoder.vocab_size if encoder is not None else None
+    encoder = _load_without_transformers(folder) if folder else None
+    return encoder.vocab_size if encoder else None
 
 
 def tokenizer_files(name: str) -> list[Path]:
@@ -250,13 +243,6 @@ def _pieces(text: str) -> Iterator[tuple[str, bool, bool]]:
         yield text[start:cut], start == 0, False
         start = cut
     yield text[start:], start == 0, True
-
-
-def _saver(tokenizer: Any) -> Callable[[Path], None]:
-    def save(folder: Path) -> None:
-        tokenizer.save_pretrained(str(folder))
-
-    return save
 
 
 def _content(token: Any) -> str:

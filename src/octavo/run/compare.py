@@ -67,12 +67,14 @@ def compare(runs: Sequence[Path], *, last: int = LAST_STEPS) -> dict[str, Any]:
 def lines(found: dict[str, Any]) -> list[str]:
     """The comparison as a table."""
     width = max(len(row["run"]) for row in found["rows"])
-    table = [f"{'run':<{width}}  {'loss':>9}  {'gap':>8}  {'tokens/s':>10}   (mean of steps {_span(found)})"]
-    for row in found["rows"]:
-        table.append(
+    first, last = found["numbers"][-found["last"]], found["numbers"][-1]
+    return [
+        f"{'run':<{width}}  {'loss':>9}  {'gap':>8}  {'tokens/s':>10}   (mean of steps {first} to {last})",
+        *(
             f"{row['run']:<{width}}  {row['loss']:9.5f}  {row['gap_percent']:+7.3f}%  {row['tokens_per_second']:10,.0f}"
-        )
-    return table
+            for row in found["rows"]
+        ),
+    ]
 
 
 def check_picture(path: Path) -> None:
@@ -119,10 +121,6 @@ def draw(found: dict[str, Any], path: Path) -> None:
     below.set_xlabel(f"step (below: means of {window})")
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def _span(found: dict[str, Any]) -> str:
-    return f"{found['numbers'][-found['last']]} to {found['numbers'][-1]}"
 
 
 def _records(run: Path) -> list[dict[str, Any]]:

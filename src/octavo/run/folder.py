@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -51,7 +51,7 @@ class RunFolder:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether there is a checkpoint, whole or not."""
+        """True if there is a checkpoint, whole or not."""
         return bool(step_folders(self.checkpoints))
 
     def config(self) -> RunConfig | None:
@@ -99,25 +99,17 @@ def locked(path: Path) -> Iterator[RunFolder]:
         try:
             yield RunFolder(path)
         except BaseException:
-            if made:
-                _remove_empty(path, made)
+            if made and {entry.name for entry in path.iterdir()} <= {".lock"}:  # created here and still empty
+                (path / ".lock").unlink(missing_ok=True)
+                with suppress(OSError):
+                    for folder in made:
+                        folder.rmdir()
             raise
 
 
 def warn(message: str) -> None:
     """A warning about a checkpoint, on stderr."""
     sys.stderr.write(f"octavo: {message}\n")
-
-
-def _remove_empty(path: Path, made: list[Path]) -> None:
-    """Remove the folders that the lock created, if they are still empty."""
-    if {entry.name for entry in path.iterdir()} - {".lock"}:
-        return
-    (path / ".lock").unlink(missing_ok=True)
-    for folder in made:
-        if any(folder.iterdir()):
-            return
-        folder.rmdir()
 
 
 def _environment(device: str) -> dict[str, Any]:

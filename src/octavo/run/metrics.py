@@ -1,9 +1,8 @@
 """metrics.jsonl: one JSON object a step.
 
-Each line is one write, so that a kill can tear only the last line. On resume the lines after the checkpoint's step are cut, and
-the continued run writes the same losses again, to the last bit. Floats have Python's shortest repr and read back exactly; JSON
-has no NaN and infinities, so they are the strings "NaN", "Infinity" and "-Infinity". Lines are synced with each checkpoint, not
-with each step: an fsync takes milliseconds.
+Each line is one write, so that a kill can tear only the last line. Floats have Python's shortest repr and read back exactly;
+JSON has no NaN and infinities, so they are the strings "NaN", "Infinity" and "-Infinity". Lines are synced with each
+checkpoint, not with each step: an fsync takes milliseconds.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -70,37 +70,34 @@ def encode(record: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a metrics file; none if there is no file."""
-    if not path.is_file():
-        return []
-    records = []
-    for line in path.read_bytes().split(b"\n")[:-1]:  # after the last line end: a torn line
-        try:
-            record = json.loads(line)
-        except ValueError:
-            break
-        records.append(
-            {key: _NOT_NUMBERS.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
-        )
-    return records
+    """The record of every whole line of a metrics file; none if there is no file."""
+    return [
+        {key: _NOT_NUMBERS.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+        for _, record in _whole_lines(path)
+    ]
 
 
 def cut(path: Path, last_step: int) -> None:
     """Cut the lines after `last_step`, and a torn line."""
+    kept = takewhile(lambda line: line[1]["step"] <= last_step, _whole_lines(path))
+    end = sum(len(line) for line, _ in kept)
+    if path.is_file():
+        with path.open("rb+") as file:
+            file.truncate(end)
+            os.fsync(file.fileno())
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line with its record, up to a torn line."""
     if not path.is_file():
         return
-    end = 0
-    with path.open("rb+") as file:
-        for line in file:
-            try:
-                step = json.loads(line)["step"] if line.endswith(b"\n") else None
-            except (ValueError, KeyError, TypeError):
-                step = None
-            if step is None or step > last_step:
-                break
-            end += len(line)
-        file.truncate(end)
-        os.fsync(file.fileno())
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else {}
+            record["step"]
+        except (ValueError, KeyError, TypeError):
+            return
+        yield line, record
 
 
 def _json_value(value: Any) -> Any:

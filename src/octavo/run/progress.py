@@ -1,14 +1,12 @@
-"""Progress of a run: one live line on a terminal, plain lines anywhere else.
+"""Progress of a run: one live line on a terminal, plain lines with the same fields anywhere else.
 
-Both have the same fields. A live line would fill a log file with control characters, hence the plain lines. A narrow terminal
-has no bar, and the live line wraps rather than lose fields.
+A narrow terminal has no bar, and the live line wraps rather than lose fields.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -49,7 +47,7 @@ class StepProgress:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live:
             self._live.stop()
 
@@ -76,7 +74,8 @@ def format_step(record: Mapping[str, Any], steps: int, mean_step_seconds: float)
         parts.append(f"validation {record['validation_loss']:.4f} (perplexity {record['perplexity']:,.1f})")
     parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
     if record.get("tflops") is not None:
-        parts.append(f"{_significant(record['tflops'])} TFLOP/s")
+        tflops = record["tflops"]
+        parts.append(f"{tflops:,.0f} TFLOP/s" if tflops >= 100 else f"{tflops:.3g} TFLOP/s")
     if record.get("mfu") is not None:
         parts.append(f"MFU {100 * record['mfu']:.1f}%")
     parts.append(f"{record['memory_gib']:.1f} GiB")
@@ -89,7 +88,3 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-
-
-def _significant(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,12 +1,10 @@
-"""Summary of a finished run.
-
-All figures come from metrics.jsonl, so that a run that was continued, or had already finished, gets the same summary.
-"""
+"""Summary of a finished run, from metrics.jsonl: a run that was continued, or had already finished, gets the same one."""
 
 from __future__ import annotations
 
 import math
 import shlex
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,7 @@ LAST_STEPS = 50
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of one training: losses in nats; `loss` is the mean of the last `averaged` steps."""
+    """Figures of one training: losses in nats, `loss` over the last `averaged` steps; the median speed; the sum of seconds."""
 
     steps: int
     first_loss: float
@@ -31,9 +29,7 @@ class Summary:
     averaged: int
     validation_loss: float | None
     tokens_per_second: float
-    """Median over the steps."""
     seconds: float
-    """Sum over all steps."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,7 @@ def summarise(metrics: Path, steps: int) -> Summary:
 
 def median_speed(records: Iterable[Mapping[str, Any]]) -> float:
     """Median of tokens_per_second."""
-    speeds = sorted(record["tokens_per_second"] for record in records)
-    return float(speeds[len(speeds) // 2])
+    return float(statistics.median_high(record["tokens_per_second"] for record in records))
 
 
 def summary_lines(result: Result) -> list[str]:
@@ -99,17 +94,11 @@ def summary_lines(result: Result) -> list[str]:
             f"What FP8 cost: loss {own.loss:.4f} in FP8 and {other.loss:.4f} in {dtype}, "
             f"a gap of {result.gap_percent:+.2f}%{held_out}."
         )
-    lines += ["", "Next:"]
-    lines += [f"  {command}" for command in next_commands(result)]
-    return lines
-
-
-def next_commands(result: Result) -> list[str]:
-    """Three commands that can be copied and run."""
     recipe = "current" if result.config.fp8.recipe != "current" else "delayed"
     folder = str(result.folder)
-    return [
-        shlex.join(["octavo", "export", folder, "--to", f"{folder}/export"]),
-        shlex.join(["octavo", "train", f"{folder}/run.toml", f"fp8.recipe={recipe}", f"train.output={folder}-{recipe}"]),
-        "octavo doctor",
-    ]
+    commands = (
+        ["export", folder, "--to", f"{folder}/export"],
+        ["train", f"{folder}/run.toml", f"fp8.recipe={recipe}", f"train.output={folder}-{recipe}"],
+        ["doctor"],
+    )
+    return [*lines, "", "Next:", *(f"  {shlex.join(['octavo', *command])}" for command in commands)]

@@ -1,8 +1,8 @@
 """Experiment trackers: a table of adapters, each an extra to install, all off by default.
 
-Trackers get each step after metrics.jsonl, which stays the record. An adapter translates names and continues the curve of a
-continued run. A tracker that does not open is an error; one that fails later is dropped with a warning, and the training goes
-on. Output of trackers goes to stderr, since stdout may be one JSON document.
+Trackers get each step after metrics.jsonl, which stays the record. A tracker that does not open is an error; one that fails
+later is dropped with a warning, and the training goes on. Output of trackers goes to stderr, since stdout may be one JSON
+document.
 """
 
 from __future__ import annotations
@@ -12,39 +12,31 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from octavo.errors import InputError, first_line
 
 
-class Tracker(Protocol):
-    """Interface of an adapter."""
+class _Tracker(Protocol):
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the numbers of one step."""
-
-    def close(self) -> None:
-        """Flush and finish."""
+    def close(self) -> None: ...
 
 
-class TensorBoard:
+class _TensorBoard:
     """Event files in `<run>/tensorboard`."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        self.close = self._writer.close
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the numbers of one step."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Write the last events."""
-        self._writer.close()
 
 
 class _Project:
@@ -53,26 +45,26 @@ class _Project:
     def __init__(self, package: str, config: Mapping[str, Any], **options: Any) -> None:
         self._package = importlib.import_module(package)
         self._package.init(project="octavo", config=dict(config), resume="allow", **options)
+        self.close = self._package.finish
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the numbers of one step."""
         self._package.log(dict(values), step=step)
 
-    def close(self) -> None:
-        """Finish the entry."""
-        self._package.finish()
 
-
-def _trackio(folder: Path, config: Mapping[str, Any], first_step: int) -> Tracker:
+def _trackio(folder: Path, config: Mapping[str, Any], first_step: int) -> _Tracker:
     return _Project("trackio", config, name=_run_id(folder))
 
 
-def _wandb(folder: Path, config: Mapping[str, Any], first_step: int) -> Tracker:
+def _wandb(folder: Path, config: Mapping[str, Any], first_step: int) -> _Tracker:
     return _Project("wandb", config, id=_run_id(folder), name=folder.name, dir=str(folder))
 
 
-TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
-    "tensorboard": TensorBoard,
+def _run_id(folder: Path) -> str:
+    return f"{folder.name}-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]}"
+
+
+TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], int], _Tracker]] = {
+    "tensorboard": _TensorBoard,
     "trackio": _trackio,
     "wandb": _wandb,
 }
@@ -82,30 +74,52 @@ _REMEDIES = {"wandb": "Log in with `wandb login`, or set WANDB_MODE=offline in t
 
 
 class Trackers:
-    """The open trackers of a run."""
+    """The trackers of the run in `folder`, whose next step is `first_step`.
 
-    def __init__(self, opened: Mapping[str, Tracker] | None = None) -> None:
-        self._open = dict(opened or {})
+    Raises:
+        InputError: one does not start; the others are closed.
+    """
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass the numbers of one step to every tracker; drop one that fails."""
-        for name, tracker in list(self._open.items()):
+    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any], first_step: int) -> None:
+        self._open: dict[str, _Tracker] = {}
+        for name in names:
             try:
                 with contextlib.redirect_stdout(sys.stderr):
-                    tracker.log(step, values)
-            except Exception as error:
-                del self._open[name]
-                _warn(f"{name} failed at step {step} and is dropped ({first_line(error)}); metrics.jsonl has every step.")
+                    self._open[name] = TRACKERS[name](folder, config, first_step)
+            except BaseException as error:
+                self.close()
+                if not isinstance(error, Exception):
+                    raise
+                remedy = _REMEDIES.get(name, f"Check that {name} works by itself")
+                raise InputError(
+                    f"log.trackers asks for {name!r}, which does not start: {first_line(error)}. {remedy}, or take it out of "
+                    "log.trackers."
+                ) from None
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Pass the numbers of one step's metrics to every tracker; drop one that fails."""
+        numbers = {k: float(v) for k, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        del numbers["step"]
+        for name, tracker in list(self._open.items()):
+            with self._warned(name, f"failed at step {record['step']} and is dropped"):
+                tracker.log(record["step"], numbers)
 
     def close(self) -> None:
         """Close every tracker."""
         while self._open:
             name, tracker = self._open.popitem()
-            try:
-                with contextlib.redirect_stdout(sys.stderr):
-                    tracker.close()
-            except Exception as error:
-                _warn(f"{name} could not be closed ({first_line(error)}); metrics.jsonl has every step.")
+            with self._warned(name, "could not be closed"):
+                tracker.close()
+
+    @contextlib.contextmanager
+    def _warned(self, name: str, fault: str) -> Iterator[None]:
+        """Drop a tracker that fails, with a warning; what it prints goes to stderr."""
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                yield
+        except Exception as error:
+            self._open.pop(name, None)
+            sys.stderr.write(f"octavo: log.trackers: {name} {fault} ({first_line(error)}); metrics.jsonl has every step.\n")
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -116,39 +130,3 @@ def check_trackers(names: Sequence[str]) -> None:
                 f"log.trackers asks for {name!r}, which is not installed. Install it with: pip install 'octavo[{name}]', "
                 "or take it out of log.trackers."
             )
-
-
-def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any], first_step: int) -> Trackers:
-    """Start each tracker for the run in `folder`, whose next step is `first_step`.
-
-    Raises:
-        InputError: one does not start; the others are closed.
-    """
-    opened: dict[str, Tracker] = {}
-    for name in names:
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                opened[name] = TRACKERS[name](folder, config, first_step)
-        except BaseException as error:
-            Trackers(opened).close()
-            if not isinstance(error, Exception):
-                raise
-            remedy = _REMEDIES.get(name, f"Check that {name} works by itself")
-            raise InputError(
-                f"log.trackers asks for {name!r}, which does not start: {first_line(error)}. {remedy}, or take it out of "
-                "log.trackers."
-            ) from None
-    return Trackers(opened)
-
-
-def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a metrics record."""
-    return {k: float(v) for k, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool) and k != "step"}
-
-
-def _run_id(folder: Path) -> str:
-    return f"{folder.name}-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]}"
-
-
-def _warn(message: str) -> None:
-    sys.stderr.write(f"octavo: log.trackers: {message}\n")

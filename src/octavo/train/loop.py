@@ -39,7 +39,7 @@ from octavo.run.metrics import MetricsFile
 from octavo.run.progress import StepProgress
 from octavo.run.resume import check_resumable
 from octavo.run.summary import Result, Summary, summarise
-from octavo.run.trackers import Trackers, numbers, open_trackers
+from octavo.run.trackers import Trackers
 from octavo.train import fp8_auto
 from octavo.train.evaluate import perplexity, validation_loss
 from octavo.train.loss_scale import LossScale
@@ -106,9 +106,8 @@ def _train_one(
         _say(console, f"{label}: already trained, {done} of {done} steps, in {folder.path}")
         return _summary(folder, config)
     with contextlib.ExitStack() as opened:
-        trackers = open_trackers(
-            config.log.trackers if first_rank else [], folder.path, config.model_dump(mode="json"), done + 1
-        )
+        names = config.log.trackers if first_rank else []
+        trackers = Trackers(names, folder.path, config.model_dump(mode="json"), done + 1)
         opened.callback(trackers.close)
         opened.enter_context(checkpoints)  # waits on exit for a checkpoint in the background
         if first_rank:
@@ -175,7 +174,7 @@ def _train_steps(session: Session, done: int, stop: StopRequest) -> None:
             record |= {"validation_loss": loss, "perplexity": perplexity(loss)}
         if session.metrics is not None:
             session.metrics.append(record)
-        session.trackers.log(step, numbers(record))
+        session.trackers.log(record)
         session.progress.step(record)
         session.checkpoints.poll()
         checkpoint_seconds = 0.0
