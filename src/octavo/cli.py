@@ -70,9 +70,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 @app.callback(invoke_without_command=True)
-def _octavo(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
+def _octavo(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
         from octavo._version import __version__
 
@@ -99,7 +97,7 @@ def train(
         from octavo.train import plan
 
         found = arithmetic.dry_run(plan.check(config))
-        _print(found.as_dict() if as_json else found.lines())
+        _print_once(found.as_dict() if as_json else found.lines())
         return
     from octavo.watchdog.stopping import StopRequest
 
@@ -107,8 +105,8 @@ def train(
         from octavo.run.summary import summary_lines
         from octavo.train.loop import train as run
 
-        result = run(config, console=_console(stderr=as_json), stop=stop)
-    _print(result.as_dict() if as_json else summary_lines(result))
+        result = run(config, console=_console(stderr=as_json, quiet=_rank() > 0), stop=stop)
+    _print_once(result.as_dict() if as_json else summary_lines(result))
 
 
 @app.command(epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
@@ -117,7 +115,7 @@ def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fa
     config = _config(run_file, overrides)
     from octavo.data.prepared import prepare as run
 
-    prepared = run(config.data, console=_console(stderr=as_json))
+    prepared = run(config.data, console=_console(stderr=as_json, quiet=_rank() > 0))
     counts = {name: split.tokens for name, split in prepared.manifest.splits.items()}
     result = {
         "folder": str(prepared.folder),
@@ -126,7 +124,7 @@ def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fa
         "tokens": counts,
     }
     text = f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"
-    _print(result if as_json else [text])
+    _print_once(result if as_json else [text])
 
 
 @app.command(epilog="Example: octavo export runs/demo --to demo-hf")
@@ -179,15 +177,12 @@ def bench(
     suite: Annotated[
         str,
         typer.Argument(
-            metavar="SUITE",
-            help="Suite: one-gpu, sharded, checkpoint, kernels, products or layers.",
-            show_default=False,
+            metavar="SUITE", help="Suite: one-gpu, sharded, checkpoint, kernels, products or layers.", show_default=False
         ),
     ],
     cases: Annotated[str | None, typer.Option(metavar="A,B", help="Workloads, kernels or layers; all if absent.")] = None,
     peers: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="Peers beside Octavo: bf16, torchao, te; all installed ones if absent."),
+        str | None, typer.Option(metavar="A,B", help="Peers beside Octavo: bf16, torchao, te; all installed ones if absent.")
     ] = None,
     entries: Annotated[str | None, typer.Option(metavar="A,B", help="Only these entries, such as octavo-delayed.")] = None,
     steps: Annotated[
@@ -199,8 +194,7 @@ def bench(
     ] = None,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Also record the time of a step by kind of kernel.")] = False,
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="A .json file, or a folder for one file a workload."),
+        Path | None, typer.Option(metavar="PATH", help="A .json file, or a folder for one file a workload.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a sharded model (on a CPU: ranks); all if absent.")] = None,
@@ -246,10 +240,10 @@ def _names(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
-def _console(*, stderr: bool = False) -> Console:
+def _console(*, stderr: bool = False, quiet: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr, quiet=_rank() > 0)
+    return Console(stderr=stderr, quiet=quiet)
 
 
 def _rank() -> int:
@@ -275,12 +269,17 @@ def _print_error(message: str) -> None:
     sys.stderr.write(f"octavo: {message}\n")
 
 
+def _print_once(result: dict[str, Any] | list[str]) -> None:
+    """Print the result of all ranks, on rank 0."""
+    if _rank() == 0:
+        _print(result)
+
+
 def _print(result: dict[str, Any] | list[str]) -> None:
-    """Print one JSON document, or lines, on rank 0."""
+    """Print one JSON document, or lines."""
     from octavo.run.metrics import encode
 
-    if _rank() == 0:
-        print(encode(result, indent=2) if isinstance(result, dict) else "\n".join(result))
+    print(encode(result, indent=2) if isinstance(result, dict) else "\n".join(result))
 
 
 if __name__ == "__main__":

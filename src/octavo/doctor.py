@@ -64,7 +64,6 @@ FP8_MODES = {
     "emulated": 'this CPU computes FP8\'s numbers exactly and slowly, by bf16 products; fp8.enabled = "auto" trains in bf16',
     "bf16": "no FP8 units: training is in bf16; fp8.emulate = true emulates FP8, slowly",
 }
-"""Meaning of each mode of FP8."""
 
 ATTENTION_KERNELS = {"MATH": "math", "FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "efficient", "CUDNN_ATTENTION": "cuDNN"}
 

@@ -1,13 +1,7 @@
-"""Keys of a run file, their types and defaults.
+"""Keys of a run file, their types and defaults: one file a section, with its checks; `octavo.config.run` composes them.
 
-A run file is TOML with one table a section. Every key is a typed, documented field of a model below; any other key is an error.
 The models open no file but the run file and import no torch: a mistake is reported in milliseconds, before data or a GPU is
 touched.
-
-    config = RunConfig.from_file("run.toml", ["optimizer.lr=1e-4"])
-    config.to_toml()            # the resolved run file
-
-One file a section, with its checks; `octavo.config.run` composes them.
 """
 
 from octavo.config.checkpoint import CheckpointConfig

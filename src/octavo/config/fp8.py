@@ -48,6 +48,5 @@ class Fp8Config(Section):
         "does not change the loss (Octavo's decoder only).",
     )
     emulate: bool = Field(
-        False,
-        description='Emulate FP8 (the same numbers, slowly) on GPUs without FP8 and, with `enabled` = "auto", on CPUs.',
+        False, description='Emulate FP8 (the same numbers, slowly) on GPUs without FP8 and, with `enabled` = "auto", on CPUs.'
     )

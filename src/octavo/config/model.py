@@ -22,8 +22,7 @@ class ModelConfig(Section):
         "float32", description="Dtype in which parameters, gradients and optimizer states are kept: float32 is master weights."
     )
     blocks: Literal["auto", "own"] = Field(
-        "auto",
-        description='"own" keeps the code of a model that would get Octavo\'s blocks; its older runs keep it too.',
+        "auto", description='"own" keeps the code of a model that would get Octavo\'s blocks; its older runs keep it too.'
     )
     config: dict[str, Any] = Field(
         default_factory=dict,

@@ -36,8 +36,7 @@ class ParallelConfig(Section):
         False, description="Keep activations saved for backward in host memory, as train.offload."
     )
     activation_loading_horizon: int = Field(
-        2,
-        description="Blocks whose offloaded activations are loaded ahead in backward; this version accepts 2 only.",
+        2, description="Blocks whose offloaded activations are loaded ahead in backward; this version accepts 2 only."
     )
 
     @field_validator("activation_loading_horizon")

@@ -18,8 +18,7 @@ from octavo.config.log import LogConfig
 from octavo.config.model import ModelConfig
 from octavo.config.optimizer import OptimizerConfig
 from octavo.config.parallel import ParallelConfig
-from octavo.config.section import Section
-from octavo.config.section import known_keys as _known_keys
+from octavo.config.section import Section, keys_of
 from octavo.config.train import TrainConfig
 from octavo.errors import InputError, nearest
 
@@ -82,7 +81,7 @@ class RunConfig(Section):
 
 def known_keys() -> list[str]:
     """Every `section.key` of a run file, in order."""
-    return _known_keys(RunConfig)
+    return keys_of(RunConfig)
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

@@ -46,11 +46,11 @@ def _explain_one(cls: type[BaseModel], loc: tuple[int | str, ...], kind: str, me
     if kind == "extra_forbidden":
         section = cls.model_fields.get(str(loc[0]))
         keys = list(cls.model_fields) if len(loc) == 1 or section is None else list(_fields(section.annotation))
-        elsewhere = next((key for key in known_keys(cls) if len(loc) > 1 and key.endswith(f".{loc[-1]}")), None)
+        elsewhere = next((key for key in keys_of(cls) if len(loc) > 1 and key.endswith(f".{loc[-1]}")), None)
         guess = elsewhere or nearest(str(loc[-1]), keys)
         prefix = f"{loc[0]}." if len(loc) > 1 and guess and "." not in guess else ""
         hint = f" Did you mean {prefix}{guess}?" if guess else ""
-        what = "section" if len(loc) == 1 and any(known_keys(cls)) else "key"
+        what = "section" if len(loc) == 1 and any(keys_of(cls)) else "key"
         return f"unknown {what} {name}.{hint} Known: {', '.join(keys)}"
     if kind == "missing" and len(loc) == 1:
         return f"{name} is missing: add a [{name}] section"
@@ -61,7 +61,7 @@ def _explain_one(cls: type[BaseModel], loc: tuple[int | str, ...], kind: str, me
     return f"{name} = {value!r}: {message}" if loc and not isinstance(value, dict) else message
 
 
-def known_keys(cls: type[BaseModel]) -> list[str]:
+def keys_of(cls: type[BaseModel]) -> list[str]:
     """Every `section.key` of a model of sections, in order; empty for a model of plain keys."""
     return [f"{section}.{key}" for section, field in cls.model_fields.items() for key in _fields(field.annotation)]
 

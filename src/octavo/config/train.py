@@ -25,8 +25,7 @@ class TrainConfig(Section):
     )
     offload: bool = Field(False, description="Keep activations saved for backward in host memory (Octavo's decoder only).")
     compile: bool | Literal["auto"] = Field(
-        "auto",
-        description='No value but false and "auto": the fused kernels of a block are faster than a compiled one.',
+        "auto", description='No value but false and "auto": the fused kernels of a block are faster than a compiled one.'
     )
     seed: int = Field(0, ge=0, description="Seed of the initial weights and of dropout.")
     deterministic: bool = Field(False, description="Use only deterministic kernels on GPUs (a CPU is always deterministic).")

@@ -147,16 +147,12 @@ def _looks_local(name: str) -> bool:
 
 
 def _similar(path: Path) -> str:
-    """A hint: the nearest existing file, or the first missing folder; empty if neither helps."""
-    parent = path.parent
-    if parent.is_dir():
-        guess = nearest(path.name, [entry.name for entry in parent.iterdir()])
-        return f" Did you mean {str(parent / guess)!r}?" if guess else ""
-    existing = next((folder for folder in path.parents if folder.is_dir()), Path())
+    """A hint: the nearest existing name, and the first missing folder; may be empty."""
+    existing = next(folder for folder in path.parents if folder.is_dir())
     missing = path.relative_to(existing).parts[0]
     guess = nearest(missing, [entry.name for entry in existing.iterdir()])
     hint = f" Did you mean {str(existing / guess)!r}?" if guess else ""
-    return f" There is no folder {str(existing / missing)!r}.{hint}"
+    return hint if existing == path.parent else f" There is no folder {str(existing / missing)!r}.{hint}"
 
 
 def _no_match(name: str, pattern: Path) -> InputError:

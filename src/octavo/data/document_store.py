@@ -33,7 +33,9 @@ class DocumentStore:
         self._file = path.open("w+b")
         self._offsets = array("Q", [0])
         self._map: mmap.mmap | None = None
-        self._first: Document | None = None
+        self._first_origin = ""
+        self.tokenised = False  # True if the documents are token ids
+        self.stored = 0  # bytes
         self.max_id = -1
 
     def __enter__(self) -> DocumentStore:
@@ -44,32 +46,23 @@ class DocumentStore:
             self._map.close()
         self._file.close()
 
-    @property
-    def stored(self) -> int:
-        """Bytes in the store."""
-        return self._offsets[-1]
-
-    @property
-    def tokenised(self) -> bool:
-        """True if the documents are token ids."""
-        return self._first is not None and self._first.text is None
-
     def append(self, document: Document) -> int:
         """Store a document and return its number.
 
         Raises:
             InputError: text among token ids, or the reverse; text that has no UTF-8 form.
         """
-        if self._first is None:
-            self._first = Document(None if document.text is None else "", document.input_ids, document.origin)
+        if not self.stored:
+            self._first_origin, self.tokenised = document.origin, document.text is None
         if (document.text is None) != self.tokenised:
-            text, tokens = (document, self._first) if self.tokenised else (self._first, document)
+            origins = (document.origin, self._first_origin) if self.tokenised else (self._first_origin, document.origin)
             raise InputError(
-                f"data.source mixes text ({text.origin}) with token ids ({tokens.origin}). Use two runs, or tokenise all of it."
+                "data.source mixes text ({}) with token ids ({}). Use two runs, or tokenise all of it.".format(*origins)
             )
         payload = self._encode(document)
         self._file.write(payload)
-        self._offsets.append(self._offsets[-1] + len(payload))
+        self.stored += len(payload)
+        self._offsets.append(self.stored)
         return len(self._offsets) - 2
 
     def seal(self) -> None:

@@ -26,7 +26,6 @@ class BatchLoader:
 
     Args:
         sequence_length: T.
-        packing: "join" or "documents".
         seed: seed of the order of samples.
         global_batch: sequences in a step, over all ranks.
         micro_batch: sequences in a micro-batch of one rank; None: the rank's whole share.
@@ -60,11 +59,17 @@ class BatchLoader:
         self._order = lru_cache(maxsize=2)(self._permutation)  # a step spans two epochs at most, unless epochs are tiny
 
     def step(self, first_sample: int) -> list[Batch]:
-        """This rank's micro-batches of the step that begins at `first_sample`, counted from 0 over all epochs."""
+        """This rank's micro-batches, a contiguous part of the global batch that begins at `first_sample`.
+
+        Samples are counted from 0 over all epochs.
+        """
         if first_sample < 0:
             raise ValueError(f"sample numbers start at 0, not {first_sample}")
-        indices, size = self._indices(first_sample), self.micro_batch
-        return [self._sequences.batch(indices[at : at + size]) for at in range(0, len(indices), size)]
+        share, size = self.global_batch // self._ranks, self.micro_batch
+        start = first_sample + self._rank * share
+        places = (divmod(sample, len(self._sequences)) for sample in range(start, start + share))
+        indices = [int(self._order(epoch)[position]) for epoch, position in places]
+        return [self._sequences.batch(indices[at : at + size]) for at in range(0, share, size)]
 
     def validation(self, batches: int) -> Iterator[Batch]:
         """This rank's part of the first `batches` micro-batches of the split, in fixed order, each sequence once.
@@ -76,22 +81,10 @@ class BatchLoader:
         total = min(batches * self.micro_batch, len(self._sequences))
         for first in range(0, total, self.micro_batch * self._ranks):
             mine = first + self._rank * self.micro_batch
-            if mine < total:
-                yield self._sequences.batch(range(mine, min(mine + self.micro_batch, total)))
-            else:
-                ignored = self._sequences.batch([0])
-                ignored.labels.fill_(IGNORED)
-                yield ignored
-
-    def _indices(self, first_sample: int) -> list[int]:
-        """The sequences of this rank: a contiguous part of the global batch."""
-        share = self.global_batch // self._ranks
-        start = first_sample + self._rank * share
-        indices = []
-        for sample in range(start, start + share):
-            epoch, position = divmod(sample, len(self._sequences))
-            indices.append(int(self._order(epoch)[position]))
-        return indices
+            batch = self._sequences.batch(range(mine, min(mine + self.micro_batch, total)) or [0])
+            if mine >= total:
+                batch.labels.fill_(IGNORED)
+            yield batch
 
     def _permutation(self, epoch: int) -> Int64:
         return rng.generator(self._seed, epoch).permutation(len(self._sequences))

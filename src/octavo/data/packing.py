@@ -134,7 +134,6 @@ class Sequences:
         tokens: [N] token ids, any integer type.
         offsets: [D + 1] start of each document, and the end of the last.
         sequence_length: T.
-        packing: "join" or "documents".
         pad_id: token id of padding; any id of the vocabulary.
     """
 

@@ -28,6 +28,7 @@ TRAINING_BYTES = 50_000_000
 _BATCH_CHARACTERS = 2**20
 _PIECE_CHARACTERS = 2**20
 _GENERIC_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
+_CHANGING_KEYS = ("add_bos_token", "add_eos_token", "split_special_tokens", "auto_map", "extra_special_tokens")
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _PATTERNS = ("*token*.json", "vocab.*", "merges.txt", "*.model", "chat_template.*")
 
@@ -136,8 +137,7 @@ def load(name: str) -> Encoder:
         return _from_backend(tokenizer.backend_tokenizer, tokenizer.eos_token, tokenizer.save_pretrained)
 
     def encode(texts: list[str]) -> list[list[int]]:
-        ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
     prefix, suffix = _prefix_and_suffix(tokenizer("a")["input_ids"], encode(["a"])[0], tokenizer.eos_token_id)
     size = max(tokenizer.get_vocab().values()) + 1
@@ -186,15 +186,11 @@ def _load_without_transformers(folder: Path) -> Encoder | None:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception:  # tokenizers raises plain Exception; transformers then reads it, or reports the fault
         return None
-    named = [
-        _content(value) for key, value in config.items() if key.endswith("_token") and value and not isinstance(value, bool)
-    ]
-    named += [_content(value) for value in config.get("added_tokens_decoder", {}).values()]
-    changed = config.get("tokenizer_class") not in _GENERIC_CLASSES or any(
-        config.get(key)
-        for key in ("add_bos_token", "add_eos_token", "split_special_tokens", "auto_map", "extra_special_tokens")
-    )
-    if changed or any(tokenizer.token_to_id(token) is None for token in named):
+    if config.get("tokenizer_class") not in _GENERIC_CLASSES or any(map(config.get, _CHANGING_KEYS)):
+        return None
+    named = [value for key, value in config.items() if key.endswith("_token") and value and not isinstance(value, bool)]
+    named += config.get("added_tokens_decoder", {}).values()
+    if any(tokenizer.token_to_id(_content(token)) is None for token in named):
         return None
 
     def save(target: Path) -> None:

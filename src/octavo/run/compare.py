@@ -1,7 +1,6 @@
 """`octavo compare`: losses of runs of the same steps, as a table, as curves and as JSON with the runs' environments.
 
-A gap means something only beside the noise of training: a second run of the reference, with another order of sums or of data,
-shows that noise. All figures come from metrics.jsonl.
+A gap means something only beside the noise of training: a second run of the reference, with another order of sums, shows it.
 """
 
 from __future__ import annotations

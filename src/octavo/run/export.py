@@ -1,9 +1,7 @@
 """Export a run, or a model in memory, to a folder that Hugging Face loads.
 
-The newest whole checkpoint is read under Octavo's names; `octavo.models.convert` maps them to Hugging Face's. Parameters keep
-the dtype in which they were trained, bit for bit. The run's folder is enough: model.source and data may be gone.
-
-Weights are read, or gathered from the ranks, for one output file at a time: the whole model need not fit in memory.
+Parameters keep the dtype in which they were trained, bit for bit. The run's folder is enough: model.source and data may be
+gone. Weights are read, or gathered from the ranks, for one output file at a time: the whole model need not fit in memory.
 """
 
 from __future__ import annotations

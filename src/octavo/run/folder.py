@@ -1,21 +1,11 @@
 """The folder of a run: layout, lock, and the record of each start.
 
-    run.toml            the resolved run file: `octavo train` on it continues or reproduces the run
-    choices.json        layers that fp8.enabled = "auto" excludes from FP8
-    environment.json    versions, device, code and command of each start
-    metrics.jsonl       one object a step
-    checkpoints/step-N/
-    model/config.json   the Hugging Face config, for an export without model.source
-    tokenizer/          a copy, for an export without the prepared data
-    bf16/               the same layout for the run without FP8 of train.compare_bf16
-
 A start that is refused leaves nothing: a folder that it created is removed unless something was recorded in it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -37,17 +27,17 @@ _PACKAGES = ("torch", "transformers", "triton", "safetensors", "numpy", "tokeniz
 
 
 class RunFolder:
-    """Paths in the folder of a run; the module's docstring describes each."""
+    """Paths in the folder of a run; `bf16` inside it has the same layout, for the run without FP8 of train.compare_bf16."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.run_file = path / "run.toml"
-        self.choices = path / "choices.json"
-        self.environment = path / "environment.json"
-        self.metrics = path / "metrics.jsonl"
-        self.checkpoints = path / "checkpoints"
-        self.model = path / "model"
-        self.tokenizer = path / "tokenizer"
+        self.run_file = path / "run.toml"  # the resolved run file: `octavo train` on it continues or reproduces the run
+        self.choices = path / "choices.json"  # layers that fp8.enabled = "auto" excludes from FP8
+        self.environment = path / "environment.json"  # versions, device, code and command of each start
+        self.metrics = path / "metrics.jsonl"  # one object a step
+        self.checkpoints = path / "checkpoints"  # step-N/
+        self.model = path / "model"  # config.json of Hugging Face, for an export without model.source
+        self.tokenizer = path / "tokenizer"  # a copy, for an export without the prepared data
 
     @property
     def has_checkpoints(self) -> bool:
@@ -76,11 +66,10 @@ class RunFolder:
         starts = json.loads(self.environment.read_text())["starts"] if self.environment.is_file() else []
         write_atomic(self.environment, json.dumps({"starts": [*starts, _environment(device)]}, indent=1) + "\n")
         if tokenizer is not None and not self.tokenizer.exists():
-            temporary = self.path / f".tmp-tokenizer-{os.getpid()}"
+            temporary = self.path / ".tmp-tokenizer"
+            shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
             shutil.copytree(tokenizer, temporary)
             temporary.rename(self.tokenizer)
-        for stale in self.path.glob(".tmp-tokenizer-*"):
-            shutil.rmtree(stale)
 
 
 @contextmanager
@@ -133,13 +122,10 @@ def _version(package: str) -> str | None:
 
 
 def _code_version() -> str | None:
-    """The git commit of Octavo's source, "+changes" if files differ from it; None for an installed package.
-
-    An installed package may be in a virtual environment inside another repository, whose commit is irrelevant.
-    """
+    """The git commit of Octavo's source, "+changes" if files differ from it; None for an installed package."""
     source = Path(__file__).parent.parent
     try:
-        _git(source, "ls-files", "--error-unmatch", "__init__.py")
+        _git(source, "ls-files", "--error-unmatch", "__init__.py")  # fails in an environment within another repository
         commit = _git(source, "rev-parse", "HEAD")
         return commit + ("+changes" if _git(source, "status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):

@@ -1,7 +1,6 @@
 """Keys that may change when a run continues; a change of any other key is an error.
 
-Reporting, checkpoints, paths and trades of memory for time may change. Keys that the losses depend on may not: one curve of two
-different runs is worse than an error.
+Keys that the losses depend on may not change: one curve of two different runs is worse than an error.
 """
 
 from __future__ import annotations
