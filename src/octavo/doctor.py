@@ -114,7 +114,7 @@ def _package(package: Package) -> dict[str, Any]:
 
 
 def _torch() -> dict[str, Any]:
-    """CUDA, cuDNN and NCCL of this torch, and whether it sees a GPU."""
+    """Versions of CUDA, cuDNN and NCCL; `sees_gpu`: a GPU is available to torch."""
     import torch
 
     nccl = _attempt(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if torch.cuda.is_available() else None

@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from octavo.config.data import DataConfig
-from octavo.data import hub, python_source, readers
+from octavo.data import python_source, readers
 from octavo.data.readers import Document
 from octavo.errors import InputError, nearest, unknown
 
@@ -111,7 +111,7 @@ def _find(name: str, config: DataConfig) -> Source:
     hint = _similar(path)
     if _looks_local(name):
         raise InputError(f"data.source = {name!r}: there is no such file.{hint} Change data.source.")
-    return Source(list, lambda: hub.from_hub(name, config, hint))
+    return Source(list, lambda: readers.from_hub(name, config, hint))
 
 
 def _files(name: str, files: list[Path], config: DataConfig) -> Source:
@@ -138,7 +138,7 @@ def _folder(path: Path, config: DataConfig) -> Source:
     if plain and not any(_SPLIT_NAME.search(entry.stem) for entry in entries):
         return _files(str(path), entries, config)
     files = sorted(entry for entry in path.rglob("*") if entry.is_file() and not entry.name.startswith("."))
-    return Source(lambda: files, lambda: hub.from_folder(path, config))
+    return Source(lambda: files, lambda: readers.from_folder(path, config))
 
 
 def _looks_local(name: str) -> bool:

@@ -24,6 +24,7 @@ FORMAT = 1
 FILE = "manifest.json"
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
+_PLAIN_KEYS = {"text_field", "subset", "split", "max_documents", "max_tokens", "validation_fraction", "seed"}
 
 
 class _Record(BaseModel):
@@ -80,15 +81,9 @@ def key(config: DataConfig) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "source": [identity(name) for name in source_names(config)],
-        "text_field": config.text_field,
-        "subset": config.subset,
-        "split": config.split,
         "tokenizer": str(folder.absolute()) if folder else config.tokenizer,
         "vocab_size": config.vocab_size if config.tokenizer == "train" else None,
-        "max_documents": config.max_documents,
-        "max_tokens": config.max_tokens,
-        "validation_fraction": config.validation_fraction,
-        "seed": config.seed,
+        **config.model_dump(include=_PLAIN_KEYS),
     }
 
 

@@ -85,14 +85,10 @@ def pack_documents(offsets_D: npt.NDArray[Any], sequence_length: int) -> Packing
     start_P = np.concatenate([whole_start_P, rest_start_P])
     length_P = np.concatenate([np.full(len(whole_start_P), sequence_length), rest_length_P])
     bin_P = np.concatenate([np.arange(len(whole_start_P)), bin_P])
-    bins = int(bin_P.max(initial=-1)) + 1
-    earliest = np.full(bins, np.iinfo(np.int64).max)
-    np.minimum.at(earliest, bin_P, start_P)
-    rank = np.empty(bins, np.int64)
-    rank[np.argsort(earliest)] = np.arange(bins)
-    order = np.lexsort((start_P, rank[bin_P]))
-    counts = np.bincount(rank[bin_P], minlength=bins)
-    return Packing(start_P[order], length_P[order], np.concatenate([[0], np.cumsum(counts)]))
+    # The first piece of each bin, by start, and the number of its pieces.
+    _, first, counts = np.unique(bin_P[np.argsort(start_P)], return_index=True, return_counts=True)
+    order = np.lexsort((start_P, first[bin_P]))
+    return Packing(start_P[order], length_P[order], np.concatenate([[0], np.cumsum(counts[np.argsort(first)])]))
 
 
 def _best_fit(length_P: Int64, capacity: int) -> Int64:

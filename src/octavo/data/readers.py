@@ -1,4 +1,4 @@
-"""Readers of documents: text, JSON lines, Parquet.
+"""Readers of documents: text, JSON lines, Parquet, and data sets that `datasets` loads.
 
 Each reader streams, so that a file may be larger than memory (a .txt file is one document and is read whole). A fault is an
 error with the file and the line or row: skipping bad lines silently would train on other data than requested.
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from octavo.config.data import DataConfig
 from octavo.errors import InputError, first_line, nearest
 
 _ROWS = 1024
@@ -70,8 +71,48 @@ def read_parquet(path: Path, text_field: str) -> Iterator[Document]:
         raise InputError(f"{str(path)!r} is not a readable Parquet file: {first_line(error)}. Replace it.") from None
 
 
-def read_data_set(data: Any, text_field: str, name: str) -> Iterator[Document]:
-    """The rows of one column of a `datasets.Dataset`, in batches, as `read_parquet`."""
+def from_hub(name: str, config: DataConfig, hint: str) -> Iterator[Document]:
+    """The documents of a data set of the Hub, identified by name and split: `datasets` verifies its files in its own cache.
+
+    Raises:
+        InputError: it does not exist, cannot be reached, has no such split, or needs code; `hint` is added to the message.
+    """
+    import datasets  # heavy; executes no code from a data set
+
+    try:
+        data = datasets.load_dataset(name, config.subset, split=config.split)
+    except Exception as error:
+        raise InputError(
+            f"data.source = {name!r} is no local file, and the Hugging Face data set {name!r}, split {config.split!r}, cannot "
+            f"be loaded: {first_line(error)}.{hint} Check the name, data.subset, data.split and the network, or give a local "
+            'file or "python:docstrings" as data.source.'
+        ) from None
+    yield from _from_data_set(data, config.text_field, f"data set {name!r}")
+
+
+def from_folder(path: Path, config: DataConfig) -> Iterator[Document]:
+    """The documents of one split of a local folder, in any layout that `load_dataset` or `load_from_disk` understands."""
+    import datasets
+
+    split = config.split
+    try:
+        if any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
+            data = datasets.load_from_disk(str(path))
+        else:
+            data = datasets.load_dataset(str(path), config.subset, split=split)
+    except Exception as error:
+        raise InputError(
+            f"data.source = {str(path)!r}: the folder cannot be loaded as a data set, split {split!r}: {first_line(error)}. "
+            "Check data.subset and data.split, or name the files themselves (a pattern such as 'folder/*.jsonl')."
+        ) from None
+    if isinstance(data, datasets.DatasetDict):
+        if split not in data:
+            raise InputError(f"data.source = {str(path)!r} has no split {split!r}, only {', '.join(data)}. Change data.split.")
+        data = data[split]
+    yield from _from_data_set(data, config.text_field, str(path))
+
+
+def _from_data_set(data: Any, text_field: str, name: str) -> Iterator[Document]:
     column = _column(data.column_names, text_field, name)
     batches = data.select_columns([column]).iter(batch_size=_ROWS)
     yield from _from_column((batch[column] for batch in batches), column, text_field, name)

@@ -74,7 +74,7 @@ _REMEDIES = {"wandb": "Log in with `wandb login`, or set WANDB_MODE=offline in t
 
 
 class Trackers:
-    """The trackers of the run in `folder`, whose next step is `first_step`.
+    """The trackers of the run in `folder`, from `first_step` on.
 
     Raises:
         InputError: one does not start; the others are closed.
@@ -113,7 +113,7 @@ class Trackers:
 
     @contextlib.contextmanager
     def _warned(self, name: str, fault: str) -> Iterator[None]:
-        """Drop a tracker that fails, with a warning; what it prints goes to stderr."""
+        """Drop a tracker that fails, with a warning; its output goes to stderr."""
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 yield
