@@ -160,7 +160,7 @@ def _write_tokens(
     if validation is None:
         whole = np.concatenate([ids for ids, _ in chunks(train)])[:limit]
         held_out = _held_out(len(whole), config, least=2)
-        if held_out >= 2:
+        if held_out >= 2:  # otherwise both are too short
             writers["train"].write([(whole[:-held_out], True)], None)
             writers["validation"].write([(whole[-held_out:], True)], None)
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -218,11 +218,10 @@ def _from_backend(tokenizer: Any, eos: str | None, save: Callable[[Path], None])
     return Encoder(size, end, prefix, suffix, encode, save)
 
 
-def _prefix_and_suffix(whole: Sequence[int], inner: Sequence[int], end: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _prefix_and_suffix(whole: list[int], inner: list[int], end: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Special tokens before and after a text's own ids, the end token last."""
     width = len(inner)
-    matches = (i for i in range(len(whole) - width + 1) if list(whole[i : i + width]) == list(inner))
-    start = next(matches, None)
+    start = next((i for i in range(len(whole) - width + 1) if whole[i : i + width] == inner), None)
     if start is None:  # special tokens change the text's own ids: leave documents without them
         start, whole = 0, inner
     suffix = tuple(whole[start + width :])
