@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.data.packing import IGNORED, Batch, Sequences, pack_documents
+from octavo.data.packing import IGNORED, Batch, Sequences, join, pack_documents
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
@@ -17,7 +17,7 @@ def _corpus(lengths):
 
 def _sequences(lengths, T, packing):
     tokens, offsets = _corpus(lengths)
-    return Sequences(tokens, offsets, sequence_length=T, packing=packing, pad_id=0)
+    return Sequences(tokens, join(len(tokens), T) if packing == "join" else pack_documents(offsets, T), T, pad_id=0)
 
 
 def _row(sequences, index):
@@ -115,5 +115,4 @@ def test_nothing_is_padded_where_documents_fit():
 
 @pytest.mark.parametrize("packing", ["join", "documents"])
 def test_an_empty_split_has_no_sequences(packing):
-    sequences = Sequences(np.empty(0, "<u2"), np.zeros(1, "<u8"), sequence_length=8, packing=packing)
-    assert len(sequences) == 0
+    assert len(_sequences([], 8, packing)) == 0

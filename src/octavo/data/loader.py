@@ -15,7 +15,7 @@ from typing import Literal
 
 from octavo.data import rng
 from octavo.data.manifest import Split
-from octavo.data.packing import IGNORED, Batch, Int64, Sequences
+from octavo.data.packing import IGNORED, Batch, Int64, Sequences, join, pack_documents
 from octavo.data.prepared import PreparedData
 from octavo.errors import InputError
 from octavo.parallel.mesh import fit_batch
@@ -94,9 +94,9 @@ def sequences_of(
     prepared: PreparedData, split: Split, *, sequence_length: int, packing: Literal["join", "documents"]
 ) -> Sequences:
     """The sequences of a split, by number."""
-    pad_id = prepared.manifest.end_token_id or 0
     tokens, offsets = prepared.tokens(split), prepared.offsets(split)
-    return Sequences(tokens, offsets, sequence_length=sequence_length, packing=packing, pad_id=pad_id)
+    pieces = join(len(tokens), sequence_length) if packing == "join" else pack_documents(offsets, sequence_length)
+    return Sequences(tokens, pieces, sequence_length, pad_id=prepared.manifest.end_token_id or 0)
 
 
 def _empty(prepared: PreparedData, split: Split) -> str:

@@ -124,12 +124,11 @@ def read(folder: Path, config: DataConfig) -> Manifest | None:
 def damage(folder: Path, manifest: Manifest) -> str | None:
     """The first missing file, or file of the wrong size, as a sentence; None if there is none."""
     for name, file in manifest.files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError:
-            return f"{folder / name} is missing"
-        if size != file.size:
-            return f"{folder / name} has {size:,} bytes where its manifest says {file.size:,}"
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != file.size:
+            return f"{path} has {size:,} bytes where its manifest says {file.size:,}"
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -120,52 +120,44 @@ def _best_fit(length_P: Int64, capacity: int) -> Int64:
     return bin_P
 
 
+@dataclass(frozen=True)
 class Sequences:
     """The sequences of one split by number, read from the memory map on request.
 
     Labels are IGNORED on padding and at position 0 of every document (of every sequence, when joined). Padding is a document of
     its own: its positions restart at 0, so that no attention reaches it.
 
-    Args:
+    Attributes:
         tokens: [N] token ids, any integer type.
-        offsets: [D + 1] start of each document, and the end of the last.
+        packing: ranges of tokens by sequence.
         sequence_length: T.
         pad_id: token id of padding; any id of the vocabulary.
     """
 
-    def __init__(
-        self,
-        tokens: npt.NDArray[Any],
-        offsets: npt.NDArray[Any],
-        *,
-        sequence_length: int,
-        packing: Literal["join", "documents"],
-        pad_id: int = 0,
-    ) -> None:
-        self._sequence_length = sequence_length
-        self.packing = join(len(tokens), sequence_length) if packing == "join" else pack_documents(offsets, sequence_length)
-        self._tokens = tokens
-        self._pad_id = pad_id
+    tokens: npt.NDArray[Any]
+    packing: Packing
+    sequence_length: int
+    pad_id: int
 
     def __len__(self) -> int:
         return len(self.packing)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The sequences with these numbers."""
-        shape = (len(indices), self._sequence_length)
-        input_ids = np.full(shape, self._pad_id, np.int64)
+        shape = (len(indices), self.sequence_length)
+        input_ids = np.full(shape, self.pad_id, np.int64)
         labels = np.full(shape, IGNORED, np.int64)
         positions = np.empty(shape, np.int64)
-        counting = np.arange(self._sequence_length)
+        counting = np.arange(self.sequence_length)
         pieces = self.packing
         for row, index in enumerate(indices):
             at = 0
             for piece in range(pieces.first_S[index], pieces.first_S[index + 1]):
                 start, length = pieces.start_P[piece], pieces.length_P[piece]
                 here = slice(at, at + length)
-                input_ids[row, here] = self._tokens[start : start + length]
+                input_ids[row, here] = self.tokens[start : start + length]
                 labels[row, at + 1 : at + length] = input_ids[row, at + 1 : at + length]
                 positions[row, here] = counting[:length]
                 at += length
-            positions[row, at:] = counting[: self._sequence_length - at]
+            positions[row, at:] = counting[: self.sequence_length - at]
         return Batch(*map(torch.from_numpy, (input_ids, labels, positions)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -32,9 +33,11 @@ class Prefetcher:
     ) -> None:
         self.loader = loader
         self._workers, self._end = workers, end
-        self._pin_device = device if device is not None and device.type == "cuda" else None
+        self._pin = device is not None and device.type == "cuda"
         self._queue: deque[tuple[int, Future[list[Batch]]]] = deque()
-        self._threads = ThreadPoolExecutor(workers, "octavo-read", initializer=self._set_device) if workers else None
+        # Pinning needs a CUDA context: this device's, not one more on the first GPU.
+        prepare = partial(torch.cuda.set_device, device) if self._pin else None
+        self._threads = ThreadPoolExecutor(workers, "octavo-read", initializer=prepare) if workers else None
 
     def step(self, first_sample: int) -> list[Batch]:
         """The result of `BatchLoader.step`, or the error that it raised for this step."""
@@ -56,12 +59,6 @@ class Prefetcher:
             threads.shutdown(wait=True, cancel_futures=True)
         self._queue.clear()
 
-    def _set_device(self) -> None:
-        if self._pin_device is not None:  # pinning needs a CUDA context: this device's, not one more on the first GPU
-            torch.cuda.set_device(self._pin_device)
-
     def _read(self, first_sample: int) -> list[Batch]:
         batches = self.loader.step(first_sample)
-        if self._pin_device is None:
-            return batches
-        return [Batch(*(tensor.pin_memory() for tensor in batch)) for batch in batches]
+        return [Batch(*(tensor.pin_memory() for tensor in batch)) for batch in batches] if self._pin else batches
