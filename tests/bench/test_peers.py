@@ -1,6 +1,5 @@
 """Which peers stand beside Octavo's entries; Transformer Engine's entries, with a package in its place that has its names."""
 
-import inspect
 import math
 import os
 import subprocess
@@ -14,7 +13,6 @@ from octavo.bench.cases import ALL_CASES, CASES, VISION_CASES
 from octavo.bench.peers import ENTRIES, PEERS, build_octavo
 from octavo.bench.run import run_suite
 from octavo.bench.suites import SUITES
-from octavo.build import build_model
 from octavo.cli import main
 from octavo.errors import InputError
 
@@ -208,6 +206,20 @@ def test_the_command_refuses_with_exit_code_2(capsys):
     assert "run on a GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("suite", "option", "value"),
+    [
+        ("one-gpu", "--steps", "0"),
+        ("kernels", "--warmup", "-1"),
+        ("checkpoint", "--saves", "0"),
+        ("checkpoint", "--restore-gpus", "0"),
+    ],
+)
+def test_the_command_refuses_a_number_too_small(capsys, suite, option, value):
+    assert main(["bench", suite, "--device", "cpu", option, value]) == 2
+    assert option in capsys.readouterr().err
+
+
 def test_a_workload_whose_model_is_not_installed_is_left_out(monkeypatch):
     monkeypatch.setattr(run, "version", lambda package: None)
     said = []
@@ -222,7 +234,6 @@ def test_a_workload_whose_model_is_not_installed_is_left_out(monkeypatch):
     assert set(ALL_CASES) == set(CASES) | set(VISION_CASES)
 
 
-@pytest.mark.skipif("head_precision" not in inspect.signature(build_model).parameters, reason="the head has one precision")
 def test_the_head_trains_in_fp8_too():
     case = CASES["tiny"]
     entry = ENTRIES["octavo-delayed-fp8-head"]

@@ -13,7 +13,6 @@ from octavo.bench.products import WORKLOADS, measure_products, products_of
 from octavo.bench.results import render, write
 from octavo.bench.run import run_suite
 from octavo.errors import InputError
-from octavo.models.families import spec_of
 from octavo.plan.flops import matmul_parameters
 
 
@@ -23,7 +22,7 @@ from octavo.plan.flops import matmul_parameters
 )
 def test_the_products_are_those_of_the_model(name, case, layers):
     workload = WORKLOADS[name]
-    wanted = matmul_parameters(spec_of(ALL_CASES[case].hf_config())).layers * workload.tokens
+    wanted = matmul_parameters(ALL_CASES[case].spec).layers * workload.tokens
     assert sum(product.flops for product in products_of(workload)) * layers == 6 * wanted
 
 
@@ -34,18 +33,18 @@ def test_both_contestants_multiply_the_same(monkeypatch):
         return (a.float() @ b.float()).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", by_pytorch)
-    cpu, small = torch.device("cpu"), products.Workload("small", 64, ((32, 48),))
+    small = products.Workload("small", 64, ((32, 48),))
     for product in products_of(small):
         for calls in products.CONTESTS.values():
-            theirs, ours = (call() for call in calls(product, cpu))
+            theirs, ours = (call() for call in calls(product))
             assert ours.shape == (product.rows, product.columns)
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-2)
 
 
 def test_rows_are_written_and_shown(tmp_path, monkeypatch):
     times = iter([[30.0, 20.0]] * 9)
-    monkeypatch.setattr(products, "median_us", lambda *runs, **how: next(times))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr("octavo.bench.kernels.median_us", lambda *runs, **how: next(times))
+    monkeypatch.setattr("octavo.bench.kernels.FLUSHED_BYTES", 4)
     said = []
     small = products.Workload("small", 64, ((32, 48),))
     rows = measure_products([small], torch.device("cpu"), iterations=1, warmup=1, say=said.append)

@@ -13,9 +13,9 @@ from octavo.bench.cases import CASES, Case
 from octavo.bench.plain import PlainLlama
 from octavo.bench.results import render
 from octavo.bench.run import run_suite
-from octavo.bench.sharded import SHARDED, build_octavo_sharded, build_plain_sharded
-from octavo.bench.worker import random_batches
-from octavo.models.families import spec_of
+from octavo.bench.sharded import SHARDED, build_plain_sharded
+from octavo.bench.worker import labelled_batches
+from octavo.models.shapes import SHAPES
 from octavo.parallel import world
 from octavo.plan.flops import matmul_parameters
 
@@ -23,7 +23,17 @@ pytestmark = ranks.alone
 
 CPU = torch.device("cpu")
 TINY = CASES["tiny"]
-UNTIED = Case("untied", 48, 3, 6, 3, 16, 80, 96, False, 2, 16, rope_theta=10_000.0)
+_SIZES = SHAPES["llama-tiny"] | {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
+UNTIED = Case("untied", _SIZES, 2, 16)
 FIGURES = {
     "workload", "entry", "head", "tokens_per_second", "step_ms", "tflops", "mfu", "peak_gib", "loss", "layers", "batch",
     "sequence_length", "steps", "interleaved", "gpus", "build_seconds", "start_seconds",
@@ -32,12 +42,12 @@ FIGURES = {
 
 def test_the_whole_8b_shape():
     for name in ("llama-8b-8k", "llama-8b-16k"):
-        counted = matmul_parameters(spec_of(CASES[name].hf_config()))
+        counted = matmul_parameters(CASES[name].spec)
         with torch.device("meta"):
-            model = PlainLlama(CASES[name])
+            model = PlainLlama(CASES[name].spec)
         assert sum(p.numel() for p in model.parameters()) == 8_030_261_248  # as published
         assert counted.layers + counted.head == 8_030_261_248 - 4096 * (128_256 + 2 * 32 + 1)
-        assert CASES[name].tokens == 16_384
+        assert CASES[name].units == 16_384
 
 
 def test_a_run_on_two_ranks(tmp_path):
@@ -50,11 +60,11 @@ def test_a_run_on_two_ranks(tmp_path):
     for figures in results["rows"]:
         assert set(figures) == FIGURES, figures
         assert (figures["gpus"], figures["steps"], figures["interleaved"]) == (2, 2, True)
-        assert figures["tokens_per_second"] == pytest.approx(TINY.tokens / (figures["step_ms"] / 1e3))
+        assert figures["tokens_per_second"] == pytest.approx(TINY.units / (figures["step_ms"] / 1e3))
         assert 0 < figures["build_seconds"] < figures["start_seconds"]
     # Two steps to warm up, one at the start of each turn, two timed: here by one rank over the tokens of both.
-    trainer, batches = build_octavo_sharded(TINY, CPU, False), [random_batches(TINY, CPU, rank) for rank in range(2)]
-    losses = [trainer.step(*[torch.cat([part[i % 4] for part in batches])] * 2).item() for i in range(6)]
+    trainer, batches = SHARDED["octavo-bf16"].build(TINY, CPU, False), [labelled_batches(TINY, CPU, rank) for rank in range(2)]
+    losses = [trainer.step(*[torch.cat([part[i % 4][0] for part in batches])] * 2).item() for i in range(6)]
     bf16, delayed, _ = (figures["loss"] for figures in results["rows"])
     assert bf16 == pytest.approx(losses[-1], rel=1e-3)
     assert delayed == pytest.approx(losses[-1], rel=5e-3)
@@ -69,7 +79,7 @@ def plain_gradients(case):
     world.init()
     trainer = build_plain_sharded(case, CPU, False)
     weights = {name: p.full_tensor().detach() for name, p in trainer.model.named_parameters()}
-    own = random_batches(case, CPU, world.state.rank)[0]
+    own, _ = labelled_batches(case, CPU, world.state.rank)[0]
     loss = trainer.model(own, own)
     loss.backward()
     sharded = {name: p.grad.full_tensor() for name, p in trainer.model.named_parameters()}
@@ -79,10 +89,10 @@ def plain_gradients(case):
     assert moments
     assert all(value.dtype == torch.float32 for value in moments)
 
-    whole = PlainLlama(case)
+    whole = PlainLlama(case.spec)
     whole.load_state_dict(weights, strict=False)
     whole = whole.to(torch.bfloat16)
-    both = torch.cat([random_batches(case, CPU, rank)[0] for rank in range(2)])
+    both = torch.cat([labelled_batches(case, CPU, rank)[0][0] for rank in range(2)])
     expected = whole(both, both)
     expected.backward()
     total = loss.detach().clone()
@@ -102,7 +112,7 @@ def test_the_sharded_peer_is_the_whole_model(case):
 def octavo_parameters(name):
     world.init()
     trainer = SHARDED[name].build(UNTIED, CPU, False, seed=3)
-    own = random_batches(UNTIED, CPU, world.state.rank)[0]
+    own, _ = labelled_batches(UNTIED, CPU, world.state.rank)[0]
     trainer.step(own, own)
     return [(isinstance(p, DTensor), p.dtype, p.to_local().numel(), p.numel()) for p in trainer.model.parameters()]
 

@@ -12,12 +12,21 @@ from octavo.bench.layers.suite import LAYERS, OCTAVO, SETTLING, measure_layers
 from octavo.bench.layers.suite import transformer_engine as their_layers
 from octavo.bench.peers import ENTRIES, ENVIRONMENT, build_plain
 from octavo.bench.worker import labelled_batches
+from octavo.models.shapes import SHAPES
 from octavo.nn.attention import merge_qkv
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 CUDA = torch.device("cuda")
-LLAMA = Case("small", 512, 2, 8, 2, 64, 1024, 1024, False, 2, 256)
+_SIZES = SHAPES["llama-tiny"] | {
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "tie_word_embeddings": False,
+}
+LLAMA = Case("small", _SIZES, 2, 256)
 VIT = VisionCase("small-vit", 320, 2, 4, 1280, 32, 16, 224, 16)  # heads of 80, as vit-huge has
 
 
@@ -33,7 +42,7 @@ def copy_llama(theirs, plain):
     theirs.lm_head.weight.copy_(plain.lm_head.weight)
     for layer, block in zip(theirs.layers, plain.model.layers, strict=True):
         attention, mlp = block.self_attn, block.mlp
-        qkv = merge_qkv(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, LLAMA.kv_heads)
+        qkv = merge_qkv(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, LLAMA.spec.kv_heads)
         layer.self_attention.layernorm_qkv.weight.copy_(qkv)
         layer.self_attention.proj.weight.copy_(attention.o_proj.weight)
         layer.layernorm_mlp.fc1_weight.copy_(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
@@ -74,8 +83,8 @@ def test_vision_entries_begin_with_timms_loss(name):
     if name.startswith("ao-"):
         pytest.importorskip("torchao", exc_type=ImportError)
     batch = labelled_batches(VIT, CUDA)[0]
-    expected = float(ENTRIES["torch-bf16"].vision(VIT, CUDA, False).step(*batch))
-    trainer = ENTRIES[name].vision(VIT, CUDA, True)
+    expected = float(ENTRIES["torch-bf16"].build(VIT, CUDA, False).step(*batch))
+    trainer = ENTRIES[name].build(VIT, CUDA, True)
     losses = [float(trainer.step(*batch)) for _ in range(4)]
     assert losses[0] == pytest.approx(expected, rel=0.03)
     assert losses[-1] < losses[0]
@@ -85,7 +94,7 @@ def test_vision_entries_begin_with_timms_loss(name):
 def test_the_split_of_transformer_engines_vision_block_copies_no_gradient():
     pytest.importorskip("timm", exc_type=ImportError)
     transformer_engine()
-    trainer = ENTRIES["te-delayed"].vision(VIT, CUDA, True)
+    trainer = ENTRIES["te-delayed"].build(VIT, CUDA, True)
     batch = labelled_batches(VIT, CUDA)[0]
     trainer.step(*batch)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:

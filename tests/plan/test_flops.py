@@ -15,14 +15,7 @@ from octavo.errors import InputError
 from octavo.hardware import lookup
 from octavo.models.families import spec_of
 from octavo.models.sources import load_config
-from octavo.plan.flops import (
-    MatmulParameters,
-    flops_per_token,
-    matmul_parameters,
-    mean_keys,
-    mfu,
-    model_flops,
-)
+from octavo.plan.flops import MatmulParameters, matmul_parameters, mean_keys, mfu, model_flops
 
 LLAMA_1B, LLAMA_8B = (spec_of(load_config(name)) for name in ("llama-1b", "llama-8b"))
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 128}
@@ -80,7 +73,7 @@ def test_experts_that_are_not_visited_cost_nothing():
     assert counted.layers == 32 * (attention + 2 * expert)
     assert counted.inactive == 32 * 6 * expert
     assert counted.router == 32 * 4096 * 8
-    assert model_flops(spec, 2048).total == 6 * counted.active + 6 * 32 * 4096 * 2048
+    assert model_flops(spec, 2048).total == 6 * (counted.stored - counted.inactive) + 6 * 32 * 4096 * 2048
 
 
 def test_keys_seen_equal_a_count_over_the_mask():
@@ -92,16 +85,6 @@ def test_keys_seen_equal_a_count_over_the_mask():
         assert abs(mean_keys(length, window) - seen) <= 0.5
     assert mean_keys(length) == 32
     assert mean_keys(length, 64) == mean_keys(length, 1000) == 32
-    assert mean_keys(length, causal=False) == 64
-    assert mean_keys(length, 16, causal=False) == 16
-
-
-def test_attention_that_is_not_causal_costs_twice_as_much():
-    counted = MatmulParameters(layers=1000, router=0, head=0, inactive=0)
-    once = flops_per_token(counted, attention_width=32, sequence_length=128, windows=[None] * 2)
-    twice = flops_per_token(counted, attention_width=32, sequence_length=128, windows=[None] * 2, causal=False)
-    assert once.attention == 6 * 2 * 32 * 128
-    assert twice.attention == 12 * 2 * 32 * 128
 
 
 def test_windows_of_each_layer():

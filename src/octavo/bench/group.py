@@ -1,8 +1,8 @@
 """Worker processes of an entry, one a rank: started, asked and ended together by the parent.
 
-Every rank gets each request and answers it, not rank 0 alone: if a rank fails while the others wait for it in a collective, the
-parent sees it at once and the row names the rank. The ranks of one host meet at a file and use the loopback interface, so a
-suite needs no port and no network.
+Every rank gets each request and answers it: if a rank fails while the others wait for it in a collective, the parent sees it at
+once and the row names the rank. The ranks of one host meet at a file and use the loopback interface, so a suite needs no port
+and no network.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,40 +35,39 @@ Answers = list[dict[str, Any]]
 """One answer of each rank, in order."""
 
 
+class EntryFailed(Exception):
+    """The processes of an entry failed; the message has the reason."""
+
+
 class Group:
-    """The processes of one entry.
+    """The processes of one entry; `started` is `time.perf_counter()` before the first."""
 
-    Attributes:
-        error: the reason of its failure; None so far.
-        started: `time.perf_counter()` when its first process was started.
-    """
-
-    def __init__(self, arguments: Sequence[str], *, device: str, ranks: int = 1) -> None:
-        """Start `python -m octavo.bench.worker ARGUMENTS DEVICE RENDEZVOUS` for each rank; "cuda" is each rank's own GPU."""
-        self.error: str | None = None
+    def __init__(self, suite: str, entry: str, case: str, *, device: str, ranks: int = 1) -> None:
+        """Start a worker for each rank; "cuda" is each rank's own GPU."""
         self.started = time.perf_counter()
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-bench-")
         self._said: queue.Queue[tuple[int, str | None]] = queue.Queue()
-        command = [sys.executable, "-m", "octavo.bench.worker", *arguments]
+        command = [sys.executable, "-m", "octavo.bench.worker", suite, entry, case]
         self._processes = []
         for rank in range(ranks):
             own = f"cuda:{rank}" if device == "cuda" else device
-            log = None if rank == 0 else self._log(rank).open("w")  # only rank 0 prints, since the ranks print the same
-            process = subprocess.Popen(
-                [*command, own, str(Path(self._folder.name) / "rendezvous")],
-                env=_environment(device, rank, ranks),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, encoding="utf-8",
-            )  # fmt: skip
-            if log is not None:
-                log.close()
+            # Only rank 0 prints, since the ranks print the same.
+            with contextlib.nullcontext() if rank == 0 else self._log(rank).open("w") as log:
+                process = subprocess.Popen(
+                    [*command, own, str(Path(self._folder.name) / "rendezvous")],
+                    env=_environment(device, rank, ranks),
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, encoding="utf-8",
+                )  # fmt: skip
             assert process.stdout is not None
             threading.Thread(target=self._listen, args=(rank, process.stdout), daemon=True).start()
             self._processes.append(process)
 
     def ask(self, do: str, **arguments: Any) -> Answers:
-        """Send a request to every rank and wait for all answers; after a failure [], with the reason in `error`."""
-        if self.error is not None:
-            return []
+        """Send a request to every rank and wait for all answers.
+
+        Raises:
+            EntryFailed: a rank answered with an error, or its process ended. The others are ended too.
+        """
         request = json.dumps({"do": do, **arguments})
         for process in self._processes:
             assert process.stdin is not None
@@ -80,9 +78,9 @@ class Group:
             rank, line = self._said.get()
             answer = json.loads(line) if line else None
             if answer is None or "error" in answer:
-                self.error = self._cause(rank, answer)
+                reason = self._cause(rank, answer)
                 self.close()
-                return []
+                raise EntryFailed(reason)
             answers[rank] = answer
         return [answers[rank] for rank in sorted(answers)]
 
@@ -120,8 +118,7 @@ class Group:
     def _death(self, rank: int) -> str:
         text = f"its process ended with exit code {self._processes[rank].wait()}"
         log = self._log(rank)
-        lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.is_file() else []
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        last = log.read_text(encoding="utf-8", errors="replace").strip().rsplit("\n", 1)[-1].strip() if log.is_file() else ""
         return f"{text}: {last}" if last else text
 
     def _log(self, rank: int) -> Path:
@@ -136,5 +133,5 @@ def _environment(device: str, rank: int, ranks: int) -> dict[str, str]:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         # Each rank has threads for its share of the cores: with threads for all cores the ranks would wait for one another.
         environment = {**ONE_HOST, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **environment}
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return environment | {name: str(value) for name, value in variables.items()}
+    own, all_ranks = str(rank), str(ranks)
+    return environment | {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": all_ranks, "LOCAL_WORLD_SIZE": all_ranks}

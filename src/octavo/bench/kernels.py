@@ -1,10 +1,8 @@
 """Bandwidth of Octavo's Triton kernels, as a share of the device's own copy in the same run.
 
-All kernels are bound by memory. The figure is the necessary traffic over the time. The table states the traffic in bytes read
-and written for each element of the shape: every operand once, and twice where a kernel needs two passes over more than the L2
-cache. Statistics, scales and angles are small and not counted.
-
-Each call is timed with a cold L2 cache and without its launch (`octavo.kernels.timing`). The median counts.
+All kernels are bound by memory. The figure is the necessary traffic over the median time, with a cold L2 cache and without the
+launch. The table states the traffic in bytes read and written for each element of the shape: every operand once, and twice
+where a kernel needs two passes over more than the L2 cache. Statistics, scales and angles are small and not counted.
 """
 
 from __future__ import annotations
@@ -35,12 +33,7 @@ PAUSE_CYCLES = 1_000_000
 
 
 class Call(NamedTuple):
-    """A call of a kernel with its tensors.
-
-    Attributes:
-        run: calls the kernel; returns its results.
-        reads: its operands.
-    """
+    """A call of a kernel, and its operands."""
 
     run: Callable[[], Any]
     reads: tuple[Tensor, ...]
@@ -52,13 +45,13 @@ class Kernel:
 
     Attributes:
         name: in the results.
-        make: makes the call for (rows, columns, device).
+        make: makes the call for (rows, columns) on the default device.
         reads, writes: necessary traffic in bytes for each element of the shape.
         shapes: measured [rows, columns].
     """
 
     name: str
-    make: Callable[[int, int, torch.device], Call]
+    make: Callable[[int, int], Call]
     reads: float
     writes: float
     shapes: tuple[tuple[int, int], ...] = ((16_384, 4096),)
@@ -68,117 +61,104 @@ class Kernel:
         return round(rows * columns * (self.reads + self.writes))
 
 
-def _random(rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(rows, columns, device=device, dtype=dtype)
+def _random(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(rows, columns, dtype=dtype)
 
 
-def _into(device: torch.device, *, fp8: bool, rowwise: bool = True, columnwise: bool = True) -> Quantizer:
+def _quantizer(*, fp8: bool = True, rowwise: bool = True, columnwise: bool = True) -> Quantizer:
     """FP8 in the given layouts with scale and amax of delayed scaling; or bfloat16."""
     if not fp8:
         return Quantizer(torch.bfloat16)
-    scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
-    return Quantizer(E4M3.dtype, E4M3.max, scale, amax, rowwise, columnwise)
+    return Quantizer(E4M3.dtype, E4M3.max, torch.ones(()), torch.zeros(()), rowwise, columnwise)
 
 
-def _cast(rows: int, columns: int, device: torch.device, *, columnwise: bool, dtype: torch.dtype = torch.bfloat16) -> Call:
-    x, into = _random(rows, columns, device, dtype), _into(device, fp8=True)
-    into = into._replace(columnwise=columnwise)
-    return Call(lambda: cast.cast(x, into), (x,))
+def _of_matrix(function: Callable[[Tensor], Any]) -> Callable[[int, int], Call]:
+    """Makes the call of a kernel whose only operand is a matrix."""
+
+    def make(rows: int, columns: int) -> Call:
+        x = _random(rows, columns)
+        return Call(lambda: function(x), (x,))
+
+    return make
 
 
-def _norm(rows: int, columns: int, device: torch.device, *, kind: str, fp8: bool) -> Call:
-    x, delta = (_random(rows, columns, device) for _ in range(2))
-    weight, into = torch.ones(columns, device=device, dtype=torch.bfloat16), _into(device, fp8=fp8)
+def _cast(rows: int, columns: int, *, columnwise: bool, dtype: torch.dtype = torch.bfloat16) -> Call:
+    x, quantizer = _random(rows, columns, dtype), _quantizer(columnwise=columnwise)
+    return Call(lambda: cast.cast(x, quantizer), (x,))
+
+
+def _norm(rows: int, columns: int, *, kind: str, fp8: bool) -> Call:
+    x, delta = (_random(rows, columns) for _ in range(2))
+    weight, quantizer = torch.ones(columns, dtype=torch.bfloat16), _quantizer(fp8=fp8)
     bias = torch.zeros_like(weight) if kind == "LayerNorm" else None
-    return Call(lambda: norm.norm(kind, x, delta, weight, bias, EPS, into), (x, delta))
+    return Call(lambda: norm.norm(kind, x, delta, weight, bias, EPS, quantizer), (x, delta))
 
 
-def _norm_backward(rows: int, columns: int, device: torch.device, *, kind: str) -> Call:
-    dy, h, residual = (_random(rows, columns, device) for _ in range(3))
-    weight = torch.ones(columns, device=device, dtype=torch.bfloat16)
+def _norm_backward(rows: int, columns: int, *, kind: str) -> Call:
+    dy, h, residual = (_random(rows, columns) for _ in range(3))
+    weight = torch.ones(columns, dtype=torch.bfloat16)
     _, stats, _ = norm.norm(kind, h, None, weight, None, EPS, Quantizer(torch.bfloat16))
     return Call(lambda: norm.norm_backward(kind, dy, h, weight, stats, residual), (dy, h, residual))
 
 
-def _activation(rows: int, columns: int, device: torch.device, *, name: str, fp8: bool) -> Call:
+def _activation(rows: int, columns: int, *, name: str, fp8: bool) -> Call:
     # Rowwise alone, as in the layers: backward makes the columnwise FP8.
-    x, into = _random(rows, columns, device), _into(device, fp8=fp8, columnwise=False)
-    return Call(lambda: activation.activation(name, x, GATE_UP_BLOCK, into), (x,))
+    x, quantizer = _random(rows, columns), _quantizer(fp8=fp8, columnwise=False)
+    return Call(lambda: activation.activation(name, x, GATE_UP_BLOCK, quantizer), (x,))
 
 
-def _activation_backward(
-    rows: int, columns: int, device: torch.device, *, name: str, fp8: bool, again: bool = False, bias: bool = False
-) -> Call:
-    x, into = _random(rows, columns, device), _into(device, fp8=fp8)
-    dy = _random(rows, columns // (2 if activation.is_gated(name) else 1), device)
+def _activation_backward(rows: int, columns: int, *, name: str, fp8: bool, recompute: bool = False, bias: bool = False) -> Call:
+    x, quantizer = _random(rows, columns), _quantizer(fp8=fp8)
+    dy = _random(rows, columns // (2 if activation.is_gated(name) else 1))
     # The columnwise operand of the second product's weight gradient, recomputed; its amax was recorded in forward.
-    anew = _into(device, fp8=True, rowwise=False)._replace(amax=None) if again else None
-    return Call(lambda: activation.activation_backward(name, dy, x, GATE_UP_BLOCK, into, recompute=anew, bias=bias), (dy, x))
+    again = _quantizer(rowwise=False)._replace(amax=None) if recompute else None
+    return Call(
+        lambda: activation.activation_backward(name, dy, x, GATE_UP_BLOCK, quantizer, recompute=again, bias=bias), (dy, x)
+    )
 
 
-def _angles(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    angles = torch.rand(1, length, HEAD_DIM // 2, device=device).repeat(1, 1, 2)
+def _angles(length: int) -> tuple[Tensor, Tensor]:
+    angles = torch.rand(1, length, HEAD_DIM // 2).repeat(1, 1, 2)
     return angles.cos(), angles.sin()
 
 
-def _split_rotate(rows: int, columns: int, device: torch.device) -> Call:
+def _split_rotate(rows: int, columns: int) -> Call:
     groups = columns // ((HEADS_A_GROUP + 2) * HEAD_DIM)
-    qkv, (cos, sin) = _random(rows, columns, device).unflatten(0, (2, -1)), _angles(rows // 2, device)
+    qkv, (cos, sin) = _random(rows, columns).unflatten(0, (2, -1)), _angles(rows // 2)
     return Call(lambda: rope.split_rotate(qkv, HEADS_A_GROUP * groups, groups, cos, sin, mirrored=True), (qkv,))
 
 
-def _join_rotated(rows: int, columns: int, device: torch.device, *, fp8: bool) -> Call:
+def _join_rotated(rows: int, columns: int, *, fp8: bool) -> Call:
     groups = columns // ((HEADS_A_GROUP + 2) * HEAD_DIM)
     dq, dk, dv = (
-        _random(rows, heads * HEAD_DIM, device).unflatten(-1, (heads, HEAD_DIM)).unflatten(0, (2, -1))
+        _random(rows, heads * HEAD_DIM).unflatten(-1, (heads, HEAD_DIM)).unflatten(0, (2, -1))
         for heads in (HEADS_A_GROUP * groups, groups, groups)
     )
-    (cos, sin), into = _angles(rows // 2, device), _into(device, fp8=fp8)
-    return Call(lambda: rope.join_rotated(dq, dk, dv, cos, sin, into, mirrored=True), (dq, dk, dv))
+    (cos, sin), quantizer = _angles(rows // 2), _quantizer(fp8=fp8)
+    return Call(lambda: rope.join_rotated(dq, dk, dv, cos, sin, quantizer, mirrored=True), (dq, dk, dv))
 
 
-def _cross_entropy(rows: int, columns: int, device: torch.device, *, fp8: bool) -> Call:
-    logits, target = _random(rows, columns, device), torch.randint(columns, (rows,), device=device)
-    grad_scale, more = (
-        torch.ones((), device=device),
-        torch.empty(rows, columns, dtype=E5M2.dtype, device=device) if fp8 else None,
-    )
+def _cross_entropy(rows: int, columns: int, *, fp8: bool) -> Call:
+    logits, target, grad_scale = _random(rows, columns), torch.randint(columns, (rows,)), torch.ones(())
+    grad = torch.empty(rows, columns, dtype=E5M2.dtype) if fp8 else None
     objective = cross_entropy.Objective()
-    return Call(lambda: cross_entropy.cross_entropy_(logits, target, grad_scale, objective, more)[1], (logits,))
+    return Call(lambda: cross_entropy.cross_entropy_(logits, target, grad_scale, objective, grad)[1], (logits,))
 
 
-def _adamw(rows: int, columns: int, device: torch.device, *, dtype: torch.dtype) -> Call:
-    param, grad, exp_avg = (_random(rows, columns, device, dtype) for _ in range(3))
-    exp_avg_sq = exp_avg.square()
-    states = (param, grad, exp_avg, exp_avg_sq)
-    step = torch.full((), 10.0, device=device)
+def _adamw(rows: int, columns: int, *, dtype: torch.dtype) -> Call:
+    param, grad, exp_avg = (_random(rows, columns, dtype) for _ in range(3))
+    states = (param, grad, exp_avg, exp_avg.square())
+    step = torch.full((), 10.0)
 
-    def run() -> tuple[Tensor, ...]:
+    def run() -> list[Tensor]:
         adamw.adamw_(*states, lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step)
-        return param, exp_avg, exp_avg_sq
+        return [tensor for tensor in states if tensor is not grad]
 
     return Call(run, states)
 
 
-def _amax(rows: int, columns: int, device: torch.device) -> Call:
-    x = _random(rows, columns, device)
-    return Call(lambda: cast_scaled.amax(x), (x,))
-
-
-def _column_sums(rows: int, columns: int, device: torch.device) -> Call:
-    x = _random(rows, columns, device)
-    return Call(lambda: column_sum.column_sums(x), (x,))
-
-
-def _rows(rows: int, columns: int, device: torch.device, *, columnwise: bool) -> Call:
-    x = _random(rows, columns, device)
-    return Call(lambda: cast_scaled.rows(x, E4M3.dtype, E4M3.max, rowwise=True, columnwise=columnwise), (x,))
-
-
-def _blocks(rows: int, columns: int, device: torch.device, *, block_rows: int) -> Call:
-    x = _random(rows, columns, device)
-    return Call(lambda: cast_scaled.blocks(x, E4M3.dtype, E4M3.max, block_rows, rowwise=True, columnwise=True), (x,))
-
+_rows = partial(cast_scaled.rows, dtype=E4M3.dtype, fp8_max=E4M3.max, rowwise=True)
+_blocks = partial(cast_scaled.blocks, dtype=E4M3.dtype, fp8_max=E4M3.max, rowwise=True, columnwise=True)
 
 GATED = ((16_384, 2 * 14_336), (16_384, 2 * 8192))
 QKV = ((16_384, 6144),)
@@ -206,10 +186,10 @@ TABLE: tuple[Kernel, ...] = (
     Kernel("swiglu-fp8", partial(_swiglu, fp8=True), 2, 0.5, GATED),
     Kernel("swiglu-backward", partial(_swiglu_backward, fp8=False), 3, 2, GATED),
     Kernel("swiglu-backward-fp8", partial(_swiglu_backward, fp8=True), 3, 2, GATED),
-    Kernel("swiglu-backward-fp8-again", partial(_swiglu_backward, fp8=True, again=True), 3, 2.5, GATED),
+    Kernel("swiglu-backward-fp8-again", partial(_swiglu_backward, fp8=True, recompute=True), 3, 2.5, GATED),
     Kernel("gelu-fp8", partial(_gelu, fp8=True), 2, 1, VIT),
     Kernel("gelu-backward-fp8", partial(_gelu_backward, fp8=True), 4, 2, VIT),
-    Kernel("gelu-backward-fp8-again-bias", partial(_gelu_backward, fp8=True, again=True, bias=True), 4, 3, VIT),
+    Kernel("gelu-backward-fp8-again-bias", partial(_gelu_backward, fp8=True, recompute=True, bias=True), 4, 3, VIT),
     Kernel("split-rotate", _split_rotate, 2, 2, QKV),
     Kernel("join-rotated", partial(_join_rotated, fp8=False), 2, 2, QKV),
     Kernel("join-rotated-fp8", partial(_join_rotated, fp8=True), 2, 2, QKV),
@@ -218,38 +198,45 @@ TABLE: tuple[Kernel, ...] = (
     Kernel("cross-entropy-fp8", partial(_cross_entropy, fp8=True), 4, 1, LOGITS),
     Kernel("adamw", partial(_adamw, dtype=torch.bfloat16), 8, 6),
     Kernel("adamw-float32", partial(_adamw, dtype=torch.float32), 16, 12),
-    Kernel("amax", _amax, 2, 0),
-    Kernel("column-sums", _column_sums, 2, 0),
-    Kernel("cast-rows", partial(_rows, columnwise=False), 2, 1),
+    Kernel("amax", _of_matrix(cast_scaled.amax), 2, 0),
+    Kernel("column-sums", _of_matrix(column_sum.column_sums), 2, 0),
+    Kernel("cast-rows", _of_matrix(partial(_rows, columnwise=False)), 2, 1),
     # A scale for each row and one for each column: two passes.
-    Kernel("cast-rows-columns", partial(_rows, columnwise=True), 4, 2),
-    Kernel("cast-blocks", partial(_blocks, block_rows=1), 2, 2),
-    Kernel("cast-blocks-square", partial(_blocks, block_rows=128), 2, 2),
+    Kernel("cast-rows-columns", _of_matrix(partial(_rows, columnwise=True)), 4, 2),
+    Kernel("cast-blocks", _of_matrix(partial(_blocks, rows=1)), 2, 2),
+    Kernel("cast-blocks-square", _of_matrix(partial(_blocks, rows=128)), 2, 2),
 )
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in TABLE}
 COPIED = ((16_384, 4096), (16_384, 14_336))
+
+
+def cold_timer(device: torch.device, rounds: int, warm_up: int) -> Callable[..., list[float]]:
+    """`median_us` of calls that find a cold L2 cache."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+    scratch = torch.zeros(FLUSHED_BYTES // 4, device=device)
+    # Reading leaves nothing in the L2 cache that would be written back while the call is timed.
+    how: dict[str, Any] = {"pause_cycles": PAUSE_CYCLES, "prepare": scratch.sum}
+    return partial(median_us, device=device, rounds=rounds, warm_up=warm_up, **how)
 
 
 def measure_kernels(
     kernels: Iterable[Kernel], device: torch.device, *, iterations: int, warmup: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """A row for each copy and for each shape of each kernel, or its error; shares are of the fastest copy."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)
-    scratch = torch.zeros(FLUSHED_BYTES // 4, device=device)
-    how: dict[str, Any] = {"device": device, "rounds": iterations, "warm_up": max(1, warmup), "pause_cycles": PAUSE_CYCLES}
-    # Reading leaves nothing in the L2 cache that would be written back while the call is timed.
-    time = partial(median_us, prepare=scratch.sum, **how)
+    time = cold_timer(device, iterations, max(1, warmup))
     rows = []
     for shape in COPIED:
-        source = _random(*shape, device)
+        source = torch.randn(shape, device=device, dtype=torch.bfloat16)
         (us,) = time(partial(torch.empty_like(source).copy_, source))
         rows.append(_figures("copy", "torch", shape, 2 * source.nbytes, us))
     ceiling = max(row["gb_per_s"] for row in rows)
     for kernel in kernels:
         for shape in kernel.shapes:
             try:
-                (us,) = time(kernel.make(*shape, device).run)
+                with device:
+                    call = kernel.make(*shape)
+                (us,) = time(call.run)
             except Exception as error:  # a kernel that does not compile here must not cost the others their figures
                 text = first_line(error)
                 rows.append({"workload": kernel.name, "entry": "octavo", "shape": list(shape), "error": text})

@@ -7,6 +7,7 @@ the memory does not hold all entries, each takes both turns at once and ends; `i
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.bench.cases import AnyCase
-from octavo.bench.group import Answers, Group
+from octavo.bench.group import Answers, EntryFailed, Group
 from octavo.bench.peers import Entry
 from octavo.hardware import GIB, Device
 
@@ -85,36 +86,38 @@ class RunningEntry:
 
     def __init__(self, suite: str, entry: Entry, case: AnyCase, target: Target) -> None:
         self.result = Measurement(entry)
-        self.group = Group([suite, entry.name, case.name], device=target.torch_device, ranks=target.ranks)
+        self.group = Group(suite, entry.name, case.name, device=target.torch_device, ranks=target.ranks)
 
     def start(self, warmup: int) -> None:
         """Build the model and take the warm-up steps."""
-        self.result.build_seconds = self._until_done("build")
+        self._ask("build")
+        self.result.build_seconds = time.perf_counter() - self.group.started
         if warmup:
-            self.result.start_seconds = self._until_done("warm_up", steps=1)
-        if warmup > 1:
-            self._until_done("warm_up", steps=warmup - 1)
+            self._ask("warm_up", steps=1)
+            self.result.start_seconds = time.perf_counter() - self.group.started
+        self._ask("warm_up", steps=warmup - 1)
 
     def turn(self, steps: int) -> Answers:
-        """Time steps, unless the entry has failed before; returns the ranks' answers."""
-        answers = self.group.ask("measure", steps=steps) if steps and self.result.error is None else []
-        self.result.error = self.result.error or self.group.error
+        """Time steps; returns the ranks' answers."""
+        answers = self._ask("measure", steps=steps)
         if answers:
             self.result.take(answers)
         return answers
 
     def profile(self, steps: int) -> None:
-        """Record kernel times of so many steps, unless the entry has failed before."""
-        answers = self.group.ask("profile", steps=steps) if steps and self.result.error is None else []
-        self.result.error = self.result.error or self.group.error
+        """Record kernel times of so many steps."""
+        answers = self._ask("profile", steps=steps)
         if answers:
             self.result.breakdown = answers[0]
 
-    def _until_done(self, do: str, **arguments: int) -> float | None:
-        """Seconds from the start of the processes to the end of a request; None where it failed."""
-        done = self.group.ask(do, **arguments)
-        self.result.error = self.group.error
-        return time.perf_counter() - self.group.started if done else None
+    def _ask(self, do: str, **arguments: int) -> Answers:
+        """The ranks' answers; none for no steps and once the entry has failed."""
+        if self.result.error is None and arguments.get("steps", 1) > 0:
+            try:
+                return self.group.ask(do, **arguments)
+            except EntryFailed as failure:
+                self.result.error = str(failure)
+        return []
 
 
 def largest(answers: Answers, key: str) -> float | None:
@@ -136,10 +139,6 @@ def measure_case(
     """Measure every entry on one case; a failed entry has its error instead of figures.
 
     Args:
-        suite: the entries' suite.
-        case: the workload.
-        entries: in order.
-        target: device and number of ranks.
         steps: timed steps of each entry, over both turns.
         warmup: steps before them, compilation included.
         profiled: steps after them, whose kernel times are recorded.
@@ -148,18 +147,17 @@ def measure_case(
     later = steps // 2
     running: list[RunningEntry] = []
     keep: bool | None = None
-    try:
+    with contextlib.ExitStack() as processes:
         for entry in entries:
             say(f"{case.name}: {entry.name}")
             one = RunningEntry(suite, entry, case, target)
+            processes.callback(one.group.close)
             running.append(one)
             one.start(warmup)
             answers = one.turn(steps - later)
             if keep is None and answers:
                 keep = all_fit(answers, case, len(entries), target)
-                say(
-                    f"{case.name}: entries take turns" if keep else f"{case.name}: one entry after the other, to fit the memory"
-                )
+                say(f"{case.name}: {'entries take turns' if keep else 'one entry after the other, to fit the memory'}")
             if not keep:
                 one.turn(later)
                 one.profile(profiled)
@@ -172,9 +170,6 @@ def measure_case(
                 one.turn(later)
             for one in running:  # after all timed steps, since a profiler slows
                 one.profile(profiled)
-    finally:
-        for one in running:
-            one.group.close()
     for one in running:
         if one.result.error:
             say(f"{case.name}: {one.result.entry.name} failed: {one.result.error}")
@@ -182,7 +177,7 @@ def measure_case(
 
 
 def all_fit(answers: Answers, case: AnyCase, entries: int, target: Target) -> bool:
-    """Whether all entries fit in memory beside the steps of one, estimated from the first that ran."""
+    """True if all entries fit in memory beside the steps of one, estimated from the first that ran."""
     held, needed = (largest(answers, key) for key in ("held_gib", "needed_gib"))
     if held is not None and needed is not None:
         held, needed = held + CONTEXT_GIB, needed + CONTEXT_GIB

@@ -1,9 +1,8 @@
 """The matrix products of a training step alone: the algorithm of cuBLAS that PyTorch takes beside the one that Octavo takes.
 
 Each layer of a workload has three products: in FP8 (E4M3 with E5M2 gradients, which accumulate precisely), the same with fast
-accumulation in the gradients too, and in bf16. Both contestants run in turns on random operands, behind a pause in which the
-host hands the calls over; medians count. The results are the same to the last bit, or Octavo would not take the algorithm
-(`octavo.kernels.algorithms`).
+accumulation in the gradients too, and in bf16. Both contestants run in turns on random operands; medians count. The results are
+the same to the last bit, or Octavo would not take the algorithm (`octavo.kernels.algorithms`).
 """
 
 from __future__ import annotations
@@ -15,16 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.bench.kernels import FLUSHED_BYTES, PAUSE_CYCLES
+from octavo.bench.kernels import cold_timer
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import gemm
-from octavo.kernels.timing import median_us
 
-FLOPS_A_TERM = 2
-"""A multiplication and an addition."""
 CHOOSING = 3
 """Calls after which the algorithm of a product is settled."""
-
 
 Contest = tuple[Callable[[], Tensor], Callable[[], Tensor]]
 """A product by PyTorch and by Octavo."""
@@ -49,8 +44,8 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of one call."""
-        return FLOPS_A_TERM * self.rows * self.columns * self.summed
+        """Multiplications and additions of one call."""
+        return 2 * self.rows * self.columns * self.summed
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -82,16 +77,15 @@ def measure_products(
     workloads: Iterable[Workload], device: torch.device, *, iterations: int, warmup: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """A row for each product of each workload in each precision, with both contestants' times."""
-    torch.cuda.set_device(device.index or 0)
-    scratch = torch.zeros(FLUSHED_BYTES // 4, device=device)
-    how: dict[str, Any] = {"device": device, "rounds": iterations, "warm_up": max(warmup, CHOOSING)}
-    time = partial(median_us, prepare=scratch.sum, pause_cycles=PAUSE_CYCLES, **how)
+    time = cold_timer(device, iterations, max(warmup, CHOOSING))
     rows: list[dict[str, Any]] = []
     for workload in workloads:
         for precision, calls in CONTESTS.items():
             found = []
             for product in products_of(workload):
-                theirs, ours = time(*calls(product, device))
+                with device:
+                    contest = calls(product)
+                theirs, ours = time(*contest)
                 found.append((theirs, ours))
                 shape = [product.rows, product.columns, product.summed]
                 rows.append(
@@ -106,20 +100,25 @@ def measure_products(
     return rows
 
 
-def _fp8(product: Product, device: torch.device, *, fast: bool) -> Contest:
+def _operands(product: Product) -> tuple[Tensor, Tensor]:
+    a, b = (torch.randn(rows, product.summed, dtype=torch.bfloat16) * 8 for rows in (product.rows, product.columns))
+    return a, b
+
+
+def _fp8(product: Product, *, fast: bool) -> Contest:
     fast = fast or not product.gradient
-    one = torch.ones((), device=device)
-    a = _random(product.rows, product.summed, device).to((E5M2 if product.gradient else E4M3).dtype)
-    b = _random(product.columns, product.summed, device).to(E4M3.dtype)
+    one = torch.ones(())
+    a, b = _operands(product)
+    a, b = a.to((E5M2 if product.gradient else E4M3).dtype), b.to(E4M3.dtype)
     return (
         lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast),
         lambda: gemm.scaled_mm(a, one, b, one, out_dtype=torch.bfloat16, precise=not fast),
     )
 
 
-def _bf16(product: Product, device: torch.device) -> Contest:
+def _bf16(product: Product) -> Contest:
     """Operands as they are stored where the product is made: of a gradient no transposed copy is at hand."""
-    a, b = _random(product.rows, product.summed, device), _random(product.columns, product.summed, device)
+    a, b = _operands(product)
     if product.gradient:
         b = b.t().contiguous().t()
     if product.kind == "weight gradient":
@@ -127,12 +126,8 @@ def _bf16(product: Product, device: torch.device) -> Contest:
     return lambda: a @ b.t(), lambda: gemm.high_precision_mm(a, b.t(), torch.bfloat16)
 
 
-CONTESTS: dict[str, Callable[[Product, torch.device], Contest]] = {
+CONTESTS: dict[str, Callable[[Product], Contest]] = {
     "fp8": partial(_fp8, fast=False),
     "fp8 fast": partial(_fp8, fast=True),
     "bf16": _bf16,
 }
-
-
-def _random(rows: int, columns: int, device: torch.device) -> Tensor:
-    return torch.randn(rows, columns, device=device, dtype=torch.bfloat16) * 8

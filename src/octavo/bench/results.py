@@ -1,7 +1,7 @@
 """Results of a run with their provenance, as JSON on disk and as a table on the screen.
 
-Each file holds the command, the commit, the date, the machine and the versions of all peers. Ratios are not stored, since they
-follow from the rows of a run.
+Each file holds the command, the commit, the date, the machine and the versions of all peers. Ratios follow from the rows of a
+run and are not stored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from octavo.bench.cases import ALL_CASES, AnyCase
+from octavo.bench.cases import ALL_CASES, AnyCase, VisionCase
 from octavo.bench.measure import Measurement as Measured
 from octavo.bench.measure import Target
 from octavo.bench.peers import Entry
-from octavo.hardware import Device, driver_version
+from octavo.hardware import driver_version
 from octavo.plan.flops import mfu
 from octavo.storage import write_atomic
 
@@ -89,7 +89,9 @@ def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
         "peak_gib": measured.peak_gib,
         "loss": measured.loss,
         "layers": entry.layers,
-        **case.batch_shape,
+        "batch": case.batch,
+        **({"image_size": case.image_size} if isinstance(case, VisionCase) else {}),
+        "sequence_length": case.sequence_length,
         "steps": len(measured.seconds),
         "interleaved": measured.interleaved,
         "gpus": target.ranks,
@@ -101,29 +103,24 @@ def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
 
 def document(suite: str, command: str, target: Target, entries: Iterable[Entry], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A whole run, as a file of `benchmarks/`."""
+    device, on_gpu = target.device, target.device.kind == "cuda"
     cases = [ALL_CASES[name] for one in rows if (name := one.get("workload")) in ALL_CASES]
-    peers = [package for package in (*(entry.package for entry in entries), *(case.package for case in cases)) if package]
+    peers = [one.package for one in (*entries, *cases) if one.package]
     return {
         "suite": suite,
         "command": command,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(target.device, peers, target.ranks),
+        "machine": {
+            "gpu": device.name if on_gpu else None,
+            "cpu": None if on_gpu else device.name,
+            "count": target.ranks if on_gpu else 0,
+            "driver": driver_version() if on_gpu else None,
+            "torch": version("torch"),
+            "triton": version("triton"),
+            "peers": {package: version(package) for package in peers},
+        },
         "rows": rows,
-    }
-
-
-def machine(device: Device, peers: Iterable[str], gpus: int = 1) -> dict[str, Any]:
-    """Device, driver and versions, those of the peers included; `count`: GPUs in use."""
-    on_gpu = device.kind == "cuda"
-    return {
-        "gpu": device.name if on_gpu else None,
-        "cpu": None if on_gpu else device.name,
-        "count": gpus if on_gpu else 0,
-        "driver": driver_version() if on_gpu else None,
-        "torch": version("torch"),
-        "triton": version("triton"),
-        "peers": {package: version(package) for package in peers},
     }
 
 
@@ -160,8 +157,8 @@ def write(results: dict[str, Any], output: Path) -> list[Path]:
         files = {output / f"{results['suite']}.json": results}
     else:
         files = {
-            output / f"{results['suite']}-{workload}.json": {**results, "rows": rows_of(results, workload)}
-            for workload in workloads(results)
+            output / f"{results['suite']}-{workload}.json": {**results, "rows": rows}
+            for workload, rows in _by_workload(results).items()
         }
     for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,99 +166,108 @@ def write(results: dict[str, Any], output: Path) -> list[Path]:
     return list(files)
 
 
-def workloads(results: dict[str, Any]) -> list[str]:
-    """The workloads of a run, in order."""
-    return list(dict.fromkeys(row["workload"] for row in results["rows"]))
-
-
-def rows_of(results: dict[str, Any], workload: str) -> list[dict[str, Any]]:
-    """The rows of one workload."""
-    return [row for row in results["rows"] if row["workload"] == workload]
+def _by_workload(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for one in results["rows"]:
+        rows.setdefault(one["workload"], []).append(one)
+    return rows
 
 
 def best_peer(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The fastest row that is not Octavo's, or None."""
-    timed = [row for row in rows if "error" not in row and speed(row) is not None]
-    peers = [row for row in timed if not row["entry"].startswith("octavo-")]
-    return max(peers, key=lambda row: speed(row) or 0.0, default=None)
+    peers = [row for row in rows if speed(row) and not row["entry"].startswith("octavo-")]
+    return max(peers, key=speed, default=None)
 
 
-def speed(row: dict[str, Any]) -> float | None:
-    """Tokens or images a second; None where the row has neither."""
-    return row.get("tokens_per_second", row.get("images_per_second"))
+def speed(row: dict[str, Any]) -> float:
+    """Tokens or images a second; 0 where the row has neither."""
+    return row.get("tokens_per_second", row.get("images_per_second", 0.0))
 
 
 def render(results: dict[str, Any], console: Console) -> None:
     """Print a table for each workload, with each entry's speed over that of the best peer where there is one."""
-    if results["suite"] == "kernels":
-        _print_table(_titled("kernels", results, "kernel", "shape"), results["rows"], KERNEL, console)
-        return
-    if results["suite"] == "products":
-        _print_table(_titled("products", results, "product", "rows x columns x summed"), results["rows"], PRODUCT, console)
-        return
-    if results["suite"] == "layers":
+    suite, rows = results["suite"], results["rows"]
+    if suite == "kernels":
+        _print_rows(_titled(suite, results), ("kernel", "shape"), KERNEL, rows, console)
+    elif suite == "products":
+        _print_rows(_titled(suite, results), ("product", "rows x columns x summed"), PRODUCT, rows, console)
+    elif suite == "layers":
         _print_errors(results, console)
-        return
-    for workload in workloads(results):
-        rows = rows_of(results, workload)
-        columns = CHECKPOINT if results["suite"] == "checkpoint" else SPEED
-        if any("images_per_second" in entry for entry in rows):
-            columns = VISION
-        _print_table(_titled(f"{results['suite']} · {workload}", results, "entry", "head"), rows, columns, console)
-        if any("kernel_ms" in entry for entry in rows):
-            _print_breakdown(f"{workload} · kernel ms a step", rows, console)
+    else:
+        for workload, own in _by_workload(results).items():
+            columns = CHECKPOINT if suite == "checkpoint" else SPEED
+            if any("images_per_second" in row for row in own):
+                columns = VISION
+            _print_rows(_titled(f"{suite} · {workload}", results), ("entry", "head"), columns, own, console)
+            if any("kernel_ms" in row for row in own):
+                _print_breakdown(f"{workload} · kernel ms a step", own, console)
 
 
-def _titled(what: str, results: dict[str, Any], *first: str) -> Table:
-    """An empty table with the machine in its title, and its first columns."""
+def _titled(what: str, results: dict[str, Any]) -> str:
+    """The title of a table, with the machine."""
     machine = results["machine"]
     name = f"{machine['count']} x {machine['gpu']}" if machine["count"] > 1 else machine["gpu"] or machine["cpu"]
-    title = f"{what} · {name} · torch {machine['torch']}"
+    return f"{what} · {name} · torch {machine['torch']}"
+
+
+def _print_table(title: str, names: Sequence[str], figures: Sequence[str], lines: list[list[str]], console: Console) -> None:
+    """Print a table: columns of names, columns of figures; outside a terminal in its full width."""
     table = Table(title=title, box=SIMPLE, pad_edge=False, title_justify="left")
-    for name in first:
+    for name in names:
         table.add_column(name)
-    return table
-
-
-def _print_table(table: Table, rows: list[dict[str, Any]], columns: Columns, console: Console) -> None:
-    """Fill and print a table: two names a row, the figures, and the ratio to the best peer if there is one."""
-    best = best_peer(rows)
-    for name, *_ in columns:
+    for name in figures:
         table.add_column(name, justify="right")
-    if best:
-        table.add_column("vs peer", justify="right")
-    for entry in rows:
-        failed = "error" in entry
-        figures = ["failed", *["-"] * (len(columns) - 1)] if failed else [_figure(entry, column) for column in columns]
-        if best:
-            figures.append("-" if failed else f"{(speed(entry) or 0.0) / (speed(best) or 1.0):.3f}")
-        table.add_row(*_names(entry), *figures)
-    _print_whole(table, console)
-    for entry in rows:
-        if "error" in entry:
-            console.print(f"{_names(entry)[0]}: {entry['error']}", markup=False, highlight=False)
+    for line in lines:
+        table.add_row(*line)
+    if not console.is_terminal:
+        wide = Console(width=LOG_WIDTH)
+        table.width = Measurement.get(wide, wide.options, table).maximum
+    console.print(table, crop=console.is_terminal)
 
 
-def _names(entry: dict[str, Any]) -> tuple[str, str]:
+def _print_rows(title: str, names: Sequence[str], columns: Columns, rows: list[dict[str, Any]], console: Console) -> None:
+    """A line for each row: two names, the figures, and the ratio to the best peer if there is one; then the errors."""
+    best = best_peer(rows)
+    titles = [name for name, *_ in columns] + (["vs peer"] if best else [])
+    lines = []
+    for row in rows:
+        if "error" in row:
+            figures = ["failed", *["-"] * (len(titles) - 1)]
+        else:
+            figures = [_figure(row, column) for column in columns] + ([f"{speed(row) / speed(best):.3f}"] if best else [])
+        lines.append([*_names(row), *figures])
+    _print_table(title, names, titles, lines, console)
+    for row in rows:
+        if "error" in row:
+            console.print(f"{_names(row)[0]}: {row['error']}", markup=False, highlight=False)
+
+
+def _names(row: dict[str, Any]) -> tuple[str, str]:
     """The first two columns: entry and head, or kernel and shape."""
-    if "shape" in entry:
-        named = (entry[key] for key in ("workload", "precision", "product") if key in entry)
-        return " ".join(named), " x ".join(f"{size:,}" for size in entry["shape"])
-    return entry["entry"], entry["head"]
+    if "shape" in row:
+        named = (row[key] for key in ("workload", "precision", "product") if key in row)
+        return " ".join(named), " x ".join(f"{size:,}" for size in row["shape"])
+    return row["entry"], row["head"]
+
+
+def _figure(row: dict[str, Any], column: tuple[str, str, str, float]) -> str:
+    _, key, text, factor = column
+    return "-" if row.get(key) is None else text.format(row[key] * factor)
 
 
 def _print_breakdown(title: str, rows: list[dict[str, Any]], console: Console) -> None:
     """Kinds of kernels down, entries across."""
-    told = [entry for entry in rows if "kernel_ms" in entry]
-    table = Table(title=title, box=SIMPLE, pad_edge=False, title_justify="left")
-    table.add_column("kind")
-    for entry in told:
-        table.add_column(entry["entry"], justify="right")
-    most = {kind: max(entry["kernel_ms"].get(kind, 0.0) for entry in told) for entry in told for kind in entry["kernel_ms"]}
-    for kind in sorted(most, key=lambda kind: most[kind], reverse=True):
-        table.add_row(kind, *(f"{entry['kernel_ms'].get(kind, 0.0):.2f}" for entry in told))
-    table.add_row("all", *(f"{sum(entry['kernel_ms'].values()):.2f}" for entry in told))
-    _print_whole(table, console)
+    times = {row["entry"]: row["kernel_ms"] for row in rows if "kernel_ms" in row}
+    most: dict[str, float] = {}
+    for kinds in times.values():
+        for kind, ms in kinds.items():
+            most[kind] = max(ms, most.get(kind, 0.0))
+    lines = [
+        [kind, *(f"{kinds.get(kind, 0.0):.2f}" for kinds in times.values())]
+        for kind in sorted(most, key=lambda kind: most[kind], reverse=True)
+    ]
+    lines.append(["all", *(f"{sum(kinds.values()):.2f}" for kinds in times.values())])
+    _print_table(title, ["kind"], list(times), lines, console)
 
 
 def _print_errors(results: dict[str, Any], console: Console) -> None:
@@ -269,22 +275,20 @@ def _print_errors(results: dict[str, Any], console: Console) -> None:
     rows = results["rows"]
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     for layer in dict.fromkeys(row["layer"] for row in rows):
-        table = _titled(f"layers · {layer} · relative error", results, "tensor")
-        for recipe in recipes:
-            for title in (recipe, "te", "ratio"):
-                table.add_column(title, justify="right")
-        of = {(row["tensor"], row["recipe"]): row for row in rows if row["layer"] == layer}
-        for tensor in dict.fromkeys(tensor for tensor, _ in of):
-            table.add_row(tensor, *(text for recipe in recipes for text in _errors(of[tensor, recipe])))
-        _print_whole(table, console)
-        failures = {f"{recipe}: {one[key]}" for (_, recipe), one in of.items() for key in one if key.endswith("_failed")}
+        own = [row for row in rows if row["layer"] == layer]
+        lines: dict[str, list[str]] = {}
+        for row in own:  # of each recipe in turn
+            lines.setdefault(row["tensor"], [row["tensor"]]).extend(_errors(row))
+        figures = [title for recipe in recipes for title in (recipe, "te", "ratio")]
+        title = _titled(f"layers · {layer} · relative error", results)
+        _print_table(title, ["tensor"], figures, list(lines.values()), console)
+        failures = {f"{row['recipe']}: {row[key]}" for row in own for key in row if key.endswith("_failed")}
         for text in sorted(failures):
             console.print(text, markup=False, highlight=False)
-    compared = [row for row in rows if _ratio(row) is not None]
-    if compared:
-        worst = max(compared, key=lambda row: _ratio(row) or 0.0)
+    worst = max(rows, key=lambda row: _ratio(row) or 0.0)
+    if ratio := _ratio(worst):
         where = ", ".join(worst[key] for key in ("layer", "recipe", "tensor"))
-        console.print(f"largest ratio to Transformer Engine's error: {_ratio(worst):.3f} ({where})", highlight=False)
+        console.print(f"largest ratio to Transformer Engine's error: {ratio:.3f} ({where})", highlight=False)
 
 
 def _errors(row: dict[str, Any]) -> list[str]:
@@ -298,16 +302,3 @@ def _ratio(row: dict[str, Any]) -> float | None:
     """Octavo's error over Transformer Engine's; None where one is missing, or Transformer Engine's is 0."""
     octavo, te = row["octavo_error"], row["te_error"]
     return octavo / te if octavo is not None and te else None
-
-
-def _print_whole(table: Table, console: Console) -> None:
-    """Print a table; outside a terminal in its full width."""
-    if not console.is_terminal:
-        wide = Console(width=LOG_WIDTH)
-        table.width = Measurement.get(wide, wide.options, table).maximum
-    console.print(table, crop=console.is_terminal)
-
-
-def _figure(entry: dict[str, Any], column: tuple[str, str, str, float]) -> str:
-    _, key, text, factor = column
-    return "-" if entry.get(key) is None else text.format(entry[key] * factor)

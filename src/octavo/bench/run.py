@@ -5,17 +5,19 @@ run_suite("one-gpu", cases=["llama-1b"], peers=["te"], command="octavo bench one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.checkpoint import CheckpointOptions, measure_checkpoints
-from octavo.bench.kernels import KERNELS, measure_kernels
-from octavo.bench.layers.suite import LAYERS, OCTAVO, measure_layers, transformer_engine
+import torch
+
+from octavo.bench.cases import Case
+from octavo.bench.checkpoint import measure_checkpoints
+from octavo.bench.kernels import measure_kernels
+from octavo.bench.layers.suite import OCTAVO, measure_layers, transformer_engine
 from octavo.bench.measure import Target, measure_case
 from octavo.bench.peers import ENTRIES, PEERS, Entry
-from octavo.bench.products import WORKLOADS, measure_products
+from octavo.bench.products import measure_products
 from octavo.bench.results import document, render, row, version, write
 from octavo.bench.suites import SUITES, Suite
 from octavo.errors import InputError, unknown
@@ -26,7 +28,6 @@ __all__ = ["SUITES", "render", "run_suite"]
 FOLDER = Path("benchmarks")
 CPU_RANKS = 2
 """Default number of ranks on a CPU for suites of several."""
-SAVES = 2
 PROFILED_STEPS = 3
 """Steps of a breakdown."""
 
@@ -46,7 +47,7 @@ def run_suite(
     device: str | None = None,
     gpus: int | None = None,
     folder: Path | None = None,
-    saves: int = SAVES,
+    saves: int = 2,
     restore_gpus: int | None = None,
     command: str,
     say: Say = lambda line: None,
@@ -58,15 +59,15 @@ def run_suite(
         cases: workloads of the suite, kernels or layers; None: the suite's default for the device and the installed packages.
         entries: exactly these; None: Octavo's own, or the suite's default, and peers. A failed entry has a row with "error".
         peers: groups from `PEERS` beside Octavo's entries; None: all that are installed.
-        steps: timed steps of each entry, calls of a kernel or product, or seeds of a layer, for a median; None: the suite's
-            number.
+        steps: timed steps of each entry, calls of a kernel or product, or seeds of a layer, for a median; at least 1, None: the
+            suite's number.
         warmup: steps before them, for compilation or for the scales of a layer; None: the suite's number.
         breakdown: record kernel times of each entry in a few more steps.
         output: a .json file, or a folder for one file a workload; None: `benchmarks/`.
         device: torch's name of it; None: the GPU if there is one.
         gpus: number of GPUs, or of ranks on a CPU, for suites of several; None: all.
         folder: parent folder of temporary checkpoints (checkpoint suite); None: beside the output.
-        saves: saves in the background, of which the last is measured (checkpoint suite).
+        saves: saves in the background, of which the last is measured (checkpoint suite); at least 1.
         restore_gpus: GPUs that restore (checkpoint suite); None: half of those that save.
         command: the command line, for the record.
         say: takes progress messages, a line each.
@@ -75,28 +76,37 @@ def run_suite(
         The document that was written, with the rows of all cases.
 
     Raises:
-        InputError: an unknown suite, case, entry, peer or device, a number of GPUs that is not there, no steps, or a suite that
-            needs a GPU where there is none.
+        InputError: an unknown suite, case, entry, peer or device, a number of GPUs that is not there, or a suite that needs
+            a GPU where there is none.
     """
     chosen = _choose(suite, cases, entries, peers)
-    steps, warmup = _counts(chosen, steps, warmup, saves)
     target = _target(chosen, device, gpus)
     _check_gpu(chosen, target, breakdown)
     output = output or FOLDER
-    if not chosen.entries:
-        run = _run_layers if suite == "layers" else partial(_run_calls, suite)
-        return run(cases or chosen.cases, target, steps, warmup, output, command, say)
-    compared = _compared(chosen, entries, peers, say)
-    rows: list[dict[str, Any]] = []
-    for case, able in _plan(chosen, cases, compared, target, say):
+    how: dict[str, Any] = {
+        "steps": chosen.steps if steps is None else steps,
+        "warmup": chosen.warmup if warmup is None else warmup,
+        "say": say,
+    }
+
+    def measure(case: Any, able: list[Entry]) -> list[dict[str, Any]]:
         if suite == "checkpoint":
-            below = folder or (output.parent if output.suffix == ".json" else output)
-            options = CheckpointOptions(below, _restore_ranks(target, restore_gpus), saves, steps, warmup)
-            rows += [measure_checkpoints(case, entry, target=target, options=options, say=say) for entry in able]
-        else:
-            profiled = PROFILED_STEPS if breakdown else 0
-            measured = measure_case(suite, case, able, target=target, steps=steps, warmup=warmup, profiled=profiled, say=say)
-            rows += [row(case, one, target) for one in measured]
+            disk = folder or (output.parent if output.suffix == ".json" else output)
+            ranks = _restore_ranks(target, restore_gpus)
+            options = {"target": target, "folder": disk, "restore_ranks": ranks, "saves": saves, **how}
+            return [measure_checkpoints(case, entry, **options) for entry in able]
+        measured = measure_case(suite, case, able, target=target, profiled=PROFILED_STEPS if breakdown else 0, **how)
+        return [row(case, one, target) for one in measured]
+
+    measurements: Iterable[list[dict[str, Any]]]
+    if chosen.entries:
+        compared = _compared(chosen, entries, peers, say)
+        measurements = (measure(case, able) for case, able in _plan(chosen, cases, compared, target, say))
+    else:
+        compared, *measurements = _measure_here(chosen, cases or chosen.cases, target, **how)
+    rows: list[dict[str, Any]] = []
+    for measured_rows in measurements:
+        rows += measured_rows
         # After each case, so that a later failure loses no finished case.
         results = document(suite, command, target, compared, rows)
         written = write(results, output)
@@ -105,38 +115,19 @@ def run_suite(
     return results
 
 
-def _run_calls(
-    suite: str, names: Sequence[str], target: Target, steps: int, warmup: int, output: Path, command: str, say: Say
-) -> dict[str, Any]:
-    """The kernels of these names, or the products of these workloads, in this process."""
-    import torch
-
-    how: dict[str, Any] = {"iterations": steps, "warmup": warmup, "say": say}
-    device = torch.device(target.torch_device)
-    if suite == "kernels":
-        rows = measure_kernels([KERNELS[name] for name in names], device, **how)
-    else:
-        rows = measure_products([WORKLOADS[name] for name in names], device, **how)
-    results = document(suite, command, target, [], rows)
-    for path in write(results, output):
-        say(f"wrote {path}")
-    return results
-
-
-def _run_layers(
-    names: Sequence[str], target: Target, seeds: int, settling: int, output: Path, command: str, say: Say
-) -> dict[str, Any]:
-    """The layers of these names, in this process."""
-    import torch
-
-    device = torch.device(target.torch_device)
+def _measure_here(
+    suite: Suite, names: Sequence[str], target: Target, *, steps: int, warmup: int, say: Say
+) -> tuple[list[Entry], list[dict[str, Any]]]:
+    """Peers and rows of a suite of kernels, products or layers, measured in this process."""
+    device, chosen = torch.device(target.torch_device), [suite.known[name] for name in names]
+    if suite.name == "kernels":
+        return [], measure_kernels(chosen, device, iterations=steps, warmup=warmup, say=say)
+    if suite.name == "products":
+        return [], measure_products(chosen, device, iterations=steps, warmup=warmup, say=say)
     theirs = transformer_engine(device, say)
     libraries = [OCTAVO] if theirs is None else [OCTAVO, theirs]
-    rows = measure_layers([LAYERS[name] for name in names], device, libraries, seeds=seeds, settling=settling, say=say)
-    results = document("layers", command, target, [] if theirs is None else [ENTRIES["te-bf16"]], rows)
-    for path in write(results, output):
-        say(f"wrote {path}")
-    return results
+    rows = measure_layers(chosen, device, libraries, seeds=steps, settling=warmup, say=say)
+    return [] if theirs is None else [ENTRIES["te-bf16"]], rows
 
 
 def _choose(suite: str, cases: Sequence[str] | None, entries: Sequence[str] | None, peers: Sequence[str] | None) -> Suite:
@@ -156,24 +147,11 @@ def _choose(suite: str, cases: Sequence[str] | None, entries: Sequence[str] | No
         for name in names:
             if name not in known:
                 raise unknown(what, name, known)
-    own = [group for group in PEERS if any(name.startswith(PEERS[group]) for name in chosen.entries)]
+    own = [group for group in PEERS if any(entry.group == group for entry in chosen.entries.values())]
     for group in peers or ():
         if group not in own:
             raise InputError(f"peers = {group}: the suite {suite} has {'only ' + ', '.join(own) if own else 'no peers'}.")
     return chosen
-
-
-def _counts(suite: Suite, steps: int | None, warmup: int | None, saves: int) -> tuple[int, int]:
-    """Steps and warm-up, by default the suite's."""
-    steps, warmup = suite.steps if steps is None else steps, suite.warmup if warmup is None else warmup
-    if steps < 1 or warmup < 0:
-        raise InputError(
-            f"steps = {steps} and warmup = {warmup}: time at least 1 step after 0 or more "
-            f"(usual: {suite.steps} and {suite.warmup})."
-        )
-    if saves < 1:
-        raise InputError(f"saves = {saves}: save at least once in the background (usual: {SAVES}).")
-    return steps, warmup
 
 
 def _check_gpu(suite: Suite, target: Target, breakdown: bool) -> None:
@@ -196,10 +174,9 @@ def _compared(suite: Suite, entries: Sequence[str] | None, peers: Sequence[str] 
         return [suite.entries[name] for name in entries or suite.usual]
     found, missing = [], dict[str, list[str]]()
     for name, entry in suite.entries.items():
-        group = next((group for group, prefix in PEERS.items() if name.startswith(prefix)), None)
-        if group is not None and peers is None and entry.package and version(entry.package) is None:
+        if entry.package and peers is None and version(entry.package) is None:
             missing.setdefault(entry.package, []).append(name)
-        elif group is None or peers is None or group in peers:
+        elif entry.group is None or peers is None or entry.group in peers:
             found.append(entry)
     for package, names in missing.items():
         say(f"{package} is not installed: without {', '.join(names)}")
@@ -214,13 +191,13 @@ def _plan(
     Raises:
         InputError: no entry supports any of the cases.
     """
-    usual = suite.cpu_cases if target.device.kind == "cpu" else suite.cases
+    usual = ("tiny",) if target.device.kind == "cpu" else suite.cases
     plan = []
     for case in (suite.known[name] for name in cases or usual):
         if not cases and case.package and version(case.package) is None:
             say(f"{case.package} is not installed: without {case.name}")
             continue
-        able = [entry for entry in compared if entry.builder(case) is not None]
+        able = [entry for entry in compared if entry.vision or isinstance(case, Case)]
         if unable := [entry.name for entry in compared if entry not in able]:
             say(f"{case.name}: without {', '.join(unable)}")
         if able:
@@ -234,8 +211,6 @@ def _plan(
 
 def _target(suite: Suite, asked: str | None, gpus: int | None) -> Target:
     """The device and the number of ranks."""
-    import torch
-
     try:
         device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
@@ -263,6 +238,6 @@ def _target(suite: Suite, asked: str | None, gpus: int | None) -> Target:
 
 def _restore_ranks(target: Target, asked: int | None) -> int:
     ranks = max(1, target.ranks // 2) if asked is None else asked
-    if ranks < 1 or (target.device.kind == "cuda" and ranks > target.ranks):
+    if target.device.kind == "cuda" and ranks > target.ranks:
         raise InputError(f"restore_gpus = {ranks}: use 1 to {target.ranks} of the GPUs that save.")
     return ranks

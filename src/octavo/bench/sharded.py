@@ -1,11 +1,9 @@
 """Entries of the sharded suite: models sharded over all ranks, with float32 master weights.
 
 Every entry gathers weights block by block in bfloat16 (Octavo's FP8 layers in FP8), sums gradients in float32 and runs AdamW on
-its own shards. Each rank has its own tokens. Models are built on the meta device and filled shard by shard, so that no GPU ever
-holds the whole in float32. Builders need a process group (`octavo.init`).
-
-The peer is sharded like torchtitan: FSDP2 around each compiled block, around the embedding, and around norm and head together;
-the loss is compiled, so float32 logits (8.4 GB for 16,384 tokens) exist only inside a kernel.
+its own shards. Each rank has its own tokens. Builders need a process group (`octavo.init`). The peer is sharded like
+torchtitan: FSDP2 around each compiled block, around the embedding, and around norm and head together; the loss is compiled, so
+float32 logits (8.4 GB for 16,384 tokens) exist only inside a kernel.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ from octavo.parallel.world import state
 
 
 def build_plain_sharded(case: Case, device: torch.device, compiled: bool, *, seed: int = SEED) -> Training:
-    """The plain PyTorch model over all ranks."""
+    """The plain PyTorch model over all ranks, filled shard by shard."""
     with torch.device("meta"):
-        model = PlainLlama(case)
+        model = PlainLlama(case.spec)
     if compiled:  # inside FSDP2's hooks; `fullgraph`, so that no unnoticed graph break slows the peer
         for part in (*model.model.layers, model.model.norm):
             part.forward = torch.compile(part.forward, fullgraph=True)
         model.loss = torch.compile(next_token_loss, fullgraph=True)
-    _shard(model, tied=case.tied)
+    _shard(model, tied=case.spec.tied)
     return Training(materialise(model, device, CounterInit(seed, STD)), model)
 
 
@@ -59,24 +57,12 @@ def _shard(model: PlainLlama, *, tied: bool) -> None:
         first.set_modules_to_forward_prefetch([second])
 
 
-def build_octavo_sharded(
-    case: Case, device: torch.device, compiled: bool, *, recipe: str | None = None, seed: int = SEED
-) -> Training:
-    """Octavo's model over all ranks, or whole where there is one."""
-    from octavo.build import sharding_of
-    from octavo.fp8.recipe import RECIPES
-
-    scaling = RECIPES[recipe]() if recipe else None
-    sharding = sharding_of(state, scaling, dtype=torch.bfloat16, params_dtype=torch.float32)
-    return build_octavo(case, device, compiled, recipe=recipe, params_dtype=torch.float32, sharding=sharding, seed=seed)
-
-
 SHARDED: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry("octavo-bf16", "bf16", "bf16", build_octavo_sharded),
-        Entry("octavo-delayed", "fp8", "bf16", partial(build_octavo_sharded, recipe="delayed")),
-        Entry("octavo-current", "fp8", "bf16", partial(build_octavo_sharded, recipe="current")),
+        Entry("octavo-bf16", "bf16", "bf16", partial(build_octavo, params_dtype=torch.float32)),
+        Entry("octavo-delayed", "fp8", "bf16", partial(build_octavo, params_dtype=torch.float32, recipe="delayed")),
+        Entry("octavo-current", "fp8", "bf16", partial(build_octavo, params_dtype=torch.float32, recipe="current")),
         Entry("torch-bf16", "bf16", "bf16", build_plain_sharded),
     )
 }

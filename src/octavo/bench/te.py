@@ -1,11 +1,9 @@
 """Transformer Engine's peers in their fastest arrangement on one GPU: a Llama, and blocks of a vision transformer.
 
 Norms, products, activation and rotary embedding are Transformer Engine's fused kernels, attention is cuDNN's, query/key/value
-are one parameter. The Llama's embedding and output head are PyTorch's in bfloat16; its loss over the whole logits is one
-compiled kernel. Set `ENVIRONMENT` of `octavo.bench.peers` before the import: Transformer Engine reads it when its modules are
-made.
-
-Shapes: B batch, T sequence, D hidden size, V vocabulary.
+are one parameter. The Llama's embedding and output head are PyTorch's in bfloat16; its loss is one compiled kernel. Set
+`ENVIRONMENT` of `octavo.bench.peers` before the import.
+Shapes: B batch, T sequence, D hidden size.
 """
 
 from __future__ import annotations
@@ -21,48 +19,22 @@ from torch import Tensor, nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.utils import SplitAlongDim
 
-from octavo.bench.cases import Case, VisionCase
+from octavo.bench.cases import VisionCase
 from octavo.bench.plain import STD, next_token_loss
-from octavo.bench.vision import ToAutocast
+from octavo.models.spec import ModelSpec
 
 RECIPES = {
     # The length of the history has no part in the speed.
     "delayed": lambda: DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max"),
-    "current": lambda: Float8CurrentScaling(),
+    "current": Float8CurrentScaling,
 }
 
 
 def autocast(recipe: str | None) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """The context manager around a forward: FP8 by the recipe of this name, one recipe object for all steps; None: no FP8."""
+    """The context manager around a forward: FP8 by one recipe object for all steps; None: no FP8."""
     if recipe is None:
         return contextlib.nullcontext
     return partial(te.autocast, enabled=True, recipe=RECIPES[recipe]())
-
-
-def llama_layer(case: Case, device: torch.device) -> nn.Module:
-    """One block of a Llama: x [B, T, D] and the angles of its positions → [B, T, D]."""
-    init = partial(nn.init.normal_, std=STD)
-    layer: nn.Module = te.TransformerLayer(
-        case.hidden_size,
-        case.intermediate_size,
-        case.heads,
-        num_gqa_groups=case.kv_heads,
-        kv_channels=case.head_dim,
-        layernorm_epsilon=case.rms_norm_eps,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method=init,
-        output_layer_init_method=init,
-        self_attn_mask_type="causal",
-        fuse_qkv_params=True,
-        bias=False,
-        activation="swiglu",
-        normalization="RMSNorm",
-        attn_input_format="bshd",
-        params_dtype=torch.bfloat16,
-        device=device,
-    )
-    return layer
 
 
 class VisionAttention(nn.Module):
@@ -93,21 +65,19 @@ class VisionLayer(nn.Module):
 
     `te.TransformerLayer` slices the joint product into query, key and value: backward fills a tensor of zeros for each, copies
     the gradient into it, and adds the three. It also adds the biases of the second products in separate operations, whose
-    backward sums the gradient once more. Each of these is a pass over a tensor in every layer.
+    backward sums the gradient once more.
     """
 
     def __init__(self, case: VisionCase, eps: float, device: torch.device) -> None:
         super().__init__()
-        self.to_autocast = ToAutocast()
         self.self_attention = VisionAttention(case, eps, device)
         self.layernorm_mlp = te.LayerNormMLP(
             case.hidden_size, case.intermediate_size, eps=eps, activation="gelu", params_dtype=torch.float32, device=device
         )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Returns B × T × D in the dtype of PyTorch's autocast."""
-        h_BTD = self.to_autocast(x_BTD)
-        h_BTD = h_BTD + self.self_attention(h_BTD)
+        """Returns B × T × D."""
+        h_BTD = x_BTD + self.self_attention(x_BTD)
         out: Tensor = h_BTD + self.layernorm_mlp(h_BTD)
         return out
 
@@ -115,18 +85,41 @@ class VisionLayer(nn.Module):
 class TeLlama(nn.Module):
     """A Llama with its loss; parameters in bfloat16, weights drawn from N(0, 0.02²)."""
 
-    def __init__(self, case: Case, device: torch.device, *, compiled: bool) -> None:
+    def __init__(self, spec: ModelSpec, sequence_length: int, device: torch.device, *, compiled: bool) -> None:
         super().__init__()
         make: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-        self.embed_tokens = nn.Embedding(case.vocab_size, case.hidden_size, **make)
-        self.layers = nn.ModuleList(llama_layer(case, device) for _ in range(case.layers))
-        self.norm = te.RMSNorm(case.hidden_size, eps=case.rms_norm_eps, **make)
-        self.lm_head = nn.Linear(case.hidden_size, case.vocab_size, bias=False, **make)
-        if case.tied:
+        init = partial(nn.init.normal_, std=STD)
+        self.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden_size, **make)
+        self.layers = nn.ModuleList(
+            te.TransformerLayer(
+                spec.hidden_size,
+                spec.ffn_size,
+                spec.heads,
+                num_gqa_groups=spec.kv_heads,
+                kv_channels=spec.head_dim,
+                layernorm_epsilon=spec.norm_eps,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                init_method=init,
+                output_layer_init_method=init,
+                self_attn_mask_type="causal",
+                fuse_qkv_params=True,
+                bias=False,
+                activation="swiglu",
+                normalization="RMSNorm",
+                attn_input_format="bshd",
+                params_dtype=torch.bfloat16,
+                device=device,
+            )
+            for _ in range(spec.layers)
+        )
+        self.norm = te.RMSNorm(spec.hidden_size, eps=spec.norm_eps, **make)
+        self.lm_head = nn.Linear(spec.hidden_size, spec.vocabulary, bias=False, **make)
+        if spec.tied:
             self.lm_head.weight = self.embed_tokens.weight
         for weight in {self.embed_tokens.weight, self.lm_head.weight}:
-            nn.init.normal_(weight, std=STD)
-        angles = te.RotaryPositionEmbedding(case.head_dim, rotary_base=case.rope_theta)(case.sequence_length)
+            init(weight)
+        angles = te.RotaryPositionEmbedding(spec.head_dim, rotary_base=spec.rotary["rope_theta"])(sequence_length)
         self.register_buffer("angles", angles.to(device), persistent=False)
         self.loss = torch.compile(next_token_loss, fullgraph=True) if compiled else next_token_loss
 

@@ -1,17 +1,15 @@
-"""Vision transformers: timm's own, compiled as a whole, and the same with layers of Transformer Engine as its blocks.
+"""Vision transformers: timm's own, and the same with layers of Transformer Engine as its blocks.
 
-Weights are float32 under PyTorch's autocast to bfloat16, as timm trains them. A replaced block takes the weights of the block
-that it stands for, so that all entries are one function to rounding (Transformer Engine's GELU is the tanh approximation). The
-residual of Transformer Engine's blocks is bfloat16 by itself, as that of Octavo's is under autocast; Octavo's entries are
-`octavo.transform` of timm's model. timm is imported when a model is built.
-
-Shapes: B batch, C channels, H and W an image's sides, T patches and class token, D hidden size.
+Weights are float32 under PyTorch's autocast to bfloat16, as timm trains them. A replaced block takes the weights of timm's, so
+that all entries are one function to rounding (Transformer Engine's GELU is the tanh approximation). The residual stream of
+replaced blocks is bfloat16, as in Octavo's. timm is imported when a model is built.
+Shapes: B batch, C channels, H and W an image's sides.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from octavo.models.convert import Conversion
 from octavo.models.vision import VIT_NAMES
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Makes the context manager around a forward."""
 
 
 class Classifier(nn.Module):
@@ -64,35 +63,25 @@ def timm_model(case: VisionCase, device: torch.device, seed: int) -> Any:
     return model.to(device).train()
 
 
-def in_blocks(module: nn.Module, name: str) -> bool:
-    """Whether torchao converts this linear layer: those of the blocks, as everybody's."""
-    return isinstance(module, nn.Linear) and name.startswith("blocks.")
-
-
+@torch.no_grad()
 def replace_blocks(model: Any, make: Callable[[float], nn.Module]) -> None:
-    """Put `make(eps of the norms)` in the place of each block, with its weights."""
+    """Put `make(eps of the norms)`, a `TransformerLayer` by its parameters, in the place of each block, with its weights."""
     for index, block in enumerate(model.blocks):
         layer = make(block.norm1.eps)
-        take_weights(layer, block, block.attn.num_heads)
+        conversion = Conversion(VIT_NAMES, block.attn.num_heads, block.attn.num_heads, {}, "")
+        for name in VIT_NAMES.block:
+            (theirs,) = conversion.names(f"blocks.0.{name}")
+            value = block.get_parameter(theirs.removeprefix("blocks.0."))
+            layer.get_parameter(name).copy_(conversion.join(f"blocks.0.{name}", (value,)))
         model.blocks[index] = layer
     model.norm_pre = ToAutocast()
-
-
-@torch.no_grad()
-def take_weights(layer: nn.Module, block: Any, heads: int) -> None:
-    """Copy the weights of a timm block into a TransformerLayer, whose query, key and value stand together by head."""
-    way = Conversion(VIT_NAMES, heads, heads, {}, "")
-    for name in VIT_NAMES.block:
-        (theirs,) = way.names(f"blocks.0.{name}")
-        value = block.get_parameter(theirs.removeprefix("blocks.0."))
-        layer.get_parameter(name).copy_(way.join(f"blocks.0.{name}", (value,)))
 
 
 def under_autocast(device: torch.device, inner: Around = contextlib.nullcontext) -> Around:
     """PyTorch's autocast to bfloat16 around `inner`, made anew for each forward."""
 
     @contextlib.contextmanager
-    def around() -> Any:
+    def around() -> Iterator[None]:
         with torch.autocast(device.type, torch.bfloat16), inner():
             yield
 

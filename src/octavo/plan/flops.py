@@ -1,20 +1,14 @@
-"""FLOPs of a token, and the utilisation of a GPU's peak (MFU).
+"""FLOPs of a token, and the utilisation of a GPU's peak (MFU): one definition for plans, metrics and benchmarks.
 
-One definition for the plan before the run, the metrics in it and the benchmarks after it:
+    FLOPs a token = 6 × (matmul parameters active for it) + 12 × heads × head_dim × (keys its queries see), summed over layers
 
-    FLOPs a token = 6 × (matmul parameters active for it) + 12 × d × (keys its queries see), summed over layers
-
-Forward and backward are three products of two operations a parameter; the attention's two products (scores, values) likewise,
-with d = heads × head_dim. The matmul parameters include the output head and leave out the embedding, biases and norms. A
-causal query sees T/2 keys on average, which gives the usual 6·L·d·T. Recomputed operations are not counted: they are a cost,
-not progress.
-
-Arithmetic on numbers and on a model's spec: neither torch nor transformers is imported.
+Matmul parameters include the output head, not the embedding, biases and norms. A causal query sees T/2 keys on average, which
+gives the usual 6·L·d·T. Recomputed operations are not counted. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from octavo.hardware import Gpu
@@ -38,19 +32,14 @@ class MatmulParameters:
     inactive: int
 
     @property
-    def active(self) -> int:
-        """Parameters whose products a token computes, head included."""
-        return self.layers + self.router + self.head
-
-    @property
     def stored(self) -> int:
         """All of them, the head counted once."""
-        return self.active + self.inactive
+        return self.layers + self.router + self.head + self.inactive
 
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Operations of one token's forward and backward, by what may run in another precision."""
+    """Operations of one token's forward and backward, by part of the model."""
 
     layers: float
     router: float
@@ -63,48 +52,19 @@ class TokenFlops:
         return self.layers + self.router + self.head + self.attention
 
     def by_precision(self, *, layers: str = "bf16", head: str = "bf16", head_forward: str | None = None) -> dict[str, float]:
-        """Operations in "bf16" and "fp8", when the linear layers and the head run in the given ones.
-
-        head_forward: of the head's forward, where that is another.
-        """
+        """Operations in "bf16" and "fp8" for the precisions of the linear layers, the head and, if another, its forward."""
         split = {"bf16": self.router + self.attention, "fp8": 0.0}
         split[layers] += self.layers
-        forward = 0.0 if head_forward is None else self.head / 3
+        forward = self.head / 3 if head_forward else 0.0
         split[head_forward or head] += forward
         split[head] += self.head - forward
         return {precision: flops for precision, flops in split.items() if flops}
 
 
-def flops_per_token(
-    parameters: MatmulParameters,
-    *,
-    attention_width: int,
-    sequence_length: int,
-    windows: Sequence[int | None],
-    causal: bool = True,
-) -> TokenFlops:
-    """Operations of one token, averaged over a full sequence.
-
-    Args:
-        parameters: matmul parameters of the model.
-        attention_width: d = heads × head_dim.
-        sequence_length: T, in tokens.
-        windows: one entry a layer: None for full attention, else the keys that a sliding window keeps.
-        causal: whether a query sees only keys up to its own.
-    """
-    keys = sum(mean_keys(sequence_length, window, causal=causal) for window in windows)
-    return TokenFlops(
-        layers=6.0 * parameters.layers,
-        router=6.0 * parameters.router,
-        head=6.0 * parameters.head,
-        attention=12.0 * attention_width * keys,
-    )
-
-
-def mean_keys(sequence_length: int, window: int | None = None, *, causal: bool = True) -> float:
-    """Keys that a query sees on average: T, or T/2 when causal; under a causal window W ≤ T, W − W²/2T (T/2 at W = T)."""
+def mean_keys(sequence_length: int, window: int | None = None) -> float:
+    """Keys that a causal query sees on average: T/2, or under a window W ≤ T, W − W²/2T (T/2 at W = T)."""
     seen = sequence_length if window is None else min(window, sequence_length)
-    return seen - seen * seen / (2 * sequence_length) if causal else float(seen)
+    return seen - seen * seen / (2 * sequence_length)
 
 
 def matmul_parameters(spec: ModelSpec) -> MatmulParameters:
@@ -121,20 +81,22 @@ def matmul_parameters(spec: ModelSpec) -> MatmulParameters:
 
 
 def model_flops(spec: ModelSpec, sequence_length: int) -> TokenFlops:
-    """Operations of one token of a decoder at `sequence_length` tokens."""
-    return flops_per_token(
-        matmul_parameters(spec),
-        attention_width=spec.heads * spec.head_dim,
-        sequence_length=sequence_length,
-        windows=spec.windows,
+    """Operations of one token of a decoder, averaged over a full sequence of `sequence_length` tokens."""
+    parameters = matmul_parameters(spec)
+    keys = sum(mean_keys(sequence_length, window) for window in spec.windows)
+    return TokenFlops(
+        layers=6.0 * parameters.layers,
+        router=6.0 * parameters.router,
+        head=6.0 * parameters.head,
+        attention=12.0 * spec.heads * spec.head_dim * keys,
     )
 
 
 def mfu(flops_per_second: Mapping[str, float], gpu: Gpu | None) -> float | None:
-    """Model FLOPs utilisation against the peak of the precision that each product runs in.
+    """Model FLOPs utilisation: a step's ideal time over its measured time.
 
-    The ideal time of a step is the sum of its operations in each precision over the peak in it; the utilisation is ideal time
-    over measured time, so 1 means that every product ran at its own peak.
+    The ideal time is the sum of the operations in each precision over the peak in it, so 1 means that every product ran at its
+    own peak.
 
     Args:
         flops_per_second: achieved FLOP/s of one GPU in "bf16" and "fp8", as `TokenFlops.by_precision` times tokens a second.

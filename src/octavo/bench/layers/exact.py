@@ -2,8 +2,7 @@
 
 A layer is a function of its parameters, by their names in Octavo and Transformer Engine. Rows of the joint query/key/value
 matrix are grouped by key-value head; of gate and up all rows of gate come first, as in Transformer Engine.
-
-Shapes: B batch, T tokens, K features, H query heads, G key-value heads, D head dimension.
+Shapes: B batch, T tokens, K features, H query heads, G key-value heads, P query heads of a group, D head dimension.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from octavo.bench.plain import rotate
 
 Parameters = Mapping[str, Tensor]
 EPS = 1e-5
@@ -59,26 +60,18 @@ def mlp(p: Parameters, x: Tensor, kind: str, activation: str) -> Tensor:
 
 def attention(p: Parameters, x: Tensor, kind: str, heads: Heads) -> Tensor:
     """Norm, queries/keys/values [B, T, (H + 2G)·D], rotation, softmax(q · kᵀ / √D) · v, product."""
-    per_group = heads.queries // heads.groups
-    qkv_BTGPD = linear(below(p, "layernorm_qkv."), norm(below(p, "layernorm_qkv."), x, kind)).unflatten(
-        -1, (heads.groups, per_group + 2, -1)
-    )
+    p_qkv, per_group = below(p, "layernorm_qkv."), heads.queries // heads.groups
+    qkv_BTGPD = linear(p_qkv, norm(p_qkv, x, kind)).unflatten(-1, (heads.groups, per_group + 2, -1))
     q_BTGPD, k_BTGPD, v_BTGPD = qkv_BTGPD.split([per_group, 1, 1], -2)
     if heads.angles is not None:
-        q_BTGPD, k_BTGPD = rotate(q_BTGPD, heads.angles), rotate(k_BTGPD, heads.angles)
+        cos, sin = heads.angles.cos()[:, None, None], heads.angles.sin()[:, None, None]
+        q_BTGPD, k_BTGPD = rotate(q_BTGPD, cos, sin), rotate(k_BTGPD, cos, sin)
     scores = torch.einsum("btgpd,bsgd->bgpts", q_BTGPD, k_BTGPD.squeeze(-2)) / math.sqrt(q_BTGPD.shape[-1])
     if heads.angles is not None:
         unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
         scores = scores.masked_fill(unseen, -math.inf)
     context = torch.einsum("bgpts,bsgd->btgpd", scores.softmax(-1), v_BTGPD.squeeze(-2))
     return linear(below(p, "proj."), context.flatten(2))
-
-
-def rotate(x_BTGPD: Tensor, angles_TD: Tensor) -> Tensor:
-    """Turn each pair (k, k + D/2) by its position's angle."""
-    cos, sin = angles_TD.cos()[:, None, None], angles_TD.sin()[:, None, None]
-    low, high = x_BTGPD.chunk(2, -1)
-    return x_BTGPD * cos + torch.cat((-high, low), -1) * sin
 
 
 def block(p: Parameters, x: Tensor, kind: str, activation: str, heads: Heads) -> Tensor:

@@ -4,21 +4,17 @@ Both libraries' layers have the same arguments, random bfloat16 weights, inputs 
 ‖found − exact‖ / ‖exact‖, norms over all elements in float64; exact is `octavo.bench.layers.exact` on the same rounded values.
 Under delayed scaling forward and backward first repeat on the same tensors until the history holds only their amaxes. The
 median over the seeds counts.
-
-Both run in this process. Transformer Engine's library does not load after PyTorch has used cuDNN, so `transformer_engine` must
-be called before any work on the GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +22,8 @@ from torch import Tensor, nn
 import octavo.nn
 from octavo.bench.layers import exact
 from octavo.bench.peers import ENVIRONMENT
+from octavo.bench.plain import rotary_angles
+from octavo.bench.vision import Around
 from octavo.errors import first_line
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling
@@ -42,12 +40,10 @@ RECIPES: dict[str, Callable[[], Any] | None] = {
 }
 ROPE_BASE = 500_000.0
 
-Around = Callable[[], contextlib.AbstractContextManager[Any]]
 Tensors = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """Sizes of the layers and of their input: sequences, tokens, features, heads."""
 
     batch: int
@@ -57,10 +53,9 @@ class Size:
     heads: int
     groups: int
 
-    @property
-    def head_dim(self) -> int:
-        """Of queries, keys and values."""
-        return self.hidden // self.heads
+    def angles(self, device: torch.device) -> Tensor:
+        """Rotary angles [T, D], float32."""
+        return rotary_angles(self.tokens, self.hidden // self.heads, ROPE_BASE, device)
 
 
 ON_GPU = Size(2, 1024, 2048, 8192, 32, 8)
@@ -90,10 +85,9 @@ class LayerCase:
     def arguments(self, size: Size) -> tuple[tuple[int, ...], dict[str, Any]]:
         """Arguments of the constructor, in either library."""
         how: dict[str, Any] = {"bias": self.bias}
-        if self.kind == "Linear":
-            return (size.hidden, size.hidden), how
-        how["normalization"] = self.normalization
-        if self.kind == "LayerNormLinear":
+        if self.kind != "Linear":
+            how["normalization"] = self.normalization
+        if self.kind in ("Linear", "LayerNormLinear"):
             return (size.hidden, size.hidden), how
         how["activation"] = self.activation
         if self.kind == "LayerNormMLP":
@@ -117,13 +111,9 @@ class LayerCase:
         if self.kind == "LayerNormMLP":
             return exact.mlp(parameters, x, self.normalization, self.activation)
         # Angles are float32 for both libraries: with another rounding it would be another function.
-        angles = angles_of(size, x.device).to(x.dtype) if self.llama else None
+        angles = size.angles(x.device).to(x.dtype) if self.llama else None
         heads = exact.Heads(size.heads, self._groups(size), angles)
         return exact.block(parameters, x, self.normalization, self.activation, heads)
-
-    def call(self, size: Size, device: torch.device) -> dict[str, Any]:
-        """Arguments of forward beside the input, in either library."""
-        return {"rotary_pos_emb": angles_of(size, device)[:, None, None]} if self.llama else {}
 
     def _groups(self, size: Size) -> int:
         return size.groups if self.llama else size.heads
@@ -150,8 +140,8 @@ class Library:
     Attributes:
         name: prefix of its keys in a row.
         layers: the module with the classes.
-        around: from a recipe's name to the context manager around a forward.
-        interleaved: whether gate and up alternate in blocks of rows.
+        around: from a recipe's name to `Around`.
+        interleaved: gate and up alternate in blocks of rows.
     """
 
     name: str
@@ -164,9 +154,6 @@ class Library:
         sizes, how = layer.arguments(size)
         made: nn.Module = getattr(self.layers, layer.kind)(*sizes, **how, params_dtype=torch.bfloat16, device=device)
         return made
-
-    def _alternates(self, name: str, layer: LayerCase) -> bool:
-        return self.interleaved and "fc1_" in name and layer.activation == "swiglu"
 
     @torch.no_grad()
     def fill(self, module: nn.Module, layer: LayerCase, drawn: Tensors) -> None:
@@ -184,6 +171,9 @@ class Library:
             found[f"{name}.grad"] = torch.cat(rows)
         return found
 
+    def _alternates(self, name: str, layer: LayerCase) -> bool:
+        return self.interleaved and "fc1_" in name and layer.activation == "swiglu"
+
 
 def _octavo_around(recipe: str) -> Around:
     make = RECIPES[recipe]
@@ -194,7 +184,10 @@ OCTAVO = Library("octavo", octavo.nn, _octavo_around, interleaved=True)
 
 
 def transformer_engine(device: torch.device, say: Callable[[str], None]) -> Library | None:
-    """Transformer Engine's layers; None, with a message of the reason, where they cannot run."""
+    """Transformer Engine's layers; None, with a message of the reason, where they cannot run.
+
+    To be called before any work on the GPU: the library does not load after PyTorch has used cuDNN.
+    """
     if device.type != "cuda":
         say("Transformer Engine needs a GPU: only Octavo's errors")
         return None
@@ -207,12 +200,6 @@ def transformer_engine(device: torch.device, say: Callable[[str], None]) -> Libr
         say(f"Transformer Engine cannot be imported ({error}): only Octavo's errors")
         return None
     return Library("te", layers, lambda recipe: te.autocast(None if recipe == "bf16" else recipe))
-
-
-def angles_of(size: Size, device: torch.device) -> Tensor:
-    """Rotary angles [T, D], float32; the second half of a row repeats the first."""
-    inverse = ROPE_BASE ** -(torch.arange(0, size.head_dim, 2, device=device).float() / size.head_dim)
-    return torch.outer(torch.arange(size.tokens, device=device).float(), inverse).repeat(1, 2)
 
 
 def draw(layer: LayerCase, size: Size, device: torch.device, seed: int) -> tuple[Tensors, Tensor, Tensor]:
@@ -249,7 +236,7 @@ def found_tensors(
     """Output and gradients of a library's layer, after `settling` passes over the same tensors."""
     module, around = library.make(layer, size, x.device), library.around(recipe)
     library.fill(module, layer, parameters)
-    call = layer.call(size, x.device)
+    call = {"rotary_pos_emb": size.angles(x.device)[:, None, None]} if layer.llama else {}
     for _ in range(settling + 1):
         module.zero_grad(set_to_none=True)
         leaf = x.detach().clone().requires_grad_()
@@ -292,47 +279,31 @@ def measure_layers(
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     size = ON_GPU if device.type == "cuda" else ON_CPU
+    sizes = {"batch": size.batch, "sequence_length": size.tokens, "hidden_size": size.hidden, "seeds": seeds}
     rows = []
     for layer in layers:
         say(layer.name)
-        errors: dict[tuple[str, str, str], list[float]] = {}
-        failed: dict[tuple[str, str], str] = {}
-        tensors: list[str] = []
-        for seed in range(seeds):
-            drawn = draw(layer, size, device, seed)
-            expected = exact_tensors(layer, size, *drawn)
-            tensors = list(expected)
-            for recipe in RECIPES:
-                for library in libraries:
-                    if (recipe, library.name) in failed:
-                        continue
-                    try:
-                        passes = settling if recipe == "delayed" else 0
-                        found = found_tensors(library, layer, size, recipe, *drawn, passes)
-                        for name in tensors:
-                            errors.setdefault((recipe, name, library.name), []).append(error(found[name], expected[name]))
-                    except Exception as fault:  # a peer's failure must not cost the others their figures
-                        text = first_line(fault)
-                        failed[recipe, library.name] = text
-                        say(f"{layer.name}, {recipe}: {library.name} failed: {text}")
-        rows += [_row(layer, size, recipe, name, seeds, errors, failed) for recipe in RECIPES for name in tensors]
+        drawn = [draw(layer, size, device, seed) for seed in range(seeds)]
+        expected = [exact_tensors(layer, size, *one) for one in drawn]
+        for recipe in RECIPES:
+            passes = settling if recipe == "delayed" else 0
+            medians, failures = dict[str, dict[str, float]](), dict[str, str]()
+            for library in libraries:
+                try:
+                    found = [found_tensors(library, layer, size, recipe, *one, passes) for one in drawn]
+                    medians[library.name] = _median_errors(found, expected)
+                except Exception as fault:  # a peer's failure must not cost the others their figures
+                    failures[f"{library.name}_failed"] = first_line(fault)
+                    say(f"{layer.name}, {recipe}: {library.name} failed: {first_line(fault)}")
+            for tensor in expected[0]:
+                errors = {f"{name}_error": medians.get(name, {}).get(tensor) for name in ("octavo", "te")}
+                rows.append({"layer": layer.name, "recipe": recipe, "tensor": tensor, **errors, **failures, **sizes})
     return rows
 
 
-def _row(
-    layer: LayerCase,
-    size: Size,
-    recipe: str,
-    tensor: str,
-    seeds: int,
-    errors: dict[tuple[str, str, str], list[float]],
-    failed: dict[tuple[str, str], str],
-) -> dict[str, Any]:
-    row: dict[str, Any] = {"layer": layer.name, "recipe": recipe, "tensor": tensor}
-    for library in ("octavo", "te"):
-        found = errors.get((recipe, tensor, library))
-        lost = failed.get((recipe, library))
-        row[f"{library}_error"] = statistics.median(found) if found and lost is None else None
-        if lost is not None:
-            row[f"{library}_failed"] = lost
-    return {**row, "batch": size.batch, "sequence_length": size.tokens, "hidden_size": size.hidden, "seeds": seeds}
+def _median_errors(found: list[Tensors], expected: list[Tensors]) -> dict[str, float]:
+    """By tensor; the lists have an item for each seed."""
+    return {
+        name: statistics.median(error(one[name], other[name]) for one, other in zip(found, expected, strict=True))
+        for name in expected[0]
+    }
