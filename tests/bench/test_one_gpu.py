@@ -173,6 +173,9 @@ def test_a_broken_peer_is_a_row_with_its_error(tmp_path, monkeypatch, source):
 
 def test_a_worker_answers_until_something_fails():
     class Broken:
+        def build(self):
+            return {}
+
         def warm_up(self, steps):
             return {"warmed": steps}
 
@@ -180,7 +183,7 @@ def test_a_worker_answers_until_something_fails():
             raise RuntimeError("\n  CUDA out of memory\ndetails")
 
     requests = ['{"do": "build"}', '{"do": "warm_up", "steps": 3}', *['{"do": "measure", "steps": 2}'] * 2]
-    assert [json.loads(answer) for answer in answers(iter(requests), Broken)] == [
+    assert [json.loads(answer) for answer in answers(requests, Broken())] == [
         {},
         {"warmed": 3},
         {"error": "RuntimeError: CUDA out of memory"},

@@ -239,7 +239,7 @@ def test_the_head_trains_in_fp8_too():
     entry = ENTRIES["octavo-delayed-fp8-head"]
     assert (entry.layers, entry.head, entry.build.func) == ("fp8", "fp8", build_octavo)
     trainer = entry.build(case, CPU, False)
-    ids = torch.randint(case.vocab_size, (case.batch, case.sequence_length))
+    ids = torch.randint(case.spec.vocabulary, (case.batch, case.sequence_length))
     losses = [float(trainer.step(ids, ids)) for _ in range(8)]
-    assert abs(losses[0] - math.log(case.vocab_size)) < 0.2
+    assert abs(losses[0] - math.log(case.spec.vocabulary)) < 0.2
     assert losses[-1] < losses[0]

@@ -1,8 +1,7 @@
 """Kernel times of a step by kind, from the names of the kernels.
 
-A profile has only names of the kernels of cuBLAS, cuDNN, Transformer Engine and torch.compile. So kinds are a table of
-patterns: the first match counts, and certain patterns stand before vague ones. A row also lists the largest kernels with their
-kinds, to reveal a wrong pattern. Kernels of several streams overlap, so the sum can exceed the step.
+A profile has only the names of the kernels of cuBLAS, cuDNN, Transformer Engine and torch.compile. A row also lists the largest
+kernels with their kinds, to reveal a wrong pattern. Kernels of several streams overlap, so the sum can exceed the step.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ KINDS: tuple[tuple[str, str], ...] = (
         r"memcpy|memset|elementwise|copy|fill|cat|index|embedding|reduce|column_sums|triton|distribution|scatter|add|mul",
     ),
 )
-"""Kind and the pattern of its kernels' names in lower case; the first match counts."""
+"""Kind and the pattern of its kernels' names in lower case; the first match counts, so sure patterns come before vague ones."""
 
 _COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in KINDS)
 # Ranges of the host that a profile repeats on the GPU's timeline, around the kernels in them.
@@ -54,13 +53,7 @@ _SPAN = re.compile(r"^(Optimizer\.|ProfilerStep|Torch-Compiled|## |nccl:|autogra
 
 
 class KernelTime(NamedTuple):
-    """All calls of the kernels of one name in a profile.
-
-    Attributes:
-        name: the compiler's.
-        ms: time of all calls.
-        calls: their number.
-    """
+    """All calls of the kernels of one name in a profile: their time and number."""
 
     name: str
     ms: float
@@ -80,33 +73,26 @@ def summarise(kernels: Iterable[KernelTime], steps: int) -> dict[str, Any]:
     for kernel in by_size:
         kind = kind_of(kernel.name)
         kinds[kind] = kinds.get(kind, 0.0) + kernel.ms / steps
-    return {
-        "kernel_ms": dict(sorted(kinds.items(), key=lambda item: item[1], reverse=True)),
-        "largest_kernels": [
-            {
-                "name": kernel.name[:NAME_LENGTH],
-                "kind": kind_of(kernel.name),
-                "ms": kernel.ms / steps,
-                "calls": kernel.calls / steps,
-            }
-            for kernel in by_size[:LARGEST]
-        ],
-    }
+    largest = [
+        {"name": name[:NAME_LENGTH], "kind": kind_of(name), "ms": ms / steps, "calls": calls / steps}
+        for name, ms, calls in by_size[:LARGEST]
+    ]
+    return {"kernel_ms": dict(sorted(kinds.items(), key=lambda item: item[1], reverse=True)), "largest_kernels": largest}
 
 
 def record(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, Any]:
     """Profile `steps` calls of `step` and summarise the kernels; on a CPU PyTorch's operators."""
     on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as profiled:
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiled:
         for _ in range(steps):
             step()
         if on_gpu:
             torch.cuda.synchronize(device)
-    wanted = "CUDA" if on_gpu else "CPU"
     kernels = []
     for event in profiled.key_averages():
-        if event.device_type.name != wanted or getattr(event, "is_user_annotation", False) or _SPAN.match(event.key):
-            continue
-        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        kernels.append(KernelTime(event.key, microseconds / 1e3, event.count))
+        span = getattr(event, "is_user_annotation", False) or _SPAN.match(event.key)
+        if event.device_type.name == activity.name and not span:
+            microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            kernels.append(KernelTime(event.key, microseconds / 1e3, event.count))
     return summarise(kernels, steps)

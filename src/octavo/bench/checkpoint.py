@@ -49,12 +49,10 @@ def measure_checkpoints(
     """The row of one entry: its figures, or its error with the figures so far.
 
     Args:
-        case, entry, target: as in `octavo.bench.measure.measure_case`.
         folder: parent of a temporary folder for the checkpoints.
-        restore_ranks: ranks that restore.
+        restore_ranks: number of ranks that restore.
         saves: saves in the background; the last is measured.
-        steps: timed steps without a write.
-        warmup: steps before them.
+        steps, warmup: timed steps without a write, and steps before them.
         say: takes progress messages, a line each.
     """
     row: dict[str, Any] = {"workload": case.name, "entry": entry.name, "head": entry.head}

@@ -229,22 +229,23 @@ def measure_kernels(
     for shape in COPIED:
         source = torch.randn(shape, device=device, dtype=torch.bfloat16)
         (us,) = time(partial(torch.empty_like(source).copy_, source))
-        rows.append(_figures("copy", "torch", shape, 2 * source.nbytes, us))
+        rows.append({"workload": "copy", "entry": "torch", "shape": list(shape), **_figures(2 * source.nbytes, us)})
     ceiling = max(row["gb_per_s"] for row in rows)
     for kernel in kernels:
         for shape in kernel.shapes:
+            row: dict[str, Any] = {"workload": kernel.name, "entry": "octavo", "shape": list(shape)}
+            rows.append(row)
             try:
                 with device:
                     call = kernel.make(*shape)
                 (us,) = time(call.run)
             except Exception as error:  # a kernel that does not compile here must not cost the others their figures
-                text = first_line(error)
-                rows.append({"workload": kernel.name, "entry": "octavo", "shape": list(shape), "error": text})
+                row["error"] = first_line(error)
             else:
-                rows.append(_figures(kernel.name, "octavo", shape, kernel.bytes(*shape), us))
-                say(f"{kernel.name} {shape[0]} x {shape[1]}: {us:.1f} us, {rows[-1]['gb_per_s'] / ceiling:.1%} of a copy")
+                row |= _figures(kernel.bytes(*shape), us)
+                say(f"{kernel.name} {shape[0]} x {shape[1]}: {us:.1f} us, {row['gb_per_s'] / ceiling:.1%} of a copy")
     return [row if "error" in row else {**row, "share_of_copy": row["gb_per_s"] / ceiling} for row in rows]
 
 
-def _figures(name: str, entry: str, shape: tuple[int, int], moved: int, us: float) -> dict[str, Any]:
-    return {"workload": name, "entry": entry, "shape": list(shape), "bytes": moved, "us": us, "gb_per_s": moved / us / 1e3}
+def _figures(moved: int, us: float) -> dict[str, Any]:
+    return {"bytes": moved, "us": us, "gb_per_s": moved / us / 1e3}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from octavo.bench.cases import AnyCase, VisionCase
 from octavo.bench.plain import PlainLlama
 from octavo.bench.vision import Around, Classifier, replace_blocks, timm_model, under_autocast
+from octavo.train.graphed import graphed
 
 if TYPE_CHECKING:
     from octavo.fp8.recipe import FastAccumulation
@@ -63,14 +64,9 @@ class Entry:
 
 
 class Training:
-    """A model with its training step.
+    """A model with its training step, by default with PyTorch's fused AdamW.
 
-    Args:
-        model: its parameters are trained.
-        loss: of inputs (token ids or images) and labels, a scalar.
-        around: makes the context manager around a forward.
-        optimizer: None: PyTorch's fused AdamW.
-        graph: forward and backward are one CUDA graph.
+    loss: a function of inputs (token ids or images) and labels. graph: forward and backward are one CUDA graph.
     """
 
     def __init__(
@@ -84,11 +80,7 @@ class Training:
     ) -> None:
         self.model, self.loss, self.around, self.graph = model, loss, around, graph
         self.optimizer = torch.optim.AdamW(model.parameters(), **ADAMW) if optimizer is None else optimizer
-        self.gradients: Callable[[Tensor, Tensor], Tensor] = self._gradients
-        if graph:
-            from octavo.train.graphed import graphed
-
-            self.gradients = graphed(self._loss, model.parameters())
+        self.gradients = graphed(self._loss, model.parameters()) if graph else self._gradients
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Train on one batch and free the gradients; returns the loss without a wait for the device."""

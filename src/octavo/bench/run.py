@@ -54,21 +54,15 @@ def run_suite(
 ) -> dict[str, Any]:
     """Measure entries on cases, each entry in processes of its own, and write the results.
 
+    Arguments are the options of `octavo bench`; None is an option that is absent.
+
     Args:
-        suite: a name from `SUITES`.
         cases: workloads of the suite, kernels or layers; None: the suite's default for the device and the installed packages.
         entries: exactly these; None: Octavo's own, or the suite's default, and peers. A failed entry has a row with "error".
         peers: groups from `PEERS` beside Octavo's entries; None: all that are installed.
-        steps: timed steps of each entry, calls of a kernel or product, or seeds of a layer, for a median; at least 1, None: the
-            suite's number.
-        warmup: steps before them, for compilation or for the scales of a layer; None: the suite's number.
-        breakdown: record kernel times of each entry in a few more steps.
+        steps, warmup: timed steps of each entry, at least 1, and steps before them; None: the suite's numbers.
         output: a .json file, or a folder for one file a workload; None: `benchmarks/`.
-        device: torch's name of it; None: the GPU if there is one.
-        gpus: number of GPUs, or of ranks on a CPU, for suites of several; None: all.
-        folder: parent folder of temporary checkpoints (checkpoint suite); None: beside the output.
-        saves: saves in the background, of which the last is measured (checkpoint suite); at least 1.
-        restore_gpus: GPUs that restore (checkpoint suite); None: half of those that save.
+        folder: parent folder of temporary checkpoints; None: beside the output.
         command: the command line, for the record.
         say: takes progress messages, a line each.
 
@@ -92,7 +86,9 @@ def run_suite(
     def measure(case: Any, able: list[Entry]) -> list[dict[str, Any]]:
         if suite == "checkpoint":
             disk = folder or (output.parent if output.suffix == ".json" else output)
-            ranks = _restore_ranks(target, restore_gpus)
+            ranks = max(1, target.ranks // 2) if restore_gpus is None else restore_gpus
+            if target.device.kind == "cuda" and ranks > target.ranks:
+                raise InputError(f"restore_gpus = {ranks}: use 1 to {target.ranks} of the GPUs that save.")
             options = {"target": target, "folder": disk, "restore_ranks": ranks, "saves": saves, **how}
             return [measure_checkpoints(case, entry, **options) for entry in able]
         measured = measure_case(suite, case, able, target=target, profiled=PROFILED_STEPS if breakdown else 0, **how)
@@ -139,12 +135,9 @@ def _choose(suite: str, cases: Sequence[str] | None, entries: Sequence[str] | No
         raise InputError(f"the suite {suite} has no entries and no peers: choose what it measures with --cases.")
     if entries and peers is not None:
         raise InputError(f"entries {', '.join(entries)} are all that is compared: leave --peers out, or name peers among them.")
-    for what, names, known in (
-        ("case", cases or [], chosen.known),
-        ("entry", entries or [], chosen.entries),
-        ("group of peers", peers or [], PEERS),
-    ):
-        for name in names:
+    asked = (("case", cases, chosen.known), ("entry", entries, chosen.entries), ("group of peers", peers, PEERS))
+    for what, names, known in asked:
+        for name in names or ():
             if name not in known:
                 raise unknown(what, name, known)
     own = [group for group in PEERS if any(entry.group == group for entry in chosen.entries.values())]
@@ -234,10 +227,3 @@ def _target(suite: Suite, asked: str | None, gpus: int | None) -> Target:
     if on_gpu and (":" in str(device) or ranks > count):
         raise InputError(f"device {device} and gpus = {ranks}: torch sees {count} GPUs. Use --device cuda --gpus {count}.")
     return Target(describe_device("cuda:0" if on_gpu else "cpu"), device.type, ranks)
-
-
-def _restore_ranks(target: Target, asked: int | None) -> int:
-    ranks = max(1, target.ranks // 2) if asked is None else asked
-    if target.device.kind == "cuda" and ranks > target.ranks:
-        raise InputError(f"restore_gpus = {ranks}: use 1 to {target.ranks} of the GPUs that save.")
-    return ranks

@@ -31,19 +31,14 @@ def build_plain_sharded(case: Case, device: torch.device, compiled: bool, *, see
         for part in (*model.model.layers, model.model.norm):
             part.forward = torch.compile(part.forward, fullgraph=True)
         model.loss = torch.compile(next_token_loss, fullgraph=True)
-    _shard(model, tied=case.spec.tied)
-    return Training(materialise(model, device, CounterInit(seed, STD)), model)
-
-
-def _shard(model: PlainLlama, *, tied: bool) -> None:
-    """FSDP2 in groups; each group is gathered while the one before computes."""
     assert state.mesh is not None
+    # Groups of parameters: each is gathered while the one before computes.
     how: dict[str, Any] = {
         "mesh": state.mesh["hybrid_shard"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
     head: list[nn.Module] = []
-    if not tied:  # a tied matrix stays gathered with the root, since it is used first and last
+    if not case.spec.tied:  # a tied matrix stays gathered with the root, since it is used first and last
         fully_shard(model.model.embed_tokens, **how)
         head = [model.model.norm, model.lm_head]
     for block in model.model.layers:
@@ -55,6 +50,7 @@ def _shard(model: PlainLlama, *, tied: bool) -> None:
     order = [module for module in (*model.model.layers, *head[:1]) if isinstance(module, FSDPModule)]
     for first, second in pairwise(order):
         first.set_modules_to_forward_prefetch([second])
+    return Training(materialise(model, device, CounterInit(seed, STD)), model)
 
 
 SHARDED: dict[str, Entry] = {

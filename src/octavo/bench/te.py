@@ -56,8 +56,7 @@ class VisionAttention(nn.Module):
         # Attention recognises the layout of these views by their pointers. Its gradients are then views of one tensor, which
         # the split's backward returns without a copy.
         q, k, v = (part.squeeze(-2) for part in SplitAlongDim.apply(qkv, -2, (1, 1, 1)))
-        attended: Tensor = self.proj(self.core_attention(q, k, v))
-        return attended
+        return self.proj(self.core_attention(q, k, v))
 
 
 class VisionLayer(nn.Module):
@@ -78,8 +77,7 @@ class VisionLayer(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Returns B × T × D."""
         h_BTD = x_BTD + self.self_attention(x_BTD)
-        out: Tensor = h_BTD + self.layernorm_mlp(h_BTD)
-        return out
+        return h_BTD + self.layernorm_mlp(h_BTD)
 
 
 class TeLlama(nn.Module):

@@ -36,15 +36,6 @@ class Classifier(nn.Module):
         return F.cross_entropy(self.model(images_BCHW).float(), labels_B)
 
 
-class ToAutocast(nn.Module):
-    """Casts to the dtype of PyTorch's autocast, where that is on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
-        kind = x.device.type
-        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
 def timm_model(case: VisionCase, device: torch.device, seed: int) -> Any:
     """timm's vision transformer in float32, ready for training."""
     from timm.models.vision_transformer import VisionTransformer
@@ -74,7 +65,8 @@ def replace_blocks(model: Any, make: Callable[[float], nn.Module]) -> None:
             value = block.get_parameter(theirs.removeprefix("blocks.0."))
             layer.get_parameter(name).copy_(conversion.join(f"blocks.0.{name}", (value,)))
         model.blocks[index] = layer
-    model.norm_pre = ToAutocast()
+    # The residual stream of the blocks, under autocast.
+    model.blocks.register_forward_pre_hook(lambda blocks, inputs: inputs[0].bfloat16())
 
 
 def under_autocast(device: torch.device, inner: Around = contextlib.nullcontext) -> Around:

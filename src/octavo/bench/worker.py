@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from octavo.bench.breakdown import record
 from octavo.bench.cases import AnyCase, Case
 from octavo.bench.peers import SEED, Entry
 from octavo.bench.suites import SUITES
@@ -42,13 +43,22 @@ T = TypeVar("T")
 
 
 class Worker:
-    """A built entry on its device, with its batches: the same for every entry, different on each rank."""
+    """An entry on its device, with its batches: the same for every entry, different on each rank.
 
-    def __init__(self, entry: Entry, case: AnyCase, device: torch.device, *, seed: int = SEED) -> None:
+    Each public method answers a request.
+    """
+
+    def __init__(self, entry: Entry, case: AnyCase, device: torch.device, rendezvous: str) -> None:
+        self.entry, self.case, self.rendezvous = entry, case, rendezvous
         self.device, self.on_gpu = device, device.type == "cuda"
-        self.trainer = entry.build(case, device, self.on_gpu, seed=seed)
-        self.batches = itertools.cycle(labelled_batches(case, device, world.state.rank))
+
+    def build(self, seed: int = SEED) -> dict[str, Any]:
+        """Join the other ranks and build the model with weights of this seed."""
+        self._join()
+        self.trainer = self.entry.build(self.case, self.device, self.on_gpu, seed=seed)
+        self.batches = itertools.cycle(labelled_batches(self.case, self.device, world.state.rank))
         self._wait()
+        return {}
 
     def warm_up(self, steps: int) -> dict[str, Any]:
         """Compile, allocate and fill caches in steps that are not timed."""
@@ -84,14 +94,26 @@ class Worker:
 
     def profile(self, steps: int) -> dict[str, Any]:
         """Kernel milliseconds a step by kind, and the largest kernels, from steps that are not timed."""
-        from octavo.bench.breakdown import record
-
         self._step()
         self._wait()
         found = record(self._step, steps, self.device)
         if self.on_gpu:
             torch.cuda.empty_cache()
         return found
+
+    def _join(self) -> None:
+        """Join the process group of the environment's WORLD_SIZE; nothing for one rank."""
+        if self.on_gpu:
+            torch.cuda.set_device(self.device)
+        if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo",
+                init_method=f"file://{self.rendezvous}",
+                rank=int(os.environ["RANK"]),
+                world_size=size,
+                device_id=self.device if self.on_gpu else None,
+            )
+            world.init()
 
     def _wait(self) -> None:
         if self.on_gpu:
@@ -134,12 +156,14 @@ class CheckpointWorker(Worker):
     It trains one sequence a step, so that fewer GPUs can restore the same checkpoint.
     """
 
-    def __init__(self, entry: Entry, case: Case, device: torch.device, *, seed: int = SEED) -> None:
-        case = dataclasses.replace(case, batch=1)
-        super().__init__(entry, case, device, seed=seed)
+    def build(self, seed: int = SEED) -> dict[str, Any]:
+        """As `Worker.build`."""
+        self.case = dataclasses.replace(self.case, batch=1)
+        super().build(seed)
         self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
-        self.common = labelled_batches(case, device)[0]
+        self.common = labelled_batches(self.case, self.device)[0]
         self._checkpointer: Checkpointer | None = None
+        return {}
 
     def steps(self, steps: int) -> dict[str, Any]:
         """Train; returns the seconds of each step."""
@@ -221,55 +245,25 @@ def _size(checkpoint: Path) -> dict[str, int]:
     return {"bytes": sum(file.stat().st_size for file in checkpoint.iterdir())} if world.state.rank == 0 else {}
 
 
-def answers(requests: Iterable[str], build: Callable[..., Worker]) -> Iterator[str]:
-    """Answer request lines up to the end or the first failure: after one the worker's state is unknown.
-
-    {"do": "build", …} calls `build`, any other the worker's method of that name; the other keys are its arguments.
-    """
-    worker: Worker | None = None
+def answers(requests: Iterable[str], worker: Worker) -> Iterator[str]:
+    """Answer request lines up to the end or the first failure: after one the worker's state is unknown."""
     for line in requests:
         request = json.loads(line)
-        do = request.pop("do")
         try:
-            answer: dict[str, Any] = {}
-            if do == "build":
-                worker = build(**request)
-            else:
-                answer = getattr(worker, do)(**request)
+            answer = getattr(worker, request.pop("do"))(**request)
         except Exception as error:  # a peer's exception of any kind becomes its row of the results
             yield json.dumps({"error": first_line(error)})
             return
         yield json.dumps(answer)
 
 
-def join(device: torch.device, rendezvous: str) -> None:
-    """Join the process group of the environment's WORLD_SIZE; nothing for one rank."""
-    on_gpu, size = device.type == "cuda", int(os.environ.get("WORLD_SIZE", "1"))
-    if on_gpu:
-        torch.cuda.set_device(device)
-    if size > 1:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            init_method=f"file://{rendezvous}",
-            rank=int(os.environ["RANK"]),
-            world_size=size,
-            device_id=device if on_gpu else None,
-        )
-        world.init()
-
-
-def main(suite: str, entry: str, case: str, device_name: str, rendezvous: str) -> None:
+def main(suite: str, entry: str, case: str, device: str, rendezvous: str) -> None:
     """Serve one entry over standard input and output."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-
-    def build(seed: int = SEED) -> Worker:
-        device = torch.device(device_name)
-        join(device, rendezvous)
-        make = CheckpointWorker if suite == "checkpoint" else Worker
-        return make(SUITES[suite].entries[entry], SUITES[suite].known[case], device, seed=seed)
-
-    for answer in answers(sys.stdin, build):
+    kind, row = CheckpointWorker if suite == "checkpoint" else Worker, SUITES[suite]
+    worker = kind(row.entries[entry], row.known[case], torch.device(device), rendezvous)
+    for answer in answers(sys.stdin, worker):
         print(answer, file=channel, flush=True)
     sys.stdin.read()  # a failed rank waits for its end: if it left first, the other ranks would report that instead
 

@@ -93,10 +93,7 @@ def model_flops(spec: ModelSpec, sequence_length: int) -> TokenFlops:
 
 
 def mfu(flops_per_second: Mapping[str, float], gpu: Gpu | None) -> float | None:
-    """Model FLOPs utilisation: a step's ideal time over its measured time.
-
-    The ideal time is the sum of the operations in each precision over the peak in it, so 1 means that every product ran at its
-    own peak.
+    """Model FLOPs utilisation: a step's ideal time, in which every product runs at its own peak, over its measured time.
 
     Args:
         flops_per_second: achieved FLOP/s of one GPU in "bf16" and "fp8", as `TokenFlops.by_precision` times tokens a second.

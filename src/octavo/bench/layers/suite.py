@@ -33,11 +33,7 @@ HISTORY = 16
 """Steps; the same as in `octavo.bench.te`."""
 SETTLING = HISTORY + 4
 """Steps until the history holds no amax from a step with unsettled scales."""
-RECIPES: dict[str, Callable[[], Any] | None] = {
-    "bf16": None,
-    "delayed": lambda: DelayedScaling(amax_history_len=HISTORY),
-    "current": CurrentScaling,
-}
+RECIPES = {"bf16": None, "delayed": DelayedScaling(amax_history_len=HISTORY), "current": CurrentScaling()}
 ROPE_BASE = 500_000.0
 
 Tensors = dict[str, Tensor]
@@ -152,8 +148,7 @@ class Library:
     def make(self, layer: LayerCase, size: Size, device: torch.device) -> nn.Module:
         """The layer, its parameters in bfloat16."""
         sizes, how = layer.arguments(size)
-        made: nn.Module = getattr(self.layers, layer.kind)(*sizes, **how, params_dtype=torch.bfloat16, device=device)
-        return made
+        return getattr(self.layers, layer.kind)(*sizes, **how, params_dtype=torch.bfloat16, device=device)
 
     @torch.no_grad()
     def fill(self, module: nn.Module, layer: LayerCase, drawn: Tensors) -> None:
@@ -176,8 +171,7 @@ class Library:
 
 
 def _octavo_around(recipe: str) -> Around:
-    make = RECIPES[recipe]
-    return partial(fp8_autocast, enabled=make is not None, fp8_recipe=make and make())
+    return partial(fp8_autocast, enabled=RECIPES[recipe] is not None, fp8_recipe=RECIPES[recipe])
 
 
 OCTAVO = Library("octavo", octavo.nn, _octavo_around, interleaved=True)
@@ -269,8 +263,6 @@ def measure_layers(
     """A row for each tensor of each layer under each recipe; a library that fails has None and NAME_failed.
 
     Args:
-        layers: rows of `LAYERS`.
-        device: for both libraries.
         libraries: Octavo, and Transformer Engine where it runs.
         seeds: draws of weights, inputs and output gradients; the median counts.
         settling: passes of delayed scaling before the measured one.
