@@ -1,1 +1,1 @@
-"""Octavo beside its peers on one machine: cases and entries are tables, every figure carries where it comes from."""
+"""Octavo beside its peers on one machine: cases and entries are tables, every figure has its provenance."""

@@ -53,7 +53,6 @@ def measure_checkpoints(
         restore_ranks: number of ranks that restore.
         saves: saves in the background; the last is measured.
         steps, warmup: timed steps without a write, and steps before them.
-        say: takes progress messages, a line each.
     """
     row: dict[str, Any] = {"workload": case.name, "entry": entry.name, "head": entry.head}
     row |= {"gpus": target.ranks, "restore_gpus": restore_ranks}
@@ -116,7 +115,7 @@ def _restore(group: Group, folder: str, row: dict[str, Any]) -> Fingerprint:
 
 
 def difference(saved: Fingerprint, restored: Fingerprint) -> str | None:
-    """The first difference as a sentence; None where the two are equal."""
+    """The first difference as a sentence; None if the two are equal."""
     for name, digest in saved.digests.items():
         if restored.digests.get(name) != digest:
             return f"{name} was restored with other content than was saved"

@@ -72,14 +72,9 @@ def _quantizer(*, fp8: bool = True, rowwise: bool = True, columnwise: bool = Tru
     return Quantizer(E4M3.dtype, E4M3.max, torch.ones(()), torch.zeros(()), rowwise, columnwise)
 
 
-def _of_matrix(function: Callable[[Tensor], Any]) -> Callable[[int, int], Call]:
-    """Makes the call of a kernel whose only operand is a matrix."""
-
-    def make(rows: int, columns: int) -> Call:
-        x = _random(rows, columns)
-        return Call(lambda: function(x), (x,))
-
-    return make
+def _matrix(rows: int, columns: int, *, kernel: Callable[[Tensor], Any]) -> Call:
+    x = _random(rows, columns)
+    return Call(lambda: kernel(x), (x,))
 
 
 def _cast(rows: int, columns: int, *, columnwise: bool, dtype: torch.dtype = torch.bfloat16) -> Call:
@@ -139,7 +134,8 @@ def _join_rotated(rows: int, columns: int, *, fp8: bool) -> Call:
 
 
 def _cross_entropy(rows: int, columns: int, *, fp8: bool) -> Call:
-    logits, target, grad_scale = _random(rows, columns), torch.randint(columns, (rows,)), torch.ones(())
+    logits, target = _random(rows, columns), torch.randint(columns, (rows,))
+    grad_scale = torch.ones(())
     grad = torch.empty(rows, columns, dtype=E5M2.dtype) if fp8 else None
     objective = cross_entropy.Objective()
     return Call(lambda: cross_entropy.cross_entropy_(logits, target, grad_scale, objective, grad)[1], (logits,))
@@ -198,13 +194,13 @@ TABLE: tuple[Kernel, ...] = (
     Kernel("cross-entropy-fp8", partial(_cross_entropy, fp8=True), 4, 1, LOGITS),
     Kernel("adamw", partial(_adamw, dtype=torch.bfloat16), 8, 6),
     Kernel("adamw-float32", partial(_adamw, dtype=torch.float32), 16, 12),
-    Kernel("amax", _of_matrix(cast_scaled.amax), 2, 0),
-    Kernel("column-sums", _of_matrix(column_sum.column_sums), 2, 0),
-    Kernel("cast-rows", _of_matrix(partial(_rows, columnwise=False)), 2, 1),
+    Kernel("amax", partial(_matrix, kernel=cast_scaled.amax), 2, 0),
+    Kernel("column-sums", partial(_matrix, kernel=column_sum.column_sums), 2, 0),
+    Kernel("cast-rows", partial(_matrix, kernel=partial(_rows, columnwise=False)), 2, 1),
     # A scale for each row and one for each column: two passes.
-    Kernel("cast-rows-columns", _of_matrix(partial(_rows, columnwise=True)), 4, 2),
-    Kernel("cast-blocks", _of_matrix(partial(_blocks, rows=1)), 2, 2),
-    Kernel("cast-blocks-square", _of_matrix(partial(_blocks, rows=128)), 2, 2),
+    Kernel("cast-rows-columns", partial(_matrix, kernel=partial(_rows, columnwise=True)), 4, 2),
+    Kernel("cast-blocks", partial(_matrix, kernel=partial(_blocks, rows=1)), 2, 2),
+    Kernel("cast-blocks-square", partial(_matrix, kernel=partial(_blocks, rows=128)), 2, 2),
 )
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in TABLE}
 COPIED = ((16_384, 4096), (16_384, 14_336))

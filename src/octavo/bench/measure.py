@@ -50,10 +50,10 @@ class Measurement:
         seconds: each timed step of the first rank, in order.
         loss: of the last step, mean over the ranks.
         peak_gib: the allocator's peak in the timed steps, maximum over the ranks; None on a CPU.
-        interleaved: whether its turns alternated with other entries'.
+        interleaved: its turns alternated with other entries'.
         build_seconds: from the start of its process to a built and filled model.
-        start_seconds: from there to the end of the first step, the build included; None without a warm-up.
-        breakdown: kernel times (`octavo.bench.breakdown`); empty where they were not recorded.
+        start_seconds: from the start of its process to the end of the first step; None without a warm-up.
+        breakdown: kernel times (`octavo.bench.breakdown`); empty unless recorded.
         error: the reason for missing figures.
     """
 
@@ -121,7 +121,7 @@ class RunningEntry:
 
 
 def largest(answers: Answers, key: str) -> float | None:
-    """The maximum of `key` over the ranks' answers; None where no answer has it."""
+    """The maximum of `key` over the ranks' answers; None if no answer has it."""
     return max((answer[key] for answer in answers if key in answer), default=None)
 
 
@@ -142,7 +142,6 @@ def measure_case(
         steps: timed steps of each entry, over both turns.
         warmup: steps before them, compilation included.
         profiled: steps after them, whose kernel times are recorded.
-        say: takes progress messages, a line each.
     """
     later = steps // 2
     running: list[RunningEntry] = []

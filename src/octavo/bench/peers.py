@@ -2,8 +2,8 @@
 
 Every entry does the same work on the same tokens: forward, backward, AdamW on parameters and states in bfloat16 (Octavo's own;
 for the peers PyTorch's fused one), gradients set to None. Entries differ in the precision of the blocks' linear layers. Vision
-transformers train by SGD with momentum on float32 weights under autocast. A peer is imported when its entry is built: a missing
-one is a row with an error, and no entry waits for another's imports.
+transformers train by SGD with momentum on float32 weights under autocast. A peer's package is imported when its entry is built:
+a missing one is a row with an error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from octavo.bench.cases import AnyCase, VisionCase
 from octavo.bench.plain import PlainLlama
 from octavo.bench.vision import Around, Classifier, replace_blocks, timm_model, under_autocast
+from octavo.build import build_model, sharding_of, transform
+from octavo.fp8.autocast import fp8_autocast
+from octavo.fp8.recipe import RECIPES, FastAccumulation
+from octavo.parallel.world import state
+from octavo.train.adamw import AdamW
 from octavo.train.graphed import graphed
-
-if TYPE_CHECKING:
-    from octavo.fp8.recipe import FastAccumulation
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "fused": True}
@@ -43,9 +45,9 @@ class Entry:
         name: in the results.
         layers: precision of the blocks' linear layers, "bf16" or "fp8".
         head: precision of the output head.
-        build: makes the `Training` for (case, device, whether to compile); keyword `seed` of the weights.
-        package: the distribution whose version is recorded; None: Octavo or PyTorch itself.
-        vision: whether it trains vision cases too.
+        build: makes the `Training` for (case, device, compiled); keyword `seed` of the weights.
+        package: the distribution, for its version; None: Octavo or PyTorch itself.
+        vision: it trains vision cases too.
         head_forward: precision of the head's forward product, if another.
     """
 
@@ -102,7 +104,7 @@ class Training:
 def build_plain(
     case: AnyCase, device: torch.device, compiled: bool, *, float8: str | None = None, seed: int = SEED
 ) -> Training:
-    """The plain Llama or timm's model; torchao converts the blocks' linear layers where `float8` names one of its recipes."""
+    """The plain Llama or timm's model; torchao converts the blocks' linear layers by its recipe `float8`."""
     if isinstance(case, VisionCase):
         model = timm_model(case, device, seed)
         loss: Callable[[Tensor, Tensor], Tensor] = Classifier(model)
@@ -124,7 +126,7 @@ def build_plain(
 
 
 def build_te(case: AnyCase, device: torch.device, compiled: bool, *, recipe: str | None = None, seed: int = SEED) -> Training:
-    """Transformer Engine's layers, as blocks of timm's model too; in FP8 where `recipe` names one of `octavo.bench.te`."""
+    """Transformer Engine's layers, as blocks of timm's model too; in FP8 by a recipe of `octavo.bench.te.RECIPES`."""
     os.environ.update(ENVIRONMENT)
     from octavo.bench import te
 
@@ -148,17 +150,11 @@ def build_octavo(
     params_dtype: torch.dtype = torch.bfloat16,
     seed: int = SEED,
 ) -> Training:
-    """Octavo's model over all ranks, or timm's through `octavo.transform`; in FP8 where `recipe` names one of `octavo.recipe`.
+    """Octavo's model over all ranks, or timm's through `octavo.transform`; in FP8 by a recipe of `octavo.recipe`.
 
     head, fast: as `fp8.head` and `fp8.fast_accumulation`. Nothing is compiled: the layers are fused kernels. Those of a vision
-    transformer are shorter than what Python needs to launch them, so that forward and backward are a CUDA graph.
+    transformer are shorter than their launch by Python, so that forward and backward are a CUDA graph.
     """
-    from octavo.build import build_model, sharding_of, transform
-    from octavo.fp8.autocast import fp8_autocast
-    from octavo.fp8.recipe import RECIPES
-    from octavo.parallel.world import state
-    from octavo.train.adamw import AdamW
-
     scaling = RECIPES[recipe](**({"fast_accumulation": fast} if fast else {})) if recipe else None
     around = partial(fp8_autocast, enabled=scaling is not None, fp8_recipe=scaling)
     if isinstance(case, VisionCase):
@@ -191,11 +187,6 @@ def _octavo(name: str, recipe: str | None = None, *, head: bool | Literal["backw
     return Entry(name, layers, "fp8" if head else "bf16", build, vision=not head, head_forward=head_forward)
 
 
-def _te(name: str, recipe: str | None = None) -> Entry:
-    build = partial(build_te, recipe=recipe)
-    return Entry(name, "fp8" if recipe else "bf16", "bf16", build, "transformer-engine", vision=True)
-
-
 ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for entry in (
@@ -214,8 +205,8 @@ ENTRIES: dict[str, Entry] = {
         Entry("torch-bf16", "bf16", "bf16", build_plain, vision=True),
         Entry("ao-tensorwise", "fp8", "bf16", partial(build_plain, float8="tensorwise"), "torchao", vision=True),
         Entry("ao-rowwise", "fp8", "bf16", partial(build_plain, float8="rowwise"), "torchao", vision=True),
-        _te("te-bf16"),
-        _te("te-delayed", "delayed"),
-        _te("te-current", "current"),
+        Entry("te-bf16", "bf16", "bf16", build_te, "transformer-engine", vision=True),
+        Entry("te-delayed", "fp8", "bf16", partial(build_te, recipe="delayed"), "transformer-engine", vision=True),
+        Entry("te-current", "fp8", "bf16", partial(build_te, recipe="current"), "transformer-engine", vision=True),
     )
 }

@@ -19,7 +19,7 @@ from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import gemm
 
 CHOOSING = 3
-"""Calls after which the algorithm of a product is settled."""
+"""Calls until the algorithm of a product is settled."""
 
 Contest = tuple[Callable[[], Tensor], Callable[[], Tensor]]
 """A product by PyTorch and by Octavo."""
@@ -117,7 +117,7 @@ def _fp8(product: Product, *, fast: bool) -> Contest:
 
 
 def _bf16(product: Product) -> Contest:
-    """Operands as they are stored where the product is made: of a gradient no transposed copy is at hand."""
+    """Operands in the layouts of a training step: gradients have no transposed copy."""
     a, b = _operands(product)
     if product.gradient:
         b = b.t().contiguous().t()

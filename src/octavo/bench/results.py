@@ -103,7 +103,8 @@ def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
 
 def document(suite: str, command: str, target: Target, entries: Iterable[Entry], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A whole run, as a file of `benchmarks/`."""
-    device, on_gpu = target.device, target.device.kind == "cuda"
+    device = target.device
+    on_gpu = device.kind == "cuda"
     cases = [ALL_CASES[name] for one in rows if (name := one.get("workload")) in ALL_CASES]
     peers = [one.package for one in (*entries, *cases) if one.package]
     return {
@@ -180,12 +181,12 @@ def best_peer(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def speed(row: dict[str, Any]) -> float:
-    """Tokens or images a second; 0 where the row has neither."""
+    """Tokens or images a second; 0 for a row with neither."""
     return row.get("tokens_per_second", row.get("images_per_second", 0.0))
 
 
 def render(results: dict[str, Any], console: Console) -> None:
-    """Print a table for each workload, with each entry's speed over that of the best peer where there is one."""
+    """Print a table for each workload, with each entry's speed over that of the best peer, if any."""
     suite, rows = results["suite"], results["rows"]
     if suite == "kernels":
         _print_rows(_titled(suite, results), ("kernel", "shape"), KERNEL, rows, console)
@@ -245,8 +246,8 @@ def _print_rows(title: str, names: Sequence[str], columns: Columns, rows: list[d
 def _names(row: dict[str, Any]) -> tuple[str, str]:
     """The first two columns: entry and head, or kernel and shape."""
     if "shape" in row:
-        named = (row[key] for key in ("workload", "precision", "product") if key in row)
-        return " ".join(named), " x ".join(f"{size:,}" for size in row["shape"])
+        named = " ".join(row[key] for key in ("workload", "precision", "product") if key in row)
+        return named, " x ".join(f"{size:,}" for size in row["shape"])
     return row["entry"], row["head"]
 
 
@@ -299,6 +300,6 @@ def _errors(row: dict[str, Any]) -> list[str]:
 
 
 def _ratio(row: dict[str, Any]) -> float | None:
-    """Octavo's error over Transformer Engine's; None where one is missing, or Transformer Engine's is 0."""
+    """Octavo's error over Transformer Engine's; None if one is missing or Transformer Engine's is 0."""
     octavo, te = row["octavo_error"], row["te_error"]
     return octavo / te if octavo is not None and te else None

@@ -23,7 +23,7 @@ from octavo.bench.suites import SUITES, Suite
 from octavo.errors import InputError, unknown
 from octavo.hardware import describe_device
 
-__all__ = ["SUITES", "render", "run_suite"]
+__all__ = ["render", "run_suite"]
 
 FOLDER = Path("benchmarks")
 CPU_RANKS = 2
@@ -115,7 +115,8 @@ def _measure_here(
     suite: Suite, names: Sequence[str], target: Target, *, steps: int, warmup: int, say: Say
 ) -> tuple[list[Entry], list[dict[str, Any]]]:
     """Peers and rows of a suite of kernels, products or layers, measured in this process."""
-    device, chosen = torch.device(target.torch_device), [suite.known[name] for name in names]
+    device = torch.device(target.torch_device)
+    chosen = [suite.known[name] for name in names]
     if suite.name == "kernels":
         return [], measure_kernels(chosen, device, iterations=steps, warmup=warmup, say=say)
     if suite.name == "products":

@@ -151,10 +151,7 @@ def labelled_batches(case: AnyCase, device: torch.device, rank: int = 0) -> list
 
 
 class CheckpointWorker(Worker):
-    """Also saves, restores and hashes its state as `octavo train` does.
-
-    It trains one sequence a step, so that fewer GPUs can restore the same checkpoint.
-    """
+    """A rank of the checkpoint suite: one sequence a step, so that fewer GPUs can restore the same checkpoint."""
 
     def build(self, seed: int = SEED) -> dict[str, Any]:
         """As `Worker.build`."""
@@ -261,8 +258,8 @@ def main(suite: str, entry: str, case: str, device: str, rendezvous: str) -> Non
     """Serve one entry over standard input and output."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    kind, row = CheckpointWorker if suite == "checkpoint" else Worker, SUITES[suite]
-    worker = kind(row.entries[entry], row.known[case], torch.device(device), rendezvous)
+    kind = CheckpointWorker if suite == "checkpoint" else Worker
+    worker = kind(SUITES[suite].entries[entry], SUITES[suite].known[case], torch.device(device), rendezvous)
     for answer in answers(sys.stdin, worker):
         print(answer, file=channel, flush=True)
     sys.stdin.read()  # a failed rank waits for its end: if it left first, the other ranks would report that instead

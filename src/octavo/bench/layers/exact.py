@@ -60,7 +60,8 @@ def mlp(p: Parameters, x: Tensor, kind: str, activation: str) -> Tensor:
 
 def attention(p: Parameters, x: Tensor, kind: str, heads: Heads) -> Tensor:
     """Norm, queries/keys/values [B, T, (H + 2G)·D], rotation, softmax(q · kᵀ / √D) · v, product."""
-    p_qkv, per_group = below(p, "layernorm_qkv."), heads.queries // heads.groups
+    per_group = heads.queries // heads.groups
+    p_qkv = below(p, "layernorm_qkv.")
     qkv_BTGPD = linear(p_qkv, norm(p_qkv, x, kind)).unflatten(-1, (heads.groups, per_group + 2, -1))
     q_BTGPD, k_BTGPD, v_BTGPD = qkv_BTGPD.split([per_group, 1, 1], -2)
     if heads.angles is not None:

@@ -152,7 +152,7 @@ class Library:
 
     @torch.no_grad()
     def fill(self, module: nn.Module, layer: LayerCase, drawn: Tensors) -> None:
-        """Copy the drawn parameters, whose rows are all of gate, then all of up."""
+        """Copy the drawn parameters, with all rows of gate before those of up."""
         for name, parameter in module.named_parameters():
             value = drawn[name]
             parameter.copy_(interleave(*value.chunk(2)) if self._alternates(name, layer) else value)
@@ -178,7 +178,7 @@ OCTAVO = Library("octavo", octavo.nn, _octavo_around, interleaved=True)
 
 
 def transformer_engine(device: torch.device, say: Callable[[str], None]) -> Library | None:
-    """Transformer Engine's layers; None, with a message of the reason, where they cannot run.
+    """Transformer Engine's layers; None, with a message of the reason, if they cannot run.
 
     To be called before any work on the GPU: the library does not load after PyTorch has used cuDNN.
     """
@@ -263,10 +263,9 @@ def measure_layers(
     """A row for each tensor of each layer under each recipe; a library that fails has None and NAME_failed.
 
     Args:
-        libraries: Octavo, and Transformer Engine where it runs.
+        libraries: Octavo, and Transformer Engine if it runs.
         seeds: draws of weights, inputs and output gradients; the median counts.
         settling: passes of delayed scaling before the measured one.
-        say: takes progress messages, a line each.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
@@ -279,7 +278,8 @@ def measure_layers(
         expected = [exact_tensors(layer, size, *one) for one in drawn]
         for recipe in RECIPES:
             passes = settling if recipe == "delayed" else 0
-            medians, failures = dict[str, dict[str, float]](), dict[str, str]()
+            medians: dict[str, dict[str, float]] = {}
+            failures: dict[str, str] = {}
             for library in libraries:
                 try:
                     found = [found_tensors(library, layer, size, recipe, *one, passes) for one in drawn]
