@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from octavo.bench.cases import AnyCase, VisionCase
 from octavo.bench.plain import PlainLlama
 from octavo.bench.vision import Around, Classifier, replace_blocks, timm_model, under_autocast
-from octavo.build import build_model, sharding_of, transform
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES, FastAccumulation
 from octavo.parallel.world import state
@@ -155,6 +154,9 @@ def build_octavo(
     head, fast: as `fp8.head` and `fp8.fast_accumulation`. Nothing is compiled: the layers are fused kernels. Those of a vision
     transformer are shorter than their launch by Python, so that forward and backward are a CUDA graph.
     """
+    # With transformers' model classes, which import torchao: a broken torchao must not cost the other entries their rows.
+    from octavo.build import build_model, sharding_of, transform
+
     scaling = RECIPES[recipe](**({"fast_accumulation": fast} if fast else {})) if recipe else None
     around = partial(fp8_autocast, enabled=scaling is not None, fp8_recipe=scaling)
     if isinstance(case, VisionCase):

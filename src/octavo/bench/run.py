@@ -99,10 +99,11 @@ def run_suite(
         compared = _compared(chosen, entries, peers, say)
         measurements = (measure(case, able) for case, able in _plan(chosen, cases, compared, target, say))
     else:
-        compared, *measurements = _measure_here(chosen, cases or chosen.cases, target, **how)
+        compared, found = _measure_here(chosen, cases or chosen.cases, target, **how)
+        measurements = [found]
     rows: list[dict[str, Any]] = []
-    for measured_rows in measurements:
-        rows += measured_rows
+    for found in measurements:
+        rows += found
         # After each case, so that a later failure loses no finished case.
         results = document(suite, command, target, compared, rows)
         written = write(results, output)
