@@ -96,8 +96,8 @@ def train(
         from octavo.train import dry_run as arithmetic
         from octavo.train import plan
 
-        found = arithmetic.dry_run(plan.check(config))
-        _print_once(found.as_dict() if as_json else found.lines())
+        figures, text = arithmetic.dry_run(plan.check(config))
+        _print_once(figures if as_json else text)
         return
     from octavo.watchdog.stopping import StopRequest
 

@@ -96,7 +96,7 @@ def demo(timeout, grace):
         dist.init_process_group(backend, store=round_store(rank, world, 600), rank=rank, world_size=world)
         init()
         x = torch.ones(1000, device=state.device)
-        watchdog = Watchdog.of_job(timeout=timeout, grace=grace)
+        watchdog = Watchdog(timeout=timeout, grace=grace)
         with watchdog:
             watchdog.start()
             dist.all_reduce(x)

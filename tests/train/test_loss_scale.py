@@ -1,6 +1,5 @@
 """float16: what is skipped, what the scale does, and that neither kill nor resume can be seen in the losses."""
 
-import functools
 import itertools
 import json
 import math
@@ -18,7 +17,7 @@ from octavo.fp8 import scaling
 from octavo.nn.head import linear_cross_entropy
 from octavo.parallel.world import seed_everything
 from octavo.run.metrics import read_metrics
-from octavo.train import loop
+from octavo.train import loss_scale
 from octavo.train.evaluate import validation_loss
 from octavo.train.loop import build, train
 from octavo.train.loss_scale import LARGEST_SCALE, PATIENCE, LossScale
@@ -35,7 +34,8 @@ GOOD, LOST = (2.0, 1.0), (2.0, math.inf)
 @pytest.fixture
 def small(monkeypatch):
     """Runs begin far too high and grow soon, so that a few steps see all that a scale does."""
-    monkeypatch.setattr(loop, "LossScale", functools.partial(LossScale, start=2.0**34, growth_interval=3))
+    monkeypatch.setattr(loss_scale, "FIRST_SCALE", 2.0**34)
+    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
 
 
 def built(run, *overrides):
@@ -58,22 +58,35 @@ KEPT = {"step", "loss", "grad_norm", "lr", "loss_scale", "skipped", "validation_
 # The scale by itself.
 
 
-def test_a_dynamic_scale_halves_doubles_and_stays_within_bounds():
-    scale = LossScale(start=8.0, growth_interval=2)
+def dynamic(start):
+    scale = LossScale()
+    scale.scale = start
+    return scale
+
+
+def test_a_dynamic_scale_halves_doubles_and_stays_within_bounds(monkeypatch):
+    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 2)
+    scale = dynamic(8.0)
     seen = []
     for numbers in (LOST, LOST, GOOD, LOST, GOOD, GOOD, GOOD, GOOD):
         seen.append((scale.update(*numbers), scale.scale))
     # A lost step between two good ones begins the count anew.
     assert seen == [(True, 4), (True, 2), (False, 2), (True, 1), (False, 1), (False, 2), (False, 2), (False, 4)]
-    assert LossScale().scale == 65536
-    assert LossScale().growth_interval == 2000
-    high = LossScale(start=LARGEST_SCALE, growth_interval=1)
-    assert (high.update(*GOOD), high.scale) == (False, LARGEST_SCALE)
+    high = dynamic(LARGEST_SCALE)
+    assert [high.update(*GOOD) for _ in range(2)] == [False, False]
+    assert (high.scale, high.good_steps) == (LARGEST_SCALE, 0)
+
+
+def test_a_dynamic_scale_doubles_after_2000_good_steps():
+    scale = LossScale()
+    scale.good_steps = 1998
+    seen = [(scale.update(*GOOD), scale.scale) for _ in range(2)]
+    assert seen == [(False, 65536), (False, 2 * 65536)]
 
 
 @pytest.mark.parametrize("numbers", [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan), (2.0, math.inf)])
 def test_any_number_that_is_not_finite_is_an_overflow(numbers):
-    scale = LossScale(start=3.0)
+    scale = dynamic(3.0)
     assert [scale.update(*numbers) for _ in range(2)] == [True, True]
     assert scale.scale == 1  # never below
     assert not scale.update(*numbers)  # and then no step can be saved by it
@@ -92,7 +105,7 @@ def test_a_fixed_scale_stays_and_has_patience_with_overflows_in_a_row():
 
 
 def test_its_state_is_json_and_belongs_to_the_value_that_was_asked_for():
-    scale = LossScale(start=64.0)
+    scale = dynamic(64.0)
     for numbers in (LOST, GOOD, GOOD):
         scale.update(*numbers)
     state = json.loads(json.dumps(scale.state()))

@@ -103,8 +103,7 @@ def overflowing(file, overrides):
     import octavo.train.step as step_module
     from octavo.parallel.world import state
 
-    made = lossscale.LossScale.__init__
-    lossscale.LossScale.__init__ = lambda self, value, **_: made(self, value, start=2.0**10, growth_interval=4)
+    lossscale.FIRST_SCALE, lossscale.GROWTH_INTERVAL = 2.0**10, 4
     loss_of, steps = step_module.loss_of, []
 
     def spoiled(*arguments, **keywords):

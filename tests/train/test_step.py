@@ -108,8 +108,7 @@ def test_fp8_is_what_runs(tiny_run):
 def gradient(run, targets):
     """Of the first samples, for the matrices of the blocks, as a part of a step of so many targets."""
     batch = run.loader.step(0)[0]
-    how = {"recipe": run.recipe, "device": run.device, "documents": run.documents}
-    loss_of(run.model, batch, targets, **how).backward()
+    loss_of(run, batch, targets).backward()
     return torch.cat([p.grad.double().flatten() for p in run.model.layers.parameters() if p.dim() == 2])
 
 

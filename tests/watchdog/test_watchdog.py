@@ -235,8 +235,9 @@ def test_a_page_can_be_read_after_the_death_of_its_process():
 
 
 PARENT = """
-import subprocess, sys
-code = "import octavo.watchdog.processes as p; p.die_with_launcher(asked=True); print('up', flush=True); input()"
+import os, subprocess, sys
+os.environ["TORCHELASTIC_RUN_ID"] = "1"
+code = "import octavo.watchdog.processes as p; p.die_with_launcher(); print('up', flush=True); input()"
 child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 child.stdout.readline()
 print(child.pid, flush=True)

@@ -50,51 +50,37 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             has_complex = self._init_group(group, *lists)
-            lists = [[local(tensor) for tensor in tensors] for tensors in lists]
-            amsgrad = bool(lists[4])
-            own = [not amsgrad and _kernel_takes(group, *tensors) for tensors in zip(*lists[:4], strict=True)]
-            if any(own):
-                self._step_by_kernel(group, *(_select(own, lists[kind]) for kind in (0, 1, 2, 3, 5)))
-            if not all(own):
-                others = [not one for one in own]
-                self._step_by_torch(group, [_select(others, kind) if kind else kind for kind in lists], has_complex)
+            params, grads, exp_avgs, exp_avg_sqs, maxima, steps = ([local(tensor) for tensor in kind] for kind in lists)
+            own: list[tuple[Tensor, ...]] = []
+            rest: list[tuple[Tensor, ...]] = []
+            for row in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+                (own if not maxima and _kernel_takes(group, *row[:4]) else rest).append(row)
+            if own:
+                self._step_by_kernel(group, own)
+            if rest:
+                self._step_by_torch(group, rest, maxima, has_complex)
         return loss
 
-    def _step_by_kernel(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        steps: list[Tensor],
-    ) -> None:
-        torch._foreach_add_(steps, 1)
+    def _step_by_kernel(self, group: dict[str, Any], rows: list[tuple[Tensor, ...]]) -> None:
+        """Rows of parameter, gradient, both moments and step."""
+        torch._foreach_add_([row[-1] for row in rows], 1)
         beta1, beta2 = group["betas"]
-        for param, grad, exp_avg, exp_avg_sq, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
-            adamw_(
-                param,
-                grad,
-                exp_avg,
-                exp_avg_sq,
-                lr=group["lr"],
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                step=step if step.device == param.device else step.item(),
-                grad_scale=self.grad_scale,
-            )
+        settings = {"beta1": beta1, "beta2": beta2, **{name: group[name] for name in ("lr", "eps", "weight_decay")}}
+        for param, grad, exp_avg, exp_avg_sq, step in rows:
+            count = step if step.device == param.device else step.item()
+            adamw_(param, grad, exp_avg, exp_avg_sq, step=count, grad_scale=self.grad_scale, **settings)
 
-    def _step_by_torch(self, group: dict[str, Any], lists: list[list[Tensor]], has_complex: bool) -> None:
+    def _step_by_torch(
+        self, group: dict[str, Any], rows: list[tuple[Tensor, ...]], maxima: list[Tensor], has_complex: bool
+    ) -> None:
+        params, grads, exp_avgs, exp_avg_sqs, steps = map(list, zip(*rows, strict=True))
         if self.grad_scale is not None:
-            torch._foreach_mul_(lists[1], self.grad_scale)
+            torch._foreach_mul_(grads, self.grad_scale)
         beta1, beta2 = group["betas"]
         names = ("amsgrad", "lr", "weight_decay", "eps", "maximize", "foreach", "capturable", "differentiable", "fused")
         settings: dict[str, Any] = {name: group[name] for name in names}
-        settings |= {"has_complex": has_complex, "decoupled_weight_decay": True}
-        params, grads, exp_avgs, exp_avg_sqs, maxima, steps = lists
-        adam(params, grads, exp_avgs, exp_avg_sqs, maxima, steps, beta1=beta1, beta2=beta2, **settings)
+        settings |= {"beta1": beta1, "beta2": beta2, "has_complex": has_complex, "decoupled_weight_decay": True}
+        adam(params, grads, exp_avgs, exp_avg_sqs, maxima, steps, **settings)
 
 
 def _native(device: torch.device) -> bool:
@@ -109,7 +95,3 @@ def _kernel_takes(group: dict[str, Any], param: Tensor, *others: Tensor) -> bool
     if not all(x.is_contiguous() and x.is_floating_point() for x in (param, *others)):
         return False
     return param.numel() >= SMALL or any(x.dtype != param.dtype for x in others)
-
-
-def _select(selected: list[bool], tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor for tensor, chosen in zip(tensors, selected, strict=True) if chosen]

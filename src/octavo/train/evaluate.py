@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from octavo.data.packing import Batch
 from octavo.train.step import TrainContext, count_targets, loss_of
@@ -19,27 +18,21 @@ from octavo.train.step import TrainContext, count_targets, loss_of
 @torch.no_grad()
 def validation_loss(context: TrainContext, batches: Sequence[Batch]) -> float:
     """Mean loss over all targets of the `batches` of all ranks, in nats; NaN without targets."""
-    targets = sum(count_targets(batch.labels) for batch in batches)
-    if context.group is not None:
-        counted = torch.tensor(targets, device=context.device)
-        dist.all_reduce(counted, group=context.group)
-        targets = int(counted)
+    device, model = context.plan.device, context.model
+    own = sum(count_targets(batch.labels) for batch in batches)
+    targets = int(context.all_reduce(torch.tensor(own, device=device)))
     if targets == 0:
         return math.nan
-    total = torch.zeros((), device=context.device)
-    training = context.model.training
-    context.model.eval()
+    total = torch.zeros((), device=device)
+    training = model.training
+    model.eval()
     try:
         for batch in batches:
             context.watch.phase("validation")
-            total += loss_of(
-                context.model, batch, targets, recipe=context.recipe, device=context.device, documents=context.documents
-            )
+            total += loss_of(context, batch, targets)
     finally:
-        context.model.train(training)
-    if context.group is not None:
-        dist.all_reduce(total, group=context.group)
-    return total.item()
+        model.train(training)
+    return context.all_reduce(total).item()
 
 
 def perplexity(loss: float) -> float:

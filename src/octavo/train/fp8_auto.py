@@ -1,13 +1,9 @@
 """`fp8.enabled = "auto"`: choose the layers that run in FP8, by measurement, when a run begins.
 
-A large FP8 product takes half the time of a bf16 one, but the casts of its operands are memory traffic that small products do
-not regain. The break-even size depends on GPU, recipe and kernels, so the three products of each distinct shape are timed in
-FP8, casts included, and in the dtype of activations. Rank 0 measures for all ranks; timings are cached for the machine in the
-user's cache folder. Layers that are not faster in FP8 are excluded; without FP8 units, all layers are. A continued run takes
-the choice from its folder: other layers in FP8 would be another curve.
-
-Left out: casts fused into a norm or an activation, and the FP8 weight shared by micro-batches, so that a layer near break-even
-may be excluded for a small loss of speed. Launches are hidden behind a wait on the device: host time is not compared.
+Small FP8 products do not regain the time of their casts. The break-even size depends on GPU, recipe and kernels, so rank 0
+times the three products of each distinct shape in FP8, casts included, and in the dtype of activations, and caches the timings
+in the user's cache folder. Left out: casts fused into a norm or an activation, and the FP8 weight shared by micro-batches, so
+that a layer near break-even may be excluded for a small loss of speed.
 """
 
 from __future__ import annotations
@@ -42,11 +38,11 @@ from octavo.train.plan import RunPlan, recipe_from_config
 
 _ROUNDS, _WARM_UP = 25, 3
 _HIDE_CYCLES = 2_000_000
-"""Wait of about a millisecond on the device, in which the host launches the timed kernels."""
+"""Wait of about a millisecond on the device, in which the host launches the timed kernels: host time is not compared."""
 
 
 class LinearShape(NamedTuple):
-    """LinearShape of a layer's products: x [tokens, columns] and a weight [rows, columns]."""
+    """Shape of a layer's products: x [tokens, columns] and a weight [rows, columns]."""
 
     tokens: int
     rows: int
@@ -77,7 +73,7 @@ Timer = Callable[[LinearShape, Recipe], Timing]
 def choose_layers(plan: RunPlan, folder: RunFolder, *, resumed: bool) -> RunPlan:
     """The plan with the layers that `fp8.enabled = "auto"` excludes from FP8; all ranks call it.
 
-    resumed: the run has checkpoints; the choice in its folder is used.
+    resumed: the run has checkpoints; the choice in its folder is used, since other layers in FP8 would be another curve.
 
     Raises:
         InputError: the choice of a continued run is missing or not readable.
@@ -152,17 +148,14 @@ def cached_timings(
 ) -> dict[tuple[LinearShape, Recipe], Timing]:
     """Timings of shapes under recipes, from the cache of this machine or else by `timer`, whose results are cached."""
     found: dict[tuple[LinearShape, Recipe], Timing] = {}
-    ordered = sorted(set(pairs), key=repr)
-    for recipe in dict.fromkeys(recipe for _, recipe in ordered):
-        shapes = [shape for shape, other in ordered if other == recipe]
+    for shape, recipe in sorted(set(pairs), key=repr):
         key = _key(recipe, setting)
         path = cache_folder() / f"fp8-auto-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
         known = _read_timings(path, key)
-        missing = [shape for shape in shapes if shape not in known]
-        known |= {shape: timer(shape, recipe) for shape in missing}
-        if missing:
+        if shape not in known:
+            known[shape] = timer(shape, recipe)
             _write_timings(path, key, known)
-        found |= {(shape, recipe): known[shape] for shape in shapes}
+        found[shape, recipe] = known[shape]
     return found
 
 
@@ -217,7 +210,6 @@ def fp8_products(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, slot: Te
 
 
 def _both_layouts(x: Tensor, how: Cast, slot: Tensor) -> QuantizedTensor:
-    """An operand in both layouts."""
     if how.delayed:
         return cast(x, Quantizer(how.format.dtype, how.format.max, slot[0], slot[1], columnwise=True))
     return quantize(x, how)[0]
@@ -229,17 +221,17 @@ def _microseconds(value: float) -> str:
 
 def _key(recipe: Recipe, setting: Setting) -> dict[str, Any]:
     """Key of a file of timings, without length and margin of histories, which cost no time."""
-    casts = {operand.value: (how.format.name, how.granularity.value, how.delayed) for operand, how in recipe.casts.items()}
-    versions = {"octavo": __version__, "torch": torch.__version__, "triton": triton.__version__}
-    key = {
+    casts = {operand.value: [how.format.name, how.granularity.value, how.delayed] for operand, how in recipe.casts.items()}
+    return {
         "gpu": setting.gpu,
-        **versions,
+        "octavo": __version__,
+        "torch": str(torch.__version__),
+        "triton": triton.__version__,
         "dtype": str(setting.dtype),
         "weight_dtype": str(setting.weight_dtype),
         "casts": casts,
         "precise": [recipe.precise("input_gradient"), recipe.precise("weight_gradient")],
     }
-    return dict(json.loads(json.dumps(key)))
 
 
 def _read_timings(path: Path, key: dict[str, Any]) -> dict[LinearShape, Timing]:

@@ -1,8 +1,7 @@
 """Forward and backward as one CUDA graph, for models whose kernels finish before Python launches the next.
 
 A step of ViT-Huge launches some two thousand kernels; a graph launches all of them at once, with the addresses of its
-recording. Inputs are copied to the recorded addresses, and gradients appear at theirs. The optimizer is not part of the graph,
-so any optimizer, clipping and schedule can follow.
+recording. The optimizer is not part of the graph, so any optimizer, clipping and schedule can follow.
 
     step = octavo.graphed(loss, model.parameters())
     for images, labels in loader:
@@ -13,8 +12,7 @@ so any optimizer, clipping and schedule can follow.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -46,8 +44,11 @@ class Graphed:
             return self._eager(*inputs)
         if self._graph is None and self._left:
             self._left -= 1
-            with _on_stream(self._stream):  # the stream of the recording, so that libraries prepare it
-                return self._eager(*inputs)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):  # the stream of the recording, so that libraries prepare it
+                loss = self._eager(*inputs)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return loss
         if self._graph is None:
             self._record(inputs)
         return self._replay(inputs)
@@ -80,15 +81,6 @@ class Graphed:
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         return self._result
-
-
-@contextlib.contextmanager
-def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Run on another stream, after the current one's work; afterwards the current stream waits for it."""
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
 
 
 def graphed(loss: Callable[..., Tensor], parameters: Iterable[Tensor], *, warmup: int = WARM_UP) -> Graphed:

@@ -1,9 +1,7 @@
 """Training loop: a run from its configuration to its last checkpoint.
 
-`train` has the order: check the configuration, join the ranks, lock the folder, continue from the newest whole checkpoint, and
-train the same steps without FP8 if train.compare_bf16 is set. All ranks run it; rank 0 writes the files of the run. One step is
-in `octavo.train.step`. The metrics of a step are written before its checkpoint, and cut on resume if there is no checkpoint, so
-that metrics and weights always agree.
+All ranks run `train`; rank 0 writes the files of the run. The metrics of a step are written before its checkpoint, and cut on
+resume if there is no checkpoint, so that metrics and weights always agree.
 """
 
 from __future__ import annotations
@@ -65,9 +63,11 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
     """
     plan = check(config)
     with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop:
-        _join_ranks(config)
+        # Longer than the watchdog's timeout: it finds the failed rank before a collective times out.
+        timeout = config.launch.timeout + config.launch.grace + 60
+        init(config.parallel.model_dump() | {"random_seed": config.train.seed}, timeout=timeout)
         with (
-            Watchdog.of_job(timeout=config.launch.timeout, grace=config.launch.grace) as watch,
+            Watchdog(timeout=config.launch.timeout, grace=config.launch.grace) as watch,
             _locked(config.output) as folder,
         ):
             before = folder.config() if folder.has_checkpoints else None  # a run without checkpoints may change
@@ -127,7 +127,7 @@ def _train_one(
         if metrics is not None:
             opened.callback(metrics.close)
         progress = StepProgress(console, label=label, steps=config.train.steps, done=done, every=config.log.every)
-        session = Session(plan, prepared.manifest.fingerprint, context, validation, metrics, checkpoints, trackers, progress)
+        session = _Session(context, validation, prepared.manifest.fingerprint, metrics, checkpoints, trackers, progress)
         with progress:
             _train_steps(session, done, stop)
     return _summary(folder, config)
@@ -139,31 +139,29 @@ def _restore(context: TrainContext, latest: Path | None, seed: int) -> None:
         begin_histories(context)
     seed_everything(seed + state.dp_rank)
     if latest is not None:
-        saved = restore(
-            latest, context.model, context.optimizer, writing_ranks()
-        )  # random states last: nothing may draw after it
+        # Random states last: nothing may draw after it.
+        saved = restore(latest, context.model, context.optimizer, writing_ranks())
         if context.loss_scale is not None:
             context.loss_scale.load(saved["loss_scale"])
 
 
 @dataclass(frozen=True)
-class Session:
-    """The open resources of a training."""
+class _Session:
+    """A training with its open files; `metrics` is None on ranks other than 0."""
 
-    plan: RunPlan
-    fingerprint: str
     context: TrainContext
     validation: list[Batch]
+    fingerprint: str
     metrics: MetricsFile | None
-    """None on ranks other than 0."""
     checkpoints: Checkpointer
     trackers: Trackers
     progress: StepProgress
 
 
-def _train_steps(session: Session, done: int, stop: StopRequest) -> None:
+def _train_steps(session: _Session, done: int, stop: StopRequest) -> None:
     """Steps `done + 1` to the last: train, validate, record, save."""
-    config, steps = session.plan.config, session.plan.config.train.steps
+    config = session.context.plan.config
+    steps = config.train.steps
     every, validate_every = config.checkpoint.every, config.train.validate_every
     checkpoint_seconds = 0.0
     stop.training()
@@ -187,15 +185,20 @@ def _train_steps(session: Session, done: int, stop: StopRequest) -> None:
             raise RunStopped(f"stopped by {by} after step {step} of {steps}, saved. Run the same command again to continue.")
 
 
-def _save(session: Session, step: int, *, wait: bool) -> float:
+def _save(session: _Session, step: int, *, wait: bool) -> float:
     """Save a checkpoint; returns the seconds that the training waited for it."""
     started = time.perf_counter()
     context = session.context
     context.watch.phase("checkpoint")
     if session.metrics is not None:
         session.metrics.sync()
-    background = session.plan.config.checkpoint.async_
-    session.checkpoints.save(step, context.model, context.optimizer, _scalars(session), background=background)
+    scalars = {
+        "data": session.fingerprint,
+        "layout": _layout(context.plan),
+        "loss_scale": None if context.loss_scale is None else context.loss_scale.state(),
+    }
+    background = context.plan.config.checkpoint.async_
+    session.checkpoints.save(step, context.model, context.optimizer, scalars, background=background)
     if wait:
         session.checkpoints.wait()
     return time.perf_counter() - started
@@ -228,33 +231,18 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
     validation: list[Batch] = []
     if prepared.manifest.splits["validation"].tokens >= 2:
         validation = list(_loader(plan, prepared, "validation").validation(config.train.validate_batches))
+    end = config.train.steps * config.train.global_batch
+    loader = Prefetcher(_loader(plan, prepared, "train"), workers=config.data.workers, device=plan.device, end=end)
     context = TrainContext(
-        model=model,
-        optimizer=build_optimizer(model, config.optimizer),
-        loader=Prefetcher(
-            _loader(plan, prepared, "train"),
-            workers=config.data.workers,
-            device=plan.device,
-            end=config.train.steps * config.train.global_batch,
-        ),
-        recipe=plan.recipe,
-        device=plan.device,
-        documents=config.data.packing == "documents",
-        global_batch=config.train.global_batch,
-        steps=config.train.steps,
-        config=config.optimizer,
+        plan,
+        model,
+        build_optimizer(model, config.optimizer),
+        loader,
         loss_scale=LossScale(config.train.loss_scale) if plan.dtype == torch.float16 else None,
         group=state.dp_process_group if state.world_size > 1 else None,
         watch=watch or Watchdog(),
     )
     return context, validation
-
-
-def _join_ranks(config: RunConfig) -> None:
-    """Join the ranks of torchrun's environment; a single rank joins nothing."""
-    # Longer than the watchdog's: it finds the failed rank before a collective times out.
-    timeout = config.launch.timeout + config.launch.grace + 60
-    init(config.parallel.model_dump() | {"random_seed": config.train.seed}, timeout=timeout)
 
 
 @contextlib.contextmanager
@@ -285,16 +273,11 @@ def _summary(folder: RunFolder, config: RunConfig) -> Summary:
 def without_fp8(plan: RunPlan) -> RunPlan:
     """The plan of the same run without FP8, in the folder `bf16` inside the run's."""
     config = plan.config
-    output = str(config.output / "bf16")
-    config = config.model_copy(
-        update={
-            "fp8": config.fp8.model_copy(update={"enabled": False}),
-            "train": config.train.model_copy(update={"output": output, "compare_bf16": False}),
-        }
-    )
-    return dataclasses.replace(
-        plan, config=config, recipe=None, excluded={}, fp8_note="The same steps without FP8, to compare the loss"
-    )
+    fp8 = config.fp8.model_copy(update={"enabled": False})
+    train = config.train.model_copy(update={"output": str(config.output / "bf16"), "compare_bf16": False})
+    config = config.model_copy(update={"fp8": fp8, "train": train})
+    note = "The same steps without FP8, to compare the loss"
+    return dataclasses.replace(plan, config=config, recipe=None, excluded={}, fp8_note=note)
 
 
 def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "validation"]) -> BatchLoader:
@@ -329,12 +312,11 @@ def _steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> i
     return step
 
 
-def _train_step(session: Session, step: int, checkpoint_seconds: float, stop: StopRequest) -> tuple[dict[str, Any], bool]:
-    """Train a step; its metrics, and whether some rank received a signal."""
-    result = train_step(session.context, step, stop)
+def _train_step(session: _Session, step: int, checkpoint_seconds: float, stop: StopRequest) -> tuple[dict[str, Any], bool]:
+    """Train a step; its metrics, and True if some rank received a signal."""
+    plan, result = session.context.plan, train_step(session.context, step, stop)
     rate = result.tokens / result.step_seconds
-    tflops, mfu = session.plan.rates(rate)
-    float16 = {} if result.loss_scale is None else {"loss_scale": result.loss_scale, "skipped": result.skipped}
+    tflops, mfu = plan.rates(rate)
     record = {
         "step": step,
         "loss": result.loss,
@@ -345,32 +327,22 @@ def _train_step(session: Session, step: int, checkpoint_seconds: float, stop: St
         "step_seconds": result.step_seconds,
         "data_seconds": result.data_seconds,
         "checkpoint_seconds": checkpoint_seconds,
-        "memory_gib": _peak_memory_gib(session.plan.device),
+        "memory_gib": _peak_memory_gib(plan.device),
         "tflops": tflops,
         "mfu": mfu,
-        **float16,
     }
+    if result.loss_scale is not None:
+        record |= {"loss_scale": result.loss_scale, "skipped": result.skipped}
     return record, result.stopping
 
 
-def _scalars(session: Session) -> dict[str, Any]:
-    """The scalars of a checkpoint."""
-    scale = session.context.loss_scale
-    return {
-        "data": session.fingerprint,
-        "layout": _layout(session.plan),
-        "loss_scale": None if scale is None else scale.state(),
-    }
-
-
 def _layout(plan: RunPlan) -> dict[str, Any]:
-    """What decides the order of sums, and so the last bits of losses, besides the configuration."""
-    degrees = plan.degrees
+    """Device, threads and ranks: the order of sums depends on them, and so do the last bits of losses."""
     return {
         "device": plan.hardware.name,
         "threads": torch.get_num_threads(),
-        "ranks": degrees.world,
-        "hybrid_shard_degree": degrees.hybrid_shard,
+        "ranks": plan.degrees.world,
+        "hybrid_shard_degree": plan.degrees.hybrid_shard,
     }
 
 

@@ -2,10 +2,8 @@
 
 float16 ranges from 6e-8 to 65,504, so the loss is multiplied before backward and the gradients are divided by the same factor
 (Micikevicius et al., "Mixed Precision Training", 2018). A step with a loss or gradient that is not finite is skipped: weights
-and optimizer states do not change. A skipped step counts, so that schedule and samples do not depend on overflows.
-
-Decisions depend on the state here and on loss and norm of the global batch only, so that all ranks decide alike without
-communication.
+and optimizer states do not change. A skipped step counts, so that schedule and samples do not depend on overflows. Decisions
+depend on loss and norm of the global batch only, so that all ranks decide alike without communication.
 """
 
 from __future__ import annotations
@@ -30,25 +28,14 @@ PATIENCE = 20
 
 
 class LossScale:
-    """Factor of the loss before backward.
+    """Factor of the loss before backward: a fixed number, or "dynamic".
 
-    Args:
-        value: "dynamic": halved on overflow, never below 1, and doubled after `growth_interval` good steps in a row. A number
-            is fixed.
-        start: first value of a dynamic scale.
-        growth_interval: good steps before a dynamic scale is doubled.
+    A dynamic scale is halved on overflow, never below 1, and doubled after `GROWTH_INTERVAL` good steps in a row.
     """
 
-    def __init__(
-        self,
-        value: Literal["dynamic"] | float = "dynamic",
-        *,
-        start: float = FIRST_SCALE,
-        growth_interval: int = GROWTH_INTERVAL,
-    ) -> None:
+    def __init__(self, value: Literal["dynamic"] | float = "dynamic") -> None:
         self.dynamic = value == "dynamic"
-        self.scale = start if value == "dynamic" else float(value)
-        self.growth_interval = growth_interval
+        self.scale = FIRST_SCALE if value == "dynamic" else float(value)
         self.good_steps = 0
         self.skipped_in_a_row = 0
 
@@ -61,7 +48,7 @@ class LossScale:
         if math.isfinite(loss) and math.isfinite(norm):
             self.skipped_in_a_row = 0
             self.good_steps += 1
-            if self.dynamic and self.good_steps >= self.growth_interval:
+            if self.dynamic and self.good_steps >= GROWTH_INTERVAL:
                 self.scale, self.good_steps = min(2 * self.scale, LARGEST_SCALE), 0
             return False
         if self.scale <= 1 if self.dynamic else self.skipped_in_a_row >= PATIENCE:
@@ -81,12 +68,7 @@ class LossScale:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, as JSON."""
-        return {
-            "dynamic": self.dynamic,
-            "scale": self.scale,
-            "good_steps": self.good_steps,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
+        return dict(vars(self))
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of `state`; after a change of train.loss_scale, start with the new value."""
@@ -123,9 +105,6 @@ def forget_overflow(model: nn.Module) -> None:
 
 
 def _buffers(model: nn.Module, *, backward_only: bool) -> list[scaling.ScaleBuffer]:
-    found: dict[int, scaling.ScaleBuffer] = {}
-    for _, state in scaling.states_of(model):
-        for operand, slot in state.slots.items():
-            if operand is Operand.GRAD_OUTPUT or not backward_only:
-                found[slot.buffer.number] = slot.buffer
-    return list(found.values())
+    slots = [item for _, state in scaling.states_of(model) for item in state.slots.items()]
+    wanted = (slot.buffer for operand, slot in slots if operand is Operand.GRAD_OUTPUT or not backward_only)
+    return list(dict.fromkeys(wanted))

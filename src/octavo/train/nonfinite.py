@@ -7,6 +7,7 @@ batch runs again, now with a hook on every module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,15 +25,12 @@ def first_nonfinite(model: nn.Module, forwards: Iterable[Callable[[], Any]]) -> 
     """
     found: list[str] = []
 
-    def check(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point())
-            if not found and not all(torch.isfinite(x).all() for x in tensors):
-                found.append(f"the first output that is not finite is of {name}")
+    def hook(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point())
+        if not found and not all(torch.isfinite(x).all() for x in tensors):
+            found.append(f"the first output that is not finite is of {name}")
 
-        return hook
-
-    handles = [module.register_forward_hook(check(name)) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(partial(hook, name)) for name, module in model.named_modules() if name]
     try:
         for forward in forwards:
             forward()

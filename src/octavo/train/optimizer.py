@@ -1,8 +1,6 @@
 """AdamW's parameter groups, the schedule, and the norm of the gradient.
 
-The schedule is a pure function of the step: a continued run needs no scheduler state. The optimizer is `octavo.train.adamw`; on
-CPUs it runs PyTorch's fused kernel (1.6 ms, foreach 34 ms, for 5M parameters on 2 cores), which is elementwise and so has the
-same bits in every run.
+The schedule is a pure function of the step: a continued run needs no scheduler state.
 """
 
 from __future__ import annotations
@@ -45,12 +43,6 @@ def learning_rate(step: int, config: OptimizerConfig, steps: int) -> float:
     return config.lr * (config.min_lr_fraction + (1 - config.min_lr_fraction) * falling)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every parameter group the same rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Norm of all gradients together: a float32 scalar, summed in float32."""
@@ -58,8 +50,6 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     for p in parameters:
         if p.grad is not None:
             by_groups.setdefault(_shard_groups(p.grad), []).append(local(p.grad))
-    if not by_groups:
-        return torch.zeros(())
     parts = []
     for groups, gradients in by_groups.items():
         part = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
@@ -69,6 +59,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
                 dist.all_reduce(part, group=group)
             part = part.sqrt()
         parts.append(part)
+    if not parts:
+        return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(parts)) if len(parts) > 1 else parts[0]
 
 
@@ -87,10 +79,8 @@ def clip_grad_norm_(
     """Scale the gradients of `model` to a norm of at most `max_norm` (0: no clipping); returns the norm before.
 
     Gradients of a loss multiplied by `loss_scale` are divided by it in the same pass; the norm is without it. `optimizer`:
-    Octavo's AdamW on a GPU applies the factor in its next step, and the gradients stay unchanged here.
-
-    The host does not wait for the device: after a norm that is not finite the gradients are not finite either, and the caller
-    checks the result.
+    Octavo's AdamW on a GPU applies the factor in its next step, and the gradients stay unchanged here. The host does not wait
+    for the device: after a norm that is not finite neither are the gradients, and the caller checks the result.
     """
     norm = gradient_norm(model.parameters()) / loss_scale
     factor = None
@@ -105,17 +95,11 @@ def clip_grad_norm_(
 
 
 def check_finite(
-    model: nn.Module,
-    step: int,
-    loss: float,
-    norm: float,
-    *,
-    advice: str = "",
-    locate: Callable[[], str | None] = lambda: None,
+    model: nn.Module, step: int, loss: float, norm: float, *, advice: str = "", locate: Callable[[], str | None] = lambda: None
 ) -> None:
     """Stop a run with a loss or gradient that is not finite, before the weights change.
 
-    advice: first remedy of the message. locate: called then, to name the part of forward that is not finite.
+    `advice` is the first remedy of the message; `locate` names the part of forward that is not finite.
 
     Raises:
         OctavoError: names the result of `locate` and the parameters with gradients that are not finite.

@@ -1,7 +1,7 @@
 """Run plan: a run file checked against this machine, before data, model or GPU work.
 
-`check` writes nothing, so that a mistake costs a second and leaves no trace. It may have to download: weights of the Hub go
-into Hugging Face's own cache, since their names and shapes are compared with the model's.
+`check` writes nothing, so that a mistake costs a second and leaves no trace. Weights of the Hub are downloaded into Hugging
+Face's own cache, since their names and shapes are compared with the model's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class RunPlan:
     """A checked run.
 
     Attributes:
-        hf_config: the Hugging Face config of the model.
         recipe: FP8 recipe; None without FP8.
         fp8_note: use of FP8, or the reason for none, in one line.
         micro_batch, accumulation: sequences in a forward, and forwards in a step.
@@ -85,11 +84,6 @@ class RunPlan:
     def params_dtype(self) -> torch.dtype:
         """Dtype of parameters, gradients and optimizer states."""
         return torch_dtype(self.config.model.params_dtype)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of the global batch."""
-        return self.config.train.global_batch * self.config.data.sequence_length
 
     def rates(self, tokens_per_second: float) -> tuple[float | None, float | None]:
         """(TFLOP/s, MFU) of a rank at this speed of all ranks together; None for an unknown family or GPU."""
@@ -138,7 +132,18 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     _check_length(config, hf_config)
     _check_vocabulary(config, hf_config, corpus)
     blocks = blocks or config.model.blocks
-    model = _meta_model(config, hf_config, blocks)
+    params_dtype = torch_dtype(config.model.params_dtype)
+    model = build_model(  # on the meta device, for names and shapes; building also checks the patterns of layers
+        hf_config,
+        dtype=params_dtype,
+        params_dtype=params_dtype,
+        device=torch.device("meta"),
+        seed=config.train.seed,
+        recompute=config.train.recompute,
+        offload=config.train.offload,
+        blocks=blocks,
+        **model_options(config),
+    )
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
         check_names_and_shapes(model, WeightFiles(folder))
@@ -182,12 +187,11 @@ def recipe_from_config(config: Fp8Config, name: str | None = None) -> Recipe:
 
 def model_options(config: RunConfig) -> dict[str, Any]:
     """Arguments of `build_model` for recipes of layers and the objective."""
+    fp8 = config.fp8
     return {
-        "skip": config.fp8.skip,
-        "layers": {
-            p: None if name == "bf16" else recipe_from_config(config.fp8, name) for p, name in config.fp8.layers.items()
-        },
-        "fp8_head": config.fp8.head,
+        "skip": fp8.skip,
+        "layers": {p: None if name == "bf16" else recipe_from_config(fp8, name) for p, name in fp8.layers.items()},
+        "fp8_head": fp8.head,
         "objective": Objective(label_smoothing=config.train.label_smoothing, z_loss=config.train.z_loss),
     }
 
@@ -299,19 +303,3 @@ def _token_flops(hf_config: Any, sequence_length: int) -> flops.TokenFlops | Non
         return flops.model_flops(spec_of(hf_config), sequence_length)
     except (InputError, AttributeError):  # a family that is not counted has no rate, and no guess
         return None
-
-
-def _meta_model(config: RunConfig, hf_config: Any, blocks: Literal["auto", "own"]) -> torch.nn.Module:
-    """The model on the meta device, for names and shapes of its weights; building it also checks the patterns of layers."""
-    params_dtype = torch_dtype(config.model.params_dtype)
-    return build_model(
-        hf_config,
-        dtype=params_dtype,
-        params_dtype=params_dtype,
-        device=torch.device("meta"),
-        seed=config.train.seed,
-        recompute=config.train.recompute,
-        offload=config.train.offload,
-        blocks=blocks,
-        **model_options(config),
-    )

@@ -1,79 +1,66 @@
 """One optimizer step; the order of operations here decides every number of a run.
 
 The loss of a step is the sum over all targets of the global batch divided by their number, for any number of ranks and
-micro-batches: targets are counted before the first forward, each micro-batch is divided by the same count, and gradients are
-summed, over ranks in the last micro-batch. FP8 weights are quantised in the first micro-batch and reused in the others. The
-host waits for the device once a step, to check loss and norm before the optimizer changes the weights. In float16 the loss is
-scaled for backward, and a step that overflows is skipped (`octavo.train.loss_scale`).
+micro-batches: targets are counted before the first forward, and gradients are summed over ranks in the last micro-batch. FP8
+weights are quantised in the first micro-batch and reused in the others. The host waits for the device once a step, to check
+loss and norm before the weights change.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from octavo.config.optimizer import OptimizerConfig
 from octavo.data.packing import IGNORED, Batch
 from octavo.data.prefetch import Prefetcher
 from octavo.fp8.autocast import fp8_autocast, microbatch
-from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
 from octavo.parallel.fsdp import accumulate
 from octavo.train.loss_scale import LossScale, forget_overflow, overflow_in_fp8
 from octavo.train.nonfinite import first_nonfinite
-from octavo.train.optimizer import check_finite, clip_grad_norm_, learning_rate, set_learning_rate
+from octavo.train.optimizer import check_finite, clip_grad_norm_, learning_rate
+from octavo.train.plan import RunPlan
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
 class TrainContext:
-    """Arguments of a step: model, optimizer, data and settings.
+    """A run's plan with its model, optimizer and data.
 
     Attributes:
-        recipe: FP8 recipe; None without FP8.
-        documents: whether position ids restart within a sequence and are passed to the model.
-        steps: the last step, where the schedule ends.
         loss_scale: loss scale of float16; None for other dtypes.
         group: the data-parallel group; None for one rank.
-        watch: watchdog; each phase of a step is reported to it.
+        watch: each phase of a step is reported to it.
     """
 
+    plan: RunPlan
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loader: Prefetcher
-    recipe: Recipe | None
-    device: torch.device
-    documents: bool
-    global_batch: int
-    steps: int
-    config: OptimizerConfig
     loss_scale: LossScale | None = None
     group: dist.ProcessGroup | None = None
     watch: Watchdog = field(default_factory=Watchdog)
 
-    @property
-    def ranks(self) -> int:
-        """Data-parallel ranks."""
-        return 1 if self.group is None else self.group.size()
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the data-parallel ranks, in place."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step.
+    """Result of a step: loss in nats a target, gradient norm before clipping and without the loss scale, tokens of all ranks.
 
     Attributes:
-        loss: in nats a target.
-        grad_norm: before clipping and without the loss scale.
-        tokens: of the global batch.
         loss_scale: used by this step; None outside float16.
         skipped: the step overflowed and changed no weight.
         stopping: some rank received a signal.
@@ -85,9 +72,9 @@ class StepResult:
     tokens: int
     step_seconds: float
     data_seconds: float
-    loss_scale: float | None = None
-    skipped: bool = False
-    stopping: bool = False
+    loss_scale: float | None
+    skipped: bool
+    stopping: bool
 
 
 HISTORY_PASSES = 4
@@ -101,17 +88,14 @@ def begin_histories(context: TrainContext) -> None:
     A scale starts at 1, at which gradients vanish in E5M2: the first steps would train on little, and pretrained weights would
     suffer. Weights and optimizer do not change. In float16, infinite amaxes of an overflow are dropped.
     """
-    recipes = [state.under(context.recipe) for _, state in states_of(context.model)]
+    recipes = [state.under(context.plan.recipe) for _, state in states_of(context.model)]
     if all(recipe is None or recipe.history is None for recipe in recipes):
         return
     batches = context.loader.loader.step(0)  # past the prefetcher, which starts with the first step
     targets = _global_targets(context, batches)
     accumulate(context.model, last=True)
     for _ in range(HISTORY_PASSES):
-        loss = loss_of(
-            context.model, batches[0], targets, recipe=context.recipe, device=context.device, documents=context.documents
-        )
-        (loss if context.loss_scale is None else loss * context.loss_scale.scale).backward()
+        _backward(context, loss_of(context, batches[0], targets))
         context.optimizer.zero_grad()
         if context.loss_scale is not None:
             forget_overflow(context.model)
@@ -124,49 +108,54 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
         OctavoError: loss or gradient is not finite, and a smaller loss scale would not help; the weights are unchanged.
     """
     started = time.perf_counter()
+    config, loss_scale = context.plan.config, context.loss_scale
     context.watch.step(step)
-    batches = context.loader.step((step - 1) * context.global_batch)
+    batches = context.loader.step((step - 1) * config.train.global_batch)
     data_seconds = time.perf_counter() - started
     context.watch.phase("forward")  # ranks wait here for a rank with slow data
     targets = _global_targets(context, batches)
 
-    scale = 1.0 if context.loss_scale is None else context.loss_scale.scale
-    total = torch.zeros((), device=context.device)
+    total = torch.zeros((), device=context.plan.device)
     for index, batch in enumerate(batches):
         accumulate(context.model, last=index == len(batches) - 1)
         context.watch.phase("forward")
         with microbatch(first=index == 0) if len(batches) > 1 else contextlib.nullcontext():
-            loss = loss_of(
-                context.model, batch, targets, recipe=context.recipe, device=context.device, documents=context.documents
-            )
+            loss = loss_of(context, batch, targets)
         context.watch.phase("backward")
-        (loss if context.loss_scale is None else loss * scale).backward()
+        _backward(context, loss)
         total += loss.detach()
 
     context.watch.phase("optimizer")
-    norm = clip_grad_norm_(context.model, context.config.clip, loss_scale=scale, optimizer=context.optimizer)
-    overflow = overflow_in_fp8(context.model) if context.loss_scale is not None else None
-    joined = torch.stack([total, total.new_tensor(float(stop is not None and stop.received is not None))])
-    if context.group is not None:
-        dist.all_reduce(joined, group=context.group)
+    scale = 1.0 if loss_scale is None else loss_scale.scale
+    norm = clip_grad_norm_(context.model, config.optimizer.clip, loss_scale=scale, optimizer=context.optimizer)
+    overflow = overflow_in_fp8(context.model) if loss_scale is not None else None
+    stopped = stop is not None and stop.received is not None
+    joined = context.all_reduce(torch.stack([total, total.new_tensor(float(stopped))]))
     loss_value, stopping, norm_value = torch.cat([joined, (norm if overflow is None else norm + overflow)[None]]).tolist()
-    skipped = _skips(context, step, loss_value, norm_value, partial(_locate, context, batches, targets))
 
-    rate = learning_rate(step, context.config, context.steps)
-    set_learning_rate(context.optimizer, rate)
+    skipped = loss_scale is not None and loss_scale.update(loss_value, norm_value)
+    if skipped:
+        forget_overflow(context.model)
+    else:
+        forwards = [partial(loss_of, context, batch, targets) for batch in batches]
+        advice = "" if loss_scale is None else loss_scale.advice
+        locate = partial(first_nonfinite, context.model, forwards)
+        check_finite(context.model, step, loss_value, norm_value, advice=advice, locate=locate)
+    rate = learning_rate(step, config.optimizer, config.train.steps)
+    for group in context.optimizer.param_groups:
+        group["lr"] = rate
     if not skipped:
         context.optimizer.step()
     context.optimizer.zero_grad()
 
-    tokens = sum(batch.input_ids.numel() for batch in batches) * context.ranks
     return StepResult(
         loss_value,
         rate,
         norm_value,
-        tokens,
+        tokens=sum(batch.input_ids.numel() for batch in batches) * (1 if context.group is None else context.group.size()),
         step_seconds=time.perf_counter() - started,
         data_seconds=data_seconds,
-        loss_scale=None if context.loss_scale is None else scale,
+        loss_scale=None if loss_scale is None else scale,
         skipped=skipped,
         stopping=stopping > 0,
     )
@@ -177,39 +166,23 @@ def _global_targets(context: TrainContext, batches: Sequence[Batch]) -> int | to
     own = sum(count_targets(batch.labels) for batch in batches)
     if context.group is None:
         return max(1, own)
-    total = torch.tensor(own, device=context.device)
-    dist.all_reduce(total, group=context.group)
-    return total.clamp(min=1)
+    return context.all_reduce(torch.tensor(own, device=context.plan.device)).clamp(min=1)
 
 
-def _skips(context: TrainContext, step: int, loss: float, norm: float, locate: Callable[[], str | None]) -> bool:
-    """Whether to skip the step for an overflow; raises where skipping would not help."""
-    if context.loss_scale is None:
-        check_finite(context.model, step, loss, norm, locate=locate)
-        return False
-    if context.loss_scale.update(loss, norm):
-        forget_overflow(context.model)
-        return True
-    check_finite(context.model, step, loss, norm, advice=context.loss_scale.advice, locate=locate)
-    return False
+def _backward(context: TrainContext, loss: torch.Tensor) -> None:
+    (loss if context.loss_scale is None else loss * context.loss_scale.scale).backward()
 
 
-def _locate(context: TrainContext, batches: Sequence[Batch], targets: int | torch.Tensor) -> str | None:
-    """Repeat the forwards of these micro-batches and name the first module with an output that is not finite."""
-    how: dict[str, Any] = {"recipe": context.recipe, "device": context.device, "documents": context.documents}
-    return first_nonfinite(context.model, [partial(loss_of, context.model, batch, targets, **how) for batch in batches])
-
-
-def loss_of(
-    model: nn.Module, batch: Batch, targets: int | torch.Tensor, *, recipe: Recipe | None, device: torch.device, documents: bool
-) -> torch.Tensor:
+def loss_of(context: TrainContext, batch: Batch, targets: int | torch.Tensor) -> torch.Tensor:
     """Sum of the batch's losses divided by `targets`: a float32 scalar on the device."""
+    plan = context.plan
+    documents = plan.config.data.packing == "documents"  # position ids restart within a sequence
     # emulate=True: the plan has decided whether this device runs FP8 or emulates it.
-    with fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe, emulate=True):
-        output = model(
-            input_ids=batch.input_ids.to(device, non_blocking=True),
-            position_ids=batch.position_ids.to(device, non_blocking=True) if documents else None,
-            labels=batch.labels.to(device, non_blocking=True),
+    with fp8_autocast(enabled=plan.recipe is not None, fp8_recipe=plan.recipe, emulate=True):
+        output = context.model(
+            input_ids=batch.input_ids.to(plan.device, non_blocking=True),
+            position_ids=batch.position_ids.to(plan.device, non_blocking=True) if documents else None,
+            labels=batch.labels.to(plan.device, non_blocking=True),
             num_items_in_batch=targets,
         )
     loss: torch.Tensor = output.loss

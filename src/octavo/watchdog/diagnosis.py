@@ -1,15 +1,14 @@
 """Diagnosis: which rank has failed, as a function of the ranks' heartbeats.
 
-No clock, no process and no network here, so that every diagnosis can be tested as a function: the heartbeat thread
-(`octavo.watchdog.heartbeat`) gathers the evidence and acts on the result.
-
-A rank that waits for another looks like one that hangs. Collectives keep ranks in the same order of steps and phases, so the
-others wait for the rank with the least progress.
+No clock, process or network here: the heartbeat thread gathers the evidence and acts on the result. A rank that waits for
+another looks like one that hangs. Collectives keep ranks in the same order of steps and phases, so the others wait for the rank
+with the least progress.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -33,11 +32,10 @@ class Progress:
 
     Attributes:
         training: number of the training in this process; a second one counts its steps from 1 again.
-        step: of that training; 0 before the first.
         phases: phases entered in this step.
         phase: "start", "data", "forward", "backward", "optimizer", "checkpoint", "validation" or another word.
-        first: whether this is the first step of this training in this process.
-        since: when the phase began, on this process's monotonic clock.
+        first: this is the first step of this training in this process.
+        since: beginning of the phase, on this process's monotonic clock.
     """
 
     training: int = 0
@@ -52,14 +50,14 @@ class Progress:
         """Sort key: larger is further."""
         return self.training, self.step, self.phases
 
-    def write(self, memory: object) -> None:
+    def write(self, memory: mmap.mmap | bytearray) -> None:
         """Pack into the first bytes of a shared page, without a system call."""
-        _PACKED.pack_into(memory, 0, *self.order, self.phase.encode()[:24])  # type: ignore[arg-type]
+        _PACKED.pack_into(memory, 0, *self.order, self.phase.encode()[:24])
 
     @classmethod
-    def read(cls, memory: object) -> Progress:
+    def read(cls, memory: mmap.mmap | bytearray) -> Progress:
         """Unpack from a shared page."""
-        training, step, phases, phase = _PACKED.unpack_from(memory)  # type: ignore[arg-type]
+        training, step, phases, phase = _PACKED.unpack_from(memory)
         return cls(training, step, phases, phase.rstrip(b"\0").decode(errors="replace"))
 
     def __str__(self) -> str:
@@ -71,10 +69,9 @@ class Heartbeat:
     """A rank's record in the store, renewed about once a second.
 
     Attributes:
-        count: of the rank's heartbeats, so that a new one is recognised without comparing clocks.
-        seconds: time that the main thread has spent in this phase.
-        ended: how the training ended in good order; empty while it runs.
-        host, pid, started: identify the process.
+        count: of the rank's heartbeats: a new one is recognised without comparing clocks.
+        seconds: time of the main thread in this phase.
+        ended: reason for the end of the training in good order; empty while it runs.
         page: descriptor of the process's shared page.
     """
 
@@ -100,14 +97,11 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job ends.
+    """The reason for a job's end: the failed ranks, and the progress of each as text.
 
     Attributes:
-        ranks: the failed ranks.
-        positions: each failed rank's progress, as text.
         detail: text of the error; seconds where a limit was exceeded.
-        found_by: rank that made the diagnosis.
-        host: of that rank.
+        found_by, host: rank that made the diagnosis, and its host.
     """
 
     kind: Kind
@@ -197,12 +191,11 @@ def left(heartbeats: Mapping[int, Heartbeat]) -> Failure | None:
 
 
 def _limited(progress: Progress) -> bool:
-    """Whether the time in this phase is limited: not while loading, nor while compiling in the first step."""
+    """Not while loading, nor while compiling in the first step."""
     return progress.phase != START and not (progress.first and progress.phase in _WARM_UP)
 
 
 def _behind(progress: Mapping[int, Progress]) -> list[int]:
-    """The ranks that the others wait for, or all ranks."""
     least = min(each.order for each in progress.values())
     behind = [rank for rank, each in progress.items() if each.order == least]
     if len(behind) < len(progress):

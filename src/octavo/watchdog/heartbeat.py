@@ -1,11 +1,8 @@
 """Heartbeat thread: publishes this rank's progress, monitors its peers, ends the process when one fails.
 
-Everything known of the other ranks is kept here, and only this thread uses the job's key-value store: a client of the store
-blocks while another thread waits in it, so this one is a clone with its own connection. The conclusions are drawn in
-`octavo.watchdog.diagnosis`; `octavo.watchdog.watchdog` is the main thread's side.
-
-When the main thread raises, it asks this thread for the diagnosis before it shows anything: the death of a rank is known here
-as soon as its connections break there.
+Only this thread uses its connection to the job's key-value store: a client of the store blocks while another thread waits in
+it. When the main thread raises, it asks this thread for the diagnosis before it shows anything: the death of a rank is known
+here as soon as its connections break there.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from torch.distributed.distributed_c10d import Store
@@ -49,16 +46,12 @@ class _Peer:
 
 @dataclass(frozen=True)
 class _Request:
-    """The main thread has raised and asks for the diagnosis.
-
-    Attributes:
-        own: the failure if its exception is the first; None if the run was only asked to stop.
-        uncertain: the exception may be the consequence of another rank's failure.
-        since: when it asked.
-    """
+    """The main thread has raised and asks for the diagnosis."""
 
     own: Failure | None
+    """The failure if its exception is the first; None if the run was only asked to stop."""
     uncertain: bool
+    """The exception may be the consequence of another rank's failure."""
     since: float
 
 
@@ -66,14 +59,13 @@ class HeartbeatThread:
     """Ends with the training, or ends the process.
 
     Args:
-        rank, world: of the job.
         timeout, grace: seconds, as in `Watchdog`.
-        progress: returns that of the main thread.
-        page: shared page that the main thread writes its progress to.
+        progress: returns the main thread's.
+        page: shared page with the main thread's progress.
         store: for this thread alone, with its own prefix.
 
     Attributes:
-        failure: why the job ends, once all ranks agree on it.
+        failure: the reason for the job's end, once all ranks agree on it.
     """
 
     def __init__(
@@ -114,9 +106,9 @@ class HeartbeatThread:
         self._met.wait(self._timeout)
 
     def diagnose(self, own: Failure | None, *, uncertain: bool) -> Failure | None:
-        """Why the job ends, after the main thread raised; None if nothing failed and the run was asked to stop."""
+        """The reason for the job's end, after the main thread raised; None if the run was only asked to stop."""
         self._request = _Request(own, uncertain, time.monotonic())
-        self._wake()
+        os.write(self._wake_in, b".")
         if not self._answered.wait((_PATIENCE_INTERVALS + 3) * self._interval + 5) and own is not None:
             self.failure = replace(own, found_by=self._rank, host=self._host)  # the store does not answer
             self.report()
@@ -139,18 +131,14 @@ class HeartbeatThread:
         """Publish that this rank's training has ended in good order, and end the thread."""
         self._ended = reason
         self._stopped.set()
-        self._wake()
+        os.write(self._wake_in, b".")
         self._thread.join(2 * self._interval + 1)
         if not self._thread.is_alive():  # otherwise it waits for a store that does not answer
             self._close()
 
-    def _wake(self) -> None:
-        os.write(self._wake_in, b".")
-
     # The thread itself.
 
     def _run(self) -> None:
-        """Publish and poll until the training ends or a rank fails."""
         try:
             while self.failure is None and not self._poll():
                 self._sleep()
@@ -160,7 +148,7 @@ class HeartbeatThread:
             self._end_process(self.failure)
 
     def _poll(self) -> bool:
-        """Publish a heartbeat and look for a failure; whether the thread is done."""
+        """Publish a heartbeat and look for a failure; True when the thread is done."""
         if orphaned():
             os._exit(EXIT_FAILED)
         ended, request = self._ended, self._request
@@ -187,8 +175,8 @@ class HeartbeatThread:
             peer.quiet += elapsed
         self._polled, self._progress = now, progress
         self._count += 1
-        page = self._page.descriptor
-        return Heartbeat(self._count, progress, self._seconds, ended, self._host, self._pid, self._started, page)
+        process = self._host, self._pid, self._started, self._page.descriptor
+        return Heartbeat(self._count, progress, self._seconds, ended, *process)
 
     def _dead_ranks(self) -> list[int]:
         return [rank for rank, peer in self._peers.items() if peer.process is not None and peer.process.ended()]
@@ -207,6 +195,13 @@ class HeartbeatThread:
         if len(ranks) == len(self._peers):
             self._met.set()
 
+    def _killed(self, dead: list[int]) -> Failure | None:
+        return diagnosis.killed(self._peer_heartbeats(), dead, self._peer_progress())
+
+    def _silent(self, ranks: Iterable[int], limit: float) -> Failure | None:
+        quiet = {rank: self._peers[rank].quiet for rank in ranks if rank in self._peers}
+        return diagnosis.silent(self._peer_heartbeats(), quiet, limit, self._peer_progress())
+
     def _peer_heartbeats(self) -> dict[int, Heartbeat]:
         return {rank: peer.heartbeat for rank, peer in self._peers.items() if peer.heartbeat is not None}
 
@@ -215,24 +210,20 @@ class HeartbeatThread:
 
     def _find_failure(self, own: Heartbeat, dead: list[int], request: _Request | None) -> Failure | None:
         """The failure, as far as this rank can see."""
-        heartbeats, progress = self._peer_heartbeats(), self._peer_progress()
-        quiet = {rank: peer.quiet for rank, peer in self._peers.items()}
-        found = diagnosis.killed(heartbeats, dead, progress)
-        found = found or diagnosis.silent(heartbeats, quiet, self._timeout, progress)
-        if found is not None or (request is not None and not request.uncertain):
-            return found or (request.own if request is not None else None)
-        if request is not None:
-            lost = diagnosis.silent(heartbeats, quiet, _LOST_INTERVALS * self._interval, progress)
-            waited_enough = time.monotonic() - request.since > _PATIENCE_INTERVALS * self._interval
-            if lost is not None:
-                return replace(lost, kind="lost")
-            return diagnosis.left(heartbeats) or (request.own if waited_enough else None)
-        stuck = diagnosis.stuck(heartbeats | {self._rank: own}, self._timeout)
-        if stuck is None:
-            return None
-        # A frozen rank looks stuck too, but cannot end by itself.
-        frozen = {rank: quiet[rank] for rank in stuck.ranks if rank in quiet}
-        return diagnosis.silent(heartbeats, frozen, (_LOST_INTERVALS - 1) * self._interval, progress) or stuck
+        found = self._killed(dead) or self._silent(self._peers, self._timeout)
+        if found is not None:
+            return found
+        if request is None:
+            stuck = diagnosis.stuck(self._peer_heartbeats() | {self._rank: own}, self._timeout)
+            # A frozen rank looks stuck too, but cannot end by itself.
+            return stuck and (self._silent(stuck.ranks, (_LOST_INTERVALS - 1) * self._interval) or stuck)
+        if not request.uncertain:
+            return request.own
+        lost = self._silent(self._peers, _LOST_INTERVALS * self._interval)
+        if lost is not None:
+            return replace(lost, kind="lost")
+        waited_enough = time.monotonic() - request.since > _PATIENCE_INTERVALS * self._interval
+        return diagnosis.left(self._peer_heartbeats()) or (request.own if waited_enough else None)
 
     def _agree(self, failure: Failure) -> None:
         """Agree with all ranks on one failure; one rank of each host reports it."""
@@ -251,7 +242,7 @@ class HeartbeatThread:
     def _diagnose_without_store(self) -> None:
         """Diagnose from the processes of this host and this rank's own exception."""
         request = self._request
-        found = diagnosis.killed(self._peer_heartbeats(), self._dead_ranks(), self._peer_progress())
+        found = self._killed(self._dead_ranks())
         if found is None and request is not None and not request.uncertain:
             found = request.own
         if found is not None:
@@ -261,7 +252,7 @@ class HeartbeatThread:
         self._answered.set()
 
     def _lowest(self, failure: Failure, *, here: bool = False) -> bool:
-        """Whether this is the lowest rank left to report, of all or of this host."""
+        """True for the lowest rank left to report, of all or of this host."""
         lower = [peer for rank, peer in self._peers.items() if rank < self._rank and rank not in failure.ranks]
         running = [peer for peer in lower if peer.heartbeat is not None and not peer.heartbeat.ended]
         return not any(not here or (peer.process is not None and not peer.process.ended()) for peer in running)

@@ -1,12 +1,8 @@
-"""The processes of this host: whether they live, the last progress of a dead one, and dying with the launcher.
+"""The processes of this host: their life, the last progress of a dead one, and dying with the launcher.
 
-A killed rank cannot report itself. On its own host the kernel can: a process descriptor (`pidfd_open`) becomes readable the
-moment the process dies, and a shared page of memory still holds its last progress. So a death is seen at once and precisely,
-without waiting for a heartbeat. The page is an anonymous file that the others open through /proc: nothing is left on disk,
-whichever dies first.
-
-Without Linux, or in a container that forbids these calls, processes are looked up at every heartbeat and there is no page:
-progress then comes from heartbeats alone.
+A process descriptor (`pidfd_open`) becomes readable the moment the process dies, and a shared page of memory still holds its
+last progress: a death is seen at once, without waiting for a heartbeat. Without Linux, or in a container that forbids these
+calls, processes are looked up at every heartbeat, and progress comes from heartbeats alone.
 """
 
 from __future__ import annotations
@@ -30,14 +26,13 @@ _PAGE_BYTES = 4096
 _launcher: int | None = None
 
 
-def die_with_launcher(*, asked: bool = False) -> None:
-    """Have the kernel kill this process when its parent ends.
+def die_with_launcher() -> None:
+    """Have the kernel kill this process when torchrun ends; a run started from a shell may outlive it.
 
-    Only under torchrun, unless `asked`: a run started from a shell may outlive it. The parent has to start its ranks from a
-    thread that lives as long as itself, as torchrun does: the kernel follows that thread.
+    The kernel follows the thread that started this process, which in torchrun lives as long as the launcher.
     """
     global _launcher
-    if not asked and "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     _launcher = os.getppid()
     with contextlib.suppress(AttributeError, OSError):  # Linux only; `orphaned` is checked at every heartbeat as well
@@ -47,10 +42,7 @@ def die_with_launcher(*, asked: bool = False) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit after Python's exit functions and before C++ destructors.
-
-    The destructors of process groups, and their threads that wait for an ended rank, abort now and then.
-    """
+    """Exit after Python's exit functions and before C++ destructors: those of process groups abort now and then."""
     atexit._run_exitfuncs()
     exit_without_destructors(code)
 
@@ -64,12 +56,12 @@ def exit_without_destructors(code: int) -> NoReturn:
 
 
 def orphaned() -> bool:
-    """Whether the launcher of `die_with_launcher` has ended."""
+    """True once the launcher of `die_with_launcher` has ended."""
     return _launcher is not None and os.getppid() != _launcher
 
 
 def _adopted(parent: int) -> bool:
-    """Whether init adopted this process before `die_with_launcher`; a launcher may be process 1 itself."""
+    """True if init adopted this process before `die_with_launcher`; a launcher may be process 1 itself."""
     if parent != 1:
         return False
     with contextlib.suppress(OSError):
@@ -119,7 +111,7 @@ class Process:
             self.close()  # another process's descriptor
 
     def ended(self, within: float = 0.0) -> bool:
-        """Whether it has ended; waits for that up to `within` seconds."""
+        """True if it has ended; waits for that up to `within` seconds."""
         if self.descriptor is None:
             return start_time(self.pid) != self.started
         poll = select.poll()
@@ -142,7 +134,10 @@ class Process:
 
 
 class SharedPage:
-    """A page of memory that one process writes and the others of its host read, also after its death."""
+    """A page of memory that one process writes and the others of its host read, also after its death.
+
+    It is an anonymous file that the others open through /proc: nothing is left on disk.
+    """
 
     def __init__(self, memory: mmap.mmap | bytearray, descriptor: int) -> None:
         self.memory, self.descriptor = memory, descriptor

@@ -2,13 +2,7 @@
 
 Before the first step there is nothing to save, so a signal ends the run at once, with the same exit code. From then on it
 only sets a flag that the loop reads between steps: an exception inside an optimizer step or a rename would leave it half done.
-A second SIGTERM means nothing new, since schedulers may send it twice. A second Ctrl-C interrupts at once; the checkpoint
-format survives it.
-
-The handler's exception before the first step is no `Exception`: libraries that read data and models catch those and go on, or
-report them as a wrong input. The context turns it into `RunStopped`.
-
-Imports nothing heavy: the command installs the handlers before torch is loaded.
+A second SIGTERM means nothing new, since schedulers may send it twice. A second Ctrl-C interrupts at once.
 """
 
 from __future__ import annotations
@@ -22,7 +16,7 @@ from octavo.errors import RunStopped
 
 
 class _StopSignal(BaseException):
-    """A signal before the first step."""
+    """A signal before the first step; no `Exception`, which libraries that read data and models catch."""
 
 
 class StopRequest:

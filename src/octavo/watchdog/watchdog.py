@@ -1,26 +1,9 @@
 """Watchdog: a job ends when one of its ranks fails, and the first failure is reported first.
 
-A rank that is killed or frozen leaves the others waiting in a collective, and one that raises gives them errors about broken
-connections: the first error printed is seldom the first failure. So each rank has a heartbeat thread
-(`octavo.watchdog.heartbeat`) that publishes its progress about once a second and reads that of the others. The first rank to
-find a failure writes it to the job's key-value store, on which all ranks agree, and reports it. Then every rank has `grace`
-seconds to end by itself, after which its thread ends the process: a main thread in a hanging collective never would.
-
-    watchdog = Watchdog.of_job(timeout=600, grace=10)
-    with watchdog:
-        watchdog.start()               # loading, building: no time limit
-        for step in steps:
-            watchdog.step(step)        # its phase is "data"
-            watchdog.phase("forward")
-
-    killed     noticed within milliseconds on the same host, with its phase (`octavo.watchdog.processes`)
-    raising    at once; no rank shows an error before the diagnosis
-    frozen     after `timeout` without a heartbeat; the other ranks of its host kill it
-    stuck      after `timeout` in one phase: the rank with the least progress
-
-A dead rank of another host is recognised by missing heartbeats: after `timeout`, or after a few of them if connections break.
-The main thread only writes to memory. The store has to outlive the ranks: torchrun's agent keeps it; if rank 0 keeps it, a
-frozen rank 0 goes unnoticed. One rank alone has no thread and no store.
+Each rank has a heartbeat thread that publishes its progress about once a second and reads that of the others. The first rank
+to find a failure writes it to the job's key-value store, on which all ranks agree, and reports it. Then every rank has `grace`
+seconds to end by itself, after which its thread ends the process: a main thread in a hanging collective never would. The store
+has to outlive the ranks: torchrun's agent keeps it; if rank 0 keeps it, a frozen rank 0 goes unnoticed.
 """
 
 from __future__ import annotations
@@ -36,7 +19,7 @@ from dataclasses import replace
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from octavo.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, OctavoError, RunStopped
 from octavo.parallel.world import state
@@ -66,42 +49,32 @@ class PeerFailed(OctavoError):
 
 
 class Watchdog:
-    """A context around the training of one rank; see the module.
+    """A context around the training of one of `octavo.init`'s ranks; if there are several, all enter theirs in the same order.
 
     An exception that leaves the context is the job's failure, or the consequence of another rank's. The failure is reported on
     stderr with rank and phase. Then the failed rank raises its original exception, with the attribute `reported`, and the
     others raise `PeerFailed`. Every process ends within `grace` seconds. `RunStopped`, and exceptions that are no `Exception`,
-    are no failure.
+    are no failure. One rank alone has no thread and no store.
+
+        with Watchdog(timeout=600, grace=10) as watchdog:
+            watchdog.start()               # loading, building: no time limit
+            for step in steps:
+                watchdog.step(step)        # its phase is "data"
+                watchdog.phase("forward")
 
     Args:
         timeout: seconds without a heartbeat, or in one phase while others wait, before a rank counts as failed.
         grace: seconds in which ranks may end by themselves once one has failed.
-        rank, world: of the job.
-        store: of the job; cloned, and only needed for several ranks.
-
-    Attributes:
-        progress: of the main thread.
     """
 
     _count = itertools.count()
 
-    def __init__(
-        self, *, timeout: float = 600.0, grace: float = 10.0, rank: int = 0, world: int = 1, store: Store | None = None
-    ) -> None:
-        self.timeout, self.grace, self.rank, self.world = timeout, grace, rank, world
+    def __init__(self, *, timeout: float = 600.0, grace: float = 10.0) -> None:
+        self.timeout, self.grace, self.rank, self.world = timeout, grace, state.rank, state.world_size
         self.progress = Progress(since=time.monotonic())
         self._first_step: int | None = None
         self._page: SharedPage | None = None
         self._heartbeat: HeartbeatThread | None = None
-        # The prefix separates the watchdogs of one job, one after another.
-        prefix = f"octavo-watchdog-{next(self._count)}"
-        self._store = PrefixStore(prefix, store.clone()) if store is not None else None  # type: ignore[attr-defined]
-
-    @classmethod
-    def of_job(cls, *, timeout: float, grace: float) -> Watchdog:
-        """A watchdog over the ranks of `octavo.init`; if there are several, all ranks make them in the same order."""
-        store = _get_default_store() if state.world_size > 1 else None
-        return cls(timeout=timeout, grace=grace, rank=state.rank, world=state.world_size, store=store)
 
     def start(self) -> None:
         """Begin a training: no time limit until its first step."""
@@ -124,18 +97,13 @@ class Watchdog:
             progress.write(self._page.memory)
 
     def __enter__(self) -> Watchdog:
-        if self._store is not None and self.world > 1:
+        if self.world > 1:
             self._page = SharedPage.own()
             self._advance(self.progress)
-            self._heartbeat = HeartbeatThread(
-                self.rank,
-                self.world,
-                self.timeout,
-                self.grace,
-                progress=lambda: self.progress,
-                page=self._page,
-                store=self._store,
-            )
+            # The prefix separates the watchdogs of one job, one after another.
+            store = PrefixStore(f"octavo-watchdog-{next(self._count)}", _get_default_store().clone())  # type: ignore[attr-defined]
+            job = self.rank, self.world, self.timeout, self.grace
+            self._heartbeat = HeartbeatThread(*job, progress=lambda: self.progress, page=self._page, store=store)
             try:
                 self._heartbeat.start()
             except BaseException as error:  # launchers send a signal when a rank has died
@@ -181,7 +149,7 @@ class Watchdog:
         return heartbeat.diagnose(own, uncertain=is_consequence(error, self.rank))
 
     def _is_own(self, error: BaseException, failure: Failure) -> bool:
-        """Whether the error is the failure, or explains itself on this rank, such as the same InputError on every rank."""
+        """True if the error is the failure, or explains itself on this rank, such as the same InputError on every rank."""
         if failure.ranks == (self.rank,) and failure.kind in ("failed", "input"):
             return True
         return isinstance(error, OctavoError) and not _is_stop(error) and not is_consequence(error, self.rank)
@@ -192,7 +160,7 @@ class Watchdog:
 
 
 def is_consequence(error: BaseException, rank: int) -> bool:
-    """Whether this rank's exception may be caused by another rank: a broken connection, a timeout, or that rank's message.
+    """True if another rank may have caused this rank's exception: a broken connection, a timeout, or that rank's message.
 
     Messages of another rank begin with "rank 2 …"; distributed checkpointing raises the exceptions of all ranks on each.
     """
@@ -216,7 +184,7 @@ def _own_part(error: BaseException, rank: int) -> BaseException | None:
 
 
 def _is_stop(error: BaseException) -> bool:
-    """Whether the run was asked to stop; a library may have wrapped the exception that says so."""
+    """True if the run was asked to stop; a library may have wrapped the exception that says so."""
     return any(isinstance(one, RunStopped) or not isinstance(one, Exception) for one in _chain(error))
 
 
