@@ -1,16 +1,12 @@
 """Checkpoints: a run's `checkpoints/` folder, and `octavo.save` and `octavo.load` for a training loop of the user's own.
 
-    checkpoints/step-120/
-        shard-00001-….safetensors   model.<name> · optimizer.<state>.<name> · fp8.<module>.<operand>.… · random.<rank>.<device>
-        state.json                  step, hash of the data, device and threads, numbers of the optimizer, generators, recipe,
-                                    the blocks that the weights are laid out for
-        random-1.json               generators of rank 1, and so on; those of rank 0 are in state.json
-        manifest.json               written last: every file's size and sha256 (`octavo.checkpoint.manifest`)
+    shard-00001-….safetensors   model.<name> · optimizer.<state>.<name> · fp8.<module>.<operand>.… · random.<rank>.<device>
+    state.json                  step, hash of the data, layout, numbers of the optimizer, recipe, blocks, generators of rank 0
+    random-1.json               generators of rank 1, and so on
+    manifest.json               written last: every file's size and sha256
 
-A checkpoint is written under a temporary name beside its final one, synced and renamed. A kill at any moment leaves the older
-ones and perhaps a temporary folder, which the next run removes. While it is written it takes the disk space of a second copy.
-Tensors have the names of Octavo's parameters, never positions, so any layout of ranks reads it: each rank writes its shards and
-reads the slices it needs. All ranks have to see one file system.
+A checkpoint is written under a temporary name, synced and renamed. A kill at any moment leaves the older ones and perhaps a
+temporary folder, which the next run removes. All ranks have to see one file system.
 """
 
 from __future__ import annotations
@@ -50,15 +46,13 @@ class Checkpointer:
         folder: of the `step-N` folders.
         keep: number of checkpoints to keep, the newest.
         report: receives a message for each damaged checkpoint.
-        ranks: as the training thread uses them.
-        io_ranks: as the thread that reads or writes uses them.
     """
 
     folder: Path
     keep: int
     report: Callable[[str], None]
-    ranks: Ranks = field(default_factory=all_ranks)
-    io_ranks: Ranks = field(default_factory=writing_ranks)
+    ranks: Ranks = field(default_factory=all_ranks, init=False)
+    io_ranks: Ranks = field(default_factory=writing_ranks, init=False)
     _damaged: list[Path] = field(default_factory=list)
     _buffer: PinnedBuffer = field(default_factory=PinnedBuffer)
     _background: Future[None] | None = None
@@ -87,8 +81,6 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """The newest whole checkpoint, None if there is no checkpoint. Damaged newer ones are reported and later replaced.
 
-        Rank 0 verifies for all ranks.
-
         Raises:
             OctavoError: there are checkpoints, but none is whole.
         """
@@ -108,17 +100,10 @@ class Checkpointer:
         *,
         background: bool = False,
     ) -> Path:
-        """Write `step-N` and remove the oldest checkpoints beyond `keep`. Collective.
+        """Write `step-N` with JSON-able scalars `state` of rank 0, and remove the oldest beyond `keep`. Collective.
 
         In the background it returns once the state is copied to host memory, and an earlier write has ended. `poll` or `wait`
         raises the errors of the write.
-
-        Args:
-            step: of the checkpoint.
-            model: its weights and FP8 state are saved.
-            optimizer: of the model, or None.
-            state: JSON-able scalars; those of rank 0 are saved.
-            background: write in the background.
 
         Raises:
             OctavoError: the disk is full; earlier checkpoints are intact and nothing is left behind.
@@ -140,10 +125,7 @@ class Checkpointer:
         return path
 
     def poll(self) -> None:
-        """Raise the error of a write in the background, without waiting for the write; every rank calls it in each step.
-
-        Over ranks it costs one small all-reduce while a write is in flight, else nothing.
-        """
+        """Raise the error of a write in the background, without waiting for the write; every rank calls it in each step."""
         if self._background is None:
             return
         ended, running, failed = 0, 1, 2
@@ -154,11 +136,7 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the write in the background. Collective.
-
-        Raises:
-            OctavoError: the write failed: the disk is full, or another rank, which is named, failed.
-        """
+        """Wait for the write in the background, and raise its error on every rank. Collective."""
         write, self._background = self._background, None
         if write is not None:
             self.ranks.share_error(write.exception())
@@ -173,9 +151,8 @@ class Checkpointer:
 def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **extra: Any) -> None:
     """Write weights, optimizer state, FP8 scales and histories, random states and JSON-able extras to the folder `path`.
 
-    Over ranks every rank calls it with the same path, on a file system that all see; each writes its shards, and the extras of
-    rank 0 are saved. An existing checkpoint is replaced once the new one is whole. Leftovers of an interrupted `save` to the
-    same path are removed.
+    Over ranks every rank calls it with the same path, on a file system that all see; the extras of rank 0 are saved. An
+    existing checkpoint is replaced once the new one is whole.
 
     Raises:
         InputError: an extra is not JSON, the optimizer has a state that is neither tensor nor number, or `path` exists and is

@@ -1,8 +1,7 @@
 """The manifest of a checkpoint: every file with its size and sha256, written last.
 
 DCP leaves no mark of completion: a folder with a missing shard loads without an error, and files of an older save mix in. So
-every checkpoint has a fresh folder, the manifest is its last file, and nothing is loaded before every file was verified.
-Verifying costs about a second a GiB, several files at once, at each start; resuming from damaged weights would cost more. The
+every checkpoint has a fresh folder, and nothing is loaded before every file was verified, which costs about a second a GiB. The
 manifest contains its own sha256, so that a flipped bit there is found as well.
 """
 
@@ -34,8 +33,7 @@ class Damaged(OctavoError):
 def write_manifest(folder: Path, step: int | None, known: Mapping[str, dict[str, Any]] | None = None) -> None:
     """Write the manifest of `folder`, which completes the checkpoint.
 
-    `known` has the entries of files that were hashed while they were written: each rank hashes its own, so that rank 0 need
-    not read the files of all.
+    `known` has the entries of files that each rank hashed while it wrote them.
     """
     files = dict(known or {})
     for path in folder.rglob("*"):

@@ -1,11 +1,8 @@
 """Optimizer state by parameter name, to and from a checkpoint.
 
-Tensors (moments, AdamW's step) are sharded like their parameters and go among the tensors; numbers and the settings of the
-parameter groups are JSON.
-
 `torch.distributed.checkpoint.state_dict` does not fit (torch 2.13): to name the states of an optimizer that has not stepped it
 steps it, which leaves a step count of 1 and changes the bits of the training; it fails on a parameter that has had no gradient
-yet, and on None among an optimizer's own states. It also stores the settings of a group once for each of its parameters.
+yet, and on None among an optimizer's own states.
 """
 
 from __future__ import annotations
@@ -85,13 +82,7 @@ def allocate_states(
 ) -> dict[str, torch.Tensor]:
     """Empty tensors for the optimizer states of a checkpoint, sharded like their parameters.
 
-    Args:
-        path: of the checkpoint, for messages.
-        model: of the optimizer.
-        optimizer: that the states are for.
-        stored: layout of the checkpoint's `<state>.<parameter>`.
-        groups: result of `group_scalars`.
-        scalars: result of `state_scalars`.
+    `stored` is the layout of the checkpoint's `<state>.<parameter>`; `groups` and `scalars` are those that it has saved.
 
     Raises:
         InputError: the checkpoint has no optimizer, or another one.
@@ -104,15 +95,14 @@ def allocate_states(
             f"{len(optimizer.param_groups)}: build it as the saved one was."
         )
     held = _held_parameters(model, optimizer)
-    owners = {name: name.partition(".")[2] for name in stored}
-    for owner in [*owners.values(), *scalars]:
+    for owner in [*(name.partition(".")[2] for name in stored), *scalars]:
         if owner not in held:
             raise InputError(
                 f"checkpoint {path} has optimizer states of {owner}, a parameter that the optimizer does not hold."
             )
     tensors = {}
     for name, (shape, dtype) in stored.items():
-        parameter = held[owners[name]]
+        parameter = held[name.partition(".")[2]]
         like_parameter = tuple(parameter.shape) == shape
         tensors[name] = torch.empty_like(parameter, dtype=dtype) if like_parameter else torch.empty(shape, dtype=dtype)
     return tensors

@@ -1,24 +1,21 @@
 """Checkpoints of a model's own code, read by the same model with Octavo's blocks, so that older checkpoints of it still load.
 
-Names are translated by the model's table, and tensors of parts are joined: weights and moments as the parameters are, exactly.
-FP8 state is joined exactly too where each part has it. Parts of a joined matrix have one input, and the largest amax of a whole
-is the largest of its parts: the history is their maximum, the scale their minimum. FP8 state that has no place (of a head that
-Octavo keeps in high precision, of a matrix whose parts were not all in FP8) starts anew, and stderr says so.
+Names are translated by the model's table; parts of a joined matrix are joined, and so are their moments. The parts have one
+input, and the largest amax of a whole is the largest of its parts: the FP8 history is their maximum, the scale their minimum.
+FP8 state that has no place (of a head in high precision, or of a matrix with parts not in FP8) starts anew.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.checkpoint.shard_io import Layout, StoredTensors, subset
+from octavo.checkpoint.shard_io import Layout, StoredTensors, empty_tensors, subset
 from octavo.checkpoint.writer import weights
 from octavo.errors import InputError
 from octavo.fp8.recipe import Operand
@@ -30,10 +27,7 @@ from octavo.parallel.shards import local_shard
 def as_model_has_it(stored: StoredTensors, model: nn.Module, saved: str | None) -> StoredTensors | Converted:
     """A checkpoint under the names of a model, translated where the model has Octavo's blocks and the checkpoint has not.
 
-    Args:
-        stored: the checkpoint.
-        model: that it is loaded into.
-        saved: the layout that the checkpoint records; None for that of a model's own code, or if none is recorded.
+    `saved` is the layout that the checkpoint records; None for that of a model's own code, or if none is recorded.
 
     Raises:
         InputError: the checkpoint has Octavo's blocks and the model has not, or a part cannot be joined.
@@ -52,10 +46,13 @@ def as_model_has_it(stored: StoredTensors, model: nn.Module, saved: str | None) 
 
 @dataclass(frozen=True)
 class _Source:
-    """What a tensor is made of: tensors of the checkpoint, and how."""
+    """The checkpoint's tensors of one tensor of the model, and how they become one.
 
-    names: tuple[str, ...]
-    kind: str  # "rows": joined as `parameter` is; "same", "largest", "smallest" of all
+    kind: "rows": joined as `parameter` is; "same", "largest", "smallest" of all.
+    """
+
+    names: Sequence[str]
+    kind: str
     parameter: str = ""
 
 
@@ -63,38 +60,35 @@ class Converted:
     """A checkpoint of a model's own code as one of the model with Octavo's blocks; it is used as a `StoredTensors`."""
 
     def __init__(self, stored: StoredTensors, model: nn.Module, way: Conversion) -> None:
-        self._stored, self._way = stored, way
+        self._stored, self._way, self._found = stored, way, stored.layout
         self._weights = {name: tuple(tensor.shape) for name, tensor in weights(model).items()}
-        self._modules = [name for name, state in states_of(model) if not state.skipped]
-        self._sources = dict(self._translated())
-
-    @property
-    def folder(self) -> Path:
-        """Of the checkpoint."""
-        return self._stored.folder
-
-    @cached_property
-    def layout(self) -> Layout:
+        self._sources = dict([*self._tensors(), *self._records(model)])
+        used = {theirs for source in self._sources.values() for theirs in source.names}
+        left = [name for name in self._found if name not in used]
+        self._sources |= {name: _Source((name,), "same") for name in left if not name.startswith("fp8.")}
+        if anew := sorted({name.removeprefix("fp8.").rsplit(".", 2)[0] for name in left if name.startswith("fp8.")}):
+            named = ", ".join(anew[:4]) + (f" and {len(anew) - 4} more" if len(anew) > 4 else "")
+            sys.stderr.write(
+                f"octavo: {stored.folder}: the FP8 state of {named} has no place in Octavo's blocks and starts anew.\n"
+            )
+        self.layout: Layout = {}
         """Names, global shapes and dtypes, as the model has them."""
-        found = self._stored.layout
-        entries: Layout = {}
         for name, source in self._sources.items():
-            (shape, dtype), *others = (found[theirs] for theirs in source.names)
+            shape, dtype = self._found[source.names[0]]
             if source.kind == "rows":
-                shape = (shape[0] + sum(other[0][0] for other in others), *shape[1:])
-            entries[name] = shape, dtype
-        return entries
+                shape = (sum(self._found[theirs][0][0] for theirs in source.names), *shape[1:])
+            self.layout[name] = shape, dtype
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill the tensors of `into` in place, one after the other: whole parts are read, and this rank's rows are kept."""
         for name, tensor in into.items():
             source = self._sources[name]
-            parts = {theirs: torch.empty(shape, dtype=dtype) for theirs, (shape, dtype) in self._entries(source)}
+            parts = empty_tensors({theirs: self._found[theirs] for theirs in source.names})
             self._stored.read(parts)
             local_shard(tensor).copy_from(self._joined(source, list(parts.values())))
 
     def scalars(self, saved: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """What an optimizer keeps besides tensors, by the model's names."""
+        """Numbers of the optimizer, by the model's names."""
         named = {}
         for name in self._weights:
             values = [saved.get(theirs) for theirs in self._way.names(name)]
@@ -103,9 +97,6 @@ class Converted:
             if values[0] is not None:
                 named[name] = values[0]
         return named
-
-    def _entries(self, source: _Source) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
-        return ((name, self._stored.layout[name]) for name in source.names)
 
     def _joined(self, source: _Source, parts: list[Tensor]) -> Tensor:
         if source.kind == "rows":
@@ -117,60 +108,42 @@ class Converted:
         stacked = torch.stack(parts)
         return stacked.amax(0) if source.kind == "largest" else stacked.amin(0)
 
-    def _translated(self) -> Iterator[tuple[str, _Source]]:
-        found, used = self._stored.layout, set[str]()
-        keys = sorted({name.partition(".")[0] for name in subset(found, "optimizer.")})
-        for name in self._weights:
-            theirs = self._way.names(name)
-            for prefix in ("model", *(f"optimizer.{key}" for key in keys)):
-                source = self._tensors(prefix, name, tuple(f"{prefix}.{part}" for part in theirs))
-                if source is not None:
-                    used.update(source.names)
-                    yield f"{prefix}.{name}", source
-        for name, source in self._records():
-            used.update(source.names)
-            yield name, source
-        left = [name for name in found if name not in used]
-        anew = sorted({name.removeprefix("fp8.").rsplit(".", 2)[0] for name in left if name.startswith("fp8.")})
-        if anew:
-            named = ", ".join(anew[:4]) + (f" and {len(anew) - 4} more" if len(anew) > 4 else "")
-            sys.stderr.write(
-                f"octavo: {self.folder}: the FP8 state of {named} has no place in Octavo's blocks and starts anew.\n"
-            )
-        for name in left:
-            if not name.startswith("fp8."):
-                yield name, _Source((name,), "same")
+    def _tensors(self) -> Iterator[tuple[str, _Source]]:
+        """Weights, and the optimizer's states of them."""
+        keys = sorted({name.partition(".")[0] for name in subset(self._found, "optimizer.")})
+        for prefix in ("model", *(f"optimizer.{key}" for key in keys)):
+            for name, own_shape in self._weights.items():
+                theirs = [f"{prefix}.{part}" for part in self._way.names(name)]
+                there = [part for part in theirs if part in self._found]
+                if there and len(there) < len(theirs):
+                    raise self._refused(f"{', '.join(there)} is there and other parts of {name} are not")
+                if there:
+                    yield f"{prefix}.{name}", self._source(name, own_shape, theirs)
 
-    def _tensors(self, prefix: str, name: str, theirs: tuple[str, ...]) -> _Source | None:
-        """A weight, or an optimizer state of it; None where the checkpoint has none."""
-        found = self._stored.layout
-        there = [part for part in theirs if part in found]
-        if not there:
-            return None
-        if len(there) < len(theirs):
-            raise self._refused(f"{', '.join(there)} is there and other parts of {name} are not")
-        shapes = [found[part][0] for part in theirs]
-        if len(theirs) == 1 and shapes[0] != self._weights[name]:
+    def _source(self, name: str, own_shape: tuple[int, ...], theirs: list[str]) -> _Source:
+        shapes = [self._found[part][0] for part in theirs]
+        if len(theirs) == 1 and shapes[0] != own_shape:
             return _Source(theirs, "same")
-        if all(shape == () for shape in shapes) and self._weights[name] != ():
+        if all(shape == () for shape in shapes) and own_shape != ():
             return _Source(theirs, "same")  # such as the number of steps
-        if any(shape[1:] != self._weights[name][1:] for shape in shapes):
+        if any(shape[1:] != own_shape[1:] for shape in shapes):
             raise self._refused(f"{', '.join(theirs)} have no rows of {name}")
         return _Source(theirs, "rows", name)
 
-    def _records(self) -> Iterator[tuple[str, _Source]]:
-        found = self._stored.layout
-        for module in self._modules:
+    def _records(self, model: nn.Module) -> Iterator[tuple[str, _Source]]:
+        """FP8 scales and histories of modules with all parts in FP8."""
+        for module in (name for name, state in states_of(model) if not state.skipped):
             parameter = next((p for p in (f"{module}.weight", f"{module}_weight") if p in self._weights), "")
             theirs = [part.removesuffix(".weight") for part in self._way.names(parameter)] if parameter else []
             for operand in Operand:
-                for what, kind in (("scale", "smallest"), ("amax_history", "largest")):
-                    names = tuple(f"fp8.{part}.{operand.value}.{what}" for part in theirs)
-                    if names and all(name in found for name in names) and len({found[name] for name in names}) == 1:
-                        yield f"fp8.{module}.{operand.value}.{what}", _Source(names, kind)
+                for record, kind in (("scale", "smallest"), ("amax_history", "largest")):
+                    names = [f"fp8.{part}.{operand.value}.{record}" for part in theirs]
+                    found = {self._found.get(name) for name in names}
+                    if len(found) == 1 and None not in found:
+                        yield f"fp8.{module}.{operand.value}.{record}", _Source(names, kind)
 
     def _refused(self, why: str) -> InputError:
         return InputError(
-            f"checkpoint {self.folder} is of the model's own code and cannot be joined for Octavo's blocks: {why}. Keep the own"
-            ' code: blocks = "own" (model.blocks).'
+            f"checkpoint {self._stored.folder} is of the model's own code and cannot be joined for Octavo's blocks: {why}. "
+            'Keep the own code: blocks = "own" (model.blocks).'
         )

@@ -1,8 +1,8 @@
 """Pinned buffer: a copy of the state in host memory, written to disk while training changes the weights.
 
-One block for everything, kept for the next save. For tensors on a GPU it is page-locked, so that all copies run at the speed of
-the link and the host waits for them once; locking takes about a second for some gigabytes, hence the reuse. PyTorch's own
-pinned allocator is not used because it rounds a block up to a power of two.
+One block for everything, kept for the next save. For tensors on a GPU it is page-locked, so that copies run at the speed of the
+link; locking takes about a second for some gigabytes, hence the reuse. PyTorch's own pinned allocator would round the block up
+to a power of two.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import nn
 from octavo.checkpoint import manifest, optimizer_state, shard_io
 from octavo.checkpoint.own_code import Converted, as_model_has_it
 from octavo.checkpoint.rng_state import restore_random, seed_new_rank
-from octavo.checkpoint.writer import STATE, random_file, weights
+from octavo.checkpoint.writer import STATE, weights
 from octavo.errors import OctavoError
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import check_state_records, load_state_records
@@ -30,28 +29,6 @@ def read_state(path: Path) -> dict[str, Any]:
     """The scalars of a checkpoint."""
     state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
     return state
-
-
-@dataclass
-class _Tensors:
-    """Tensors to read a checkpoint into, by their names on disk without the prefix."""
-
-    weights: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor]
-    fp8: dict[str, torch.Tensor]
-    random: dict[str, torch.Tensor]
-    random_rank: int
-    """The rank of the random states."""
-
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """By the names on disk."""
-        sections = {
-            "model": self.weights,
-            "optimizer": self.optimizer,
-            "fp8": self.fp8,
-            f"random.{self.random_rank}": self.random,
-        }
-        return {f"{prefix}.{name}": tensor for prefix, section in sections.items() for name, tensor in section.items()}
 
 
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, Any]:
@@ -72,48 +49,31 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
         if isinstance(stored, Converted):
             scalars = stored.scalars(scalars)
         recipe = _recipe_from(state.pop("recipe"))
-        tensors = _allocate(stored, ranks, model, optimizer, groups, scalars)
-        if recipe is not None:
-            check_state_records(model, tensors.fp8)
-    with ranks.sharing_errors():
-        stored.read(tensors.by_name())
-    with ranks.sharing_errors():
-        if recipe is not None:
-            load_state_records(model, tensors.fp8, recipe)
+        layout, own = stored.layout, weights(model)
+        shard_io.check_layout(path, shard_io.subset(layout, "model."), shard_io.layout_of(own))
+        states: dict[str, torch.Tensor] = {}
         if optimizer is not None:
-            optimizer_state.install_states(model, optimizer, tensors.optimizer, groups, scalars)
+            saved = shard_io.subset(layout, "optimizer.")
+            states = optimizer_state.allocate_states(path, model, optimizer, saved, groups, scalars)
+        random_rank = ranks.rank if f"random.{ranks.rank}.cpu" in layout else 0
+        fp8, random = (shard_io.empty_tensors(shard_io.subset(layout, prefix)) for prefix in ("fp8.", f"random.{random_rank}."))
+        if recipe is not None:
+            check_state_records(model, fp8)
+    with ranks.sharing_errors():
+        sections = {"model": own, "optimizer": states, "fp8": fp8, f"random.{random_rank}": random}
+        stored.read({f"{section}.{name}": tensor for section, held in sections.items() for name, tensor in held.items()})
+    with ranks.sharing_errors():
+        if recipe is not None:
+            load_state_records(model, fp8, recipe)
+        if optimizer is not None:
+            optimizer_state.install_states(model, optimizer, states, groups, scalars)
         random_scalars = state.pop("random")
-        if tensors.random_rank:
-            random_scalars = json.loads((path / random_file(tensors.random_rank)).read_text(encoding="utf-8"))
-        restore_random(tensors.random, random_scalars)
-        if tensors.random_rank != ranks.rank:
-            seed_new_rank(tensors.random, ranks.rank)
+        if random_rank:
+            random_scalars = json.loads((path / f"random-{random_rank}.json").read_text(encoding="utf-8"))
+        restore_random(random, random_scalars)
+        if random_rank != ranks.rank:
+            seed_new_rank(random, ranks.rank)
     return state
-
-
-def _allocate(
-    stored: shard_io.StoredTensors | Converted,
-    ranks: Ranks,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    groups: list[dict[str, Any]],
-    scalars: optimizer_state.Scalars,
-) -> _Tensors:
-    """Tensors for a checkpoint that fits: the model's own weights, the others empty."""
-    layout = stored.layout
-    own = weights(model)
-    shard_io.check_layout(stored.folder, shard_io.subset(layout, "model."), shard_io.layout_of(own))
-    states: dict[str, torch.Tensor] = {}
-    if optimizer is not None:
-        saved = shard_io.subset(layout, "optimizer.")
-        states = optimizer_state.allocate_states(stored.folder, model, optimizer, saved, groups, scalars)
-    random_rank = ranks.rank if f"random.{ranks.rank}.cpu" in layout else 0
-    fp8, random = (_empty(shard_io.subset(layout, prefix)) for prefix in ("fp8.", f"random.{random_rank}."))
-    return _Tensors(own, states, fp8, random, random_rank)
-
-
-def _empty(layout: shard_io.Layout) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
 
 
 def _recipe_from(record: dict[str, Any] | None) -> recipes.Recipe | None:
@@ -131,7 +91,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         self.layout = shard_io.subset(self._stored.layout, "model.")
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        (tensor,) = _empty({name: self.layout[name]}).values()
+        (tensor,) = shard_io.empty_tensors({name: self.layout[name]}).values()
         self._stored.read({f"model.{name}": tensor})
         return tensor
 

@@ -1,7 +1,6 @@
 """Random states: saved and restored, so that a resumed run draws the same numbers as an uninterrupted one.
 
-Dropout draws from torch's generators; a user's data or model code may draw from Python's and numpy's. torch's states are
-tensors and go among the tensors, the others are JSON; nothing is pickled. Every rank has its own.
+Dropout draws from torch's generators; a user's data or model code may draw from Python's and numpy's. Every rank has its own.
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ _TRACKED = "tracked."  # prefix of the generators of octavo.state's tracker
 
 
 def random_tensors() -> dict[str, torch.Tensor]:
-    """torch's generator states, uint8.
-
-    "cpu"; "cuda" for this process's device, if CUDA was used; "tracked.<name>" of `octavo.state.get_rng_state_tracker`, if it
-    was called.
-    """
+    """torch's generator states, uint8: "cpu", and "cuda" and "tracked.<name>" if CUDA and octavo.state's tracker were used."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -58,9 +53,6 @@ def restore_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) ->
 
 
 def seed_new_rank(tensors: dict[str, torch.Tensor], rank: int) -> None:
-    """Seed a rank without a saved state, from rank 0's state and its own number.
-
-    The same checkpoint on the same ranks thus draws the same numbers, and no two ranks draw alike.
-    """
+    """Seed a rank without a saved state from rank 0's state and its own number, so that no two ranks draw alike."""
     digest = hashlib.sha256(tensors["cpu"].numpy().tobytes() + rank.to_bytes(8, "little")).digest()
     seed_everything(int.from_bytes(digest[:8], "little") >> 1)

@@ -2,8 +2,7 @@
 
 Each rank writes one file with its pieces; a piece that several ranks hold is written by one of them, chosen by DCP's planner.
 The files are those of DCP's Hugging Face storage, whose reader reshards. Its writer is not used, because it makes each file in
-memory first; here tensors are written one by one, without a second copy of the state. Names, shapes and dtypes are compared
-before anything is loaded, so that a checkpoint of another model changes nothing.
+memory first; here tensors are written one by one, without a second copy of the state.
 """
 
 from __future__ import annotations
@@ -22,16 +21,14 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from octavo.checkpoint.failpoints import failpoint
@@ -77,20 +74,15 @@ def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
     Raises:
         InputError: safetensors does not have the dtype.
     """
-    pieces = []
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise InputError(f"{name} is of {tensor.dtype}, which safetensors does not hold: a checkpoint cannot keep it.")
-        if isinstance(tensor, DTensor):
-            chunk: ChunkStorageMetadata = tensor.__create_chunk_list__()[0]
-            data, kind = tensor.to_local().detach(), WriteItemType.SHARD
-            if not data.numel() and tensor.numel():
-                continue
-        else:
-            chunk = ChunkStorageMetadata(offsets=torch.Size([0] * tensor.dim()), sizes=tensor.size())
-            data, kind = tensor.detach(), WriteItemType.TENSOR
-        written = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=tensor.dtype), size=tensor.size())
-        pieces.append(TensorPiece(WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=written), data))
+    pieces = []
+    for item in create_default_local_save_plan(dict(tensors), is_coordinator=True).items:
+        tensor = tensors[item.index.fqn]
+        data = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        if data.numel() or not tensor.numel():
+            pieces.append(TensorPiece(item, data))
     return pieces
 
 
@@ -122,8 +114,8 @@ def write_shard(folder: Path, pieces: Sequence[TensorPiece], rank: int = 0, step
     end = 0
     for piece in ordered:
         begin, end = end, end + piece.data.nbytes
-        entry = {"dtype": _DTYPES[piece.data.dtype], "shape": list(piece.data.shape), "data_offsets": [begin, end]}
-        header[piece.name] = entry
+        shape, dtype = list(piece.data.shape), _DTYPES[piece.data.dtype]
+        header[piece.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
@@ -171,10 +163,7 @@ class StoredTensors:
         return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Fill the tensors of `into` in place, by name; of a DTensor only this rank's slices are read.
-
-        Call `check_layout` first. Not collective.
-        """
+        """Fill the tensors of `into` in place, by name; of a DTensor only this rank's slices are read. Not collective."""
         if not into:
             return
         wanted = {name: self.metadata.state_dict_metadata[name] for name in into}
@@ -204,12 +193,17 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
+def empty_tensors(layout: Layout) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU, not initialised."""
+    return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
+
+
 def subset(layout: Layout, prefix: str) -> Layout:
     """The entries under `prefix`, without it."""
     return {name.removeprefix(prefix): entry for name, entry in layout.items() if name.startswith(prefix)}
 
 
-def check_layout(folder: Path, found: Layout, wanted: Layout, *, key: str = "model.source and model.config") -> None:
+def check_layout(folder: Path, found: Layout, wanted: Layout) -> None:
     """Compare a checkpoint with a model before anything is loaded.
 
     Raises:
@@ -225,40 +219,30 @@ def check_layout(folder: Path, found: Layout, wanted: Layout, *, key: str = "mod
     if differences:
         shown = "; ".join(differences[:6]) + (f"; and {len(differences) - 6} more" if len(differences) > 6 else "")
         raise InputError(
-            f"checkpoint {folder} holds another model: {shown}. Use the {key} it was trained with, or another train.output."
+            f"checkpoint {folder} holds another model: {shown}. Use the model.source and model.config it was trained with, or "
+            "another train.output."
         )
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Check the free space on the disk of `folder` before a save.
-
-    Raises:
-        OctavoError: with the bytes needed and free.
-    """
-    if (free := free_bytes(folder)) < needed:
-        raise OctavoError(_no_space(folder, needed, free))
+    """Raise ENOSPC before a save that the disk of `folder` cannot hold."""
+    if free_bytes(folder) < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextmanager
 def explaining_full_disk(folder: Path, needed: int) -> Iterator[None]:
-    """Explain a full disk, which `check_space` could not foresee.
-
-    Raises:
-        OctavoError: with the bytes needed and free.
-    """
+    """Turn the error of a full disk into an OctavoError with the bytes needed and free."""
     try:
         yield
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
-        raise OctavoError(f"{_no_space(folder, needed, free_bytes(folder))} ({error.strerror})") from None
-
-
-def _no_space(folder: Path, needed: int, free: int) -> str:
-    return (
-        f"no space for a checkpoint in {folder}: it needs {needed:,} bytes and {free:,} are free. Earlier ones are intact. "
-        "Free some space, lower checkpoint.keep, or move the run's folder and set train.output; then run it again."
-    )
+        raise OctavoError(
+            f"no space for a checkpoint in {folder}: it needs {needed:,} bytes and {free_bytes(folder):,} are free "
+            f"({error.strerror}). Earlier ones are intact. Free some space, lower checkpoint.keep, or move the run's folder "
+            "and set train.output; then run it again."
+        ) from None
 
 
 def _shape(entry: tuple[tuple[int, ...], torch.dtype]) -> str:

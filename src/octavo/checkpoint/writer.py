@@ -1,9 +1,8 @@
 """Writes a checkpoint: a snapshot of the state, then a folder that appears whole or not at all.
 
 `take_snapshot` runs on the training thread, between steps. `write_snapshot` does not touch the model, and may run in the
-background while training changes the weights. Each rank writes its own pieces; rank 0 alone does the rest: the temporary
-folder, the scalars, the manifest, the renames. An error on any rank is raised on all, after the temporary folder is removed.
-All ranks have to see one file system.
+background while training changes the weights. Each rank writes its own pieces, and rank 0 the rest: the temporary folder, the
+scalars, the manifest, the renames. An error on any rank is raised on all, after the temporary folder is removed.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +34,9 @@ from octavo.storage import fsync_folder, fsync_tree, write_atomic
 STATE = "state.json"
 
 
-def random_file(rank: int) -> str:
-    """Name of the file with the Python and numpy generators of a rank other than 0."""
-    return f"random-{rank}.json"
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """This rank's share of the state at one moment.
-
-    Attributes:
-        pieces: tensors that this rank writes.
-        texts: small files by name; `state.json` on rank 0.
-        bytes_needed: on disk, by all ranks together.
-    """
+    """The tensors and the small files by name that this rank writes; the bytes on disk are those of all ranks together."""
 
     pieces: list[shard_io.TensorPiece]
     texts: dict[str, str]
@@ -98,7 +87,7 @@ def take_snapshot(
             }
             texts = {STATE: json.dumps(record, allow_nan=False, indent=1)}
         else:
-            texts = {random_file(ranks.rank): json.dumps(scalars)}
+            texts = {f"random-{ranks.rank}.json": json.dumps(scalars)}
     pieces = shard_io.deduplicate(pieces, ranks)
     if buffer is not None:
         with ranks.sharing_errors():
@@ -116,8 +105,7 @@ def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | Non
     """
     temporary = path.parent / ranks.on_rank_0(lambda: _make_temporary(path, snapshot.bytes_needed))
 
-    def remove() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
+    remove = partial(shutil.rmtree, temporary, ignore_errors=True)
 
     def finish() -> None:
         try:
@@ -139,9 +127,9 @@ def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | Non
 def _make_temporary(path: Path, bytes_needed: int) -> str:
     """Create a temporary folder beside `path`; returns its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    shard_io.check_space(path.parent, bytes_needed)
     temporary = path.parent / f".tmp-{path.name}-{os.getpid()}"
     with shard_io.explaining_full_disk(path.parent, bytes_needed):
+        shard_io.check_space(path.parent, bytes_needed)
         temporary.mkdir()
     return temporary.name
 
