@@ -24,8 +24,7 @@ _HOME = {
     "clip_grad_norm_": "octavo.train.optimizer",
     "graphed": "octavo.train.graphed",
 }
-_MODULES = {"fp8", "nn", "errors", "config"}
-_ALIASES = {"recipe": "octavo.fp8.recipe"}
+_MODULES = {name: f"octavo.{name}" for name in ("fp8", "nn", "errors", "config")} | {"recipe": "octavo.fp8.recipe"}
 
 if TYPE_CHECKING:
     from octavo import config, errors, fp8, nn
@@ -48,8 +47,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in _MODULES or name in _ALIASES:
-        value = importlib.import_module(_ALIASES.get(name, f"octavo.{name}"))
+    elif name in _MODULES:
+        value = importlib.import_module(_MODULES[name])
     else:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     globals()[name] = value

@@ -1,7 +1,6 @@
 """Errors and exit codes: one message, one exit code, no traceback.
 
-A message states the fault, the value, the limit, the nearest value that works and the key to change. Each class has an exit
-code; `octavo.cli` prints the message, and programs that use Octavo as a library catch ordinary exceptions.
+A message states the fault, the value, the limit, the nearest value that works and the key to change.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Table of GPUs, and the lookup of a device in it.
 
-MFU, estimates and the choice of FP8 use this table; no other file names a GPU. Peaks are the vendor's dense figures (no
-sparsity, float32 accumulation): ceilings for comparison, not predictions. A GPU outside the table is unknown and gets no peak,
-no MFU and no estimate, rather than those of a similar one.
-
-Importing this file needs no torch.
+No other file names a GPU. Peaks are the vendor's dense figures (no sparsity, float32 accumulation). A GPU outside the table is
+unknown and gets no peak, no MFU and no estimate, rather than those of a similar one. Importing this file needs no torch.
 """
 
 from __future__ import annotations
@@ -27,24 +24,15 @@ FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One row of the table.
-
-    Attributes:
-        name: short name, as written in run files and reports.
-        pattern: regular expression for the driver's whole name without "NVIDIA ".
-        capability: CUDA compute capability.
-        bf16_tflops, fp8_tflops: peak dense TFLOP/s of the tensor cores with float32 accumulation; None: no such units.
-        memory_gib: GiB that a program sees (less than the nominal size), rounded down.
-        bandwidth_gbs: memory bandwidth in GB/s (10^9 bytes a second).
-    """
+    """One row of the table."""
 
     name: str
-    pattern: str
-    capability: tuple[int, int]
-    bf16_tflops: float
-    fp8_tflops: float | None
-    memory_gib: float
-    bandwidth_gbs: float
+    pattern: str  # regular expression for the driver's whole name without "NVIDIA "
+    capability: tuple[int, int]  # of CUDA
+    bf16_tflops: float  # peak dense TFLOP/s of the tensor cores with float32 accumulation
+    fp8_tflops: float | None  # None: no such units
+    memory_gib: float  # as a program sees it (less than the nominal size), rounded down
+    bandwidth_gbs: float  # 10^9 bytes a second
 
     def peak(self, precision: str) -> float | None:
         """Peak FLOP/s of products in "bf16" or "fp8"; None without such units."""
@@ -70,19 +58,11 @@ GPUS: tuple[Gpu, ...] = (
 
 @dataclass(frozen=True)
 class Device:
-    """A device and its row of the table.
+    """A device and its row of the table."""
 
-    Attributes:
-        name: from the driver or the operating system.
-        gpu: row of the table; None for a CPU and for an unknown GPU.
-        capability: CUDA compute capability; None on a CPU.
-        memory_gib: total memory in GiB.
-        kind: "cuda" or "cpu".
-    """
-
-    name: str
-    gpu: Gpu | None
-    capability: tuple[int, int] | None
+    name: str  # from the driver or the operating system
+    gpu: Gpu | None  # None for a CPU and for an unknown GPU
+    capability: tuple[int, int] | None  # of CUDA; None on a CPU
     memory_gib: float
     kind: Literal["cuda", "cpu"]
 
@@ -90,10 +70,8 @@ class Device:
 def lookup(name: str) -> Gpu | None:
     """The GPU of this name, in the driver's or the table's form; None if unknown: no near match."""
     bare = name.strip().removeprefix("NVIDIA ")
-    for gpu in GPUS:
-        if bare.casefold() == gpu.name.casefold() or re.fullmatch(gpu.pattern, bare, re.IGNORECASE):
-            return gpu
-    return None
+    found = (g for g in GPUS if bare.casefold() == g.name.casefold() or re.fullmatch(g.pattern, bare, re.IGNORECASE))
+    return next(found, None)
 
 
 def describe_device(device: torch.device | str | int | None = None) -> Device:
@@ -111,7 +89,7 @@ def describe_device(device: torch.device | str | int | None = None) -> Device:
 
 
 def supports_fp8(device: torch.device | str | int | None = None) -> bool:
-    """Whether the device has FP8 products: an NVIDIA GPU of capability 8.9 or more. False for a CPU, which emulates FP8."""
+    """True for a device with FP8 products: an NVIDIA GPU of capability 8.9 or more. A CPU emulates FP8."""
     import torch
 
     capability = describe_device(device).capability
@@ -122,11 +100,9 @@ def supports_fp8(device: torch.device | str | int | None = None) -> bool:
 def cpu_name() -> str:
     """The processor's model name, else its architecture."""
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-        if found:
-            return found.group(1).strip()
-    return platform.processor() or platform.machine() or "CPU"
+    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine() or "CPU"
 
 
 def driver_version() -> str | None:

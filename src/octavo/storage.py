@@ -1,8 +1,8 @@
 """File helpers: atomic writes, fsync, checksums, folder locks.
 
 Prepared data and checkpoints are written by jobs that may be killed at any moment, and read by other jobs that must never see
-half a file. So files appear by rename after an fsync, locks belong to the kernel rather than to the presence of a file, and
-checksums are streamed. The price is an fsync a file: milliseconds, for a few files a checkpoint. POSIX only; no object stores.
+half a file. So files appear by rename after an fsync, and locks belong to the kernel rather than to the presence of a file.
+POSIX only; no object stores.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 def fsync_folder(path: Path) -> None:
     """Make a folder's entries durable: the fsync of a file does not cover its name."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _fsync(path)
 
 
 def fsync_tree(path: Path) -> None:
     """Make a folder durable with everything below it; children first, so that every durable name has its content."""
     for folder, _, files in os.walk(path, topdown=False):
         for name in files:
-            descriptor = os.open(Path(folder) / name, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        fsync_folder(Path(folder))
+            _fsync(Path(folder, name))
+        _fsync(Path(folder))
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sha256_file(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file, which is read in blocks."""
+    """The hexadecimal SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -84,16 +84,11 @@ def free_bytes(path: Path) -> int:
 class FolderLock:
     """An exclusive lock on a folder: `with FolderLock(folder): ...`.
 
-    A kernel lock on `<path>/.lock`: it ends with its process, `kill -9` included, so it is never stale. The file's content,
-    JSON with pid, host and start, serves the error message alone. The folder is created if it does not exist; the holder may
-    delete it. Forked children do not inherit the lock.
-
-    Args:
-        path: the folder.
-        wait_seconds: how long to wait for another holder.
+    A kernel lock on `<path>/.lock`: it ends with its process, `kill -9` included, so it is never stale. The folder is created
+    if it does not exist; the holder may delete it. Forked children do not inherit the lock.
 
     Raises:
-        InputError: on entry, if another holder still has it; the message names that process.
+        InputError: on entry, if another holder has it after `wait_seconds`; the message names that process.
     """
 
     def __init__(self, path: Path, *, wait_seconds: float = 0.0) -> None:

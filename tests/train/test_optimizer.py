@@ -8,7 +8,8 @@ from torch import nn
 
 from octavo.config.optimizer import OptimizerConfig
 from octavo.errors import OctavoError
-from octavo.train.optimizer import build_optimizer, check_finite, clip_grad_norm_, learning_rate
+from octavo.train.nonfinite import check_finite
+from octavo.train.optimizer import build_optimizer, clip_grad_norm_, learning_rate
 
 
 def config(**values):

@@ -111,7 +111,7 @@ def test_silent_and_killed_ranks_have_not_ended_in_good_order():
 )
 def test_messages_name_rank_and_phase(failure, message):
     assert failure.message(4).startswith(message)
-    assert Failure.from_json(failure.to_json()) == failure
+    assert Failure.from_json(diagnosis.to_json(failure)) == failure
 
 
 def test_a_failure_is_told_with_its_type_unless_it_explains_itself():
@@ -131,7 +131,7 @@ def test_a_failure_is_told_with_its_type_unless_it_explains_itself():
 
 def test_heartbeats_read_back():
     original = heartbeat("forward", phases=3, seconds=1.5, ended="done")
-    assert Heartbeat.from_json(original.to_json()) == original
+    assert Heartbeat.from_json(diagnosis.to_json(original)) == original
 
 
 def raised(make):

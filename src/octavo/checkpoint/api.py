@@ -39,13 +39,9 @@ from octavo.storage import fsync_folder
 class Checkpointer:
     """The `checkpoints/` folder of a run, which the caller has locked. Every rank makes one and calls it alike.
 
-    As a context it ends with nothing in flight: it waits for a write in the background and raises its error, or only reports
-    that if another exception is on its way.
-
-    Args:
-        folder: of the `step-N` folders.
-        keep: number of checkpoints to keep, the newest.
-        report: receives a message for each damaged checkpoint.
+    The newest `keep` checkpoints stay; `report` receives a message for each damaged one. As a context it ends with nothing in
+    flight: it waits for a write in the background and raises its error, or only reports that if another exception is on its
+    way.
     """
 
     folder: Path
@@ -79,7 +75,7 @@ class Checkpointer:
         self.io_ranks.on_rank_0(remove)
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, None if there is no checkpoint. Damaged newer ones are reported and later replaced.
+        """The newest whole checkpoint, None without checkpoints. Damaged newer ones are reported and later replaced.
 
         Raises:
             OctavoError: there are checkpoints, but none is whole.
@@ -207,10 +203,9 @@ def _prepare_target(path: Path) -> None:
 
 
 def _finish_replacement(path: Path) -> None:
-    """Rename the new checkpoint into place if a replacement was killed between its two renames.
+    """Rename the new checkpoint, whole under its temporary name, into place after a kill between the two renames.
 
-    Then the old one is aside and the new one is whole under its temporary name. An old one alone is left by a kill after both
-    renames: if `path` does not exist then, its owner has deleted it.
+    An old one alone is left by a kill after both renames: if `path` does not exist then, its owner has deleted it.
     """
     if path.exists() or not (aside(path) / manifest.MANIFEST).is_file():
         return
@@ -229,7 +224,7 @@ def _temporaries(path: Path) -> list[tuple[Path, int]]:
 
 
 def _runs_elsewhere(pid: int) -> bool:
-    """Whether a process with this pid lives and is not this one."""
+    """True if a process with this pid lives and is not this one."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -1,9 +1,7 @@
 """Failpoints: a test kills the process at a chosen point of a save.
 
-A kill at a random moment seldom lands in the few milliseconds in which a checkpoint is half written. With
-`OCTAVO_FAILPOINT=<name>` in the environment the process sends itself SIGKILL at that point: no handler, no `finally`, no
-flushed buffer, exactly as when a machine is lost. `OCTAVO_FAILPOINT_STEP=<n>` waits for the checkpoint of that step. Without
-the variable a failpoint is one look at the environment.
+With `OCTAVO_FAILPOINT=<name>` in the environment the process sends itself SIGKILL at that point: no handler, no `finally`, no
+flushed buffer, as when a machine is lost. `OCTAVO_FAILPOINT_STEP=<n>` waits for the checkpoint of that step.
 """
 
 from __future__ import annotations

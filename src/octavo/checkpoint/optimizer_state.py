@@ -45,11 +45,7 @@ def named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def state_scalars(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Scalars:
-    """The states that are numbers or None. JSON has no infinities and no NaN, so these are text.
-
-    Raises:
-        InputError: a state is something else, and no tensor.
-    """
+    """The states that are numbers or None, infinities and NaN as text; refuses others that are no tensors."""
     scalars: Scalars = {}
     for name, states in named_states(model, optimizer).items() if optimizer is not None else ():
         for key, value in states.items():

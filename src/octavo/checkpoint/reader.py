@@ -34,9 +34,6 @@ def read_state(path: Path) -> dict[str, Any]:
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, Any]:
     """Load a verified checkpoint into a model and its optimizer, random states last; returns its scalars. Collective.
 
-    Each rank reads only its own slices, whatever the ranks that wrote them. A rank without saved random states is seeded from
-    those of rank 0 and its own number.
-
     Raises:
         InputError: it is of another model or optimizer; nothing was changed.
     """
@@ -103,7 +100,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 
 
 def has_own_code(checkpoints: Path, wanted: shard_io.Layout, ranks: Ranks) -> bool:
-    """Whether the newest readable checkpoint of a run has none of the names of `wanted`: it is of the model's own code."""
+    """True if the newest readable checkpoint of a run has none of the names of `wanted`: it is of the model's own code."""
 
     def look() -> bool:
         for _, path in manifest.step_folders(checkpoints):
@@ -114,16 +111,7 @@ def has_own_code(checkpoints: Path, wanted: shard_io.Layout, ranks: Ranks) -> bo
     return ranks.on_rank_0(look)
 
 
-def weights_layout(model: nn.Module) -> shard_io.Layout:
-    """Names, shapes and dtypes of a model's weights in a checkpoint; a model on the meta device will do."""
-    return shard_io.layout_of(weights(model))
-
-
 def check_stored_weights(path: Path, wanted: shard_io.Layout, ranks: Ranks) -> None:
-    """Compare a checkpoint's weights with `weights_layout` of a model. Collective.
-
-    Raises:
-        InputError: they differ; the message names them.
-    """
+    """Compare a checkpoint's weights with those of a model, and refuse others by name. Collective."""
     stored = ranks.on_rank_0(lambda: shard_io.open_shards(path).layout)
     shard_io.check_layout(path, shard_io.subset(stored, "model."), wanted)

@@ -57,15 +57,11 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """This rank's piece of a tensor: offsets and sizes in the whole, and the data."""
+    """This rank's piece of a tensor: the tensor's name, the piece's offsets and sizes in it, and the data."""
 
+    name: str
     item: WriteItem
     data: torch.Tensor
-
-    @property
-    def name(self) -> str:
-        """Name of the whole tensor."""
-        return self.item.index.fqn
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
@@ -79,10 +75,11 @@ def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
             raise InputError(f"{name} is of {tensor.dtype}, which safetensors does not hold: a checkpoint cannot keep it.")
     pieces = []
     for item in create_default_local_save_plan(dict(tensors), is_coordinator=True).items:
-        tensor = tensors[item.index.fqn]
+        name = item.index.fqn
+        tensor = tensors[name]
         data = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         if data.numel() or not tensor.numel():
-            pieces.append(TensorPiece(item, data))
+            pieces.append(TensorPiece(name, item, data))
     return pieces
 
 
@@ -91,14 +88,12 @@ def deduplicate(pieces: Sequence[TensorPiece], ranks: Ranks) -> list[TensorPiece
     if ranks.size == 1:
         return list(pieces)
     plans = ranks.gather(SavePlan([piece.item for piece in pieces]))
-    assigned: list[list[WriteItem]] = []
-
-    def plan() -> None:
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner({}, is_coordinator=True)
-        assigned.extend(each.items for each in planner.create_global_plan(plans)[0])
-
-    ranks.on_rank_0(plan)
+    assigned: list[Sequence[WriteItem]] = []
+    with ranks.sharing_errors():
+        if ranks.rank == 0:
+            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner.set_up_planner({}, is_coordinator=True)
+            assigned = [plan.items for plan in planner.create_global_plan(plans)[0]]
     own = {item.index for item in ranks.scatter(assigned)}
     return [piece for piece in pieces if piece.item.index in own]
 
@@ -177,11 +172,7 @@ class StoredTensors:
 
 
 def open_shards(folder: Path) -> StoredTensors:
-    """The tensors in the shards of `folder`; reads the headers alone.
-
-    Raises:
-        OctavoError: a file is not safetensors.
-    """
+    """The tensors in the shards of `folder`; reads the headers alone."""
     try:
         return StoredTensors(folder, HuggingFaceStorageReader(str(folder)).read_metadata())
     except SafetensorError as error:
@@ -209,11 +200,8 @@ def check_layout(folder: Path, found: Layout, wanted: Layout) -> None:
     Raises:
         InputError: names tensors that are missing, unexpected, or of another shape or dtype.
     """
-    differences = [
-        f"{name} is {_shape(found[name])} in the checkpoint and {_shape(wanted[name])} in the model"
-        for name in wanted
-        if name in found and found[name] != wanted[name]
-    ]
+    both = [name for name in wanted if name in found and found[name] != wanted[name]]
+    differences = [f"{n} is {_shape(found[n])} in the checkpoint and {_shape(wanted[n])} in the model" for n in both]
     differences += [f"{name} {_shape(wanted[name])} is not in the checkpoint" for name in wanted if name not in found]
     differences += [f"{name} {_shape(found[name])} is not in the model" for name in found if name not in wanted]
     if differences:

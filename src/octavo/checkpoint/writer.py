@@ -104,7 +104,6 @@ def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | Non
         OctavoError: a disk is full, or another rank failed; earlier checkpoints are intact and nothing is left behind.
     """
     temporary = path.parent / ranks.on_rank_0(lambda: _make_temporary(path, snapshot.bytes_needed))
-
     remove = partial(shutil.rmtree, temporary, ignore_errors=True)
 
     def finish() -> None:

@@ -73,7 +73,7 @@ Timer = Callable[[LinearShape, Recipe], Timing]
 def choose_layers(plan: RunPlan, folder: RunFolder, *, resumed: bool) -> RunPlan:
     """The plan with the layers that `fp8.enabled = "auto"` excludes from FP8; all ranks call it.
 
-    resumed: the run has checkpoints; the choice in its folder is used, since other layers in FP8 would be another curve.
+    A resumed run uses the choice in its folder, since other layers in FP8 would be another curve.
 
     Raises:
         InputError: the choice of a continued run is missing or not readable.

@@ -23,16 +23,17 @@ WARM_UP = 3
 """Eager calls before the recording, in which kernels are chosen and compiled and FP8 histories are created."""
 
 
+_Recorded = tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor, list[Tensor | None]]
+"""A graph with its inputs, its loss and the gradients of the parameters."""
+
+
 class Graphed:
     """Calls `loss(*inputs)` and its backward, eagerly at first and then as a recorded graph; see `graphed`."""
 
     def __init__(self, loss: Callable[..., Tensor], parameters: Iterable[Tensor], warmup: int) -> None:
         self._loss, self._parameters, self._left = loss, list(parameters), warmup
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: tuple[Tensor, ...] = ()
-        self._gradients: list[Tensor | None] = []
-        self._result: Tensor | None = None
+        self._recorded: _Recorded | None = None
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The detached loss; gradients are in the parameters' `grad`. On a GPU the next call overwrites both."""
@@ -42,45 +43,40 @@ class Graphed:
             )
         if self._stream is None:
             return self._eager(*inputs)
-        if self._graph is None and self._left:
+        if self._recorded is None and self._left:
             self._left -= 1
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):  # the stream of the recording, so that libraries prepare it
                 loss = self._eager(*inputs)
             torch.cuda.current_stream().wait_stream(self._stream)
             return loss
-        if self._graph is None:
-            self._record(inputs)
-        return self._replay(inputs)
+        if self._recorded is None:
+            self._recorded = self._record(inputs)
+        graph, own_inputs, loss, gradients = self._recorded
+        expected, given = ([(tuple(tensor.shape), tensor.dtype) for tensor in of] for of in (own_inputs, inputs))
+        if expected != given:
+            raise InputError(
+                f"a graphed step was recorded with inputs of {expected} and got {given}: drop the last, smaller batch "
+                "(drop_last=True), or call the loss itself for it."
+            )
+        for own, other in zip(own_inputs, inputs, strict=True):
+            own.copy_(other, non_blocking=True)
+        graph.replay()
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return loss
 
     def _eager(self, *inputs: Tensor) -> Tensor:
         loss = self._loss(*inputs)
         loss.backward()
         return loss.detach()
 
-    def _record(self, inputs: tuple[Tensor, ...]) -> None:
-        self._inputs = tuple(tensor.detach().clone() for tensor in inputs)
+    def _record(self, inputs: tuple[Tensor, ...]) -> _Recorded:
+        own_inputs = [tensor.detach().clone() for tensor in inputs]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):
-            self._result = self._eager(*self._inputs)
-        self._gradients = [parameter.grad for parameter in self._parameters]
-        self._graph = graph
-
-    def _replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        assert self._graph is not None
-        assert self._result is not None
-        expected, given = ([(tuple(tensor.shape), tensor.dtype) for tensor in of] for of in (self._inputs, inputs))
-        if expected != given:
-            raise InputError(
-                f"a graphed step was recorded with inputs of {expected} and got {given}: drop the last, smaller batch "
-                "(drop_last=True), or call the loss itself for it."
-            )
-        for own, other in zip(self._inputs, inputs, strict=True):
-            own.copy_(other, non_blocking=True)
-        self._graph.replay()
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        return self._result
+            loss = self._eager(*own_inputs)
+        return graph, own_inputs, loss, [parameter.grad for parameter in self._parameters]
 
 
 def graphed(loss: Callable[..., Tensor], parameters: Iterable[Tensor], *, warmup: int = WARM_UP) -> Graphed:

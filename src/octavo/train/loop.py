@@ -49,12 +49,7 @@ from octavo.watchdog.watchdog import Watchdog
 
 
 def train(config: RunConfig, *, console: Console, stop: StopRequest | None = None) -> Result:
-    """Train a run, or continue it from its newest whole checkpoint.
-
-    Args:
-        config: the whole run.
-        console: for progress; warnings about checkpoints go to stderr.
-        stop: signal handlers, if the caller has installed them.
+    """Train a run, or continue it from its newest whole checkpoint. `stop`: signal handlers that the caller has installed.
 
     Raises:
         InputError: a fault in the configuration or the data, or a run under other settings in the folder; nothing was changed.

@@ -19,12 +19,9 @@ from octavo.fp8 import scaling
 from octavo.fp8.recipe import Operand
 
 FIRST_SCALE = 2.0**16
-GROWTH_INTERVAL = 2000
-"""Good steps before a dynamic scale is doubled; PyTorch's default."""
-LARGEST_SCALE = 2.0**60
-"""Far above any useful scale and far below float32's maximum: a model without gradients must not double it for ever."""
-PATIENCE = 20
-"""Largest number of steps skipped in a row for a fixed scale. A dynamic one falls from its start to 1 in 16."""
+GROWTH_INTERVAL = 2000  # good steps before a dynamic scale is doubled; PyTorch's default
+LARGEST_SCALE = 2.0**60  # within float32: a model without gradients must not double it for ever
+PATIENCE = 20  # most steps skipped in a row for a fixed scale; a dynamic one falls from its start to 1 in 16
 
 
 class LossScale:
@@ -95,10 +92,7 @@ def overflow_in_fp8(model: nn.Module) -> torch.Tensor | None:
 
 @torch.no_grad()
 def forget_overflow(model: nn.Module) -> None:
-    """Remove infinite amaxes from the histories of delayed scaling, after a skipped step.
-
-    A scale does not move while its history has an infinity, which would be for the next 1,023 steps.
-    """
+    """Remove infinite amaxes from histories after a skipped step: a scale does not move while its history has an infinity."""
     scaling.flush()
     for buffer in _buffers(model, backward_only=False):
         buffer.history.masked_fill_(buffer.history.isinf(), 0.0)

@@ -1,4 +1,4 @@
-"""Locate NaN and infinity: the first module with an output that is not finite, found by repeating the forward.
+"""Loss and gradients that are not finite: the run stops, with the first module at fault.
 
 A normal step has no checks. If its loss or gradient is not finite, the weights are still those of the step before, so the same
 batch runs again, now with a hook on every module.
@@ -6,7 +6,8 @@ batch runs again, now with a hook on every module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,14 +15,37 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from octavo.errors import OctavoError
 from octavo.train.adamw import local
 
 
+def check_finite(
+    model: nn.Module, step: int, loss: float, norm: float, forwards: Sequence[Callable[[], Any]] = (), advice: str = ""
+) -> None:
+    """Stop a run with a loss or gradient that is not finite, before the weights change.
+
+    `forwards` run the step's micro-batches again, to find the module; `advice` is the first remedy of the message.
+
+    Raises:
+        OctavoError: names the result of `first_nonfinite` and the parameters with gradients that are not finite.
+    """
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    bad = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(local(p.grad)).all()]
+    names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+    found = [first_nonfinite(model, forwards), f"gradients that are not finite: {names}" if bad else None]
+    where = "".join(f"; {location}" for location in found if location)
+    raise OctavoError(
+        f"step {step}: loss {loss}, gradient norm {norm}{where}. The weights of the step before are kept. "
+        f"{advice}Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.clip, and start again."
+    )
+
+
 @torch.no_grad()
-def first_nonfinite(model: nn.Module, forwards: Iterable[Callable[[], Any]]) -> str | None:
+def first_nonfinite(model: nn.Module, forwards: Sequence[Callable[[], Any]]) -> str | None:
     """The weights that are not finite, else the first module with such an output, as a phrase; None if all are finite.
 
-    forwards: each runs `model` on a micro-batch. All ranks call this, since a forward gathers weights.
+    All ranks call this, since a forward gathers weights.
     """
     found: list[str] = []
 

@@ -6,7 +6,7 @@ The schedule is a pure function of the step: a continued run needs no scheduler 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from octavo.config.optimizer import OptimizerConfig
-from octavo.errors import OctavoError
 from octavo.train.adamw import AdamW, local
 
 
@@ -31,8 +30,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
 def learning_rate(step: int, config: OptimizerConfig, steps: int) -> float:
     """The rate of optimizer step `step` (the first is 1, the last is `steps`).
 
-    Linear from 0 to lr over `warmup_steps`, reaching lr at step `warmup_steps`; then constant, or linear or half a cosine
-    down to lr × min_lr_fraction, reached at the last step.
+    Linear from 0 to lr at step `warmup_steps`; then constant, or linear or half a cosine to lr × min_lr_fraction at the last.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -92,28 +90,6 @@ def clip_grad_norm_(
     elif factor is not None:
         torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], factor)
     return norm
-
-
-def check_finite(
-    model: nn.Module, step: int, loss: float, norm: float, *, advice: str = "", locate: Callable[[], str | None] = lambda: None
-) -> None:
-    """Stop a run with a loss or gradient that is not finite, before the weights change.
-
-    `advice` is the first remedy of the message; `locate` names the part of forward that is not finite.
-
-    Raises:
-        OctavoError: names the result of `locate` and the parameters with gradients that are not finite.
-    """
-    if math.isfinite(loss) and math.isfinite(norm):
-        return
-    bad = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(local(p.grad)).all()]
-    names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-    found = [locate(), f"gradients that are not finite: {names}" if bad else None]
-    where = "".join(f"; {location}" for location in found if location)
-    raise OctavoError(
-        f"step {step}: loss {loss}, gradient norm {norm}{where}. The weights of the step before are kept. "
-        f"{advice}Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.clip, and start again."
-    )
 
 
 def _norm_parameters(model: nn.Module) -> set[str]:

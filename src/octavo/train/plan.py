@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 
 from octavo.build import build_model, check_supported
-from octavo.checkpoint.reader import weights_layout
-from octavo.checkpoint.shard_io import Layout
+from octavo.checkpoint.shard_io import Layout, layout_of
+from octavo.checkpoint.writer import weights
 from octavo.config.fp8 import Fp8Config
 from octavo.config.run import RunConfig
 from octavo.data.corpus import Corpus
@@ -45,35 +45,23 @@ _DEGREES = {"hybrid_shard_degree", "tensor_parallel_degree", "context_parallel_d
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A checked run.
-
-    Attributes:
-        recipe: FP8 recipe; None without FP8.
-        fp8_note: use of FP8, or the reason for none, in one line.
-        micro_batch, accumulation: sequences in a forward, and forwards in a step.
-        layers: layers that can run in FP8, by name.
-        excluded: layers excluded from FP8 by `fp8.enabled = "auto"`, each with the reason.
-        flops: FLOPs of one token; None for a family without a count.
-        weights: names, shapes and dtypes of parameters and persistent buffers.
-        weights_folder: local folder of pretrained weights; None for random ones.
-        blocks: `model.blocks`; of a continued run the blocks that it began with.
-    """
+    """A checked run."""
 
     config: RunConfig
     hf_config: Any
     device: torch.device
     hardware: Device
     degrees: Degrees
-    recipe: Recipe | None
-    fp8_note: str
-    micro_batch: int
-    accumulation: int
-    layers: Mapping[str, Fp8Layer]
-    flops: flops.TokenFlops | None
-    weights: Layout
-    weights_folder: Path | None
-    blocks: Literal["auto", "own"]
-    excluded: Mapping[str, str] = field(default_factory=dict)
+    recipe: Recipe | None  # None without FP8
+    fp8_note: str  # use of FP8, or the reason for none, in one line
+    micro_batch: int  # sequences in a forward of a rank
+    accumulation: int  # forwards in a step
+    layers: Mapping[str, Fp8Layer]  # layers that can run in FP8, by name
+    flops: flops.TokenFlops | None  # of one token; None for a family without a count
+    weights: Layout  # parameters and persistent buffers
+    weights_folder: Path | None  # pretrained weights; None for random ones
+    blocks: Literal["auto", "own"]  # `model.blocks`; of a continued run the blocks that it began with
+    excluded: Mapping[str, str] = field(default_factory=dict)  # from FP8 by `fp8.enabled = "auto"`, each with the reason
 
     @property
     def dtype(self) -> torch.dtype:
@@ -123,8 +111,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     degrees = fit_degrees(**config.parallel.model_dump(include=_DEGREES), world_size=world)
     check_supported(degrees)
     micro_batch, accumulation = fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
-    _check_float16(config)
-    _check_compile(config)
+    _check_settings(config)
     check_trackers(config.log.trackers)
     recipe = recipe_from_config(config.fp8)
     corpus = Corpus(config.data)
@@ -163,7 +150,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
         micro_batch=micro_batch,
         accumulation=accumulation,
         flops=_token_flops(hf_config, config.data.sequence_length),
-        weights=weights_layout(model),
+        weights=layout_of(weights(model)),
         weights_folder=folder,
         blocks=blocks,
     )
@@ -240,8 +227,8 @@ def _world() -> int:
     return world
 
 
-def _check_float16(config: RunConfig) -> None:
-    """float16 needs float32 parameters and a loss scale within float32."""
+def _check_settings(config: RunConfig) -> None:
+    """Refuse a float16 run without float32 parameters or a usable loss scale, and a compiled run, which the config reads."""
     if config.model.dtype == "float16" and config.model.params_dtype != "float32":
         raise InputError(
             f'model.params_dtype = "{config.model.params_dtype}": float16 trains float32 parameters. '
@@ -253,10 +240,6 @@ def _check_float16(config: RunConfig) -> None:
             f"train.loss_scale = {scale:g}: a loss scale must be above 0 and at most 2**60. Set train.loss_scale to a power of "
             'two such as 1024, or to "dynamic".'
         )
-
-
-def _check_compile(config: RunConfig) -> None:
-    """Refused here and not by the config, which also reads the files of runs that were compiled."""
     if config.train.compile is True:
         raise InputError(
             "train.compile = true: blocks are not compiled, since their fused kernels are faster (1B on an H200: 175 ms a "
@@ -275,23 +258,17 @@ def _check_length(config: RunConfig, hf_config: Any) -> None:
 
 
 def _check_vocabulary(config: RunConfig, hf_config: Any, corpus: Corpus) -> None:
-    """Refuse a tokenizer with more ids than the model, if that is known before tokenising.
-
-    A trained tokenizer may have fewer ids than data.vocab_size, and a corpus of token ids trains none.
-    """
+    """Refuse a tokenizer with more ids than the model, if that is known before tokenising."""
     data, limit = config.data, hf_config.vocab_size
     size = data.vocab_size if data.tokenizer == "train" else local_vocab_size(data.tokenizer)
     if size is None or size <= limit:
         return
-    prepared = prepared_or_none(data)
-    fits = prepared is not None and prepared.manifest.vocab_size <= limit
-    if data.tokenizer == "train" and (fits or not corpus.holds_text()):
-        return
-    fault, change = (
-        (f"data.vocab_size = {size} is more than", f"data.vocab_size to at most {limit}")
-        if data.tokenizer == "train"
-        else (f"data.tokenizer = {data.tokenizer!r} has token ids up to {size - 1}, beyond", "data.tokenizer")
-    )
+    fault, change = f"data.tokenizer = {data.tokenizer!r} has token ids up to {size - 1}, beyond", "data.tokenizer"
+    if data.tokenizer == "train":
+        prepared = prepared_or_none(data)
+        if (prepared is not None and prepared.manifest.vocab_size <= limit) or not corpus.holds_text():
+            return  # the trained tokenizer has fewer ids than data.vocab_size, or the corpus has token ids and trains none
+        fault, change = f"data.vocab_size = {size} is more than", f"data.vocab_size to at most {limit}"
     raise InputError(
         f"{fault} the model's vocabulary of {limit} (model.config.vocab_size). Set {change}, or model.config.vocab_size to at "
         f"least {size}."

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,8 +24,8 @@ from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.scaling import states_of
 from octavo.parallel.fsdp import accumulate
 from octavo.train.loss_scale import LossScale, forget_overflow, overflow_in_fp8
-from octavo.train.nonfinite import first_nonfinite
-from octavo.train.optimizer import check_finite, clip_grad_norm_, learning_rate
+from octavo.train.nonfinite import check_finite
+from octavo.train.optimizer import clip_grad_norm_, learning_rate
 from octavo.train.plan import RunPlan
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
@@ -33,21 +33,15 @@ from octavo.watchdog.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class TrainContext:
-    """A run's plan with its model, optimizer and data.
-
-    Attributes:
-        loss_scale: loss scale of float16; None for other dtypes.
-        group: the data-parallel group; None for one rank.
-        watch: each phase of a step is reported to it.
-    """
+    """A run's plan with its model, optimizer and data."""
 
     plan: RunPlan
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loader: Prefetcher
-    loss_scale: LossScale | None = None
-    group: dist.ProcessGroup | None = None
-    watch: Watchdog = field(default_factory=Watchdog)
+    loss_scale: LossScale | None  # None outside float16
+    group: dist.ProcessGroup | None  # of data parallelism; None for one rank
+    watch: Watchdog
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the data-parallel ranks, in place."""
@@ -58,23 +52,17 @@ class TrainContext:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step: loss in nats a target, gradient norm before clipping and without the loss scale, tokens of all ranks.
+    """Result of a step."""
 
-    Attributes:
-        loss_scale: used by this step; None outside float16.
-        skipped: the step overflowed and changed no weight.
-        stopping: some rank received a signal.
-    """
-
-    loss: float
+    loss: float  # nats a target
     lr: float
-    grad_norm: float
-    tokens: int
+    grad_norm: float  # before clipping and without the loss scale
+    tokens: int  # of all ranks
     step_seconds: float
     data_seconds: float
-    loss_scale: float | None
-    skipped: bool
-    stopping: bool
+    loss_scale: float | None  # None outside float16
+    skipped: bool  # the step overflowed and changed no weight
+    stopping: bool  # some rank received a signal
 
 
 HISTORY_PASSES = 4
@@ -139,8 +127,7 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
     else:
         forwards = [partial(loss_of, context, batch, targets) for batch in batches]
         advice = "" if loss_scale is None else loss_scale.advice
-        locate = partial(first_nonfinite, context.model, forwards)
-        check_finite(context.model, step, loss_value, norm_value, advice=advice, locate=locate)
+        check_finite(context.model, step, loss_value, norm_value, forwards, advice)
     rate = learning_rate(step, config.optimizer, config.train.steps)
     for group in context.optimizer.param_groups:
         group["lr"] = rate

@@ -28,22 +28,14 @@ Kind = Literal["failed", "input", "killed", "silent", "lost", "stuck", "left", "
 
 @dataclass(frozen=True)
 class Progress:
-    """The position of a rank's main thread.
+    """The position of a rank's main thread."""
 
-    Attributes:
-        training: number of the training in this process; a second one counts its steps from 1 again.
-        phases: phases entered in this step.
-        phase: "start", "data", "forward", "backward", "optimizer", "checkpoint", "validation" or another word.
-        first: this is the first step of this training in this process.
-        since: beginning of the phase, on this process's monotonic clock.
-    """
-
-    training: int = 0
+    training: int = 0  # number of the training in this process; a second one counts its steps from 1 again
     step: int = 0
-    phases: int = 0
-    phase: str = START
-    first: bool = True
-    since: float = 0.0
+    phases: int = 0  # entered in this step
+    phase: str = START  # or "data", "forward", "backward", "optimizer", "checkpoint", "validation", another word
+    first: bool = True  # the first step of this training in this process
+    since: float = 0.0  # beginning of the phase, on this process's monotonic clock
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -66,27 +58,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's record in the store, renewed about once a second.
+    """A rank's record in the store, renewed about once a second."""
 
-    Attributes:
-        count: of the rank's heartbeats: a new one is recognised without comparing clocks.
-        seconds: time of the main thread in this phase.
-        ended: reason for the end of the training in good order; empty while it runs.
-        page: descriptor of the process's shared page.
-    """
-
-    count: int
+    count: int  # of the rank's heartbeats: a new one is recognised without comparing clocks
     progress: Progress
-    seconds: float
-    ended: str
+    seconds: float  # of the main thread in this phase
+    ended: str  # reason for the end of the training in good order; empty while it runs
     host: str
     pid: int
     started: int
-    page: int
-
-    def to_json(self) -> str:
-        """For the store."""
-        return json.dumps(asdict(self))
+    page: int  # descriptor of the process's shared page
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Heartbeat:
@@ -97,19 +78,14 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason for a job's end: the failed ranks, and the progress of each as text.
-
-    Attributes:
-        detail: text of the error; seconds where a limit was exceeded.
-        found_by, host: rank that made the diagnosis, and its host.
-    """
+    """The reason for a job's end."""
 
     kind: Kind
     ranks: tuple[int, ...] = ()
-    positions: tuple[str, ...] = ()
-    detail: str = ""
-    found_by: int = -1
-    host: str = ""
+    positions: tuple[str, ...] = ()  # progress of each of the ranks
+    detail: str = ""  # text of the error; seconds where a limit was exceeded
+    found_by: int = -1  # the rank that made the diagnosis
+    host: str = ""  # of that rank
 
     @classmethod
     def of_error(cls, error: BaseException, rank: int, progress: Progress) -> Failure:
@@ -118,10 +94,6 @@ class Failure:
         if not isinstance(error, OctavoError):
             text = f"{type(error).__name__}: {text}" if text else type(error).__name__
         return cls("input" if isinstance(error, InputError) else "failed", (rank,), (str(progress),), text)
-
-    def to_json(self) -> str:
-        """For the store."""
-        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Failure:
@@ -150,6 +122,11 @@ class Failure:
         }[self.kind]
 
 
+def to_json(record: Heartbeat | Failure) -> str:
+    """For the store."""
+    return json.dumps(asdict(record))
+
+
 def killed(heartbeats: Mapping[int, Heartbeat], dead: Iterable[int], progress: Mapping[int, Progress]) -> Failure | None:
     """Ranks with a dead process and a training that had not ended."""
     ranks = sorted(rank for rank in dead if rank in heartbeats and not heartbeats[rank].ended)
@@ -159,10 +136,7 @@ def killed(heartbeats: Mapping[int, Heartbeat], dead: Iterable[int], progress: M
 def silent(
     heartbeats: Mapping[int, Heartbeat], quiet: Mapping[int, float], limit: float, progress: Mapping[int, Progress]
 ) -> Failure | None:
-    """Ranks without a heartbeat for more than `limit` seconds.
-
-    `quiet` has the seconds since the last heartbeat of every other rank, also of one without any heartbeat so far.
-    """
+    """Ranks without a heartbeat for more than `limit` seconds; `quiet`: seconds since the last one of each other rank."""
     ended = {rank for rank, heartbeat in heartbeats.items() if heartbeat.ended}
     ranks = sorted(rank for rank, seconds in quiet.items() if seconds > limit and rank not in ended)
     return _failure("silent", ranks, progress, f"{max(quiet[rank] for rank in ranks):.0f}") if ranks else None

@@ -55,40 +55,27 @@ class _Request:
     since: float
 
 
+@dataclass(eq=False)
 class HeartbeatThread:
-    """Ends with the training, or ends the process.
+    """Ends with the training, or ends the process."""
 
-    Args:
-        timeout, grace: seconds, as in `Watchdog`.
-        progress: returns the main thread's.
-        page: shared page with the main thread's progress.
-        store: for this thread alone, with its own prefix.
+    rank: int
+    world: int
+    timeout: float
+    grace: float
+    progress: Callable[[], Progress]  # returns the main thread's
+    page: SharedPage  # with the main thread's progress
+    store: Store  # its connection is for this thread alone
+    failure: Failure | None = None  # the reason for the job's end, once all ranks agree on it
 
-    Attributes:
-        failure: the reason for the job's end, once all ranks agree on it.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        timeout: float,
-        grace: float,
-        *,
-        progress: Callable[[], Progress],
-        page: SharedPage,
-        store: Store,
-    ) -> None:
-        self.failure: Failure | None = None
-        self._rank, self._world, self._timeout, self._grace = rank, world, timeout, grace
-        self._current_progress, self._page, self._store = progress, page, store
-        self._interval = min(1.0, timeout / 5) * max(1.0, world / _MANY_RANKS)
+    def __post_init__(self) -> None:
+        self._interval = min(1.0, self.timeout / 5) * max(1.0, self.world / _MANY_RANKS)
         # Noticing a failure, and the launcher noticing the end, take up to an interval each of the grace period.
-        self._granted = max(0.0, grace - 2 * self._interval)
-        self._peers = {other: _Peer() for other in range(world) if other != rank}
+        self._granted = max(0.0, self.grace - 2 * self._interval)
+        self._peers = {other: _Peer() for other in range(self.world) if other != self.rank}
         self._host, self._pid, self._started = host_identity(), os.getpid(), start_time(os.getpid()) or 0
         self._count, self._polled = 0, time.monotonic()
-        self._progress, self._seconds = progress(), 0.0
+        self._progress, self._seconds = self.progress(), 0.0
         self._wake_out, self._wake_in = os.pipe()
         self._met = threading.Event()
         self._request: _Request | None = None
@@ -103,14 +90,14 @@ class HeartbeatThread:
     def start(self) -> None:
         """Start, and wait until every peer was seen: before that a peer's death would go unnoticed."""
         self._thread.start()
-        self._met.wait(self._timeout)
+        self._met.wait(self.timeout)
 
     def diagnose(self, own: Failure | None, *, uncertain: bool) -> Failure | None:
         """The reason for the job's end, after the main thread raised; None if the run was only asked to stop."""
         self._request = _Request(own, uncertain, time.monotonic())
         os.write(self._wake_in, b".")
         if not self._answered.wait((_PATIENCE_INTERVALS + 3) * self._interval + 5) and own is not None:
-            self.failure = replace(own, found_by=self._rank, host=self._host)  # the store does not answer
+            self.failure = replace(own, found_by=self.rank, host=self._host)  # the store does not answer
             self.report()
         return self.failure
 
@@ -119,7 +106,7 @@ class HeartbeatThread:
         if self.failure is not None and not self._reported:
             self._reported = True
             below_progress_bar = "\n" if os.isatty(2) else ""
-            os.write(2, f"{below_progress_bar}octavo: {self.failure.message(self._world)}\n".encode())
+            os.write(2, f"{below_progress_bar}octavo: {self.failure.message(self.world)}\n".encode())
 
     def wait_for_exit(self, rank: int) -> None:
         """Let a rank of this host exit first: torchrun polls every 0.1 s and reports the first exit as the root cause."""
@@ -153,13 +140,13 @@ class HeartbeatThread:
             os._exit(EXIT_FAILED)
         ended, request = self._ended, self._request
         own = self._own_heartbeat(ended)
-        self._store.set(f"heartbeat-{self._rank}", own.to_json())
+        self.store.set(f"heartbeat-{self.rank}", diagnosis.to_json(own))
         if ended:
             return True
         dead = self._dead_ranks()  # before reading: the last heartbeat of a dead rank is then in the store
         self._read_heartbeats()
-        posted = self._store.check(["failure"])
-        failure = Failure.from_json(self._store.get("failure")) if posted else self._find_failure(own, dead, request)
+        posted = self.store.check(["failure"])
+        failure = Failure.from_json(self.store.get("failure")) if posted else self._find_failure(own, dead, request)
         if failure is not None:
             self._agree(failure)
         elif request is not None and request.own is None:
@@ -167,7 +154,7 @@ class HeartbeatThread:
         return failure is not None
 
     def _own_heartbeat(self, ended: str) -> Heartbeat:
-        now, progress = time.monotonic(), self._current_progress()
+        now, progress = time.monotonic(), self.progress()
         # At most the time that this thread ran: a job that was suspended as a whole, and resumed, is not late.
         elapsed = min(now - self._polled, 2 * self._interval)
         self._seconds = self._seconds + elapsed if progress is self._progress else min(now - progress.since, elapsed)
@@ -175,15 +162,15 @@ class HeartbeatThread:
             peer.quiet += elapsed
         self._polled, self._progress = now, progress
         self._count += 1
-        process = self._host, self._pid, self._started, self._page.descriptor
+        process = self._host, self._pid, self._started, self.page.descriptor
         return Heartbeat(self._count, progress, self._seconds, ended, *process)
 
     def _dead_ranks(self) -> list[int]:
         return [rank for rank, peer in self._peers.items() if peer.process is not None and peer.process.ended()]
 
     def _read_heartbeats(self) -> None:
-        ranks = [r for r, peer in self._peers.items() if peer.heartbeat or self._store.check([f"heartbeat-{r}"])]
-        texts = self._store.multi_get([f"heartbeat-{rank}" for rank in ranks]) if ranks else []
+        ranks = [r for r, peer in self._peers.items() if peer.heartbeat or self.store.check([f"heartbeat-{r}"])]
+        texts = self.store.multi_get([f"heartbeat-{rank}" for rank in ranks]) if ranks else []
         for rank, text in zip(ranks, texts, strict=True):
             peer, heartbeat = self._peers[rank], Heartbeat.from_json(text)
             if peer.heartbeat is None and heartbeat.host == self._host:
@@ -210,11 +197,11 @@ class HeartbeatThread:
 
     def _find_failure(self, own: Heartbeat, dead: list[int], request: _Request | None) -> Failure | None:
         """The failure, as far as this rank can see."""
-        found = self._killed(dead) or self._silent(self._peers, self._timeout)
+        found = self._killed(dead) or self._silent(self._peers, self.timeout)
         if found is not None:
             return found
         if request is None:
-            stuck = diagnosis.stuck(self._peer_heartbeats() | {self._rank: own}, self._timeout)
+            stuck = diagnosis.stuck(self._peer_heartbeats() | {self.rank: own}, self.timeout)
             # A frozen rank looks stuck too, but cannot end by itself.
             return stuck and (self._silent(stuck.ranks, (_LOST_INTERVALS - 1) * self._interval) or stuck)
         if not request.uncertain:
@@ -228,13 +215,13 @@ class HeartbeatThread:
     def _agree(self, failure: Failure) -> None:
         """Agree with all ranks on one failure; one rank of each host reports it."""
         if failure.found_by < 0:
-            failure = replace(failure, found_by=self._rank, host=self._host)
+            failure = replace(failure, found_by=self.rank, host=self._host)
         try:
-            self.failure = Failure.from_json(self._store.compare_set("failure", "", failure.to_json()))
-            reports = self.failure.found_by == self._rank or (self.failure.host != self._host and self._lowest(self.failure))
+            self.failure = Failure.from_json(self.store.compare_set("failure", "", diagnosis.to_json(failure)))
+            reports = self.failure.found_by == self.rank or (self.failure.host != self._host and self._lowest(self.failure))
         except RuntimeError:
             self.failure = failure
-            reports = failure.ranks == (self._rank,) or self._lowest(failure, here=True)
+            reports = failure.ranks == (self.rank,) or self._lowest(failure, here=True)
         if reports:
             self.report()
         self._answered.set()
@@ -248,12 +235,12 @@ class HeartbeatThread:
         if found is not None:
             self._agree(found)
         elif not self._ended:
-            self.failure = Failure("store", found_by=self._rank, host=self._host)  # reported if this rank does not end well
+            self.failure = Failure("store", found_by=self.rank, host=self._host)  # reported if this rank does not end well
         self._answered.set()
 
     def _lowest(self, failure: Failure, *, here: bool = False) -> bool:
         """True for the lowest rank left to report, of all or of this host."""
-        lower = [peer for rank, peer in self._peers.items() if rank < self._rank and rank not in failure.ranks]
+        lower = [peer for rank, peer in self._peers.items() if rank < self.rank and rank not in failure.ranks]
         running = [peer for peer in lower if peer.heartbeat is not None and not peer.heartbeat.ended]
         return not any(not here or (peer.process is not None and not peer.process.ended()) for peer in running)
 
@@ -264,9 +251,9 @@ class HeartbeatThread:
                 process = self._peers[rank].process if rank in self._peers else None
                 if process is not None:
                     process.kill()  # launchers wait long before they do
-        _alarm(self._grace + self._interval)
+        _alarm(self.grace + self._interval)
         # The failed rank ends before the others: that breaks its connections, and wakes them.
-        if self._stopped.wait(self._granted / 2 if self._rank in failure.ranks else self._granted):
+        if self._stopped.wait(self._granted / 2 if self.rank in failure.ranks else self._granted):
             _alarm(0)
             return
         if failure.kind == "store" and self._lowest(failure, here=True):
@@ -289,7 +276,7 @@ class HeartbeatThread:
             for resource in (peer.process, peer.page):
                 if resource is not None:
                     resource.close()
-        self._page.close()
+        self.page.close()
         os.close(self._wake_out)
         os.close(self._wake_in)
 

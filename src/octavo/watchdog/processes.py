@@ -96,14 +96,11 @@ def start_time(pid: int) -> int | None:
 
 
 class Process:
-    """A process of this host; its start time tells it from a later one with the same pid.
-
-    Attributes:
-        descriptor: readable once the process has ended; None without kernel support, or if it had already ended.
-    """
+    """A process of this host; its start time tells it from a later one with the same pid."""
 
     def __init__(self, pid: int, started: int) -> None:
         self.pid, self.started = pid, started
+        # Readable once the process has ended; None without kernel support, or if it had already ended.
         self.descriptor: int | None = None
         with contextlib.suppress(OSError, AttributeError):
             self.descriptor = os.pidfd_open(pid)

@@ -20,17 +20,10 @@ class _StopSignal(BaseException):
 
 
 class StopRequest:
-    """A context that handles both signals, and restores the earlier handlers.
-
-    Raises:
-        RunStopped: on exit, after a signal before the first step.
-
-    Attributes:
-        received: name of the first signal, or None.
-    """
+    """A context that handles both signals; after one before the first step its exit raises RunStopped."""
 
     def __init__(self) -> None:
-        self.received: str | None = None
+        self.received: str | None = None  # name of the first signal
         self._training = False
         self._previous: dict[signal.Signals, Any] = {}
 

@@ -29,17 +29,13 @@ from octavo.watchdog.processes import SharedPage, exit_without_destructors
 
 _BROKEN_CONNECTION = re.compile(r"gloo|nccl|process ?group|connection|broken pipe|socket|timed? ?out|\bpeer\b", re.IGNORECASE)
 _RANK_PREFIX = re.compile(r"rank (\d+)\b")
-_DONE, _INTERRUPTED = "done", "interrupted"  # how a training ends in good order; a RunStopped gives its own text
+_DONE, _INTERRUPTED = "done", "interrupted"  # reasons for an end in good order; a RunStopped gives its own text
 
 
 class PeerFailed(OctavoError):
-    """Another rank has failed; the message names rank and phase, and has already been reported.
+    """Another rank has failed; the message names rank and phase, and has already been reported."""
 
-    Attributes:
-        reported: there is nothing left to print. The exception of the failed rank gets the same attribute.
-    """
-
-    reported = True
+    reported = True  # nothing is left to print; the exception of the failed rank gets the same attribute
 
     def __init__(self, failure: Failure, world: int) -> None:
         super().__init__(failure.message(world))
@@ -55,12 +51,6 @@ class Watchdog:
     stderr with rank and phase. Then the failed rank raises its original exception, with the attribute `reported`, and the
     others raise `PeerFailed`. Every process ends within `grace` seconds. `RunStopped`, and exceptions that are no `Exception`,
     are no failure. One rank alone has no thread and no store.
-
-        with Watchdog(timeout=600, grace=10) as watchdog:
-            watchdog.start()               # loading, building: no time limit
-            for step in steps:
-                watchdog.step(step)        # its phase is "data"
-                watchdog.phase("forward")
 
     Args:
         timeout: seconds without a heartbeat, or in one phase while others wait, before a rank counts as failed.
