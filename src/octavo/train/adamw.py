@@ -84,12 +84,12 @@ class AdamW(torch.optim.AdamW):
 
 
 def _native(device: torch.device) -> bool:
-    """Whether the kernel runs on this device."""
+    """True if the kernel runs on this device."""
     return device.type == "cuda"
 
 
 def _kernel_takes(group: dict[str, Any], param: Tensor, *others: Tensor) -> bool:
-    """Whether the kernel takes a parameter with its gradient and moments: large, contiguous, without options that it lacks."""
+    """True for a large, contiguous parameter with gradient and moments, in a group without options that the kernel lacks."""
     if not _native(param.device) or group["maximize"] or group["differentiable"] or isinstance(group["lr"], Tensor):
         return False
     if not all(x.is_contiguous() and x.is_floating_point() for x in (param, *others)):

@@ -1,9 +1,8 @@
 """`fp8.enabled = "auto"`: choose the layers that run in FP8, by measurement, when a run begins.
 
-Small FP8 products do not regain the time of their casts. The break-even size depends on GPU, recipe and kernels, so rank 0
-times the three products of each distinct shape in FP8, casts included, and in the dtype of activations, and caches the timings
-in the user's cache folder. Left out: casts fused into a norm or an activation, and the FP8 weight shared by micro-batches, so
-that a layer near break-even may be excluded for a small loss of speed.
+Small FP8 products do not regain the time of their casts. Rank 0 times the three products of each shape in FP8, casts included,
+and in the dtype of activations, and caches the timings for the user. Left out: casts fused into a norm or an activation, and
+the FP8 weight shared by micro-batches, so that a layer near break-even may be excluded for a small loss of speed.
 """
 
 from __future__ import annotations

@@ -2,12 +2,6 @@
 
 A step of ViT-Huge launches some two thousand kernels; a graph launches all of them at once, with the addresses of its
 recording. The optimizer is not part of the graph, so any optimizer, clipping and schedule can follow.
-
-    step = octavo.graphed(loss, model.parameters())
-    for images, labels in loader:
-        step(images, labels)          # as loss(images, labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 """
 
 from __future__ import annotations
@@ -81,6 +75,12 @@ class Graphed:
 
 def graphed(loss: Callable[..., Tensor], parameters: Iterable[Tensor], *, warmup: int = WARM_UP) -> Graphed:
     """`loss(*inputs)` and its backward as one callable; on a GPU a CUDA graph after `warmup` eager calls.
+
+        step = octavo.graphed(loss, model.parameters())
+        for images, labels in loader:
+            step(images, labels)          # as loss(images, labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     Args:
         loss: takes tensors and returns a scalar. It may open `fp8_autocast` and `torch.autocast`; it must not wait for the

@@ -210,12 +210,9 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
     model = build_model(
         plan.hf_config,
         dtype=plan.dtype,
-        params_dtype=plan.params_dtype,
         device=plan.device,
-        seed=config.train.seed,
         excluded=plan.excluded,
         load_from=plan.weights_folder,
-        recompute=config.train.recompute,
         offload=config.train.offload or config.parallel.sm_activation_offloading,
         blocks=plan.blocks,
         sharding=sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype),

@@ -1,9 +1,8 @@
 """Loss scale of float16 training: scaling against underflow, skipped steps after overflow.
 
 float16 ranges from 6e-8 to 65,504, so the loss is multiplied before backward and the gradients are divided by the same factor
-(Micikevicius et al., "Mixed Precision Training", 2018). A step with a loss or gradient that is not finite is skipped: weights
-and optimizer states do not change. A skipped step counts, so that schedule and samples do not depend on overflows. Decisions
-depend on loss and norm of the global batch only, so that all ranks decide alike without communication.
+(Micikevicius et al., "Mixed Precision Training", 2018). A step with a loss or gradient that is not finite is skipped, but
+counts, so that schedule and samples do not depend on overflows. All ranks decide alike, by loss and norm of the global batch.
 """
 
 from __future__ import annotations

@@ -119,14 +119,10 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     _check_length(config, hf_config)
     _check_vocabulary(config, hf_config, corpus)
     blocks = blocks or config.model.blocks
-    params_dtype = torch_dtype(config.model.params_dtype)
-    model = build_model(  # on the meta device, for names and shapes; building also checks the patterns of layers
+    model = build_model(  # for names and shapes; building also checks the patterns of layers
         hf_config,
-        dtype=params_dtype,
-        params_dtype=params_dtype,
+        dtype=torch_dtype(config.model.params_dtype),
         device=torch.device("meta"),
-        seed=config.train.seed,
-        recompute=config.train.recompute,
         offload=config.train.offload,
         blocks=blocks,
         **model_options(config),
@@ -173,9 +169,12 @@ def recipe_from_config(config: Fp8Config, name: str | None = None) -> Recipe:
 
 
 def model_options(config: RunConfig) -> dict[str, Any]:
-    """Arguments of `build_model` for recipes of layers and the objective."""
+    """Arguments of `build_model` that depend on the run file alone."""
     fp8 = config.fp8
     return {
+        "params_dtype": torch_dtype(config.model.params_dtype),
+        "seed": config.train.seed,
+        "recompute": config.train.recompute,
         "skip": fp8.skip,
         "layers": {p: None if name == "bf16" else recipe_from_config(fp8, name) for p, name in fp8.layers.items()},
         "fp8_head": fp8.head,
@@ -193,7 +192,7 @@ def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
 
 
 def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: bool) -> tuple[bool, str]:
-    """Whether this device trains in FP8, and the note about it."""
+    """FP8 or not on this device, and the note about it."""
     scaling = f"{recipe.name} scaling" + (f", {config.format}" if config.recipe in ("delayed", "current") else "")
     if config.enabled is False:
         return False, "FP8 is off (fp8.enabled = false)"
@@ -228,7 +227,7 @@ def _world() -> int:
 
 
 def _check_settings(config: RunConfig) -> None:
-    """Refuse a float16 run without float32 parameters or a usable loss scale, and a compiled run, which the config reads."""
+    """float16 needs float32 parameters and a loss scale within float32. The config itself reads files of compiled runs too."""
     if config.model.dtype == "float16" and config.model.params_dtype != "float32":
         raise InputError(
             f'model.params_dtype = "{config.model.params_dtype}": float16 trains float32 parameters. '

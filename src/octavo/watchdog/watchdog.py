@@ -1,9 +1,9 @@
 """Watchdog: a job ends when one of its ranks fails, and the first failure is reported first.
 
 Each rank has a heartbeat thread that publishes its progress about once a second and reads that of the others. The first rank
-to find a failure writes it to the job's key-value store, on which all ranks agree, and reports it. Then every rank has `grace`
-seconds to end by itself, after which its thread ends the process: a main thread in a hanging collective never would. The store
-has to outlive the ranks: torchrun's agent keeps it; if rank 0 keeps it, a frozen rank 0 goes unnoticed.
+to find a failure writes it to the job's key-value store and reports it. Then every rank has `grace` seconds to end by itself,
+after which its thread ends the process: a main thread in a hanging collective never would. The store has to outlive the ranks:
+torchrun's agent keeps it; if rank 0 keeps it, a frozen rank 0 goes unnoticed.
 """
 
 from __future__ import annotations
