@@ -129,7 +129,7 @@ def split_case(kind="RMSNorm", bias=True, rotate=True, sizes=SMALL):
 
     def call(m, x, pending):
         return m.forward_residual(
-            x, pending, None, Rotation(sizes.heads, sizes.groups, *(tables_for(angles, x) or (None, None)))
+            x, pending, rotation=Rotation(sizes.heads, sizes.groups, *(tables_for(angles, x) or (None, None)))
         )
 
     def by_hand(p, x, pending):

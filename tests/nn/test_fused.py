@@ -124,9 +124,7 @@ def test_a_stream_is_its_sum(which, recipe):
         if which == "split":
             return h, *m.forward_residual(
                 h,
-                None,
-                None,
-                Rotation(SMALL.heads, SMALL.groups, *(t.float() for t in plain.angles(*SMALL.shape[:2], SMALL.head))),
+                rotation=Rotation(SMALL.heads, SMALL.groups, *(t.float() for t in plain.angles(*SMALL.shape[:2], SMALL.head))),
             )[1:]
         return (m(h, **attention),) if which == "layer" else (h, m(h))
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 from octavo.errors import InputError
 from octavo.kernels.attention import short
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
+from octavo.nn.norm import ResidualLayer
 from octavo.nn.rotary import Angles, Rotation
 from octavo.nn.te_arguments import Draws, Init, Tracker, check, check_dropout, check_format, check_mask, cos_and_sin
 
@@ -134,7 +135,7 @@ class DotProductAttention(nn.Module):
         return context.permute((2, 0, 1, 3) if self.sequence_first else (0, 2, 1, 3)).flatten(2)
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(ResidualLayer):
     """Norm, joint query/key/value product, rotary embedding, attention and output product; without the residual.
 
     `bias` is that of both products where `qkv_bias` and `proj_bias` say nothing else. With `return_bias` that of the output
@@ -222,19 +223,12 @@ class MultiheadAttention(nn.Module):
             context = short_attention(qkv, self.heads, self.groups, self.core_attention.softmax_scale)
         else:
             rotation = Rotation(self.heads, self.groups, *(angles or (None, None)))
-            h, *parts = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch, rotation)
+            h, *parts = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch, rotation=rotation)
             context = self.core_attention(*parts, attention_mask, attn_mask_type=attn_mask_type)
         if self.sequence_first:
             h, context = h.transpose(0, 1), context.transpose(0, 1)
         attended = self.proj(context, is_first_microbatch)
         return (h, attended) if return_residual else attended
-
-    def forward_residual(
-        self, residual: Tensor, delta: Tensor | None = None, *args: Any, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """residual, delta [B, T, hidden] → their sum, and the attention of its norm; the other arguments are `forward`'s."""
-        out: tuple[Tensor, Tensor] = self(residual, *args, delta=delta, return_residual=True, **options)
-        return out
 
     def _is_short(self, x: Tensor, attn_mask_type: str | None) -> bool:
         """Whether the kernel of short sequences takes the joint product of x [B, T, hidden] as it is."""

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from octavo.nn.attention import MultiheadAttention
 from octavo.nn.mlp import LayerNormMLP
+from octavo.nn.norm import ResidualLayer
 from octavo.nn.rotary import Angles
 from octavo.nn.te_arguments import Init, Tracker, check, check_dropout
 
@@ -18,7 +19,7 @@ RunBlock = Callable[..., tuple[Tensor, Tensor | None]]
 """Runs a layer in a stack: (layer, residual, delta, …) → (residual, delta), as `TransformerLayer.forward_residual` does."""
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(ResidualLayer):
     """x + attention(norm(x)), then h + mlp(norm(h)). The residual stream keeps the input's dtype.
 
     With `parallel_attention_mlp` x + attention(norm(x)) + mlp(norm'(x)). `hidden_dropout` is applied to what is added to the
@@ -114,16 +115,6 @@ class TransformerLayer(nn.Module):
             h, out = self.layernorm_mlp.forward_residual(h, self._dropped(attended), is_first_microbatch)
         out = self._dropped(out)
         return (h, out) if return_residual else h + out
-
-    def forward_residual(
-        self, residual: Tensor, delta: Tensor | None = None, *args: Any, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """residual, delta [B, T, hidden] → the same of the next layer, whose norm adds delta to residual while it reads both.
-
-        The other arguments are `forward`'s; hooks of the module run. The last delta is added by a norm or by hand.
-        """
-        out: tuple[Tensor, Tensor] = self(residual, *args, delta=delta, return_residual=True, **options)
-        return out
 
     def _dropped(self, branch: Tensor) -> Tensor:
         return functional.dropout(branch, self.hidden_dropout) if self.hidden_dropout and self.training else branch

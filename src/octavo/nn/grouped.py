@@ -26,7 +26,7 @@ from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
 from octavo.nn.linear import compute_dtype, init_linear_, product
-from octavo.nn.te_arguments import Draws, Init, Tracker, check, init_with_
+from octavo.nn.te_arguments import Draws, Init, Tracker, check
 
 
 class GroupedLinear(nn.Module):
@@ -73,10 +73,7 @@ class GroupedLinear(nn.Module):
         """Initial values as of as many `Linear` layers."""
         with self.draws():
             for weight, bias in zip(self.weights, self.biases, strict=True):
-                if self.init_method is None:
-                    init_linear_(weight, bias)
-                else:
-                    init_with_(self.init_method, weight, bias)
+                init_linear_(weight, bias, self.init_method)
 
     @property
     def weights(self) -> list[Tensor]:

@@ -1,29 +1,32 @@
 """Linear layers that multiply in FP8 under `octavo.fp8_autocast`, and as PyTorch's do outside of it.
 
-Names and arguments are those of Transformer Engine's `Linear` and `LayerNormLinear`. Parameters may be kept in float32 as
-master weights: a product runs in the dtype of its input (under `torch.autocast`, in that of the autocast), and the FP8 cast
-reads the master weight itself. Backward saves FP8 operands, and of a norm the residual stream.
+Parameters may be kept in float32 as master weights: a product runs in the dtype of its input (under `torch.autocast`, in that
+of the autocast), and the FP8 cast reads the master weight itself. Backward saves FP8 operands, and of a norm the residual
+stream.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from octavo.errors import unknown
 from octavo.fp8 import autocast
 from octavo.fp8.linear import LinearGemms, saved_input
 from octavo.fp8.quantizer import DenseOperand, Producer, active_recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.norm import (
+    NORMS,
     NormParameters,
     NormProducer,
+    ResidualLayer,
     backward_through_norm,
-    check_norm,
     flat,
     normalize,
     promoted,
@@ -31,7 +34,7 @@ from octavo.nn.norm import (
     unflat,
 )
 from octavo.nn.rotary import Rotation
-from octavo.nn.te_arguments import Draws, Init, Tracker, check, init_with_, results
+from octavo.nn.te_arguments import Draws, Init, Tracker, check, results
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -121,77 +124,45 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, db, *(None,) * 10
 
 
-class Projection(NamedTuple):
-    """A matrix [N, K] with its bias [N] and its products, which may be in high precision."""
-
-    weight: Tensor
-    bias: Tensor | None
-    gemms: LinearGemms
-
-
-def norm_linear(
-    residual: Tensor, delta: Tensor | None, norm: NormParameters, linear: Projection, rotation: Rotation | None = None
-) -> tuple[Tensor, ...]:
-    """h = residual + delta, then norm(h) · weightᵀ + bias.
-
-    residual, delta: [..., K]. Returns h and the product [..., N]; with a rotation (residual: [B, T, K]) h and q [B, T, H, D],
-    k and v [B, T, G, D], queries and keys rotated.
-    """
-    cos, sin = (None, None) if rotation is None else (rotation.cos, rotation.sin)
-    call = _NormLinearCall(
-        norm.kind, norm.eps, linear.gemms, None if rotation is None else rotation._replace(cos=None, sin=None)
-    )
-    parameters = (norm.weight, norm.bias, linear.weight, linear.bias)
-    with autocast.scales_of_forward():
-        return _NormLinearFunction.apply(promoted(residual, delta), delta, *parameters, cos, sin, call)
-
-
-class _NormLinearCall(NamedTuple):
-    kind: str
-    eps: float
-    gemms: LinearGemms
-    rotation: Rotation | None  # without its tables, which are saved as tensors
-
-
 class _NormLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
-        weight: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, call: _NormLinearCall,
+        weight: Tensor, bias: Tensor | None, kind: str, eps: float, gemms: LinearGemms, rotation: Rotation | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        gemms, quantizer = call.gemms, call.gemms.quantizer
+        quantizer = gemms.quantizer
         want_x, want_weight = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4]
-        producer = NormProducer(residual, delta, NormParameters(call.kind, norm_weight, norm_bias, call.eps))
+        producer = NormProducer(residual, delta, NormParameters(kind, norm_weight, norm_bias, eps))
         x = quantizer.input(producer, columnwise=want_weight)
         w = quantizer.weight(weight)
-        y = gemms.output(x, w, bias)
+        y = unflat(gemms.output(x, w, bias), (*residual.shape[:-1], weight.shape[0]))
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.shape = call, residual.shape
         h = residual if delta is None else unflat(producer.sum, residual.shape)
         saved_weight = quantizer.saved_weight(w, weight) if want_x else NOTHING
-        ctx.save_for_backward(h, producer.stats, norm_weight, *saved_input(x, want_weight), *saved_weight, cos, sin)
-        y = unflat(y, (*residual.shape[:-1], weight.shape[0]))
-        if call.rotation is None:
-            return h, y
-        return h, *call.rotation._replace(cos=cos, sin=sin).split(y)
+        tables = (None, None) if rotation is None else (rotation.cos, rotation.sin)
+        ctx.save_for_backward(h, producer.stats, norm_weight, *saved_input(x, want_weight), *saved_weight, *tables)
+        ctx.kind, ctx.gemms, ctx.shape = kind, gemms, residual.shape
+        ctx.rotation = None if rotation is None else rotation._replace(cos=None, sin=None)
+        return (h, y) if rotation is None else (h, *rotation.split(y))
 
     @staticmethod
     def backward(ctx: Any, d_residual: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _NormLinearCall = ctx.call
-        gemms, quantizer = call.gemms, call.gemms.quantizer
+        gemms: LinearGemms = ctx.gemms
+        rotation: Rotation | None = ctx.rotation
+        quantizer = gemms.quantizer
         quantizer.begin_backward()
         h, stats, norm_weight, *saved, cos, sin = ctx.saved_tensors
         x, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
         want_x, (want_weight, want_bias) = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4:6]
         if all(grad is None for grad in grads):
-            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 7
+            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 8
         producer: Producer
-        if call.rotation is None:
+        if rotation is None:
             (dy,) = grads
             assert dy is not None
             producer = DenseOperand(flat(dy), column_sum=want_bias)
         else:
-            producer = call.rotation._replace(cos=cos, sin=sin).join(grads)
+            producer = rotation._replace(cos=cos, sin=sin).join(grads)
             if want_bias:
                 producer = DenseOperand(producer(Quantizer(gemms.out_dtype)).high_precision, column_sum=True)
         dy_q = quantizer.grad_output(producer, rowwise=want_x, columnwise=want_weight)
@@ -200,16 +171,21 @@ class _NormLinearFunction(torch.autograd.Function):
         through: tuple[Tensor | None, ...] = (None,) * 4
         if want_x:
             d_normed = gemms.grad_input(dy_q, quantizer.restored_weight(w))
-            through = backward_through_norm(ctx, call.kind, d_normed, h, norm_weight, stats, d_residual)
-        return *through, dw, d_bias, None, None, None
+            through = backward_through_norm(ctx, ctx.kind, d_normed, h, norm_weight, stats, d_residual)
+        return *through, dw, d_bias, *(None,) * 4
 
 
-def init_linear_(weight: Tensor, bias: Tensor | None) -> None:
-    """PyTorch's own initialisation of `nn.Linear`: uniform within ±1/√fan_in."""
-    bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] else 0.0
-    nn.init.uniform_(weight, -bound, bound)
+def init_linear_(weight: Tensor, bias: Tensor | None, init_method: Init | None) -> None:
+    """Initial values: uniform within ±1/√fan_in as PyTorch's; with `init_method` its weight and a bias of zeros."""
+    if init_method is None:
+        bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] else 0.0
+        for parameter in (weight,) if bias is None else (weight, bias):
+            nn.init.uniform_(parameter, -bound, bound)
+        return
+    with torch.no_grad():
+        init_method(weight)
     if bias is not None:
-        nn.init.uniform_(bias, -bound, bound)
+        nn.init.zeros_(bias)
 
 
 class Linear(nn.Linear):
@@ -249,7 +225,7 @@ class Linear(nn.Linear):
             if self.init_method is None:
                 super().reset_parameters()
             else:
-                init_with_(self.init_method, self.weight, self.bias)
+                init_linear_(self.weight, self.bias, self.init_method)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Linear:
@@ -266,7 +242,60 @@ class Linear(nn.Linear):
         return results(y, self.bias, None, return_bias=self.return_bias)
 
 
-class LayerNormLinear(nn.Module):
+class NormedLayer(ResidualLayer):
+    """Base of the layers that begin with a norm: its parameters, initial values, and the choice of how products are run."""
+
+    _matrices: Callable[[], list[tuple[Tensor, Tensor | None, Init | None]]]
+    """Weight, bias and `init_method` of each product."""
+    _products: Callable[..., tuple[Tensor, ...]]
+    """The products of a norm's result, each differentiable by itself: all that a compiler reads."""
+    _fused: Callable[..., tuple[Tensor, ...]]
+    """Norm and products as one autograd function; also gives the residual stream."""
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        normalization: str,
+        return_bias: bool,
+        return_layernorm_output: bool,
+        tracker: Tracker | None,
+        make: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        if normalization not in NORMS:
+            raise unknown("normalization", normalization, NORMS)
+        self.eps, self.normalization, self.draws = eps, normalization, Draws(tracker)
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.layer_norm_weight = nn.Parameter(torch.empty(size, **make))
+        self.layer_norm_bias = nn.Parameter(torch.empty(size, **make)) if normalization == "LayerNorm" else None
+
+    def reset_parameters(self) -> None:
+        """Initial values: a norm that changes nothing, and those of `init_linear_` for each matrix."""
+        reset_norm_(self.layer_norm_weight, self.layer_norm_bias)
+        with self.draws():
+            for matrix in self._matrices():
+                init_linear_(*matrix)
+
+    def _run(
+        self, x: Tensor, delta: Tensor | None, first: bool | None, return_residual: bool, bias: Tensor | None, **options: Any
+    ) -> Any:
+        """`forward`; bias: of the last product, which is not added with `return_bias`."""
+        how = compute_dtype(x), first, None if self.return_bias else bias
+        norm = NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        if self.return_layernorm_output and not return_residual:
+            normed = normalize(norm, x).to(compute_dtype(x))
+            return results(self._products(normed, *how, **options)[0], bias, normed, return_bias=self.return_bias)
+        if torch.compiler.is_compiling():
+            h = x if delta is None else x + delta
+            outputs = h, *self._products(normalize(norm, h), *how, **options)
+        else:
+            with autocast.scales_of_forward():
+                outputs = self._fused(promoted(x, delta), delta, norm, *how, **options)
+        return outputs if return_residual else results(outputs[1], bias, None, return_bias=self.return_bias)
+
+
+class LayerNormLinear(NormedLayer):
     """y = norm(x) · weightᵀ + bias, where the FP8 cast reads the norm's float32 result.
 
     Parameters: layer_norm_weight [in_features], layer_norm_bias [in_features] (LayerNorm only), weight, bias. With
@@ -290,28 +319,14 @@ class LayerNormLinear(nn.Module):
         device: torch.device | str | None = None,
         **te_arguments: Any,
     ) -> None:
-        super().__init__()
         check("LayerNormLinear", te_arguments, LayerNormLinear.__init__)
-        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
-        self.init_method, self.draws = init_method, Draws(get_rng_state_tracker)
-        self.in_features, self.out_features, self.eps, self.normalization = in_features, out_features, eps, normalization
-        check_norm(normalization)
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
-        self.layer_norm_weight = nn.Parameter(torch.empty(in_features, **make))
-        self.layer_norm_bias = nn.Parameter(torch.empty(in_features, **make)) if normalization == "LayerNorm" else None
+        super().__init__(in_features, eps, normalization, return_bias, return_layernorm_output, get_rng_state_tracker, make)
+        self.in_features, self.out_features, self.init_method = in_features, out_features, init_method
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **make))
         self.bias = nn.Parameter(torch.empty(out_features, **make)) if bias else None
         self.fp8_state = ModuleState(self)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initial values: a norm that changes nothing, and PyTorch's for the matrix."""
-        reset_norm_(self.layer_norm_weight, self.layer_norm_bias)
-        with self.draws():
-            if self.init_method is None:
-                init_linear_(self.weight, self.bias)
-            else:
-                init_with_(self.init_method, self.weight, self.bias)
 
     def forward(
         self,
@@ -322,46 +337,30 @@ class LayerNormLinear(nn.Module):
         rotation: Rotation | None = None,
         return_residual: bool = False,
     ) -> Any:
-        """input [..., in_features] → [..., out_features]; delta, rotation and return_residual are for `forward_residual`."""
-        normed = None
-        if return_residual:
-            return self._norm_linear(input, delta, is_first_microbatch, rotation)
-        if self.return_layernorm_output:
-            normed = normalize(self._norm(), input).to(compute_dtype(input))
-            bias = None if self.return_bias else self.bias
-            y = product(normed, self.weight, bias, self.fp8_state, normed.dtype, is_first_microbatch)
-        else:
-            y = self._norm_linear(input, None, is_first_microbatch, None)[1]
-        return results(y, self.bias, normed, return_bias=self.return_bias)
+        """input [..., in_features] → [..., out_features].
 
-    def forward_residual(
-        self,
-        residual: Tensor,
-        delta: Tensor | None = None,
-        is_first_microbatch: bool | None = None,
-        rotation: Rotation | None = None,
-    ) -> tuple[Tensor, ...]:
-        """residual, delta [..., in_features] → their sum, and the product of its norm; hooks of the module run.
-
-        With a rotation queries, keys and values instead of the product, as in `norm_linear`.
+        delta and return_residual are for `forward_residual`. With a rotation it returns queries, keys and values instead of
+        the product, as `Rotation.split` does.
         """
-        out: tuple[Tensor, ...] = self(residual, is_first_microbatch, delta=delta, rotation=rotation, return_residual=True)
-        return out
+        return self._run(input, delta, is_first_microbatch, return_residual, self.bias, rotation=rotation)
 
-    def _norm(self) -> NormParameters:
-        return NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+    def _matrices(self) -> list[tuple[Tensor, Tensor | None, Init | None]]:
+        return [(self.weight, self.bias, self.init_method)]
 
-    def _norm_linear(
-        self, residual: Tensor, delta: Tensor | None, is_first_microbatch: bool | None, rotation: Rotation | None
+    def _products(
+        self, normed: Tensor, dtype: torch.dtype, first: bool | None, bias: Tensor | None, rotation: Rotation | None
     ) -> tuple[Tensor, ...]:
-        dtype, bias = compute_dtype(residual), None if self.return_bias else self.bias
-        if torch.compiler.is_compiling():
-            h = residual if delta is None else residual + delta
-            y = product(normalize(self._norm(), h), self.weight, bias, self.fp8_state, dtype, is_first_microbatch)
-            return (h, y) if rotation is None else (h, *rotation.composed(y))
-        recipe = active_recipe(self.fp8_state, residual.device)
-        gemms = LinearGemms(self.fp8_state, self.weight, recipe, dtype, is_first_microbatch)
-        return norm_linear(residual, delta, self._norm(), Projection(self.weight, bias, gemms), rotation)
+        y = product(normed, self.weight, bias, self.fp8_state, dtype, first)
+        return (y,) if rotation is None else rotation.composed(y)
+
+    def _fused(
+        self, residual: Tensor, delta: Tensor | None, norm: NormParameters,
+        dtype: torch.dtype, first: bool | None, bias: Tensor | None, rotation: Rotation | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        gemms = LinearGemms(self.fp8_state, self.weight, active_recipe(self.fp8_state, residual.device), dtype, first)
+        return _NormLinearFunction.apply(
+            residual, delta, norm.weight, norm.bias, self.weight, bias, norm.kind, norm.eps, gemms, rotation
+        )
 
     def extra_repr(self) -> str:
         """Shape and norm, for `print(model)`."""

@@ -7,32 +7,21 @@ that a tensor-parallel rank or a shard holds has the gates that belong to its up
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
-from octavo.fp8 import autocast
 from octavo.fp8.linear import LinearGemms, saved_input, transposed_input
 from octavo.fp8.quantizer import DenseOperand, active_recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
 from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
-from octavo.nn.linear import Projection, compute_dtype, init_linear_, product
-from octavo.nn.norm import (
-    NormParameters,
-    NormProducer,
-    backward_through_norm,
-    check_norm,
-    flat,
-    normalize,
-    promoted,
-    reset_norm_,
-    unflat,
-)
-from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of, check, init_with_, results
+from octavo.nn.linear import NormedLayer, product
+from octavo.nn.norm import NormParameters, NormProducer, backward_through_norm, flat, unflat
+from octavo.nn.te_arguments import Init, Tracker, activation_of, check
 
 GATE_UP_BLOCK = 32
 """Rows: as FP8 columns of the product they fill a sector of memory, 32 bytes, and any degree that divides F by 32 cuts none."""
@@ -55,57 +44,32 @@ def deinterleave(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return blocks[:, 0].flatten(0, 1), blocks[:, 1].flatten(0, 1)
 
 
-class _MlpCall(NamedTuple):
-    kind: str
-    eps: float
-    fc1: LinearGemms
-    fc2: LinearGemms
-    activation: str
-    block: int
-    recompute: bool
-
-
-def norm_mlp(
-    residual: Tensor, delta: Tensor | None, norm: NormParameters, fc1: Projection, fc2: Projection,
-    activation: str, block: int, *, recompute: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """h = residual + delta, then activation(norm(h) · w1ᵀ + b1) · w2ᵀ + b2; returns h and that, [..., K].
-
-    activation, block: as in `octavo.kernels.activation`. recompute: backward computes the first product again, from the same
-    operands, instead of saving it.
-    """
-    call = _MlpCall(norm.kind, norm.eps, fc1.gemms, fc2.gemms, activation, block, recompute)
-    parameters = (norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias)
-    with autocast.scales_of_forward():
-        return _NormMlpFunction.apply(promoted(residual, delta), delta, *parameters, call)
-
-
 class _NormMlpFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
-        weight_1: Tensor, bias_1: Tensor | None, weight_2: Tensor, bias_2: Tensor | None, call: _MlpCall,
+        weight_1: Tensor, bias_1: Tensor | None, weight_2: Tensor, bias_2: Tensor | None,
+        kind: str, eps: float, fc1: LinearGemms, fc2: LinearGemms, curve: str, block: int, recompute: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        fc1, fc2 = call.fc1, call.fc2
         want_w1, want_w2 = ctx.needs_input_grad[4], ctx.needs_input_grad[6]
         want_x = any(ctx.needs_input_grad[:4])
         want_hidden = want_x or want_w1 or ctx.needs_input_grad[5]
         # Two recomputations: of the activation's result, where its cast repeats, and on request of the first product.
         recompute_activated = want_w2 and fc2.quantizer.recomputable
-        recompute_hidden = call.recompute and (want_hidden or recompute_activated)
-        producer = NormProducer(residual, delta, NormParameters(call.kind, norm_weight, norm_bias, call.eps))
+        recompute_hidden = recompute and (want_hidden or recompute_activated)
+        producer = NormProducer(residual, delta, NormParameters(kind, norm_weight, norm_bias, eps))
         columnwise = want_w1 and not (recompute_hidden and fc1.quantizer.recomputable)
         x = fc1.quantizer.input(producer, columnwise=columnwise)
         w1 = fc1.quantizer.weight(weight_1)
         hidden = fc1.output(x, w1, bias_1)
         activated = fc2.quantizer.input(
-            lambda quantizer: activation(call.activation, hidden, call.block, quantizer),
+            lambda quantizer: activation(curve, hidden, block, quantizer),
             columnwise=want_w2 and not recompute_activated, recompute=recompute_activated,
         )  # fmt: skip
         w2 = fc2.quantizer.weight(weight_2)
         y = fc2.output(activated, w2, bias_2)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.shape = call, residual.shape
+        ctx.call, ctx.shape = (kind, fc1, fc2, curve, block), residual.shape
         h = residual if delta is None else unflat(producer.sum, residual.shape)
         keep_hidden = (want_hidden or recompute_activated) and not recompute_hidden
         ctx.save_for_backward(
@@ -119,12 +83,11 @@ class _NormMlpFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_residual: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _MlpCall = ctx.call
-        fc1, fc2 = call.fc1, call.fc2
+        kind, fc1, fc2, curve, block = ctx.call
         for gemms in (fc1, fc2):  # either may stay out of FP8
             gemms.quantizer.begin_backward()
         if dy is None:
-            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 7
+            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 13
         h, stats, norm_weight, hidden, bias_1, *saved = ctx.saved_tensors
         x, activated, w1, w2 = (QuantizedTensor(*saved[i : i + 4]) for i in (0, 4, 8, 12))
         want_x = any(ctx.needs_input_grad[:4])
@@ -147,7 +110,7 @@ class _NormMlpFunction(torch.autograd.Function):
                 nonlocal recompute, activated, d_b1
                 stored = quantizer.rowwise or quantizer.columnwise  # otherwise only the amax is measured
                 d_hidden, repeated, bias = activation_backward(
-                    call.activation, d_activated, hidden, call.block, quantizer,
+                    curve, d_activated, hidden, block, quantizer,
                     recompute=recompute if stored else None, bias=want_b1 and stored,
                 )  # fmt: skip
                 d_b1 = bias if bias is not None else d_b1
@@ -160,18 +123,18 @@ class _NormMlpFunction(torch.autograd.Function):
                 produce(Quantizer(fc1.out_dtype))
             del d_activated
         if recompute is not None:
-            activated = activation(call.activation, hidden, call.block, recompute)
+            activated = activation(curve, hidden, block, recompute)
         if want_w2:
             d_w2 = fc2.grad_weight(dy_q, activated)
         if want_w1:
             d_w1 = fc1.grad_weight(d_hidden, x)
         if want_x:
             d_normed = fc1.grad_input(d_hidden, fc1.quantizer.restored_weight(w1))
-            through = backward_through_norm(ctx, call.kind, d_normed, h, norm_weight, stats, d_residual)
-        return *through, d_w1, d_b1, d_w2, d_b2, None
+            through = backward_through_norm(ctx, kind, d_normed, h, norm_weight, stats, d_residual)
+        return *through, d_w1, d_b1, d_w2, d_b2, *(None,) * 7
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(NormedLayer):
     """y = activation(norm(x) · fc1_weightᵀ + fc1_bias) · fc2_weightᵀ + fc2_bias.
 
     Parameters: layer_norm_weight, layer_norm_bias (LayerNorm only), fc1_weight [F or 2F, hidden_size] (gated activations have
@@ -203,23 +166,18 @@ class LayerNormMLP(nn.Module):
         device: torch.device | str | None = None,
         **te_arguments: Any,
     ) -> None:
-        super().__init__()
         check("LayerNormMLP", te_arguments, LayerNormMLP.__init__)
-        check_norm(normalization)
         if checkpoint and return_layernorm_output:
             raise InputError(
                 "LayerNormMLP(checkpoint=True, return_layernorm_output=True): the parts of the layer run one by one then. "
                 "Leave one out, or wrap the layer in torch.utils.checkpoint."
             )
         activation = activation_of(activation)
-        self.return_bias, self.return_layernorm_output, self.checkpoint = return_bias, return_layernorm_output, checkpoint
-        self.init_methods, self.draws = (init_method, output_layer_init_method), Draws(get_rng_state_tracker)
-        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
-        self.eps, self.normalization, self.activation = eps, normalization, activation
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
+        super().__init__(hidden_size, eps, normalization, return_bias, return_layernorm_output, get_rng_state_tracker, make)
+        self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
+        self.checkpoint, self.init_methods = checkpoint, (init_method, output_layer_init_method)
         fc1_rows = ffn_hidden_size * (2 if is_gated(activation) else 1)
-        self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size, **make))
-        self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size, **make)) if normalization == "LayerNorm" else None
         self.fc1_weight = nn.Parameter(torch.empty(fc1_rows, hidden_size, **make))
         self.fc1_bias = nn.Parameter(torch.empty(fc1_rows, **make)) if bias else None
         self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, **make))
@@ -227,17 +185,6 @@ class LayerNormMLP(nn.Module):
         self.fc1_fp8_state = ModuleState(self, "fc1_weight")
         self.fc2_fp8_state = ModuleState(self, "fc2_weight")
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initial values: a norm that changes nothing, and PyTorch's for the matrices."""
-        reset_norm_(self.layer_norm_weight, self.layer_norm_bias)
-        matrices = ((self.fc1_weight, self.fc1_bias), (self.fc2_weight, self.fc2_bias))
-        with self.draws():
-            for (weight, bias), init_method in zip(matrices, self.init_methods, strict=True):
-                if init_method is None:
-                    init_linear_(weight, bias)
-                else:
-                    init_with_(init_method, weight, bias)
 
     def forward(
         self,
@@ -248,49 +195,27 @@ class LayerNormMLP(nn.Module):
         return_residual: bool = False,
     ) -> Any:
         """input [..., hidden_size] → the same shape, without the residual; the last arguments are for `forward_residual`."""
-        if return_residual:
-            return self._norm_mlp(input, delta, is_first_microbatch)
-        normed = None
-        if self.return_layernorm_output:
-            normed = normalize(self._norm(), input).to(compute_dtype(input))
-            y = self._composed(normed, normed.dtype, is_first_microbatch)
-        else:
-            y = self._norm_mlp(input, None, is_first_microbatch)[1]
-        return results(y, self.fc2_bias, normed, return_bias=self.return_bias)
+        return self._run(input, delta, is_first_microbatch, return_residual, self.fc2_bias)
 
-    def forward_residual(
-        self, residual: Tensor, delta: Tensor | None = None, is_first_microbatch: bool | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """residual, delta [..., hidden_size] → their sum, and the layer's result for it; hooks of the module run."""
-        out: tuple[Tensor, Tensor] = self(residual, is_first_microbatch, delta=delta, return_residual=True)
-        return out
+    def _matrices(self) -> list[tuple[Tensor, Tensor | None, Init | None]]:
+        fc1, fc2 = self.init_methods
+        return [(self.fc1_weight, self.fc1_bias, fc1), (self.fc2_weight, self.fc2_bias, fc2)]
 
-    def _norm(self) -> NormParameters:
-        return NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-
-    def _composed(self, normed: Tensor, dtype: torch.dtype, is_first_microbatch: bool | None) -> Tensor:
-        """The two products and the activation between them, as separate operations."""
-        hidden = product(normed, self.fc1_weight, self.fc1_bias, self.fc1_fp8_state, dtype, is_first_microbatch)
+    def _products(self, normed: Tensor, dtype: torch.dtype, first: bool | None, bias: Tensor | None) -> tuple[Tensor, ...]:
+        hidden = product(normed, self.fc1_weight, self.fc1_bias, self.fc1_fp8_state, dtype, first)
         activated = reference.activation(self.activation, hidden, gate_up_block(self.ffn_hidden_size))
-        bias = None if self.return_bias else self.fc2_bias
-        return product(activated, self.fc2_weight, bias, self.fc2_fp8_state, dtype, is_first_microbatch)
+        return (product(activated, self.fc2_weight, bias, self.fc2_fp8_state, dtype, first),)
 
-    def _norm_mlp(self, residual: Tensor, delta: Tensor | None, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor]:
-        dtype = compute_dtype(residual)
-        if torch.compiler.is_compiling():
-            h = residual if delta is None else residual + delta
-            return h, self._composed(normalize(self._norm(), h), dtype, is_first_microbatch)
-        fc1, fc2 = (
-            Projection(
-                weight, bias, LinearGemms(state, weight, active_recipe(state, residual.device), dtype, is_first_microbatch)
-            )
-            for weight, bias, state in (
-                (self.fc1_weight, self.fc1_bias, self.fc1_fp8_state),
-                (self.fc2_weight, None if self.return_bias else self.fc2_bias, self.fc2_fp8_state),
-            )
-        )
-        block = gate_up_block(self.ffn_hidden_size)
-        return norm_mlp(residual, delta, self._norm(), fc1, fc2, self.activation, block, recompute=self.checkpoint)
+    def _fused(
+        self, residual: Tensor, delta: Tensor | None, norm: NormParameters,
+        dtype: torch.dtype, first: bool | None, bias: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        pairs = (self.fc1_fp8_state, self.fc1_weight), (self.fc2_fp8_state, self.fc2_weight)
+        fc1, fc2 = (LinearGemms(state, weight, active_recipe(state, residual.device), dtype, first) for state, weight in pairs)
+        return _NormMlpFunction.apply(
+            residual, delta, norm.weight, norm.bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, bias,
+            norm.kind, norm.eps, fc1, fc2, self.activation, gate_up_block(self.ffn_hidden_size), self.checkpoint,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         """Shape and activation, for `print(model)`."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import InputError, unknown
+from octavo.errors import InputError
 from octavo.kernels import reference
 from octavo.kernels.norm import norm, norm_backward
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
@@ -28,12 +28,6 @@ class NormParameters(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     eps: float
-
-
-def check_norm(name: str) -> None:
-    """Raise an InputError unless `name` is a normalisation."""
-    if name not in NORMS:
-        raise unknown("normalization", name, NORMS)
 
 
 def normalize(of: NormParameters, x: Tensor) -> Tensor:
@@ -120,6 +114,20 @@ class _NormFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("norms have no second derivative: call backward without create_graph=True.")
         return *backward_through_norm(ctx, ctx.kind, flat(dy), h, weight, stats, None), None, None
+
+
+class ResidualLayer(nn.Module):
+    """A layer of the residual stream. Its `forward` takes `delta` and `return_residual` for this method."""
+
+    def forward_residual(
+        self, residual: Tensor, delta: Tensor | None = None, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """residual, delta [B, T, hidden] → the same for the next layer, whose norm adds delta to residual while it reads both.
+
+        The other arguments are `forward`'s; hooks of the module run. The last delta is added by a norm or by hand.
+        """
+        out: tuple[Tensor, Tensor] = self(residual, *args, delta=delta, return_residual=True, **options)
+        return out
 
 
 def _size(name: str, shape: int | Iterable[int] | None) -> int:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.errors import InputError, unknown
 from octavo.kernels import reference
@@ -284,14 +283,6 @@ class Draws:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
         return self  # a tracker belongs to the process, not to a layer
-
-
-def init_with_(init_method: Init, weight: Tensor, bias: Tensor | None) -> None:
-    """Fill the weight by `init_method` and the bias with zeros, as Transformer Engine does."""
-    with torch.no_grad():
-        init_method(weight)
-    if bias is not None:
-        nn.init.zeros_(bias)
 
 
 def results(y: Tensor, bias: Tensor | None, normed: Tensor | None, *, return_bias: bool) -> Any:
