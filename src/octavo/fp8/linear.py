@@ -4,9 +4,7 @@
     input gradient  dx [M, K] = dy [M, N] · w [N, K]       precise, unless the recipe says otherwise
     weight gradient dw [N, K] = dy [M, N]ᵀ · x [M, K]      the same
 
-Every linear layer runs these, whatever produces its operands: a norm, an activation, the rotation of queries and keys, the
-loss, or a plain cast. Dtype, scale and layouts of the operands are the job of `octavo.fp8.quantizer`. The autograd functions
-stand beside their layers in `octavo.nn`.
+`octavo.fp8.quantizer` casts the operands; the autograd functions stand beside their layers in `octavo.nn`.
 """
 
 from __future__ import annotations
@@ -50,12 +48,13 @@ class LinearGemms:
         precise = self.recipe.precise("input_gradient")
         return gemm.scaled_mm(*dy.rowwise, *w.columnwise, out_dtype=self.out_dtype, precise=precise)
 
-    def grad_weight(self, dy: QuantizedTensor, x: QuantizedTensor) -> Tensor:
-        """dw [N, K] in the dtype of the weight."""
+    def grad_weight(self, dy: QuantizedTensor, x: QuantizedTensor, *, recurring: bool = True) -> Tensor:
+        """dw [N, K] in the dtype of the weight. recurring: as in `octavo.kernels.algorithms.mm`."""
+        dtype = self.weight_dtype
         if self.recipe is None:
-            return gemm.high_precision_mm(dy.high_precision.t(), x.high_precision, self.weight_dtype)
+            return gemm.high_precision_mm(dy.high_precision.t(), x.high_precision, dtype, recurring=recurring)
         precise = self.recipe.precise("weight_gradient")
-        return gemm.scaled_mm(*dy.columnwise, *x.columnwise, out_dtype=self.weight_dtype, precise=precise)
+        return gemm.scaled_mm(*dy.columnwise, *x.columnwise, out_dtype=dtype, precise=precise, recurring=recurring)
 
 
 def saved_input(x: QuantizedTensor, wanted: bool) -> QuantizedTensor:
@@ -82,14 +81,15 @@ class GroupedGemms:
 
     def __init__(self, experts: Sequence[LinearGemms], splits: list[int]) -> None:
         self.experts, self.splits = experts, splits
+        self.quantizers = [expert.quantizer for expert in experts]
         self.recipe, self.out_dtype = experts[0].recipe, experts[0].out_dtype
 
     def input(self, x: Tensor, columnwise: Sequence[bool]) -> list[QuantizedTensor]:
         """The input [M, K] of all experts; columnwise: of those whose weight gradient is wanted."""
         if self.recipe is None:
             return [QuantizedTensor(x)]
-        parts = zip(self.experts, x.split(self.splits), columnwise, strict=True)
-        return [expert.quantizer.input(DenseOperand(part), columnwise=wanted) for expert, part, wanted in parts]
+        parts = zip(self.quantizers, x.split(self.splits), columnwise, strict=True)
+        return [quantizer.input(DenseOperand(part), columnwise=wanted) for quantizer, part, wanted in parts]
 
     def output(self, x: Sequence[QuantizedTensor], w: Sequence[QuantizedTensor], biases: Sequence[Tensor | None]) -> Tensor:
         """y [M, N] of all experts."""
@@ -106,14 +106,12 @@ class GroupedGemms:
         """The gradient of the output [M, N] of all experts."""
         if self.recipe is None:
             return [QuantizedTensor(dy.contiguous())]
-        parts = zip(self.experts, dy.split(self.splits), columnwise, strict=True)
-        return [
-            expert.quantizer.grad_output(DenseOperand(part), rowwise=rowwise, columnwise=wanted)
-            for expert, part, wanted in parts
-        ]
+        parts = zip(self.quantizers, dy.split(self.splits), columnwise, strict=True)
+        return [quantizer.grad_output(DenseOperand(part), rowwise=rowwise, columnwise=want) for quantizer, part, want in parts]
 
     def grad_input(self, dy: Sequence[QuantizedTensor], w: Sequence[QuantizedTensor]) -> Tensor:
-        """dx [M, K] of all experts."""
+        """dx [M, K] of all experts. w: as `saved_weight` gave them."""
+        w = [quantizer.restored_weight(saved) for quantizer, saved in zip(self.quantizers, w, strict=True)]
         if self.recipe is None:
             return gemm.grouped_mm(dy[0].high_precision, self.splits, _stacked(w))
         precise = self.recipe.precise("input_gradient")
@@ -129,18 +127,7 @@ class GroupedGemms:
         if self.recipe is None:
             dy, x = ([QuantizedTensor(part) for part in one[0].high_precision.split(self.splits)] for one in (dy, x))
         experts = zip(self.experts, dy, x, wanted, strict=True)
-        return [_grad_weight(gemms, dy_i, x_i) if want else None for gemms, dy_i, x_i, want in experts]
-
-
-def _grad_weight(gemms: LinearGemms, dy: QuantizedTensor, x: QuantizedTensor) -> Tensor:
-    dtype = gemms.weight_dtype
-    if gemms.recipe is not None:
-        precise = gemms.recipe.precise("weight_gradient")
-        return gemm.scaled_mm(*dy.columnwise, *x.columnwise, out_dtype=dtype, precise=precise, recurring=False)
-    dy_t, x_hp = dy.high_precision.t(), x.high_precision
-    if len(x_hp) == 0:
-        return dy_t.new_zeros(dy_t.shape[0], x_hp.shape[1], dtype=dtype)
-    return gemm.high_precision_mm(dy_t, x_hp, dtype, recurring=False)
+        return [gemms.grad_weight(*operands, recurring=False) if want else None for gemms, *operands, want in experts]
 
 
 def _stacked(weights: Sequence[QuantizedTensor]) -> Tensor:

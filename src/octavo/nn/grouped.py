@@ -1,16 +1,13 @@
 """`GroupedLinear`: one linear layer an expert, each applied to its own rows of one input.
 
-Each operand of each expert has scales of its own: the results are those of as many `Linear` layers, bit for bit where their
-products run one by one. On Hopper the products of all experts are one launch
-where PyTorch has a kernel for it: bfloat16, and the rowwise recipe's output and input gradient. Weight gradients, and other
-recipes, are one product an expert. The splits are read on the host, since shapes follow from them: a tensor on a GPU is
-waited for.
-
-Shapes: M rows of all experts, Mᵢ of one, K in_features, N out_features.
+Each operand of each expert has its own scales: the results are those of as many `Linear` layers, bit for bit where products run
+one by one. On Hopper the products of all experts are one launch in bfloat16, and under the rowwise recipe for output and input
+gradient. The splits are read on the host, since shapes follow from them: a tensor on a GPU is waited for.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,13 +51,8 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         check("GroupedLinear", te_arguments, GroupedLinear.__init__)
-        self.num_gemms, self.in_features, self.out_features, self.return_bias = (
-            num_gemms,
-            in_features,
-            out_features,
-            return_bias,
-        )
-        self.init_method = init_method
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.return_bias, self.init_method = return_bias, init_method
         self.draws = Draws(get_rng_state_tracker, rng_tracker_name)
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
         for i in range(num_gemms):
@@ -88,13 +80,9 @@ class GroupedLinear(nn.Module):
     def forward(
         self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None, **te_arguments: Any
     ) -> Tensor | tuple[Tensor, list[Tensor | None]]:
-        """inp [M, in_features], the rows of expert 0 first → [M, out_features].
+        """inp [M, in_features], the rows of expert 0 first → [M, out_features]; leading dimensions are joined to rows.
 
-        Args:
-            inp: the rows of all experts; leading dimensions are joined to rows.
-            m_splits: rows of each expert, 0 allowed; a tensor is best on the CPU.
-            is_first_microbatch: as `first` in `octavo.fp8.quantizer.LinearQuantizer`.
-            te_arguments: `out` and `dgrad_out`, which have to be None.
+        m_splits: rows of each expert, 0 allowed; a tensor is best on the CPU.
 
         Raises:
             InputError: the splits are not `num_gemms` numbers that add up to the rows.
@@ -154,16 +142,15 @@ class _GroupedLinearFunction(torch.autograd.Function):
         n = len(gemms.splits)
         weights, biases = [weight for weight in parameters[:n] if weight is not None], parameters[n:]
         want_x, want_w = ctx.needs_input_grad[0], ctx.needs_input_grad[2 : 2 + n]
-        quantizers = [expert.quantizer for expert in gemms.experts]
         with autocast.scales_of_forward():
             xs = gemms.input(x, want_w)
-            ws = [quantizer.weight(weight) for quantizer, weight in zip(quantizers, weights, strict=True)]
+            ws = [quantizer.weight(weight) for quantizer, weight in zip(gemms.quantizers, weights, strict=True)]
         wanted = want_w if len(xs) == n else [any(want_w)]  # in high precision the rows of all experts are one operand
         kept = [saved_input(*pair) for pair in zip(xs, wanted, strict=True)]
-        triples = zip(quantizers, ws, weights, strict=True)
+        triples = zip(gemms.quantizers, ws, weights, strict=True)
         kept += [quantizer.saved_weight(w, weight) if want_x else NOTHING for quantizer, w, weight in triples]
-        ctx.gemms, ctx.dtype, ctx.bias_dtypes = gemms, x.dtype, [None if bias is None else bias.dtype for bias in biases]
-        ctx.save_for_backward(*(tensor for one in kept for tensor in one))
+        ctx.gemms = gemms
+        ctx.save_for_backward(*itertools.chain.from_iterable(kept))
         return gemms.output(xs, ws, biases)
 
     @staticmethod
@@ -171,18 +158,14 @@ class _GroupedLinearFunction(torch.autograd.Function):
         gemms: GroupedGemms = ctx.gemms
         n = len(gemms.splits)
         want_x, want_w, want_b = ctx.needs_input_grad[0], ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n :]
-        quantizers = [expert.quantizer for expert in gemms.experts]
-        for quantizer in quantizers:
+        for quantizer in gemms.quantizers:
             quantizer.begin_backward()
         tensors = ctx.saved_tensors
         saved = [QuantizedTensor(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
         xs, ws = saved[:-n], saved[-n:]
         dys = gemms.grad_output(dy, rowwise=want_x, columnwise=want_w)
-        dx = None
         dw = gemms.grad_weights(dys, xs, want_w)
-        if want_x:
-            restored = [quantizer.restored_weight(w) for quantizer, w in zip(quantizers, ws, strict=True)]
-            dx = gemms.grad_input(dys, restored).to(ctx.dtype)
-        parts = zip(dy.split(gemms.splits), ctx.bias_dtypes, want_b, strict=True)
-        db = [part.sum(0, dtype=torch.float32).to(dtype) if wanted else None for part, dtype, wanted in parts]
+        dx = gemms.grad_input(dys, ws) if want_x else None
+        parts = zip(dy.split(gemms.splits), want_b, strict=True)
+        db = [part.sum(0, dtype=torch.float32) if wanted else None for part, wanted in parts]
         return dx, None, *dw, *db

@@ -100,7 +100,7 @@ class _LinearFunction(torch.autograd.Function):
             *(gemms.quantizer.saved_weight(w_q, weight) if want_x else NOTHING),
             slot,
         )
-        ctx.gemms, ctx.shape, ctx.dtype, ctx.bias_dtype = gemms, x.shape, x.dtype, None if bias is None else bias.dtype
+        ctx.gemms, ctx.shape = gemms, x.shape
         return unflat(gemms.output(x_q, w_q, bias), (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
@@ -113,15 +113,9 @@ class _LinearFunction(torch.autograd.Function):
         x, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
         operand = DenseOperand(flat(dy), column_sum=want_bias)
         dy_q = quantizer.grad_output(operand, rowwise=want_x, columnwise=want_weight, slot_index=slot)
-        dx = dw = db = None
-        if want_weight:
-            dw = gemms.grad_weight(dy_q, x)
-        if want_x:
-            dx = gemms.grad_input(dy_q, quantizer.restored_weight(w)).to(ctx.dtype)
-            dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
-        if want_bias:
-            db = operand.column_sum().to(ctx.bias_dtype)
-        return dx, dw, db, *(None,) * 10
+        dw = gemms.grad_weight(dy_q, x) if want_weight else None
+        dx = unflat(gemms.grad_input(dy_q, quantizer.restored_weight(w)), ctx.shape) if want_x else None
+        return dx, dw, operand.column_sum() if want_bias else None, *(None,) * 10
 
 
 class _NormLinearFunction(torch.autograd.Function):
