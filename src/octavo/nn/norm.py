@@ -58,8 +58,7 @@ def unflat(y: Tensor, shape: Sequence[int]) -> Tensor:
     """A kernel's result [M, K] in the shape [..., K], and not as a view: autograd lets nobody write into a view."""
     if len(shape) == 2:
         return y
-    reshaped: Tensor = torch.ops.aten._unsafe_view.default(y, shape)
-    return reshaped
+    return torch.ops.aten._unsafe_view.default(y, shape)
 
 
 class NormProducer:
@@ -126,8 +125,7 @@ class ResidualLayer(nn.Module):
 
         The other arguments are `forward`'s; hooks of the module run. The last delta is added by a norm or by hand.
         """
-        out: tuple[Tensor, Tensor] = self(residual, *args, delta=delta, return_residual=True, **options)
-        return out
+        return self(residual, *args, delta=delta, return_residual=True, **options)
 
 
 def _size(name: str, shape: int | Iterable[int] | None) -> int:

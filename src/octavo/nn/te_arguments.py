@@ -32,15 +32,13 @@ _TP = "Tensor and sequence parallelism are set for a whole model: octavo.init's 
 _GRAD = "Gradients are made in backward and go to .grad."
 _OVERLAP = "There is no overlap of tensor-parallel communication to switch on."
 _SPLIT = "A parameter is one matrix here: take slices of its rows."
-_NORM_OUTPUT = "Use a norm and a Linear."
 _SOFTMAX = "Scores are scaled and go through a plain softmax."
 _CONTEXT = "Context parallelism is set for a whole model: octavo.init's context_parallel_degree."
 _DECODER = "There is no cross-attention."
-_CACHE = "These layers train: there is no cache for generation."
 _THD = "Pass [B, T, …] and a mask that keeps documents apart."
 
-_NAME = {"name": FREE}
 _PARALLEL = {
+    "name": FREE,
     "sequence_parallel": Only((False, None), _TP),
     "tp_group": Only((None,), _TP),
     "tp_size": Only((1,), _TP),
@@ -48,7 +46,6 @@ _PARALLEL = {
     "delay_wgrad_compute": Only((False,), _GRAD),
     "symmetric_ar_type": Only((None,), _OVERLAP),
 }
-_ROLE = {"parallel_mode": Only((None,), _TP), "ub_name": FREE}
 _ROLES = {"set_parallel_mode": Only((False,), _TP)}
 _UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 _UB = {flag: Only((False,), _OVERLAP) for flag in _UB_FLAGS}
@@ -88,13 +85,13 @@ _CALL = {
     "core_attention_bias_type": Only(("no_bias",), _SOFTMAX),
     "core_attention_bias": Only((None,), _SOFTMAX),
     "alibi_slopes": Only((None,), _SOFTMAX),
-    "inference_params": Only((None,), _CACHE),
+    "inference_params": Only((None,), "These layers train: there is no cache for generation."),
     "fast_zero_fill": FREE,
 }
 _FP8_ATTENTION = {name: Only((False, None), "Attention runs in the compute dtype.") for name in ("fp8_output", "bf16_backward")}
 _CROSS = dict.fromkeys(("enc_dec_attn_mask_type", "enc_dec_window_size", "enc_dec_bottom_right_diagonal"), FREE)
 _ENCODER = {name: Only((None,), _DECODER) for name in ("encoder_output", "enc_dec_attn_mask")} | _CROSS
-_LINEAR = _NAME | _PARALLEL | _ROLE | _UB
+_LINEAR = _PARALLEL | _UB | {"parallel_mode": Only((None,), _TP), "ub_name": FREE}
 _NORM = _GAMMA | {"sequence_parallel": Only((False, None), _TP), "sm_margin": FREE}
 
 ARGUMENTS: dict[str, dict[str, Only]] = {
@@ -108,11 +105,11 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
     },
     "GroupedLinear.forward": {name: Only((None,), "Results are new tensors.") for name in ("out", "dgrad_out")},
     "LayerNormLinear": _LINEAR | _PARTS | _GAMMA | _GATHERED,
-    "LayerNormMLP": _NAME | _PARALLEL | _ROLES | _UB | _GAMMA | _GATHERED | _WARM_UP | _ACTIVATION,
+    "LayerNormMLP": _PARALLEL | _ROLES | _UB | _GAMMA | _GATHERED | _WARM_UP | _ACTIVATION,
     "LayerNorm": _NORM,
     "RMSNorm": _NORM,
-    "DotProductAttention": _NAME | _SCORES | _SINK | _SELF | _CP
-    | {name: _PARALLEL[name] for name in ("sequence_parallel", "tp_group", "tp_size")}
+    "DotProductAttention": _SCORES | _SINK | _SELF | _CP
+    | {name: _PARALLEL[name] for name in ("name", "sequence_parallel", "tp_group", "tp_size")}
     | {"layer_number": FREE, "return_max_logit": Only((False,), _SOFTMAX)},
     "DotProductAttention.forward": _SCORES | _SEQUENCES | _CALL | _FP8_ATTENTION | {"num_splits": FREE}
     | {f"score_mod{part}": Only((None,), _SOFTMAX) for part in ("", "_bprop", "_tensors", "_bprop_tensors")}
@@ -122,14 +119,13 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
         "kv_layer": Only((None,), _SPLIT),
         "qkv_interleave_dim": FREE,
     },
-    "MultiheadAttention": _NAME | _PARALLEL | _ROLES | _UB | _GAMMA | _SCORES | _SINK | _SELF | _QKV_LAYOUT | _QK_NORM
-    | _WARM_UP
+    "MultiheadAttention": _PARALLEL | _ROLES | _UB | _GAMMA | _SCORES | _SINK | _SELF | _QKV_LAYOUT | _QK_NORM | _WARM_UP
     | {
         "input_layernorm": Only((True,), "The norm is part of this layer; without one: Linear and DotProductAttention."),
-        "return_layernorm_output": Only((False,), _NORM_OUTPUT),
+        "return_layernorm_output": Only((False,), "Use a norm and a Linear."),
     },
     "MultiheadAttention.forward": _SCORES | _SEQUENCES | _CALL | {"encoder_output": Only((None,), _DECODER)},
-    "TransformerLayer": _NAME | _PARALLEL | _ROLES | _GAMMA | _SCORES | _SINK | _QKV_LAYOUT | _QK_NORM | _WARM_UP | _ACTIVATION
+    "TransformerLayer": _PARALLEL | _ROLES | _GAMMA | _SCORES | _SINK | _QKV_LAYOUT | _QK_NORM | _WARM_UP | _ACTIVATION
     | dict.fromkeys(_UB_FLAGS, FREE)  # as in Transformer Engine, without effect unless ub_tp_comm_overlap is set
     | _CROSS
     | {
@@ -145,31 +141,19 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
 
 
 def check(layer: str, given: Mapping[str, Any], method: Callable[..., Any]) -> None:
-    """Accept arguments with no-op values. method: the method that got them; its own arguments complete the error's suggestions.
-
-    Raises:
-        InputError: another value, or an argument that Transformer Engine does not have.
-    """
+    """Raise an InputError unless all arguments are known and have no-op values. method: got them; its own are suggested too."""
     arguments = ARGUMENTS[layer]
     for name, value in given.items():
         only = arguments.get(name)
         if only is None:
             taken = set(inspect.signature(method).parameters) - {"self", "te_arguments"}
             raise unknown(f"argument of {layer}", name, taken | set(arguments))
-        if not _is_one_of(value, only):
+        plain = tuple(value) if isinstance(value, list) else value
+        no_op = not isinstance(value, Tensor) and any(plain is one or bool(plain == one) for one in only.values)
+        if not (no_op or only is FREE):
+            shown = type(value).__name__ if isinstance(value, Tensor) else repr(value)
             values = " or ".join(map(repr, only.values))
-            raise InputError(f"{layer}({name}={_shown(value)}) is not supported: leave it out or pass {values}. {only.instead}")
-
-
-def _is_one_of(value: Any, only: Only) -> bool:
-    if only is FREE:
-        return True
-    value = tuple(value) if isinstance(value, list) else value
-    return not isinstance(value, Tensor) and any(value is one or bool(value == one) for one in only.values)
-
-
-def _shown(value: Any) -> str:
-    return type(value).__name__ if isinstance(value, Tensor) else repr(value)
+            raise InputError(f"{layer}({name}={shown}) is not supported: leave it out or pass {values}. {only.instead}")
 
 
 ACTIVATIONS = {
@@ -187,11 +171,7 @@ same numbers. PyTorch's `nn.GELU()`, timm's and Hugging Face's "gelu" have the e
 
 
 def activation_of(name: str) -> str:
-    """The kernels' name of an activation.
-
-    Raises:
-        InputError: there is none of that name.
-    """
+    """The kernels' name of an activation; an InputError if there is none."""
     if name not in ACTIVATIONS:
         raise unknown("activation", name, ACTIVATIONS)
     return ACTIVATIONS[name]
@@ -202,11 +182,7 @@ _MASKED = ("padding", "padding_causal", "arbitrary", "causal_bottom_right", "pad
 
 
 def check_mask(argument: str, name: str) -> bool:
-    """Whether a query attends to no later key.
-
-    Raises:
-        InputError: it is neither of `MASKS`.
-    """
+    """True if a mask type is causal; an InputError unless it is one of `MASKS`."""
     if name in _MASKED:
         raise InputError(
             f"{argument}={name!r} is not supported: use one of {', '.join(map(repr, MASKS))}, and pass attention_mask, True "
@@ -218,7 +194,7 @@ def check_mask(argument: str, name: str) -> bool:
 
 
 def cos_and_sin(rotary: Any, tokens: int, head_dim: int) -> Any:
-    """Rotary tables for the first `tokens` positions of Transformer Engine's angles, float32 [T, 1, 1, D]; others as they are.
+    """cos and sin for the first `tokens` positions of Transformer Engine's angles, float32 [T, 1, 1, D]; others as they are.
 
     Raises:
         InputError: the angles are too few or of another size than the heads.
@@ -245,11 +221,7 @@ FORMATS = ("bshd", "sbhd")
 
 
 def check_format(argument: str, name: str) -> bool:
-    """Whether the sequence comes first.
-
-    Raises:
-        InputError: neither the batch nor the sequence does.
-    """
+    """True if the sequence comes first; an InputError unless the order is one of `FORMATS`."""
     if name not in FORMATS:
         raise InputError(f"{argument}={name!r} is not supported: use one of {', '.join(map(repr, FORMATS))}. {_THD}")
     return name == "sbhd"
@@ -278,8 +250,7 @@ class Draws:
         """A context of its own for each use."""
         if self.tracker is None:
             return contextlib.nullcontext()
-        fork: contextlib.AbstractContextManager[Any] = self.tracker().fork(*(() if self.name is None else (self.name,)))
-        return fork
+        return self.tracker().fork(*(() if self.name is None else (self.name,)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
         return self  # a tracker belongs to the process, not to a layer
