@@ -8,7 +8,6 @@ from torch import nn
 
 from octavo.errors import InputError
 from octavo.fp8 import scaling
-from octavo.fp8.recipe import Operand
 from octavo.fp8.scaling import ModuleState
 
 
@@ -31,18 +30,13 @@ def inspect(module: nn.Module) -> dict[str, Any]:
 
 
 def _entries(state: ModuleState) -> dict[str, dict[str, Any]]:
-    recipe = state.recipe
-    if recipe is None:
-        return {}
-    entries = {}
-    for operand, how in recipe.casts.items():
-        slot = state.slots.get(operand) if how.delayed else None
-        if slot is None and how.delayed:
-            continue
-        entries[operand.value] = {
-            "format": how.format.name,
-            "scale": slot.scale.clone() if slot is not None else state.observed.get(operand),
-            "amax_history": slot.history.clone() if slot is not None else None,
-            "saturated": bool(slot.buffer.saturated[slot.index]) if slot is not None else False,
-        }
-    return {operand.value: entries[operand.value] for operand in Operand if operand.value in entries}
+    entries: dict[str, dict[str, Any]] = {}
+    for operand, how in state.recipe.casts.items() if state.recipe is not None else ():
+        entry = entries[operand.value] = {
+            "format": how.format.name, "scale": state.observed.get(operand), "amax_history": None, "saturated": False,
+        }  # fmt: skip
+        if how.delayed:
+            slot = state.slots[operand]
+            entry["scale"], entry["amax_history"] = slot.scale.clone(), slot.history.clone()
+            entry["saturated"] = bool(slot.buffer.saturated[slot.index])
+    return entries

@@ -1,8 +1,4 @@
-"""Recipes: for each operand of the three products of a linear layer, a format, a granularity and where the scale comes from.
-
-    output          = input · weightᵀ
-    input gradient  = grad_output · weight
-    weight gradient = grad_outputᵀ · input
+"""Recipes: format, granularity and source of the scale, for each operand of a linear layer's three products.
 
 A recipe is a frozen value, which `octavo.fp8.quantizer` carries out; `octavo.fp8.scaling` keeps the amax histories. Transformer
 Engine's recipe objects are accepted wherever one of these is (`coerce`).
@@ -74,9 +70,26 @@ class Recipe:
     """Base of all recipes; `casts` is the whole content."""
 
     name: ClassVar[str]
+    granularities: ClassVar[tuple[Granularity, Granularity]] = (Granularity.TENSOR, Granularity.TENSOR)
+    """Of inputs and gradients of outputs, and of weights."""
 
     casts: Mapping[Operand, Cast] = field(init=False, repr=False, compare=False)
     """The cast of each operand, the same for both products that it enters."""
+
+    def __post_init__(self) -> None:
+        fp8_format, fast = getattr(self, "fp8_format", Format.E4M3), getattr(self, "fast_accumulation", False)
+        if not isinstance(fp8_format, Format):
+            raise unknown("FP8 format", str(fp8_format), Format.__members__, key="fp8.format")
+        if not isinstance(fast, bool) and fast != "input_gradient":
+            raise unknown("accumulation", str(fast), ("True", "False", "input_gradient"), key="fp8.fast_accumulation")
+        activation, weight = self.granularities
+        how = {"delayed": self.history is not None, "power_of_two": getattr(self, "use_power_2_scales", False)}
+        casts = {
+            Operand.INPUT: Cast(fp8_format.forward, activation, **how),
+            Operand.WEIGHT: Cast(fp8_format.forward, weight, **how),
+            Operand.GRAD_OUTPUT: Cast(fp8_format.backward, activation, **how),
+        }
+        object.__setattr__(self, "casts", casts)
 
     @property
     def history(self) -> History | None:
@@ -86,19 +99,6 @@ class Recipe:
     def precise(self, gradient: Gradient) -> bool:
         """Whether this product of backward adds every partial sum in float32, as `octavo.kernels.gemm.scaled_mm` does."""
         return getattr(self, "fast_accumulation", False) not in (True, gradient)
-
-
-def _casts(fp8_format: Format, activation: Granularity, weight: Granularity, **how: bool) -> dict[Operand, Cast]:
-    return {
-        Operand.INPUT: Cast(fp8_format.forward, activation, **how),
-        Operand.WEIGHT: Cast(fp8_format.forward, weight, **how),
-        Operand.GRAD_OUTPUT: Cast(fp8_format.backward, activation, **how),
-    }
-
-
-def _check_accumulation(fast: object) -> None:
-    if not isinstance(fast, bool) and fast != "input_gradient":
-        raise unknown("accumulation", str(fast), ("True", "False", "input_gradient"), key="fp8.fast_accumulation")
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,11 @@ class DelayedScaling(Recipe):
     name: ClassVar[str] = "delayed"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fp8_format, Format):
-            raise unknown("FP8 format", str(self.fp8_format), Format.__members__, key="fp8.format")
+        super().__post_init__()
         if self.amax_history_len < 1:
             raise InputError(f"fp8.amax_history_len = {self.amax_history_len}: a history has at least 1 step; use 1 or more.")
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise unknown("amax algorithm", str(self.amax_compute_algo), ("max", "most_recent"), key="fp8.amax_compute_algo")
-        _check_accumulation(self.fast_accumulation)
-        object.__setattr__(self, "casts", _casts(self.fp8_format, Granularity.TENSOR, Granularity.TENSOR, delayed=True))
 
     @property
     def history(self) -> History:  # noqa: D102
@@ -151,22 +148,13 @@ class CurrentScaling(Recipe):
     use_power_2_scales: bool = False
     name: ClassVar[str] = "current"
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.fp8_format, Format):
-            raise unknown("FP8 format", str(self.fp8_format), Format.__members__, key="fp8.format")
-        _check_accumulation(self.fast_accumulation)
-        how = {"power_of_two": self.use_power_2_scales}
-        object.__setattr__(self, "casts", _casts(self.fp8_format, Granularity.TENSOR, Granularity.TENSOR, **how))
-
 
 @dataclass(frozen=True)
 class RowwiseScaling(Recipe):
     """One scale for each row of each operand of each product: outliers stay in their row. E4M3 everywhere."""
 
     name: ClassVar[str] = "rowwise"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "casts", _casts(Format.E4M3, Granularity.ROW, Granularity.ROW))
+    granularities = (Granularity.ROW, Granularity.ROW)
 
 
 @dataclass(frozen=True)
@@ -174,9 +162,7 @@ class BlockScaling(Recipe):
     """Power-of-two scales for 1×128 pieces of inputs and gradients and 128×128 blocks of weights. E4M3 everywhere."""
 
     name: ClassVar[str] = "block"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "casts", _casts(Format.E4M3, Granularity.BLOCK_1X128, Granularity.BLOCK_128X128))
+    granularities = (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
 
 
 Float8CurrentScaling = CurrentScaling
@@ -187,7 +173,6 @@ _BY_CLASS_NAME: dict[str, type[Recipe]] = {r.__name__: r for r in RECIPES.values
     "Float8CurrentScaling": CurrentScaling,
     "Float8BlockScaling": BlockScaling,
 }
-
 
 _THEIR_USUAL: dict[str, Any] = {"use_f32_scales": False, "backward_override": None}
 """Values of Transformer Engine's fields that Octavo's recipes stand for; their defaults may come from the environment."""
