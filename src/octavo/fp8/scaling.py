@@ -1,20 +1,19 @@
 """The state of delayed scaling: scales and amax histories of all tensors in a few flat buffers, outside parameters and buffers.
 
 A kernel takes one element of a buffer (a `Slot`). One kernel updates the state of a whole model, one all-reduce for each
-direction joins it over ranks, and sharding, `state_dict` and `.to()` never see it. A checkpoint names its records by
-module and operand (`state_records`), so a model may be laid out differently when it is loaded.
-
-    forward amaxes  → updated when the outermost `fp8_autocast` ends
-    backward amaxes → updated before anybody can read them: the next autocast, `inspect`, a save, or another backward
+direction joins it over ranks, and sharding, `state_dict` and `.to()` never see it. Scales of forward are updated when the
+outermost `fp8_autocast` ends; those of backward before they are read: by the next autocast, `inspect`, a save, or backward.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -104,9 +103,10 @@ class ScaleBuffer:
         self.saturated = torch.cat([self.saturated, torch.zeros_like(self.saturated)])
 
     @torch.no_grad()
-    def update(self, group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
+    def update(self) -> None:
         """Roll every history in which something was recorded and compute its scale; see `reference.update_scales`."""
-        if reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        group = _state.group
+        if _state.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             dist.all_reduce(self.history[0], op=dist.ReduceOp.MAX, group=group)
         update_scales_(
             self.history, self.scale, self.fp8_max, self.saturated,
@@ -141,26 +141,21 @@ def _(x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: b
 
 
 @dataclass
-class _Direction:
-    """The buffers of forward or of backward, and whether amaxes may be waiting in them."""
+class _State:
+    """The buffers of the process by direction, and how the current autocast joins their amaxes over ranks."""
 
-    buffers: dict[tuple[torch.device, History], ScaleBuffer]
+    forward: dict[tuple[torch.device, History], ScaleBuffer] = field(default_factory=dict)
+    backward: dict[tuple[torch.device, History], ScaleBuffer] = field(default_factory=dict)
     group: dist.ProcessGroup | None = None
     reduce_amax: bool = True
-    pending: bool = False
-
-    def update(self) -> None:
-        for buffer in self.buffers.values():
-            buffer.update(self.group, self.reduce_amax)
-        self.pending = False
+    pending: bool = False  # a backward may have recorded amaxes since the last update
+    task: int = -1  # autograd's number of that backward
 
 
-_forward = _Direction({})
-_backward = _Direction({})
-_backward_task = -1
-_states: weakref.WeakSet[ModuleState] = weakref.WeakSet()
-_prepared: set[tuple[int, Recipe]] = set()
-_registrations = 0
+_state = _State()
+_numbers = itertools.count()
+_modules: weakref.WeakValueDictionary[int, ModuleState] = weakref.WeakValueDictionary()
+_prepared: set[Recipe] = set()
 
 
 class ModuleState:
@@ -180,8 +175,11 @@ class ModuleState:
         self.override_by = ""  # the reason
         self._module = weakref.ref(module)
         self.weight_name = weight_name
-        self.number = 0
-        _register(self)
+        self._register()
+
+    def _register(self) -> None:
+        _modules[next(_numbers)] = self
+        _prepared.clear()
 
     @property
     def weight(self) -> Tensor | None:
@@ -208,7 +206,7 @@ class ModuleState:
             return
         for operand, how in recipe.casts.items():
             old = self.slots.get(operand)
-            buffers = (_backward if operand is Operand.GRAD_OUTPUT else _forward).buffers
+            buffers = _state.backward if operand is Operand.GRAD_OUTPUT else _state.forward
             buffer = buffers.get((device, policy)) or buffers.setdefault((device, policy), ScaleBuffer(device, policy))
             if old is None or old.buffer is not buffer or old.fp8_max != how.format.max:
                 new = buffer.allocate(how.format.max)
@@ -228,25 +226,15 @@ class ModuleState:
         return slot
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
-        copy = ModuleState.__new__(ModuleState)
-        copy.slots, copy.weight_cache, copy.observed, copy.recipe = {}, None, {}, self.recipe
-        copy.gathered = None
-        copy.skipped, copy.override, copy.override_by = self.skipped, self.override, self.override_by
-        module = self._module()
-        copy._module = weakref.ref(memo.get(id(module), module)) if module is not None else self._module
-        copy.weight_name = self.weight_name
+        twin, module = copy.copy(self), self._module()
+        twin.slots, twin.weight_cache, twin.gathered, twin.observed = {}, None, None, {}
+        if module is not None:
+            twin._module = weakref.ref(memo.get(id(module), module))
         for operand, slot in self.slots.items():
-            copy.slots[operand] = slot.buffer.allocate(slot.fp8_max)
-            fill(copy.slots[operand], slot.scale, slot.history)
-        _register(copy)
-        return copy
-
-
-def _register(state: ModuleState) -> None:
-    global _registrations
-    _states.add(state)
-    _registrations += 1
-    state.number = _registrations
+            twin.slots[operand] = slot.buffer.allocate(slot.fp8_max)
+            fill(twin.slots[operand], slot.scale, slot.history)
+        twin._register()
+        return twin
 
 
 @torch.no_grad()
@@ -265,13 +253,13 @@ def prepare_all(recipe: Recipe) -> None:
 
     A module that has slots keeps them: it moves to another recipe only when it is used under one.
     """
-    if (_registrations, recipe) in _prepared:
+    if recipe in _prepared:
         return
-    if _several_ranks() and any(_wants_slots(state, recipe) for state in _states):
+    if _several_ranks() and any(_wants_slots(state, recipe) for state in _modules.values()):
         gc.collect()  # a model that is gone on one rank and lingers on another would take slots there
     waiting = False
     # In the order of creation: a slot has the same number on every rank, or an all-reduce would join different tensors.
-    for state in sorted(_states, key=lambda state: state.number):
+    for state in list(_modules.values()):
         device = state.device
         if device is None:
             waiting = True
@@ -279,7 +267,7 @@ def prepare_all(recipe: Recipe) -> None:
             state.prepare(own, device)
     if not waiting:
         _prepared.clear()
-        _prepared.add((_registrations, recipe))
+        _prepared.add(recipe)
 
 
 def _wants_slots(state: ModuleState, recipe: Recipe) -> bool:
@@ -290,36 +278,37 @@ def _wants_slots(state: ModuleState, recipe: Recipe) -> bool:
 def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
     """An outermost autocast begins: amaxes of the last backward take effect."""
     flush()
-    for direction in (_forward, _backward):
-        direction.group, direction.reduce_amax = group, reduce_amax
+    _state.group, _state.reduce_amax = group, reduce_amax
 
 
 def end_forward() -> None:
     """An outermost autocast ends, with gradients on."""
-    _forward.update()
-    _backward.pending = True
+    for buffer in _state.forward.values():
+        buffer.update()
+    _state.pending = True
 
 
 def joins_forward(group: dist.ProcessGroup) -> bool:
-    """Whether the amaxes of this forward will be joined over all ranks of `group`."""
-    if not _forward.reduce_amax or _forward.group is None:
-        return _forward.reduce_amax
-    return set(dist.get_process_group_ranks(_forward.group)).issuperset(dist.get_process_group_ranks(group))
+    """True if the amaxes of this forward will be joined over all ranks of `group`."""
+    if not _state.reduce_amax or _state.group is None:
+        return _state.reduce_amax
+    return set(dist.get_process_group_ranks(_state.group)).issuperset(dist.get_process_group_ranks(group))
 
 
 def flush() -> None:
     """Update the backward scales if a backward may have recorded amaxes since the last update."""
-    if _backward.pending:
-        _backward.update()
+    if _state.pending:
+        for buffer in _state.backward.values():
+            buffer.update()
+        _state.pending = False
 
 
 def backward_begins_in(task: int) -> None:
     """A gradient is about to be recorded in autograd's graph task `task`; an earlier backward takes effect first."""
-    global _backward_task
-    if task != _backward_task:
+    if task != _state.task:
         flush()
-        _backward_task = task
-    _backward.pending = True
+        _state.task = task
+    _state.pending = True
 
 
 def graph_task() -> int:
@@ -329,13 +318,13 @@ def graph_task() -> int:
 
 def snapshot() -> list[tuple[ScaleBuffer, Tensor]]:
     """The forward scales as they are, for a recomputation to use."""
-    return [(buffer, buffer.scale.clone()) for buffer in _forward.buffers.values()]
+    return [(buffer, buffer.scale.clone()) for buffer in _state.forward.values()]
 
 
 @contextlib.contextmanager
 def replay(scales: list[tuple[ScaleBuffer, Tensor]]) -> Iterator[None]:
     """Around the recomputation of a forward: use its scales, and restore the amaxes recorded before."""
-    before = [(buffer, buffer.scale.clone(), buffer.history[0].clone()) for buffer in _forward.buffers.values()]
+    before = [(buffer, buffer.scale.clone(), buffer.history[0].clone()) for buffer in _state.forward.values()]
     for buffer, scale in scales:
         buffer.scale[: len(scale)].copy_(scale)
     try:
