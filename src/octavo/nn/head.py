@@ -1,19 +1,9 @@
 """The output head with its loss, in chunks of tokens: the whole logits never exist.
 
-Loss and gradients are computed together in forward, chunk by chunk, so that only one chunk of logits is alive: 1 GiB instead
-of 12 for 16,384 tokens and 128,256 words, and half of that in FP8. The price is that the head's gradients exist from forward
-on. Statistics are float32, and the gradient of the weight is summed in float32. Products run in the dtype of the hidden
-states or, where it is asked for, in FP8: all three, or those of backward, which leaves the loss as it is. Both products of the
-gradient accumulate precisely whatever the recipe says: they add small probabilities to a target's −1, and the fast mode would
-cut those off.
-
-An FP8 product cannot add to what it writes, so gradients of logits are kept in FP8 until many chunks are through, which takes
-as much memory as a float32 sum of a large weight. Then one product gives the gradient of all their hidden states, and they are
-turned a few words at a time for that of the weight. Where that is done once, logits, both forms of the weight and its gradient
-never stand together.
-
-float16 has no room for a gradient that is divided by the targets of a step, nor for the factor of a scaled loss: there forward
-keeps the gradient of the sum, and backward multiplies in float32 by what is missing.
+Loss and gradients are computed together in forward, so that one chunk of logits is alive: 1 GiB instead of 12 for 16,384 tokens
+and 128,256 words, half of that in FP8. The price: the head's gradients exist from forward on. The gradient of the weight is
+summed in float32. FP8 products of the gradients are precise under every recipe: they add small probabilities to a target's −1,
+which the fast mode would cut off.
 """
 
 from __future__ import annotations
@@ -65,20 +55,20 @@ def linear_cross_entropy(
 
 
 class _Head:
-    """The products of one forward with its gradients, chunk by chunk, in the hidden states' dtype."""
+    """The products of one forward with its gradients, chunk by chunk, in the dtype of both operands."""
 
     chunk_share = 1.0  # of CHUNK_BYTES
 
     def __init__(self, hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool) -> None:
-        self.hidden, self.weight, self.want_weight = hidden, weight.to(hidden.dtype), want_weight
-        self.d_hidden = torch.empty_like(hidden) if want_hidden else None
-        self.d_weight: Tensor | None = None
+        self.hidden, self.weight, self.want_weight = hidden, weight, want_weight
+        self.d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if want_hidden else None
+        self.d_weight: Tensor | None = None  # also None without tokens
 
     def logits(self, part: slice) -> Tensor:
         return gemm.high_precision_mm(self.hidden[part], self.weight.t(), self.hidden.dtype)
 
     def room(self, part: slice) -> Tensor | None:
-        """Where the gradient of these tokens' logits is to stand; None: over the logits."""
+        """Memory for the gradient of these tokens' logits; None to write it over the logits."""
         return None
 
     def add(self, grad: Gradient, part: slice) -> None:
@@ -89,38 +79,30 @@ class _Head:
             self.d_weight = _add_product(self.d_weight, grad.high_precision, self.hidden[part])
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """Those of the hidden states and the weight, which may be None of no tokens."""
+        """The gradients of hidden states and weight."""
         return self.d_hidden, self.d_weight
 
 
-class _Fp8Head:
-    """`_Head` in FP8; its gradients are products of as many chunks as `KEPT_BYTES` hold.
+class _Fp8Head(_Head):
+    """`_Head` in FP8. The products of its gradients are of as many chunks as `KEPT_BYTES` hold: none can add to its result.
 
-    high_precision: computes the logits where only the gradients are FP8 products; None where logits are too.
+    A few words at a time are transposed for the weight's gradient. The last products run when the logits are gone.
     """
 
     chunk_share = 0.5  # gradients are kept beside a chunk, and no sum in float32 is written for each
 
     def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        want_hidden: bool,
-        want_weight: bool,
-        gemms: LinearGemms,
-        high_precision: _Head | None,
+        self, hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool, gemms: LinearGemms, fp8_logits: bool
     ) -> None:
-        self.hidden, self.weight, self.gemms, self.high_precision = hidden, weight, gemms, high_precision
-        self.d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if want_hidden else None
-        self.d_weight: Tensor | None = None
-        self.want_weight = want_weight
-        self.rows, self.words = hidden.shape[0], weight.shape[0]
+        super().__init__(hidden, weight, want_hidden, want_weight)
+        self.gemms, self.rows, self.words = gemms, hidden.shape[0], weight.shape[0]
+        self.high_precision = None if fp8_logits else _Head(hidden, weight.to(hidden.dtype), False, False)
         self.kept: Tensor | None = None
         self.part = slice(0, 0)  # the tokens whose gradients are kept
         self.scale_inv: Tensor | None = None
         self.x: QuantizedTensor | None = None
         self.w: QuantizedTensor | None = None
-        if high_precision is None:
+        if fp8_logits:
             self.x = gemms.quantizer.input(DenseOperand(hidden), columnwise=want_weight)
             self.w = gemms.quantizer.weight(weight)
 
@@ -151,14 +133,14 @@ class _Fp8Head:
         self.scale_inv = grad.scale_inv
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        if self.kept is not None:  # only now, when no logits stand beside it any more
+        if self.kept is not None:
             self._multiply()
         if self.rows == 0 and self.d_hidden is not None and self.high_precision is not None:
             self._columnwise_weight()  # which later micro-batches are to find
         return self.d_hidden, self.d_weight
 
     def _multiply(self) -> None:
-        """The gradients of what is kept, which is given up."""
+        """Compute gradients from what is kept, and drop it."""
         kept, scale_inv, part = self.kept, self.scale_inv, self.part
         assert kept is not None
         assert scale_inv is not None
@@ -178,7 +160,6 @@ class _Fp8Head:
         self.kept = None
 
     def _columnwise_weight(self) -> QuantizedTensor:
-        """The weight as the gradient of the hidden states needs it."""
         if self.w is None:
             self.w = self.gemms.quantizer.weight(self.weight, rowwise=False, columnwise=True)
         w = self.gemms.quantizer.saved_weight(self.w, self.weight)
@@ -206,7 +187,6 @@ class _Fp8Head:
 
 
 def _aligned(size: int) -> int:
-    """`size` filled up to what FP8 products take."""
     return -(-size // gemm.ALIGNMENT) * gemm.ALIGNMENT
 
 
@@ -214,15 +194,6 @@ def _filled_up(x: Tensor, columns: int) -> Tensor:
     """An FP8 matrix with so many columns, the further ones 0; itself if it has them."""
     more = columns - x.shape[1]
     return functional.pad(x.view(torch.uint8), (0, more)).view(x.dtype) if more else x
-
-
-def _head(
-    hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool, fp8: LinearGemms | None, fp8_logits: bool
-) -> _Head | _Fp8Head:
-    if fp8 is None or not (fp8_logits or want_hidden or want_weight):
-        return _Head(hidden, weight, want_hidden, want_weight)
-    logits = None if fp8_logits else _Head(hidden, weight, False, False)
-    return _Fp8Head(hidden, weight, want_hidden, want_weight, fp8, logits)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -233,10 +204,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         want_hidden, want_weight = (grads and need for need in ctx.needs_input_grad[:2])
         loss = hidden.new_zeros((), dtype=torch.float32)
+        # float16 has no room for a gradient divided by a step's targets: backward divides and scales in float32.
         late = hidden.dtype == torch.float16
         factor = num_items.float().reciprocal()
         grad_scale = (torch.ones_like(factor) if late else factor) if want_hidden or want_weight else None
-        head = _head(hidden, weight, want_hidden, want_weight, fp8, fp8_logits)
+        if fp8 is not None and (fp8_logits or want_hidden or want_weight):
+            head: _Head = _Fp8Head(hidden, weight, want_hidden, want_weight, fp8, fp8_logits)
+        else:
+            head = _Head(hidden, weight.to(hidden.dtype), want_hidden, want_weight)
         for part in _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size(), int(head.chunk_share * CHUNK_BYTES)):
             room = None if grad_scale is None else head.room(part)
             chunk_loss, grad = cross_entropy_(head.logits(part), target[part], grad_scale, objective, room)
