@@ -27,8 +27,7 @@ class _Active:
     """One level of autocast; `recipe` is None where FP8 is off."""
 
     recipe: Recipe | None
-    group: dist.ProcessGroup | None
-    emulate: bool = False
+    emulate: bool
 
 
 @dataclass
@@ -76,7 +75,7 @@ def fp8_autocast(
         InputError: `fp8_recipe` is not a recipe.
     """
     recipe = (DelayedScaling() if fp8_recipe is None else coerce(fp8_recipe)) if enabled else None
-    outer, active = _state.active, _Active(recipe, fp8_group, emulate)
+    outer, active = _state.active, _Active(recipe, emulate)
     if outer is None:
         scaling.begin(fp8_group, getattr(recipe, "reduce_amax", True))
     if recipe is not None:
@@ -129,7 +128,7 @@ def microbatch(first: bool) -> Iterator[None]:
 
 
 def first_microbatch() -> bool | None:
-    """Whether this is the first forward of an accumulated step; None outside of `microbatch`."""
+    """True in the first forward of an accumulated step, False in later ones, None outside of `microbatch`."""
     return _state.first_microbatch
 
 

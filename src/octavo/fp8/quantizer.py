@@ -1,12 +1,8 @@
 """The cast policy of FP8 linear layers: dtype, scale, layouts and recorded amax of each operand are decided here alone.
 
-A recipe states formats and granularities; a layer's `ModuleState` holds slots, the weight that micro-batches share and the
-weight gathered in FP8. `LinearQuantizer` turns both into a `Quantizer` for the kernel that produces an operand: norm,
-activation, rotation, or the plain cast of an existing matrix (`DenseOperand`).
-
-Memory decides two details. The columnwise weight, which backward alone reads, is cast in backward from the parameter by the
-scale of the forward. The input of a layer behind an activation is not saved: backward computes and casts it again by its scale.
-A compiler reads the same policy, with casts as operators that are told the index of a slot.
+`LinearQuantizer` turns a recipe and a layer's `ModuleState` into a `Quantizer` for the kernel that produces an operand. To save
+memory, backward repeats two casts by the scales of forward: the columnwise weight, which it alone reads, and the input behind
+an activation. Compiled code follows the same policy, with casts as operators that take the index of a slot.
 """
 
 from __future__ import annotations
@@ -53,11 +49,7 @@ class DenseOperand:
 
 
 def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
-    """The recipe of a layer's products inside the current autocast; None for products in high precision.
-
-    Raises:
-        RuntimeError: the sharded weight was gathered in a form that this forward cannot read.
-    """
+    """The recipe of a layer's products inside the current autocast; None for products in high precision."""
     recipe = state.under(autocast.current_recipe(device))
     if state.gathered is not None and not has_one_scale(recipe):
         raise RuntimeError(
@@ -68,16 +60,16 @@ def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
 
 
 def has_one_scale(recipe: Recipe | None, operand: Operand = Operand.WEIGHT) -> bool:
-    """Whether the recipe casts this operand with one scale a tensor: such a weight can be cast before it is gathered."""
+    """True if the recipe casts this operand with one scale a tensor: such a weight can be cast before it is gathered."""
     return recipe is not None and recipe.casts[operand].granularity is Granularity.TENSOR
 
 
 def shard_scale(
     shard: Tensor, state: ModuleState, recipe: Recipe, *, record: bool, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The scale of a weight of which this rank holds `shard`, and where its amax is recorded (None: nowhere).
+    """Scale of the weight that `shard` is a part of, and the tensor that records its amax (None: not recorded).
 
-    group: ranks that hold the other shards; all of them call this. None: there are no others.
+    group: the ranks of all shards, each of which calls this; None for a whole weight.
     """
     how = recipe.casts[Operand.WEIGHT]
     if how.delayed:
@@ -94,8 +86,8 @@ def shard_scale(
 class LinearQuantizer:
     """Casts the operands of one use of a linear layer: made in forward, kept for its backward.
 
-    recipe: None leaves operands in `out_dtype`. first: whether this is the first forward of several micro-batches, which share
-    the FP8 weight of the first; None where the weight is cast anew.
+    recipe: None leaves operands in `out_dtype`. first: True in the first of several micro-batches, which share its FP8 weight,
+    and False in the others; None casts the weight anew.
     """
 
     def __init__(
@@ -111,7 +103,7 @@ class LinearQuantizer:
 
     @property
     def recomputable(self) -> bool:
-        """Whether backward can repeat the cast of the input to the same bits from its scale."""
+        """True if backward can repeat the cast of the input to the same bits from its scale."""
         return self.recipe is None or has_one_scale(self.recipe, Operand.INPUT)
 
     def input(self, producer: Producer, *, columnwise: bool, rowwise: bool = True, recompute: bool = False) -> QuantizedTensor:
@@ -145,10 +137,7 @@ class LinearQuantizer:
 
     @property
     def _transposes_late(self) -> bool:
-        """Whether the columnwise weight is cast in backward: from forward on it would be memory that nobody reads.
-
-        A weight that micro-batches share, or that was gathered, has both layouts at once; compiled code saves FP8 alone.
-        """
+        """True if the columnwise weight is cast in backward. A shared, gathered or compiled weight has both layouts at once."""
         once = self.first is None and self.state.gathered is None
         return once and has_one_scale(self.recipe) and not torch.compiler.is_compiling()
 
@@ -167,7 +156,7 @@ class LinearQuantizer:
         return w
 
     def saved_weight(self, w: QuantizedTensor, weight: Tensor, *, rowwise: bool = False) -> QuantizedTensor:
-        """What `restored_weight` needs of `w`, the cast of `weight`; the parameter itself takes no memory of its own."""
+        """For `restored_weight`: of `w` the columnwise layout, or else the parameter, which takes no memory of its own."""
         if self.recipe is None or w.columnwise_data is None:
             return QuantizedTensor(weight)
         return w if rowwise else QuantizedTensor(None, None, *w.columnwise)
@@ -200,11 +189,7 @@ class LinearQuantizer:
         return self.state.slot(Operand.GRAD_OUTPUT, self.recipe, self.device).position
 
     def begin_backward(self) -> None:
-        """Call first in a backward.
-
-        Raises:
-            RuntimeError: a gradient of a gradient is asked for.
-        """
+        """Call first in a backward; a RuntimeError if a gradient of a gradient is asked for."""
         if torch.compiler.is_compiling():
             return
         if torch.is_grad_enabled():
@@ -215,7 +200,7 @@ class LinearQuantizer:
     def _cast(
         self, operand: Operand, producer: Producer, *, rowwise: bool, columnwise: bool, slot_index: Tensor | None = None
     ) -> tuple[QuantizedTensor, Tensor | None]:
-        """An operand in the layouts that are asked for, and the one scale of its elements where it has one."""
+        """An operand in the layouts asked for, and its scale if there is one for the tensor."""
         if self.recipe is None:
             return QuantizedTensor(producer(Quantizer(self.out_dtype)).high_precision), None
         how, compiling = self.recipe.casts[operand], torch.compiler.is_compiling()
@@ -236,18 +221,14 @@ class LinearQuantizer:
                 largest = torch.zeros((), device=self.device)
                 producer(Quantizer(kind.dtype, kind.max, amax=largest, rowwise=False))
             scale = scale_from_amax(largest, kind.max, how.power_of_two)
-            self._observe(operand, scale)
+            self.state.observed[operand] = scale
             return producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)), scale
         if matrix is None:
             matrix = producer(Quantizer(torch.float32)).high_precision
         out, chosen = quantize(matrix, how, rowwise=rowwise, columnwise=columnwise)
-        self._observe(operand, chosen)
+        if chosen is not None and not compiling:
+            self.state.observed[operand] = chosen
         return out, None
-
-    def _observe(self, operand: Operand, scale: Tensor | None) -> None:
-        """Remember the last scales for `octavo.fp8.inspect` where no slot has them; compiled code does not."""
-        if scale is not None and not torch.compiler.is_compiling():
-            self.state.observed[operand] = scale
 
 
 def quantize(x: Tensor, how: Cast, *, rowwise: bool = True, columnwise: bool = True) -> tuple[QuantizedTensor, Tensor | None]:

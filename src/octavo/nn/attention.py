@@ -1,9 +1,7 @@
-"""Attention: the joint query/key/value product, rotary embedding, the attention itself, and the output product.
+"""Attention layers. B batch, T tokens, H query heads, G key-value heads, D head dimension.
 
 Query, key and value are one matrix whose rows are grouped by key-value head: the queries that share a key-value head, then its
 key, then its value. A slice of whole groups is a working attention layer, whatever the tensor-parallel degree.
-
-Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -123,15 +121,9 @@ class DotProductAttention(nn.Module):
         q, k, v = (x.permute(order) for x in (query_layer, key_layer, value_layer))
         with self.draws() if dropout else contextlib.nullcontext():
             context = functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=attention_mask,
-                is_causal=causal and attention_mask is None,
-                dropout_p=dropout,
-                scale=self.softmax_scale,
-                enable_gqa=self.groups != self.heads,
-            )
+                q, k, v, attn_mask=attention_mask, is_causal=causal and attention_mask is None, dropout_p=dropout,
+                scale=self.softmax_scale, enable_gqa=self.groups != self.heads,
+            )  # fmt: skip
         return context.permute((2, 0, 1, 3) if self.sequence_first else (0, 2, 1, 3)).flatten(2)
 
 
@@ -177,22 +169,13 @@ class MultiheadAttention(ResidualLayer):
         )
         self.heads, self.groups, self.head_dim = num_attention_heads, self.core_attention.groups, head_dim
         self.layernorm_qkv = LayerNormLinear(
-            hidden_size,
-            (self.heads + 2 * self.groups) * head_dim,
-            eps=layernorm_epsilon,
-            bias=bias if qkv_bias is None else qkv_bias,
-            normalization=normalization,
-            init_method=init_method,
-            **make,
-        )
+            hidden_size, (self.heads + 2 * self.groups) * head_dim, layernorm_epsilon,
+            bias=bias if qkv_bias is None else qkv_bias, normalization=normalization, init_method=init_method, **make,
+        )  # fmt: skip
         self.proj = Linear(
-            self.heads * head_dim,
-            hidden_size,
-            bias if proj_bias is None else proj_bias,
-            return_bias=return_bias,
-            init_method=output_layer_init_method,
-            **make,
-        )
+            self.heads * head_dim, hidden_size, bias if proj_bias is None else proj_bias,
+            return_bias=return_bias, init_method=output_layer_init_method, **make,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -231,7 +214,7 @@ class MultiheadAttention(ResidualLayer):
         return (h, attended) if return_residual else attended
 
     def _is_short(self, x: Tensor, attn_mask_type: str | None) -> bool:
-        """Whether the kernel of short sequences takes the joint product of x [B, T, hidden] as it is."""
+        """True if the kernel of short sequences takes the joint product of x [B, T, hidden]."""
         core = self.core_attention
         causal = core.causal if attn_mask_type is None else check_mask("attn_mask_type", attn_mask_type)
         if causal or (core.attention_dropout and self.training) or torch.compiler.is_compiling() or x.numel() == 0:

@@ -1,7 +1,6 @@
 """RMSNorm and LayerNorm, alone and in front of a linear layer.
 
 The kernel adds the last layer's delta to the residual stream while it reads both, and stores the norm in float32, bf16 or FP8.
-`NormProducer` is that kernel as the producer of a linear layer's input.
 """
 
 from __future__ import annotations
@@ -128,13 +127,6 @@ class ResidualLayer(nn.Module):
         return self(residual, *args, delta=delta, return_residual=True, **options)
 
 
-def _size(name: str, shape: int | Iterable[int] | None) -> int:
-    sizes = [shape] if isinstance(shape, int) else list(shape or ())
-    if len(sizes) != 1:
-        raise InputError(f"{name} over the dimensions {sizes} is not supported: give one size, that of the last dimension.")
-    return sizes[0]
-
-
 class _Norm(nn.Module):
     """One of `NORMS`; LayerNorm alone has a bias. The size may also be given as `hidden_size`, the dtype as `dtype`."""
 
@@ -154,8 +146,13 @@ class _Norm(nn.Module):
     ) -> None:
         super().__init__()
         check(self.normalization, te_arguments, _Norm.__init__)
+        shape = normalized_shape if hidden_size is None else hidden_size
+        size = [shape] if isinstance(shape, int) else list(shape or ())
+        if len(size) != 1:
+            raise InputError(
+                f"{self.normalization} over the dimensions {size} is not supported: give one size, that of the last dimension."
+            )
         self.eps = eps
-        size = _size(self.normalization, normalized_shape if hidden_size is None else hidden_size)
         self.weight = nn.Parameter(torch.empty(size, dtype=params_dtype or dtype, device=device))
         bias = nn.Parameter(torch.empty_like(self.weight)) if self.normalization == "LayerNorm" else None
         self.register_parameter("bias", bias)

@@ -1,8 +1,4 @@
-"""Splits the joint query/key/value product into heads and rotates queries and keys, as one kernel or in PyTorch.
-
-The rotation reads the joint product once, and in backward its gradient goes straight to FP8: `Rotation.join` is a producer for
-the gradient of the joint product.
-"""
+"""Splits the joint query/key/value product into heads and rotates queries and keys, as one kernel or in PyTorch."""
 
 from __future__ import annotations
 
