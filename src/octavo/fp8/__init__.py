@@ -2,6 +2,6 @@
 
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.formats import Format
-from octavo.fp8.inspection import inspect
+from octavo.fp8.scaling import inspect
 
 __all__ = ["Format", "fp8_autocast", "inspect"]

@@ -19,7 +19,7 @@ from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
 from octavo.kernels.column_sum import add_up, column_sums
 from octavo.kernels.quantize.cast import cast, cast_scaled, row_tiles
-from octavo.kernels.quantize.cast_scaled import Scaled, amax, blocks, rows, scale_from_amax
+from octavo.kernels.quantize.cast_scaled import amax, blocks, rows, scale_from_amax
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
 
 Producer = Callable[[Quantizer], QuantizedTensor]
@@ -246,8 +246,5 @@ def quantize(x: Tensor, how: Cast, *, rowwise: bool = True, columnwise: bool = T
         high = reference.BLOCK if how.granularity is Granularity.BLOCK_128X128 else 1
         along, across = blocks(x, dtype, fp8_max, high, rowwise=rowwise, columnwise=columnwise)
     chosen = next((made.scale for made in (along, across) if made is not None), None)
-    return QuantizedTensor(*_data_and_scale(along), *_data_and_scale(across)), chosen
-
-
-def _data_and_scale(made: Scaled | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if made is None else (made.data, made.scale_inv)
+    row, column = ((None, None) if made is None else (made.data, made.scale_inv) for made in (along, across))
+    return QuantizedTensor(*row, *column), chosen

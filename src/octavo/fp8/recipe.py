@@ -197,21 +197,13 @@ def coerce(recipe: Any) -> Recipe:
         if name not in Format.__members__:
             raise unknown("FP8 format", name, Format.__members__, key="fp8_format")
         values["fp8_format"] = Format[name]
-    _refuse_others(recipe, known)
-    return cls(**values)
-
-
-def _refuse_others(recipe: Any, known: set[str]) -> None:
-    """Refuse a dataclass with another value than the default in a field that Octavo's recipe lacks."""
-    for field_ in dataclasses.fields(recipe) if dataclasses.is_dataclass(recipe) else ():
-        if field_.name in known:
-            continue
-        usual = field_.default if field_.default_factory is dataclasses.MISSING else field_.default_factory()
-        if usual is dataclasses.MISSING and field_.name not in _THEIR_USUAL:
-            continue
-        usual, value = _THEIR_USUAL.get(field_.name, usual), getattr(recipe, field_.name)
-        if value != usual:
+    others = [f for f in dataclasses.fields(recipe) if f.name not in known] if dataclasses.is_dataclass(recipe) else []
+    for other in others:
+        default = other.default if other.default_factory is dataclasses.MISSING else other.default_factory()
+        usual, value = _THEIR_USUAL.get(other.name, default), getattr(recipe, other.name)
+        if usual is not dataclasses.MISSING and value != usual:
             raise InputError(
-                f"fp8_recipe: {type(recipe).__name__}.{field_.name} = {value!r}: Octavo's recipe has nothing of the kind; "
+                f"fp8_recipe: {type(recipe).__name__}.{other.name} = {value!r}: Octavo's recipe has nothing of the kind; "
                 f"leave it at {usual!r}."
             )
+    return cls(**values)

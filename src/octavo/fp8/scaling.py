@@ -344,6 +344,37 @@ def states_of(model: nn.Module) -> Iterator[tuple[str, ModuleState]]:
                 yield ".".join(part for part in (name, suffix) if part), state
 
 
+def inspect(module: nn.Module) -> dict[str, Any]:
+    """The state of each FP8 tensor of a module: `"input" | "weight" | "grad_output"` → format, scale, history, saturation.
+
+    Each entry has `format` ("E4M3" | "E5M2"), `scale` (float32; under delayed scaling of the next cast, else of the last one: a
+    tensor's, rows' or blocks', and None before a cast or in compiled code), `amax_history` (float32 [L], or None without one)
+    and `saturated` (True if the last recorded amax at its scale exceeded the format's range). A module with several matrices
+    gives such a dict for each by name; one that was never called gives an empty one.
+
+    Raises:
+        InputError: nothing in the module runs in FP8.
+    """
+    flush()
+    found = {name: _entries(state) for name, state in states_of(module)}
+    if not found:
+        raise InputError(f"{type(module).__name__} has no FP8 layer: octavo.describe(model) names those that have.")
+    return found[""] if set(found) == {""} else found
+
+
+def _entries(state: ModuleState) -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = {}
+    for operand, how in state.recipe.casts.items() if state.recipe is not None else ():
+        entry = entries[operand.value] = {
+            "format": how.format.name, "scale": state.observed.get(operand), "amax_history": None, "saturated": False,
+        }  # fmt: skip
+        if how.delayed:
+            slot = state.slots[operand]
+            entry["scale"], entry["amax_history"] = slot.scale.clone(), slot.history.clone()
+            entry["saturated"] = bool(slot.buffer.saturated[slot.index])
+    return entries
+
+
 def state_records(model: nn.Module) -> dict[str, Tensor]:
     """FP8 state for a checkpoint: `<module>.<operand>.scale` [] and `.amax_history` [L], float32, copied."""
     flush()

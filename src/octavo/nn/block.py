@@ -99,9 +99,7 @@ class TransformerLayer(ResidualLayer):
             h, out = self.layernorm_mlp.forward_residual(h, None, is_first_microbatch)
             out = attended + out
         else:
-            h, out = self.layernorm_mlp.forward_residual(h, self._dropped(attended), is_first_microbatch)
-        out = self._dropped(out)
+            attended = functional.dropout(attended, self.hidden_dropout, self.training)
+            h, out = self.layernorm_mlp.forward_residual(h, attended, is_first_microbatch)
+        out = functional.dropout(out, self.hidden_dropout, self.training)
         return (h, out) if return_residual else h + out
-
-    def _dropped(self, branch: Tensor) -> Tensor:
-        return functional.dropout(branch, self.hidden_dropout) if self.hidden_dropout and self.training else branch

@@ -18,7 +18,7 @@ from octavo.errors import InputError
 from octavo.fp8 import autocast
 from octavo.fp8.linear import GroupedGemms, LinearGemms, saved_input
 from octavo.fp8.quantizer import active_recipe
-from octavo.fp8.recipe import Granularity, Recipe
+from octavo.fp8.recipe import Granularity
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
@@ -105,7 +105,11 @@ class GroupedLinear(nn.Module):
         states: list[ModuleState] = [getattr(self, f"weight{i}_fp8_state") for i in range(self.num_gemms)]
         recipes = [active_recipe(state, x.device) for state in states]
         recipe = recipes[0]
-        if all(other == recipe for other in recipes) and _takes_groups(recipe, x.device, dtype, weights):
+        if recipe is None:
+            grouped = gemm.takes_high_precision_groups(x.device, dtype, weights)
+        else:  # the one granularity of which PyTorch has a kernel for several groups
+            grouped = all(how.granularity is Granularity.ROW for how in recipe.casts.values())
+        if grouped and all(other == recipe for other in recipes):
             experts = [LinearGemms(*pair, recipe, dtype, first) for pair in zip(states, weights, strict=True)]
             x = x.to(dtype) if recipe is None else x
             return _GroupedLinearFunction.apply(x, GroupedGemms(experts, splits), *weights, *biases)
@@ -125,13 +129,6 @@ class GroupedLinear(nn.Module):
         """Experts and shape, for `print(model)`."""
         bias = self.num_gemms > 0 and self.biases[0] is not None
         return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
-
-
-def _takes_groups(recipe: Recipe | None, device: torch.device, dtype: torch.dtype, weights: Sequence[Tensor]) -> bool:
-    """Whether the experts' outputs may be one launch: in bfloat16 on Hopper, and with a scale a row of each operand."""
-    if recipe is None:
-        return gemm.takes_high_precision_groups(device, dtype, weights)
-    return all(how.granularity is Granularity.ROW for how in recipe.casts.values())
 
 
 class _GroupedLinearFunction(torch.autograd.Function):

@@ -246,21 +246,15 @@ class NormedLayer(ResidualLayer):
     _fused: Callable[..., tuple[Tensor, ...]]
     """Norm and products as one autograd function; also gives the residual stream."""
 
-    def __init__(
-        self,
-        size: int,
-        eps: float,
-        normalization: str,
-        return_bias: bool,
-        return_layernorm_output: bool,
-        tracker: Tracker | None,
-        make: dict[str, Any],
-    ) -> None:
+    return_bias: bool
+    return_layernorm_output: bool
+    draws: Draws
+
+    def __init__(self, size: int, eps: float, normalization: str, make: dict[str, Any]) -> None:
         super().__init__()
         if normalization not in NORMS:
             raise unknown("normalization", normalization, NORMS)
-        self.eps, self.normalization, self.draws = eps, normalization, Draws(tracker)
-        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.eps, self.normalization = eps, normalization
         self.layer_norm_weight = nn.Parameter(torch.empty(size, **make))
         self.layer_norm_bias = nn.Parameter(torch.empty(size, **make)) if normalization == "LayerNorm" else None
 
@@ -315,8 +309,10 @@ class LayerNormLinear(NormedLayer):
     ) -> None:
         check("LayerNormLinear", te_arguments, LayerNormLinear.__init__)
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
-        super().__init__(in_features, eps, normalization, return_bias, return_layernorm_output, get_rng_state_tracker, make)
-        self.in_features, self.out_features, self.init_method = in_features, out_features, init_method
+        super().__init__(in_features, eps, normalization, make)
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.init_method, self.draws = init_method, Draws(get_rng_state_tracker)
+        self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **make))
         self.bias = nn.Parameter(torch.empty(out_features, **make)) if bias else None
         self.fp8_state = ModuleState(self)

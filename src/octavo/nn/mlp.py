@@ -21,7 +21,7 @@ from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.linear import NormedLayer, product
 from octavo.nn.norm import NormParameters, NormProducer, backward_through_norm, flat, unflat
-from octavo.nn.te_arguments import Init, Tracker, activation_of, check
+from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of, check
 
 GATE_UP_BLOCK = 32
 """Rows: as FP8 columns of the product they fill a sector of memory, 32 bytes, and any degree that divides F by 32 cuts none."""
@@ -174,9 +174,10 @@ class LayerNormMLP(NormedLayer):
             )
         activation = activation_of(activation)
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
-        super().__init__(hidden_size, eps, normalization, return_bias, return_layernorm_output, get_rng_state_tracker, make)
+        super().__init__(hidden_size, eps, normalization, make)
+        self.return_bias, self.return_layernorm_output, self.checkpoint = return_bias, return_layernorm_output, checkpoint
+        self.init_methods, self.draws = (init_method, output_layer_init_method), Draws(get_rng_state_tracker)
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
-        self.checkpoint, self.init_methods = checkpoint, (init_method, output_layer_init_method)
         fc1_rows = ffn_hidden_size * (2 if is_gated(activation) else 1)
         self.fc1_weight = nn.Parameter(torch.empty(fc1_rows, hidden_size, **make))
         self.fc1_bias = nn.Parameter(torch.empty(fc1_rows, **make)) if bias else None
