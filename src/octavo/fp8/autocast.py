@@ -11,7 +11,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,16 +38,16 @@ class _Forward:
     scales: list[tuple[scaling.ScaleBuffer, torch.Tensor]]
 
 
+@dataclass
 class _State:
     """The current contexts of the process: global, since backward runs on threads of its own."""
 
-    def __init__(self) -> None:
-        self.active: _Active | None = None
-        self.last = _Forward(None, [])
-        self.checkpoints: weakref.WeakKeyDictionary[Any, _Forward] = weakref.WeakKeyDictionary()
-        self.first_microbatch: bool | None = None
-        self.warned: set[torch.device] = set()
-        self.recomputing = False
+    active: _Active | None = None
+    last: _Forward = field(default_factory=lambda: _Forward(None, []))
+    checkpoints: weakref.WeakKeyDictionary[Any, _Forward] = field(default_factory=weakref.WeakKeyDictionary)
+    first_microbatch: bool | None = None
+    warned: set[torch.device] = field(default_factory=set)
+    recomputing: bool = False
 
 
 _state = _State()
@@ -94,10 +94,10 @@ def current_recipe(device: torch.device) -> Recipe | None:
     """The recipe that applies here on this device, or None where products stay in high precision."""
     active = _state.active
     if not torch.compiler.is_compiling() and not _state.recomputing:
-        if scaling.graph_task() == -1:
-            _remember_checkpoint()
-        else:
+        if scaling.graph_task() != -1:
             active = _repeated().active
+        elif (frame := _checkpoint_frame()) is not None and frame not in _state.checkpoints:
+            _state.checkpoints[frame] = _Forward(active, scaling.snapshot())
     if active is None or active.recipe is None:
         return None
     if device.type == "cpu" or active.emulate or gemm.is_native(device):
@@ -136,15 +136,13 @@ class _Recomputing:
     """The context of a recomputation: recipe and scales of its forward."""
 
     def __init__(self) -> None:
-        self._active = _state.active
-        self._first = _state.first_microbatch
-        self._scales = scaling.snapshot()
+        self._forward, self._first = _Forward(_state.active, scaling.snapshot()), _state.first_microbatch
 
     def __enter__(self) -> None:
         self._before = (_state.active, _state.first_microbatch, _state.recomputing)
-        self._replay = scaling.replay(self._scales)
+        self._replay = scaling.replay(self._forward.scales)
         self._replay.__enter__()
-        _state.active, _state.first_microbatch, _state.recomputing = self._active, self._first, True
+        _state.active, _state.first_microbatch, _state.recomputing = self._forward.active, self._first, True
 
     def __exit__(self, *exc: object) -> None:
         self._replay.__exit__(None, None, None)
@@ -175,12 +173,6 @@ def _checkpoint_frame() -> Any:
     if "target_frame_ref" in cells:
         return cells["target_frame_ref"].cell_contents()
     return cells["frame"].cell_contents if "frame" in cells else None
-
-
-def _remember_checkpoint() -> None:
-    frame = _checkpoint_frame()
-    if frame is not None and frame not in _state.checkpoints:
-        _state.checkpoints[frame] = _Forward(_state.active, scaling.snapshot())
 
 
 def _repeated() -> _Forward:

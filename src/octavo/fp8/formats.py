@@ -31,12 +31,5 @@ class Format(Enum):
     HYBRID = (E4M3, E5M2)  # before the member E4M3, which hides the module's name in this body
     E4M3 = (E4M3, E4M3)
 
-    @property
-    def forward(self) -> FloatFormat:
-        """Format of inputs and weights."""
-        return self.value[0]
-
-    @property
-    def backward(self) -> FloatFormat:
-        """Format of gradients of outputs."""
-        return self.value[1]
+    def __init__(self, forward: FloatFormat, backward: FloatFormat) -> None:
+        self.forward, self.backward = forward, backward

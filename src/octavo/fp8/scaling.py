@@ -58,8 +58,8 @@ class Slot:
         return self.buffer.history[:, self.index]
 
 
-def _several_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def _several_ranks(group: dist.ProcessGroup | None = None) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 class ScaleBuffer:
@@ -105,9 +105,8 @@ class ScaleBuffer:
     @torch.no_grad()
     def update(self) -> None:
         """Roll every history in which something was recorded and compute its scale; see `reference.update_scales`."""
-        group = _state.group
-        if _state.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-            dist.all_reduce(self.history[0], op=dist.ReduceOp.MAX, group=group)
+        if _state.reduce_amax and _several_ranks(_state.group):
+            dist.all_reduce(self.history[0], op=dist.ReduceOp.MAX, group=_state.group)
         update_scales_(
             self.history, self.scale, self.fp8_max, self.saturated,
             algo=self.policy.algo, margin=self.policy.margin, rounding=_ROUNDING,
@@ -255,24 +254,21 @@ def prepare_all(recipe: Recipe) -> None:
     """
     if recipe in _prepared:
         return
-    if _several_ranks() and any(_wants_slots(state, recipe) for state in _modules.values()):
+    if _several_ranks() and next(_without_slots(recipe), None) is not None:
         gc.collect()  # a model that is gone on one rank and lingers on another would take slots there
-    waiting = False
-    # In the order of creation: a slot has the same number on every rank, or an all-reduce would join different tensors.
-    for state in list(_modules.values()):
-        device = state.device
-        if device is None:
-            waiting = True
-        elif not state.slots and (own := state.under(recipe)) is not None:
-            state.prepare(own, device)
-    if not waiting:
+    for state, own, device in _without_slots(recipe):
+        state.prepare(own, device)
+    if all(state.device is not None for state in _modules.values()):
         _prepared.clear()
         _prepared.add(recipe)
 
 
-def _wants_slots(state: ModuleState, recipe: Recipe) -> bool:
-    own = state.under(recipe)
-    return own is not None and own.history is not None and not state.slots and state.device is not None
+def _without_slots(recipe: Recipe) -> Iterator[tuple[ModuleState, Recipe, torch.device]]:
+    """In order of creation: a slot needs the same number on every rank, or an all-reduce would join different tensors."""
+    for state in list(_modules.values()):
+        own, device = state.under(recipe), state.device
+        if own is not None and own.history is not None and device is not None and not state.slots:
+            yield state, own, device
 
 
 def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:

@@ -201,9 +201,9 @@ def cos_and_sin(rotary: Any, tokens: int, head_dim: int) -> Any:
     """
     if isinstance(rotary, tuple) and rotary[0] is rotary[1]:
         rotary = rotary[0]  # the angles of queries and of keys
-    if not isinstance(rotary, Tensor) and (rotary is None or rotary[0].dim() == 3):
-        return rotary
     if not isinstance(rotary, Tensor):
+        if rotary is None or rotary[0].dim() == 3:
+            return rotary
         raise InputError(
             "rotary_pos_emb with other angles for keys than for queries is not supported: pass one tensor of angles."
         )
