@@ -55,11 +55,7 @@ _state = _State()
 
 @contextlib.contextmanager
 def fp8_autocast(
-    enabled: bool = True,
-    fp8_recipe: Any = None,
-    fp8_group: dist.ProcessGroup | None = None,
-    *,
-    emulate: bool = False,
+    enabled: bool = True, fp8_recipe: Any = None, fp8_group: dist.ProcessGroup | None = None, *, emulate: bool = False
 ) -> Iterator[None]:
     """Run the products of FP8 layers inside in FP8 (or, with `enabled=False`, in the dtype of their inputs).
 

@@ -97,7 +97,7 @@ class Recipe:
         return None
 
     def precise(self, gradient: Gradient) -> bool:
-        """Whether this product of backward adds every partial sum in float32, as `octavo.kernels.gemm.scaled_mm` does."""
+        """True if this product of backward adds every partial sum in float32 (`octavo.kernels.gemm.scaled_mm`)."""
         return getattr(self, "fast_accumulation", False) not in (True, gradient)
 
 
@@ -108,8 +108,7 @@ class DelayedScaling(Recipe):
     Names and defaults are Transformer Engine's. `reduce_amax` joins the amaxes over `fp8_group`, so that all ranks that hold
     parts of a model scale alike; without it each rank keeps its own. `fast_accumulation` takes Hopper's fast mode in backward
     too, not in forward alone: 5 to 11% off those products. A sum over 16,384 tokens, as a weight gradient is, then loses 0.27%
-    of its norm; "input_gradient" leaves these precise. Heads and experts are precise in backward either way. The README says
-    what it cost in loss.
+    of its norm; "input_gradient" leaves these precise. Heads and experts are precise in backward either way.
 
     Raises:
         InputError: a history shorter than 1, an unknown algorithm, format or product.
@@ -182,8 +181,7 @@ def coerce(recipe: Any) -> Recipe:
     """`recipe` itself, or Octavo's equal of a Transformer Engine recipe object (matched by class and field names).
 
     Raises:
-        InputError: the object is neither, asks for a format that Octavo has no pair for, or is a dataclass, as theirs are, that
-            asks for something else that Octavo does not do.
+        InputError: the object is neither, or a format or another field asks for something that Octavo does not have.
     """
     if isinstance(recipe, Recipe):
         return recipe

@@ -383,11 +383,7 @@ def state_records(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
-    """Check that `load_state_records` can take records of these names; nothing is changed.
-
-    Raises:
-        InputError: a record names a module that this model does not run in FP8, or a module has no weights yet.
-    """
+    """Raise an InputError if a record is of a module that this model does not run in FP8, or a module has no weights yet."""
     states = {name: state for name, state in states_of(model) if not state.skipped}
     strangers = sorted({name.rsplit(".", 2)[0] for name in names} - states.keys())
     if strangers:
@@ -402,11 +398,7 @@ def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: Recipe) -> None:
-    """Put records from `state_records` back, for the modules that run in FP8 under an autocast of `recipe`.
-
-    Raises:
-        InputError: as `check_state_records`, before anything is changed.
-    """
+    """Put records from `state_records` back after `check_state_records`, for modules in FP8 under an autocast of `recipe`."""
     check_state_records(model, records)
     flush()
     for name, state in states_of(model):

@@ -54,10 +54,7 @@ def short_attention(qkv: Tensor, heads: int, groups: int, scale: float | None = 
     """softmax(q · kᵀ · scale) · v of the joint product, every query with every key, and differentiable once.
 
     qkv: [B, T, (H + 2G)·D], of a shape that `octavo.kernels.attention.short.takes` on a GPU; not to be written before backward
-    has read it → [B, T, H·D]. scale: > 0, by default D^-½.
-
-    Raises:
-        InputError: the scale is not positive.
+    has read it → [B, T, H·D]. scale: by default D^-½; an InputError unless it is more than 0.
     """
     scale = (qkv.shape[-1] // (heads + 2 * groups)) ** -0.5 if scale is None else scale
     if scale <= 0:

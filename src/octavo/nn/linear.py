@@ -44,19 +44,14 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: ModuleState,
-    out_dtype: torch.dtype,
-    is_first_microbatch: bool | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: ModuleState, out_dtype: torch.dtype, first: bool | None
 ) -> Tensor:
     """x · weightᵀ + bias, in FP8 where an autocast says so, else in `out_dtype`. x [..., K], weight [N, K] → [..., N]."""
     recipe = active_recipe(state, x.device)
     if recipe is None:
         bias = None if bias is None else bias.to(out_dtype)
         return functional.linear(x.to(out_dtype), weight.to(out_dtype), bias)
-    gemms = LinearGemms(state, weight, recipe, out_dtype, is_first_microbatch)
+    gemms = LinearGemms(state, weight, recipe, out_dtype, first)
     quantizer = gemms.quantizer
     # The casts stand outside of the autograd function: a compiler allows no writes to a layer's FP8 state inside of it.
     with torch.no_grad(), autocast.scales_of_forward():

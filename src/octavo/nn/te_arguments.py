@@ -194,11 +194,7 @@ def check_mask(argument: str, name: str) -> bool:
 
 
 def cos_and_sin(rotary: Any, tokens: int, head_dim: int) -> Any:
-    """cos and sin for the first `tokens` positions of Transformer Engine's angles, float32 [T, 1, 1, D]; others as they are.
-
-    Raises:
-        InputError: the angles are too few or of another size than the heads.
-    """
+    """cos and sin for the first `tokens` positions of Transformer Engine's angles, float32 [T, 1, 1, D]; others as they are."""
     if isinstance(rotary, tuple) and rotary[0] is rotary[1]:
         rotary = rotary[0]  # the angles of queries and of keys
     if not isinstance(rotary, Tensor):
