@@ -188,7 +188,7 @@ class ModuleState:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the module's weight is; None when the module is gone or on the meta device."""
+        """The device of the module's weight; None when the module is gone or on the meta device."""
         weight = self.weight
         return None if weight is None or weight.is_meta else weight.device
 

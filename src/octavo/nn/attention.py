@@ -65,7 +65,7 @@ def short_attention(qkv: Tensor, heads: int, groups: int, scale: float | None = 
 class DotProductAttention(nn.Module):
     """softmax(q · kᵀ · scale) · v through PyTorch's `scaled_dot_product_attention`, which takes cuDNN's kernel on Hopper.
 
-    Without a mask it is what `attn_mask_type` says: "causal" or "no_mask". `attention_dropout` is applied in training only.
+    `attn_mask_type`, for calls without a mask: "causal" or "no_mask". `attention_dropout` is applied in training only.
     qkv_format: "bshd" for [B, T, H, D], or "sbhd" for [T, B, H, D].
     """
 

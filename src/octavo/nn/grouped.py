@@ -96,7 +96,7 @@ class GroupedLinear(nn.Module):
         y = y.view(*inp.shape[:-1], self.out_features)
         return (y, [None if bias is None else bias.to(y.dtype) for bias in self.biases]) if self.return_bias else y
 
-    # A compiler would compile anew for every split, and experts without rows are not what it expects.
+    # A compiler would compile anew for every split, and does not expect experts without rows.
     @torch.compiler.disable
     def _experts(
         self, x: Tensor, splits: list[int], biases: list[Tensor | None], dtype: torch.dtype, first: bool | None

@@ -122,7 +122,7 @@ class _Fp8Head(_Head):
             most = max(1, KEPT_BYTES // (width * chunk)) * chunk
             self.part = slice(part.start, min(part.start + most, self.rows))
             rows = self.part.stop - self.part.start
-            # Whole 16 bytes either way, as products want them; what fills up is 0 and has no part in a sum.
+            # Multiples of 16 bytes in both dimensions, as products need them; the padding is 0 and adds nothing.
             self.kept = torch.empty(_aligned(rows), width, dtype=E5M2.dtype, device=self.hidden.device)
             self.kept[rows:].view(torch.uint8).zero_()
             self.kept[:, self.words :].view(torch.uint8).zero_()
@@ -140,7 +140,7 @@ class _Fp8Head(_Head):
         return self.d_hidden, self.d_weight
 
     def _multiply(self) -> None:
-        """Compute gradients from what is kept, and drop it."""
+        """Compute gradients from the kept ones of the logits, and drop these."""
         kept, scale_inv, part = self.kept, self.scale_inv, self.part
         assert kept is not None
         assert scale_inv is not None
@@ -218,7 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += chunk_loss
             if grad is not None:
                 head.add(grad, part)
-            # A chunk of logits, or what is kept: gigabytes that must not stand beside the next, or beside d_weight's two forms.
+            # Logits or kept gradients: gigabytes that must not be alive with the next chunk, or with d_weight's two dtypes.
             del grad, room
         d_hidden, d_weight = head.gradients()
         del head

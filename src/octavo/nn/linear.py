@@ -88,7 +88,7 @@ class _LinearFunction(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x_q = _with_repetition(x_row, x_row_scale, x_column, x_column_scale)
         w_q = _with_repetition(w_row, w_row_scale, w_column, w_column_scale)
-        # The gradient of an operand takes the other one: what a frozen one would need is not saved.
+        # The gradient of an operand reads the other one, which is saved only if the first is trained.
         want_x, want_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             *saved_input(x_q, want_weight),
@@ -184,7 +184,7 @@ class Linear(nn.Linear):
     returns (y, bias). Arguments that only Transformer Engine has are in `octavo.nn.te_arguments`.
     """
 
-    return_bias = False  # here too, for those that are made of an `nn.Linear`
+    return_bias = False  # defaults of the class serve `from_linear`
     init_method: Init | None = None
     draws = Draws()
 
@@ -324,8 +324,8 @@ class LayerNormLinear(NormedLayer):
     ) -> Any:
         """input [..., in_features] → [..., out_features].
 
-        delta and return_residual are for `forward_residual`. With a rotation it returns queries, keys and values instead of
-        the product, as `Rotation.split` does.
+        delta, rotation and return_residual are for `forward_residual`, which with a rotation returns queries, keys and values
+        in place of the product.
         """
         return self._run(input, delta, is_first_microbatch, return_residual, self.bias, rotation=rotation)
 

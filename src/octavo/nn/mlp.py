@@ -83,7 +83,8 @@ class _NormMlpFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_residual: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        kind, fc1, fc2, curve, block = ctx.call
+        call: tuple[str, LinearGemms, LinearGemms, str, int] = ctx.call
+        kind, fc1, fc2, curve, block = call
         for gemms in (fc1, fc2):  # either may stay out of FP8
             gemms.quantizer.begin_backward()
         if dy is None:
@@ -140,8 +141,8 @@ class LayerNormMLP(NormedLayer):
     Parameters: layer_norm_weight, layer_norm_bias (LayerNorm only), fc1_weight [F or 2F, hidden_size] (gated activations have
     both halves), fc1_bias, fc2_weight [hidden_size, F], fc2_bias. activation: a name of `octavo.nn.te_arguments.ACTIVATIONS`,
     where "gelu" is Transformer Engine's, with the tanh. `return_bias` (of fc2) and `return_layernorm_output` are as in
-    `LayerNormLinear`, and `output_layer_init_method` is the `init_method` of fc2. `checkpoint`: the first product is not kept
-    for backward but made again, to the same bits; where `torch.compile` reads the layer, it decides what is kept.
+    `LayerNormLinear`, and `output_layer_init_method` is the `init_method` of fc2. `checkpoint`: the first product is not saved
+    for backward but computed again, to the same bits; under `torch.compile` the compiler decides on what is saved.
 
     Raises:
         InputError: an argument or a value that this layer does not take, or `checkpoint` with `return_layernorm_output`.

@@ -54,7 +54,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 def unflat(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """A kernel's result [M, K] in the shape [..., K], and not as a view: autograd lets nobody write into a view."""
+    """A kernel's result [M, K] in the shape [..., K], and not as a view, into which autograd allows no writes."""
     if len(shape) == 2:
         return y
     return torch.ops.aten._unsafe_view.default(y, shape)

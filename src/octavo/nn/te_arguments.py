@@ -95,10 +95,10 @@ _LINEAR = _PARALLEL | _UB | {"parallel_mode": Only((None,), _TP), "ub_name": FRE
 _NORM = _GAMMA | {"sequence_parallel": Only((False, None), _TP), "sm_margin": FREE}
 
 ARGUMENTS: dict[str, dict[str, Only]] = {
-    "Linear": _LINEAR | _PARTS | {"save_original_input": Only((False,), "What is kept for backward is FP8.")},
+    "Linear": _LINEAR | _PARTS | {"save_original_input": Only((False,), "Backward saves FP8.")},
     "GroupedLinear": _LINEAR
     | {
-        "save_original_input": Only((False,), "What is kept for backward is FP8."),
+        "save_original_input": Only((False,), "Backward saves FP8."),
         "single_grouped_weight": Only((False,), _SPLIT),
         "single_grouped_bias": Only((False,), _SPLIT),
         "use_grouped_tensor": FREE,
