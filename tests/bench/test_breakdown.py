@@ -76,7 +76,7 @@ def launched():
 
 def test_octavos_kernels_have_the_kind_of_their_file():
     found = list(launched())
-    assert {("quantize.cast", "_cast_by_fours"), ("norm_rows", "norm_rows"), ("attention.forward", "attention_forward")} <= set(
+    assert {("quantize.cast", "_cast_packed"), ("norm_rows", "norm_rows"), ("attention.forward", "attention_forward")} <= set(
         found
     )
     for file, name in found:

@@ -59,7 +59,7 @@ def assert_made(got, want):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
 def test_forward_in_fp8(name, rows, columns, block, dtype):
     _, x = case(name, rows, columns, dtype)
@@ -72,7 +72,7 @@ def test_forward_in_fp8(name, rows, columns, block, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
 def test_backward_in_fp8(name, rows, columns, block, dtype):
     dy, x = case(name, rows, columns, dtype)
@@ -91,7 +91,7 @@ def test_backward_in_fp8(name, rows, columns, block, dtype):
     assert torch.equal(again.amax, forward_amax)
 
 
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES[1:])
 def test_float32(name, rows, columns, block):
     dy, x = case(name, rows, columns)
@@ -113,7 +113,7 @@ def test_float32(name, rows, columns, block):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_wide_results(name, dtype):
     dy, x = case(name, 1000, 5120, dtype)
     quantizer = Quantizer(dtype, columnwise=True)
@@ -126,7 +126,7 @@ def test_wide_results(name, dtype):
     assert torch.equal(again.rowwise_data, y.rowwise_data)
 
 
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_extremes(name):
     """Each beside an up and a gradient of 1: finite stays finite where float32 reaches."""
     x = torch.tensor(EXTREMES, device="cuda")[None]
@@ -141,7 +141,7 @@ def test_extremes(name):
     assert dx[:, :13].isfinite().all()
 
 
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_amax_alone_views_and_repeats(name):
     dy, x = (torch.cat((t, t), 1)[:, 3 : 3 + t.shape[1]] for t in case(name, 333, 5120, torch.bfloat16))
     quantizer = Quantizer(E4M3.dtype, E4M3.max, None, torch.zeros((), device="cuda"), rowwise=False)
@@ -169,9 +169,9 @@ def test_more_than_2_31_elements(name):
         assert_made(part, quantize(want, quantizer._replace(amax=None)))
 
 
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "columns", "block"), [(4096, 2048, 16), (1000, 5120, 16), (260, 200, 4)])
-def test_rows_by_fours_are_those_one_by_one(name, rows, columns, block):
+def test_packed_rows_equal_single_ones(name, rows, columns, block):
     width = columns * (2 if act.is_gated(name) else 1)
     dy, x = torch.randn(rows, columns, device="cuda").bfloat16(), torch.randn(rows, width, device="cuda").bfloat16()
     results = []

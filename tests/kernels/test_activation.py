@@ -86,7 +86,7 @@ def assert_made(got, want):
     assert torch.equal(got.scale_inv, want.scale_inv)
 
 
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
 def test_definition_equals_float64(name, rows, columns, block):
     dy, x = case(name, rows, columns)
@@ -106,7 +106,7 @@ def test_swiglu_of_the_decoder():
 
 
 @interpreted
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
 def test_kernel_equals_float64(name, rows, columns, block):
     dy, x = case(name, rows, columns)
@@ -123,7 +123,7 @@ def test_kernel_equals_float64(name, rows, columns, block):
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_forward_in_fp8(exact_casts, name, fmt, dtype):
     for rows, columns, block in SMALL:
         _, x = case(name, rows, columns, dtype)
@@ -137,7 +137,7 @@ def test_forward_in_fp8(exact_casts, name, fmt, dtype):
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_backward_in_fp8(exact_casts, name, dtype):
     for rows, columns, block in SMALL:
         dy, x = case(name, rows, columns, dtype)
@@ -159,7 +159,7 @@ def test_backward_in_fp8(exact_casts, name, dtype):
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_wide_results(exact_casts, name, dtype):
     dy, x = case(name, 70, 48, dtype)
     quantizer = Quantizer(dtype, columnwise=True)
@@ -186,9 +186,9 @@ def test_any_tiles(exact_casts, name, tiles):
 
 
 @interpreted
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "columns", "block"), [(68, 48, 16), (4, 20, 4), (132, 7, 1)])
-def test_rows_by_fours_are_those_one_by_one(exact_casts, name, rows, columns, block):
+def test_packed_rows_equal_single_ones(exact_casts, name, rows, columns, block):
     dy, x = case(name, rows, columns, torch.bfloat16)
     put_unusual(name, x, block)
     results = []
@@ -217,7 +217,7 @@ def test_rows_by_fours_are_those_one_by_one(exact_casts, name, rows, columns, bl
 
 
 @interpreted
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_extremes(name):
     """Each beside an up and a gradient of 1: finite stays finite where float32 reaches, and NaN stays where it is."""
     x = torch.tensor(EXTREMES)[None]
@@ -236,7 +236,7 @@ def test_extremes(name):
 
 
 @interpreted
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_nan_stays_in_its_element(name):
     dy, x = case(name, 5, 32)
     clean, clean_dx = act.launch(name, x, 16, F32).rowwise_data, act.launch_backward(name, dy, x, 16, F32)[0].rowwise_data
@@ -264,7 +264,7 @@ def test_views(name, view):
 
 
 @interpreted
-@pytest.mark.parametrize("name", act.ACTIVATIONS)
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_amax_alone(name):
     dy, x = case(name, 70, 48, torch.bfloat16)
     quantizer, again = (Quantizer(E4M3.dtype, E4M3.max, None, torch.zeros(()), rowwise=False) for _ in range(2))

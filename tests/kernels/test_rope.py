@@ -6,7 +6,7 @@ import torch
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import reference
 from octavo.kernels.quantize.quantized import Quantizer, quantize
-from octavo.kernels.rope import join_rotated, launch_join, launch_split, split_rotate
+from octavo.kernels.rope import Tiles, join_rotated, launch_join, launch_split, split_rotate
 from octavo.nn.attention import split_qkv
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
@@ -63,7 +63,7 @@ def test_split_equals_reference(exact_casts, dtype, batch, tokens, heads, groups
     cos, sin = angles(batch, tokens, rotated)
     want = reference.split_rotate(qkv, heads, groups, cos, sin)
     for mirrored in (False, True):
-        got = launch_split(qkv, heads, groups, cos, sin, mirrored=mirrored, heads_each=2)
+        got = launch_split(qkv, heads, groups, cos, sin, mirrored=mirrored, tiles=Tiles(16, 2, 4))
         for one, other in zip(got, want, strict=True):
             assert one.is_contiguous()
             assert one.dtype == dtype
@@ -99,7 +99,7 @@ def test_join_casts_exactly(exact_casts, fmt, batch, tokens, heads, groups, dim,
     for row, column in ((True, True), (True, False), (False, True), (False, False)):
         got_amax, want_amax = torch.tensor(0.5), torch.tensor(0.5)
         quantizer = Quantizer(fmt.dtype, fmt.max, scale, got_amax, row, column)
-        got = launch_join(*grads, cos, sin, quantizer, mirrored=column, tokens=32, heads_each=2)
+        got = launch_join(*grads, cos, sin, quantizer, mirrored=column, tiles=Tiles(32, 2, 4))
         want = quantize(reference.join_rotated(*grads, cos, sin).flatten(0, 1), quantizer._replace(amax=want_amax))
         assert torch.equal(got_amax, want_amax)
         for one, other in zip(got, want, strict=True):

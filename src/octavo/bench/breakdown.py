@@ -24,7 +24,7 @@ _PRODUCT = r"gemm|cutlass|scaled_mm|matmul|cublas|triton_tem"
 KINDS: tuple[tuple[str, str], ...] = (
     # Octavo's kernels, by their whole names.
     ("norms", r"^_?(norm|backward)_(rows|tiles)$"),
-    ("activation", r"^_(forward|backward)(_by_fours)?$"),
+    ("activation", r"^_(forward|backward)(_packed)?$"),
     ("attention", r"^(attention_forward|backward_(queries|keys))$"),
     ("scales", r"^_(scale_of|update_scales)$"),
     ("casts", r"^_(cast_\w+|row_column_amaxes|amax_of)$"),

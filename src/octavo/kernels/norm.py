@@ -1,17 +1,15 @@
 """RMSNorm and LayerNorm of residual + delta in one kernel, stored in FP8 or in high precision; and their gradients.
 
-Apart, the addition, the norm and the cast read 8 bytes and write 6 an element of bf16; here they read 5 and write 4. A program
-keeps a row in registers (`octavo.kernels.norm_rows`), and a second kernel transposes the FP8 rows: a kernel that reads a tile
-of rows twice, to store both layouts at once, moves a byte less and took nearly twice as long. Rows that do not fit into
-registers are read twice, in tiles.
-Gradients of weight and bias are summed in a fixed order, so they repeat bit for bit on the same GPU.
+Addition, norm and cast apart read 8 bytes and write 6 an element of bf16; here they read 5 and write 4. A program keeps a row
+in registers (`norm_rows`), and a second kernel transposes the FP8 rows: one kernel for both layouts, which reads tiles of rows
+twice, took nearly twice as long. Rows beyond the registers are read twice, in tiles. Gradients of weight and bias are summed in
+a fixed order, so they repeat bit for bit on the same GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,25 +23,24 @@ from octavo.kernels.norm_rows import (
     backward_rows,
     backward_shape,
     forward_shape,
-    load_scale,
+    load_float32,
     magnitude,
     norm_rows,
-    stream,
+    residual_sum,
 )
-from octavo.kernels.quantize.cast import record_amax, transpose
+from octavo.kernels.quantize.cast import load_scale, record_amax, store_layouts, transpose
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, of_one_scale, quantize, without_elements
+from octavo.kernels.tiles import adjacent_columns, load_tile
 
 _CENTRED = {"RMSNorm": False, "LayerNorm": True}
 
 
 class Tile(NamedTuple):
-    """How the kernels that take tiles are run: `programs` of them a multiprocessor, loads `stages` − 1 tiles ahead."""
+    """Rows and columns that a program of the kernels for long rows reads at once, and its warps."""
 
     rows: int
     columns: int
     warps: int = 16
-    programs: int = 1
-    stages: int = 1
 
 
 _TILE = Tile(16, 512)
@@ -57,24 +54,21 @@ def _processors(device: torch.device) -> int:
 @triton.jit
 def _norm_tiles(
     x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr,
-    rows, columns, x_stride, delta_stride, h_stride, eps,
-    CENTRE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
-    AMAX: tl.constexpr, ROWWISE: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr, STAGES: tl.constexpr,
+    rows, columns, x_stride, delta_stride, eps, h_stride, CENTRE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    scale = load_scale(scale_ptr, scale_inv_ptr, SCALED)
+    scale = load_scale(scale_ptr, scale_inv_ptr, tl.program_id(0) == 0)
     largest = tl.zeros([TILE_R], tl.float32)
     for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(rows, TILE_R), tl.num_programs(0)):
         r = tile * TILE_R + tl.arange(0, TILE_R)
         there = r < rows
         mean = tl.zeros([TILE_R], tl.float32)
         squares = tl.zeros([TILE_R], tl.float32)
-        for first in tl.range(0, columns, TILE_C, num_stages=STAGES):
+        for first in tl.range(0, columns, TILE_C, num_stages=1):
             c = first + tl.arange(0, TILE_C)
             inside = there[:, None] & (c < columns)[None, :]
-            h = stream(
+            h = residual_sum(
                 x_ptr, delta_ptr, h_ptr, r[:, None] * x_stride + c[None, :], r[:, None] * delta_stride + c[None, :],
-                r[:, None] * h_stride + c[None, :], inside, ADD,
+                r[:, None] * h_stride + c[None, :], inside,
             )  # fmt: skip
             if CENTRE:
                 # Mean and squared deviations of the tile, joined to those of the columns before it: no sum of squares of
@@ -90,37 +84,31 @@ def _norm_tiles(
         rstd = tl.div_rn(1.0, tl.sqrt_rn(squares / columns + eps))
         if CENTRE:
             tl.store(stats_ptr + r, mean, mask=there)
-            tl.store(stats_ptr + rows + r, rstd, mask=there)
-        else:
-            tl.store(stats_ptr + r, rstd, mask=there)
-        if ADD:
-            tl.debug_barrier()  # what one thread stored of h another reads
-        for first in tl.range(0, columns, TILE_C, num_stages=STAGES):
+        tl.store(stats_ptr + (rows if CENTRE else 0) + r, rstd, mask=there)
+        if delta_ptr is not None:
+            tl.debug_barrier()  # other threads read the stored h
+        for first in tl.range(0, columns, TILE_C, num_stages=1):
             c = first + tl.arange(0, TILE_C)
-            within = c < columns
-            inside = there[:, None] & within[None, :]
-            h = tl.load(h_ptr + r[:, None] * h_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            inside = there[:, None] & (c < columns)[None, :]
+            h = load_tile(h_ptr, r, c, h_stride, inside)
             if CENTRE:
                 h -= mean[:, None]
-            y = h * rstd[:, None] * tl.load(weight_ptr + c, mask=within, other=0.0).to(tl.float32)[None, :]
-            if BIAS:
-                y += tl.load(bias_ptr + c, mask=within, other=0.0).to(tl.float32)[None, :]
-            if AMAX:
+            y = h * rstd[:, None] * load_float32(weight_ptr, c, c < columns)[None, :]
+            if bias_ptr is not None:
+                y += load_float32(bias_ptr, c, c < columns)[None, :]
+            if amax_ptr is not None:
                 largest = tl.maximum(largest, tl.max(magnitude(y, inside), 1))
-            if SCALED:
+            if scale_inv_ptr is not None:
                 y = y * scale
-            if ROWWISE:
-                tl.store(rowwise_ptr + r[:, None] * columns + c[None, :], y.to(rowwise_ptr.dtype.element_ty), mask=inside)
-    if AMAX:
+            store_layouts(y, rowwise_ptr, None, r, c, rows, columns, inside, 1.0, False)
+    if amax_ptr is not None:
         record_amax(amax_ptr, largest)
 
 
 @triton.jit
 def _backward_tiles(
     dy_ptr, h_ptr, weight_ptr, stats_ptr, residual_ptr, dh_ptr, dweight_ptr, dbias_ptr,
-    rows, columns, dy_stride, h_stride, residual_stride,
-    CENTRE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr, STAGES: tl.constexpr,
+    rows, columns, dy_stride, h_stride, residual_stride, CENTRE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(rows, TILE_R), tl.num_programs(0)):
         r = tile * TILE_R + tl.arange(0, TILE_R)
@@ -128,148 +116,109 @@ def _backward_tiles(
         mean = tl.zeros([TILE_R], tl.float32)
         if CENTRE:
             mean = tl.load(stats_ptr + r, mask=there, other=0.0)
-            rstd = tl.load(stats_ptr + rows + r, mask=there, other=0.0)
-        else:
-            rstd = tl.load(stats_ptr + r, mask=there, other=0.0)
+        rstd = tl.load(stats_ptr + (rows if CENTRE else 0) + r, mask=there, other=0.0)
         along = tl.zeros([TILE_R], tl.float32)
         level = tl.zeros([TILE_R], tl.float32)
-        for first in tl.range(0, columns, TILE_C, num_stages=STAGES):
+        for first in tl.range(0, columns, TILE_C, num_stages=1):
             c = first + tl.arange(0, TILE_C)
-            within = c < columns
-            inside = there[:, None] & within[None, :]
-            dy = tl.load(dy_ptr + r[:, None] * dy_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
-            h = tl.load(h_ptr + r[:, None] * h_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            inside = there[:, None] & (c < columns)[None, :]
+            dy = load_tile(dy_ptr, r, c, dy_stride, inside)
+            h = load_tile(h_ptr, r, c, h_stride, inside)
             normed = tl.where(inside, (h - mean[:, None]) * rstd[:, None], 0.0)
-            grad = dy * tl.load(weight_ptr + c, mask=within, other=0.0).to(tl.float32)[None, :]
+            grad = dy * load_float32(weight_ptr, c, c < columns)[None, :]
             along += tl.sum(grad * normed, 1)
             if CENTRE:
                 level += tl.sum(grad, 1)
-            if WEIGHT:
-                tl.store(dweight_ptr + tile * columns + c, tl.sum(dy * normed, 0), mask=within)
+            if dweight_ptr is not None:
+                tl.store(dweight_ptr + tile * columns + c, tl.sum(dy * normed, 0), mask=c < columns)
                 if CENTRE:
-                    tl.store(dbias_ptr + tile * columns + c, tl.sum(dy, 0), mask=within)
+                    tl.store(dbias_ptr + tile * columns + c, tl.sum(dy, 0), mask=c < columns)
         along /= columns
         level /= columns
-        for first in tl.range(0, columns, TILE_C, num_stages=STAGES):
+        for first in tl.range(0, columns, TILE_C, num_stages=1):
             c = first + tl.arange(0, TILE_C)
-            within = c < columns
-            inside = there[:, None] & within[None, :]
-            dy = tl.load(dy_ptr + r[:, None] * dy_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
-            h = tl.load(h_ptr + r[:, None] * h_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            inside = there[:, None] & (c < columns)[None, :]
+            dy = load_tile(dy_ptr, r, c, dy_stride, inside)
+            h = load_tile(h_ptr, r, c, h_stride, inside)
             normed = (h - mean[:, None]) * rstd[:, None]
-            grad = dy * tl.load(weight_ptr + c, mask=within, other=0.0).to(tl.float32)[None, :]
+            grad = dy * load_float32(weight_ptr, c, c < columns)[None, :]
             dh = (grad - level[:, None] - normed * along[:, None]) * rstd[:, None]
-            if RESIDUAL:
+            if residual_ptr is not None:
                 at = residual_ptr + r[:, None] * residual_stride + c[None, :]
                 dh += tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            tl.store(dh_ptr + r[:, None] * columns + c[None, :], dh.to(dh_ptr.dtype.element_ty), mask=inside)
-
-
-def _rows_adjacent(x: Tensor) -> Tensor:
-    """x where its rows are stored in one piece each, else a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _flags(quantizer: Quantizer, made: QuantizedTensor) -> dict[str, Any]:
-    """The constants by which the kernels are compiled for `quantizer`."""
-    return {"SCALED": made.scale_inv is not None, "AMAX": quantizer.amax is not None, "ROWWISE": quantizer.rowwise}
-
-
-def _rowwise_first(quantizer: Quantizer) -> tuple[Quantizer, Callable[[QuantizedTensor], QuantizedTensor]]:
-    """The rowwise quantizer of a kernel that holds whole rows, and the function that adds the columnwise layout afterwards.
-
-    A columnwise store and a sum over a row want opposite tiles. Transposing FP8 bytes afterwards moves 2 bytes an element, less
-    than a second read of the rows in tiles.
-    """
-    if not quantizer.columnwise:
-        return quantizer, lambda made: made
-
-    def turned(made: QuantizedTensor) -> QuantizedTensor:
-        assert made.rowwise_data is not None
-        columnwise = made.rowwise_data.t().contiguous() if quantizer.scale is None else transpose(made.rowwise_data)
-        return of_one_scale(made.rowwise_data if quantizer.rowwise else None, columnwise, made.scale_inv)
-
-    return quantizer._replace(rowwise=True, columnwise=False), turned
+            store_layouts(dh, dh_ptr, None, r, c, rows, columns, inside, 1.0, False)
 
 
 def launch(
     kind: str, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, quantizer: Quantizer,
     *, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:  # fmt: skip
-    """Run the forward kernel; see `norm`. `tile` takes tiles also where nothing is transposed."""
+    """Run the forward kernel; see `norm`. tile: use the kernel for long rows."""
     (rows, columns), centre, device = x.shape, _CENTRED[kind], x.device
     stats = torch.empty((2, rows) if centre else rows, dtype=torch.float32, device=device)
-    quantizer, turned = _rowwise_first(quantizer)
-    made = allocate(quantizer, rows, columns, device)
-    if x.numel() == 0:
-        return x if delta is None else x + delta, stats, turned(without_elements(quantizer, made))
-    read = _rows_adjacent(x)
-    added = None if delta is None else _rows_adjacent(delta)
+    # A columnwise store and a sum over a row want opposite tiles. A transpose of FP8 bytes afterwards moves 2 bytes an element,
+    # less than a second read of the rows in tiles.
+    rowwise = quantizer._replace(rowwise=True, columnwise=False) if quantizer.columnwise else quantizer
+    out = allocate(rowwise, rows, columns, device)
+    added = None if delta is None else adjacent_columns(delta)
+    read = adjacent_columns(x)
     h = read if delta is None else torch.empty(rows, columns, dtype=x.dtype, device=device)
-    flags = _flags(quantizer, made) | {"CENTRE": centre, "ADD": delta is not None, "BIAS": bias is not None}
-    pointers = (
-        read,
-        added,
-        weight.contiguous(),
-        None if bias is None else bias.contiguous(),
-        h,
-        stats,
-        quantizer.scale,
-        quantizer.amax,
-    )
-    strides = (read.stride(0), 0 if added is None else added.stride(0))
-    processors = _processors(device)
-    if tile is None and columns <= WIDEST_ROW:
-        shape = forward_shape(columns)
-        norm_rows[(shape.grid(rows, processors),)](
-            *pointers, made.rowwise_data, made.scale_inv, rows, columns, *strides, eps,
-            BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps, **flags,
-        )  # fmt: skip
+    if x.numel() == 0:
+        without_elements(quantizer, out)
     else:
-        tile = tile or _TILE
-        _norm_tiles[(min(triton.cdiv(rows, tile.rows), processors * tile.programs),)](
-            *pointers, made.rowwise_data, made.scale_inv, rows, columns, *strides, h.stride(0), eps,
-            TILE_R=tile.rows, TILE_C=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **flags,
+        arguments = (
+            read, added, weight.contiguous(), None if bias is None else bias.contiguous(), h, stats,
+            quantizer.scale, quantizer.amax, out.rowwise_data, out.scale_inv,
+            rows, columns, read.stride(0), 0 if added is None else added.stride(0), eps,
         )  # fmt: skip
-    return x if delta is None else h, stats, turned(made)
+        if tile is None and columns <= WIDEST_ROW:
+            shape = forward_shape(columns)
+            norm_rows[(shape.grid(rows, _processors(device)),)](
+                *arguments, CENTRE=centre, BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps
+            )
+        else:
+            tile = tile or _TILE
+            _norm_tiles[(min(triton.cdiv(rows, tile.rows), _processors(device)),)](
+                *arguments, h.stride(0), CENTRE=centre, TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps
+            )
+    if quantizer.columnwise:
+        assert out.rowwise_data is not None
+        columnwise = out.rowwise_data.t().contiguous() if quantizer.scale is None else transpose(out.rowwise_data)
+        out = of_one_scale(out.rowwise_data if quantizer.rowwise else None, columnwise, out.scale_inv)
+    return x if delta is None else h, stats, out
 
 
 def launch_backward(
     kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None,
     *, want_weight: bool = True, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Run the backward kernel; see `norm_backward`. `tile` takes tiles also where nothing is transposed."""
+    """Run the backward kernel; see `norm_backward`. tile: use the kernel for long rows."""
     (rows, columns), centre, device = h.shape, _CENTRED[kind], h.device
     dh = torch.empty(rows, columns, dtype=h.dtype, device=device)
-    processors = _processors(device)
-    if tile is None and columns <= WIDEST_ROW:
-        shape = backward_shape(columns, centred=centre)
-        parts = grid = shape.grid(rows, processors)
-    else:
-        tile = tile or _TILE
-        parts = triton.cdiv(rows, tile.rows)
-        grid = min(parts, processors * tile.programs)
+    shape = backward_shape(columns, centred=centre) if tile is None and columns <= WIDEST_ROW else None
+    tile = tile or _TILE
+    parts = triton.cdiv(rows, tile.rows) if shape is None else shape.grid(rows, _processors(device))
     partial = torch.empty(1 + centre, parts, columns, dtype=torch.float32, device=device) if want_weight else None
-    dweight, dbias = (None, None) if partial is None else (partial[0], partial[1] if centre else None)
     if h.numel():
-        dy, read = _rows_adjacent(dy), _rows_adjacent(h)
-        residual = None if d_residual is None else _rows_adjacent(d_residual)
-        flags = {"CENTRE": centre, "RESIDUAL": residual is not None, "WEIGHT": want_weight}
-        pointers = (dy, read, weight.contiguous(), stats, residual, dh, dweight, dbias)
-        sizes = (rows, columns, dy.stride(0), read.stride(0), 0 if residual is None else residual.stride(0))
-        if tile is None:
-            backward_rows[(grid,)](
-                *pointers, *sizes,
-                BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps, **flags,
+        dy, read = adjacent_columns(dy), adjacent_columns(h)
+        residual = None if d_residual is None else adjacent_columns(d_residual)
+        dweight, dbias = (None, None) if partial is None else (partial[0], partial[1] if centre else None)
+        arguments = (
+            dy, read, weight.contiguous(), stats, residual, dh, dweight, dbias,
+            rows, columns, dy.stride(0), read.stride(0), 0 if residual is None else residual.stride(0),
+        )  # fmt: skip
+        if shape is not None:
+            backward_rows[(parts,)](
+                *arguments, CENTRE=centre, BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps
             )  # fmt: skip
         else:
-            _backward_tiles[(grid,)](
-                *pointers, *sizes,
-                TILE_R=tile.rows, TILE_C=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **flags,
-            )  # fmt: skip
-    summed = None if partial is None else add_up(partial)
-    d_weight, d_bias = (None, None) if summed is None else (summed[0], summed[1] if centre else None)
-    return dh, d_weight, d_bias
+            _backward_tiles[(min(parts, _processors(device)),)](
+                *arguments, CENTRE=centre, TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps
+            )
+    if partial is None:
+        return dh, None, None
+    summed = add_up(partial)
+    return dh, summed[0], summed[1] if centre else None
 
 
 def norm(

@@ -1,7 +1,7 @@
-"""Kernels of `octavo.kernels.norm` for rows that fit into registers, and how many programs and warps they take.
+"""Kernels of `octavo.kernels.norm` for rows that fit into registers, with their numbers of programs and warps.
 
-Registers come in powers of two, rows do not: one of 1,280 in a block of 2,048 leaves most of a program's threads idle. So a row
-is taken as two blocks one after the other, where that leaves fewer idle: 1,024 and 256.
+Blocks are powers of two, rows are not: 1,280 columns in a block of 2,048 leave threads idle. Two blocks one after the other
+hold such a row with fewer idle threads: 1,024 and 256.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from octavo.kernels.quantize.cast import raise_to
+from octavo.kernels.quantize.cast import load_scale, raise_to
 
 
 class RowBlocks(NamedTuple):
-    """How a row is held: in two blocks of columns, `block` and `rest` (0: one block), by `warps`.
+    """A row in two blocks of columns, `block` and `rest` (0: one block), by `warps`.
 
-    programs: of each multiprocessor, which stride over the rows; None: one program a row.
+    programs: for each multiprocessor, striding over the rows; None: one program a row.
     """
 
     block: int
@@ -30,8 +30,8 @@ class RowBlocks(NamedTuple):
         return rows if self.programs is None else min(rows, processors * self.programs)
 
 
-# Measured on an H200, widest row → warps. A row of few warps waits less for its sums, one of a single warp never; but its
-# threads need more registers, and backward, which sums gradients of the weight beside, has none to spare.
+# Measured on an H200, widest row → warps. Few warps wait less for the sums of a row, and a single one never, but their threads
+# need more registers. Backward, which also sums gradients of the weight, has none to spare.
 _FORWARD_WARPS = {1280: 1, 2048: 2, 6144: 4, 8192: 8, 16384: 16}
 _BACKWARD_WARPS = {1280: 1, 2048: 2, 4096: 4, 6144: 8, 16384: 16}
 _CENTRED_BACKWARD_WARPS = {1280: 1, 2048: 4, 4096: 8, 16384: 16}
@@ -67,9 +67,9 @@ def backward_shape(columns: int, *, centred: bool) -> RowBlocks:
 
 
 @triton.jit
-def stream(x_ptr, delta_ptr, h_ptr, x_at, delta_at, h_at, inside, ADD: tl.constexpr):
-    """x, or x + delta as it is after rounding to h's dtype and stored there; in float32."""
-    if ADD:
+def residual_sum(x_ptr, delta_ptr, h_ptr, x_at, delta_at, h_at, inside):
+    """x, or x + delta rounded to h's dtype and stored there; in float32."""
+    if delta_ptr is not None:
         x = tl.load(x_ptr + x_at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         delta = tl.load(delta_ptr + delta_at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         rounded = (x + delta).to(h_ptr.dtype.element_ty)
@@ -82,73 +82,52 @@ def stream(x_ptr, delta_ptr, h_ptr, x_at, delta_at, h_at, inside, ADD: tl.conste
 
 @triton.jit
 def magnitude(x, inside):
-    """|x|; 0 for NaN and what is outside."""
+    """|x|; 0 for NaN and outside."""
     return tl.where(inside & (x == x), tl.abs(x), 0.0)
 
 
 @triton.jit
-def load_scale(scale_ptr, scale_inv_ptr, SCALED: tl.constexpr):
-    """The scale, whose inverse the first program stores; 1 where the result is not scaled."""
-    scale = 1.0
-    if SCALED:
-        scale = tl.load(scale_ptr)
-        if tl.program_id(0) == 0:
-            tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
-    return scale
-
-
-@triton.jit
-def _load(ptr, at, inside):
+def load_float32(ptr, at, inside):
+    """Elements in float32, 0 outside."""
     return tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_block(y, scale, rowwise_ptr, c, inside, SCALED: tl.constexpr, AMAX: tl.constexpr, ROWWISE: tl.constexpr):
-    """Store a block of a row, float32, scaled and rounded; the largest before scaling."""
+def _store_normed(h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, rowwise_ptr, c, inside):
+    """Store the result of a block of a row; its amax."""
+    y = h * rstd * load_float32(weight_ptr, c, inside)  # late: held since before the sums, it would keep other rows out
+    if bias_ptr is not None:
+        y += load_float32(bias_ptr, c, inside)
     largest = 0.0
-    if AMAX:
+    if amax_ptr is not None:
         largest = tl.max(magnitude(y, inside))
-    if SCALED:
+    if scale_inv_ptr is not None:
         y = y * scale
-    if ROWWISE:
+    if rowwise_ptr is not None:
         tl.store(rowwise_ptr + c, y.to(rowwise_ptr.dtype.element_ty), mask=inside)
     return largest
 
 
 @triton.jit
-def _store_normed(
-    h, rstd, weight_ptr, bias_ptr, scale, rowwise_ptr, c, inside,
-    BIAS: tl.constexpr, SCALED: tl.constexpr, AMAX: tl.constexpr, ROWWISE: tl.constexpr,
-):  # fmt: skip
-    """What the forward kernel makes of a block of a row; the largest before scaling."""
-    y = h * rstd * _load(weight_ptr, c, inside)  # late: held since before the sums, it would keep other rows out
-    if BIAS:
-        y += _load(bias_ptr, c, inside)
-    return _store_block(y, scale, rowwise_ptr, c, inside, SCALED, AMAX, ROWWISE)
-
-
-@triton.jit
 def norm_rows(
     x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr,
-    rows, columns, x_stride, delta_stride, eps,
-    CENTRE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
-    AMAX: tl.constexpr, ROWWISE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    rows, columns, x_stride, delta_stride, eps, CENTRE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """A program normalises every so many-th row."""
+    """Normalise every so many-th row."""
     c = tl.arange(0, BLOCK)
     inside = c < columns
     if REST:
         c_rest = BLOCK + tl.arange(0, REST)
         inside_rest = c_rest < columns
-    scale = load_scale(scale_ptr, scale_inv_ptr, SCALED)
+    scale = load_scale(scale_ptr, scale_inv_ptr, tl.program_id(0) == 0)
     largest = 0.0
     for r in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-        x_at, delta_at, at = x_ptr + r * x_stride, delta_ptr, h_ptr
-        if ADD:
-            delta_at, at = delta_ptr + r * delta_stride, h_ptr + r * columns
-        h = stream(x_at, delta_at, at, c, c, c, inside, ADD)
+        x_at, delta_at, h_at, y_at = x_ptr + r * x_stride, delta_ptr, h_ptr, rowwise_ptr
+        if delta_ptr is not None:
+            delta_at, h_at = delta_ptr + r * delta_stride, h_ptr + r * columns
+        h = residual_sum(x_at, delta_at, h_at, c, c, c, inside)
         if REST:
-            h_rest = stream(x_at, delta_at, at, c_rest, c_rest, c_rest, inside_rest, ADD)
+            h_rest = residual_sum(x_at, delta_at, h_at, c_rest, c_rest, c_rest, inside_rest)
         if CENTRE:
             total = tl.sum(h)
             if REST:
@@ -163,43 +142,38 @@ def norm_rows(
             squares += tl.sum(h_rest * h_rest)
         rstd = tl.div_rn(1.0, tl.sqrt_rn(squares / columns + eps))
         tl.store(stats_ptr + (rows if CENTRE else 0) + r, rstd)
-        row_at = rowwise_ptr
-        if ROWWISE:
-            row_at = rowwise_ptr + r * columns
-        found = _store_normed(h, rstd, weight_ptr, bias_ptr, scale, row_at, c, inside, BIAS, SCALED, AMAX, ROWWISE)
+        if rowwise_ptr is not None:
+            y_at = rowwise_ptr + r * columns
+        found = _store_normed(h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, c, inside)
         largest = tl.maximum(largest, found)
         if REST:
             found = _store_normed(
-                h_rest, rstd, weight_ptr, bias_ptr, scale, row_at, c_rest, inside_rest, BIAS, SCALED, AMAX, ROWWISE
-            )
+                h_rest, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, c_rest, inside_rest
+            )  # fmt: skip
             largest = tl.maximum(largest, found)
-    if AMAX:
+    if amax_ptr is not None:
         raise_to(amax_ptr, largest)
 
 
 @triton.jit
-def _read_gradients(
-    dy_ptr, h_ptr, weight_ptr, residual_ptr, mean, rstd, c, inside, CENTRE: tl.constexpr, RESIDUAL: tl.constexpr
-):  # fmt: skip
+def _load_gradients(dy_ptr, h_ptr, weight_ptr, residual_ptr, mean, rstd, c, inside, CENTRE: tl.constexpr):
     """Of a block of a row: dy, the normed values, their gradient, and the residual's."""
-    dy = _load(dy_ptr, c, inside)
-    h = _load(h_ptr, c, inside)
+    dy = load_float32(dy_ptr, c, inside)
+    h = load_float32(h_ptr, c, inside)
     residual = 0.0
-    if RESIDUAL:  # asked for before the sums, whose barriers no load is moved across
-        residual = _load(residual_ptr, c, inside)
+    if residual_ptr is not None:  # loaded before the sums: no load is moved across their barriers
+        residual = load_float32(residual_ptr, c, inside)
     normed = h * rstd
     if CENTRE:
         normed = tl.where(inside, (h - mean) * rstd, 0.0)
-    return dy, normed, dy * _load(weight_ptr, c, inside), residual
+    return dy, normed, dy * load_float32(weight_ptr, c, inside), residual
 
 
 @triton.jit
-def _store_gradients(
-    grad, normed, residual, along, level, rstd, dh_ptr, c, inside, RESIDUAL: tl.constexpr
-):  # fmt: skip
+def _store_gradients(grad, normed, residual, along, level, rstd, dh_ptr, residual_ptr, c, inside):
     """Store the gradient of a block of a row."""
     dh = (grad - level - normed * along) * rstd
-    if RESIDUAL:
+    if residual_ptr is not None:
         dh += residual
     tl.store(dh_ptr + c, dh.to(dh_ptr.dtype.element_ty), mask=inside)
 
@@ -207,10 +181,9 @@ def _store_gradients(
 @triton.jit
 def backward_rows(
     dy_ptr, h_ptr, weight_ptr, stats_ptr, residual_ptr, dh_ptr, dweight_ptr, dbias_ptr,
-    rows, columns, dy_stride, h_stride, residual_stride,
-    CENTRE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    rows, columns, dy_stride, h_stride, residual_stride, CENTRE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """A program takes every so many-th row, and leaves its sum of the gradients of weight and bias."""
+    """Gradients of every so many-th row, and the program's sum of the gradients of weight and bias."""
     program = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < columns
@@ -227,14 +200,12 @@ def backward_rows(
             mean = tl.load(stats_ptr + r)
         rstd = tl.load(stats_ptr + (rows if CENTRE else 0) + r)
         dy_at, h_at, residual_at = dy_ptr + r * dy_stride, h_ptr + r * h_stride, residual_ptr
-        if RESIDUAL:
+        if residual_ptr is not None:
             residual_at = residual_ptr + r * residual_stride
-        dy, normed, grad, residual = _read_gradients(
-            dy_at, h_at, weight_ptr, residual_at, mean, rstd, c, inside, CENTRE, RESIDUAL
-        )
+        dy, normed, grad, residual = _load_gradients(dy_at, h_at, weight_ptr, residual_at, mean, rstd, c, inside, CENTRE)
         if REST:
-            dy_rest, normed_rest, grad_rest, residual_rest = _read_gradients(
-                dy_at, h_at, weight_ptr, residual_at, mean, rstd, c_rest, inside_rest, CENTRE, RESIDUAL
+            dy_rest, normed_rest, grad_rest, residual_rest = _load_gradients(
+                dy_at, h_at, weight_ptr, residual_at, mean, rstd, c_rest, inside_rest, CENTRE
             )
         along = tl.sum(grad * normed)
         if CENTRE:
@@ -245,7 +216,7 @@ def backward_rows(
                 level += tl.sum(grad_rest)
         along /= columns
         level /= columns
-        if WEIGHT:
+        if dweight_ptr is not None:
             dweight += dy * normed
             if CENTRE:
                 dbias += dy
@@ -254,10 +225,12 @@ def backward_rows(
                 if CENTRE:
                     dbias_rest += dy_rest
         dh_at = dh_ptr + r * columns
-        _store_gradients(grad, normed, residual, along, level, rstd, dh_at, c, inside, RESIDUAL)
+        _store_gradients(grad, normed, residual, along, level, rstd, dh_at, residual_ptr, c, inside)
         if REST:
-            _store_gradients(grad_rest, normed_rest, residual_rest, along, level, rstd, dh_at, c_rest, inside_rest, RESIDUAL)
-    if WEIGHT:
+            _store_gradients(
+                grad_rest, normed_rest, residual_rest, along, level, rstd, dh_at, residual_ptr, c_rest, inside_rest
+            )  # fmt: skip
+    if dweight_ptr is not None:
         tl.store(dweight_ptr + program * columns + c, dweight, mask=inside)
         if CENTRE:
             tl.store(dbias_ptr + program * columns + c, dbias, mask=inside)

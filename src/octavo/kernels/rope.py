@@ -1,30 +1,38 @@
 """Rotary embedding around attention: splits the joint query/key/value product and rotates; joins the gradients again.
 
-One read and one write each way, where slicing, rotating and making contiguous would each be a pass of its own. Backward
-goes from attention's gradients, in any strides, straight to the joint gradient in FP8, rowwise and columnwise.
+One read and one write each way; slicing, rotating and making contiguous would each be a pass. Backward goes from attention's
+gradients, in any strides, straight to the joint gradient in FP8, rowwise and columnwise.
 
 A row of the joint product is G groups of H/G query heads, their key and their value. Heads rotate in pairs of columns half of
 Dr apart, so a tile is held as two halves of a head. Where Dr < D the columns from Dr on are halved too, and their angle is 0.
-A program turns several heads of its tokens: cosines and sines, twice the bytes of a head each, are then at hand.
+A program rotates several heads of its tokens: their cosines and sines, twice the bytes of a head each, are read together.
 
 Shapes: B batch, T tokens, N = B·T, H query heads, G key-value heads, D head dimension, Dr of it rotated.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import reference
-from octavo.kernels.quantize.cast import record_amax, store_layouts
+from octavo.kernels.quantize.cast import load_scale, record_amax, store_layouts
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, quantize, without_elements
+from octavo.kernels.tiles import adjacent_columns
 
-SPLIT_TOKENS, SPLIT_HEADS, SPLIT_WARPS = 16, 8, 4
-"""Tokens and heads of one program that takes apart, and its warps."""
-JOIN_TOKENS, JOIN_HEADS, JOIN_HOLD, JOIN_WARPS = 32, 4, False, 4
-"""The same where gradients are joined, and whether a program keeps cos and sin in registers; a column is stored `JOIN_TOKENS`
-elements at a time."""
+
+class Tiles(NamedTuple):
+    """Tokens and heads of a program, and its warps. Joined gradients are stored columnwise `tokens` elements at a time."""
+
+    tokens: int
+    heads: int
+    warps: int
+
+
+SPLIT, JOIN = Tiles(16, 8, 4), Tiles(32, 4, 4)
 
 
 @triton.jit
@@ -64,30 +72,39 @@ def _angles(
 
 
 @triton.jit
-def _split_part(
-    qkv_ptr, out_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride, first_head,
-    HEADS: tl.constexpr, PER_GROUP: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
-    ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr, HEADS_EACH: tl.constexpr,
+def _column(head, KIND: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """First column of a head in the joint product. KIND: 0 queries, 1 keys, 2 values."""
+    PER_GROUP: tl.constexpr = H // G if KIND == 0 else 1
+    BEFORE: tl.constexpr = 0 if KIND == 0 else H // G + KIND - 1
+    return ((head // PER_GROUP) * (H // G + 2) + BEFORE + head % PER_GROUP) * D
+
+
+@triton.jit
+def _split_heads(
+    qkv_ptr, out_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride, first_head, KIND: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr,
+    HEADS_EACH: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of queries, keys or values: of the SLOTS heads of a group, PER_GROUP are of this kind, from SLOT on."""
+    """Some heads of queries, keys or values."""
     a, b = _halves(D, ROTATED if ROTATED else D, HALF)
     inside = (n < rows)[:, None] & (tl.arange(0, HALF) < D // 2)[None, :]
     if ROTATED:
         cos_1, sin_1, cos_2, sin_2 = _angles(
             cos_ptr, sin_ptr, n, rows, tokens, batch_stride, token_stride, ROTATED, HALF, MIRRORED
         )
+    HEADS: tl.constexpr = G if KIND else H
     source = qkv_ptr + n[:, None].to(tl.int64) * stride
     target = out_ptr + n[:, None].to(tl.int64) * (HEADS * D)
     for i in range(tl.minimum(HEADS_EACH, HEADS - first_head)):
         head = first_head + i
-        slot = (head // PER_GROUP) * SLOTS + SLOT + head % PER_GROUP
-        x = tl.load(source + slot * D + a[None, :], mask=inside, other=0.0)
-        y = tl.load(source + slot * D + b[None, :], mask=inside, other=0.0)
+        column = _column(head, KIND, H, G, D)
+        x = tl.load(source + column + a[None, :], mask=inside, other=0.0)
+        y = tl.load(source + column + b[None, :], mask=inside, other=0.0)
         if ROTATED:
-            wide_x = x.to(tl.float32)
-            wide_y = y.to(tl.float32)
-            x = (wide_x * cos_1 - wide_y * sin_1).to(x.dtype)
-            y = (wide_y * cos_2 + wide_x * sin_2).to(y.dtype)
+            x_32 = x.to(tl.float32)
+            y_32 = y.to(tl.float32)
+            x = (x_32 * cos_1 - y_32 * sin_1).to(x.dtype)
+            y = (y_32 * cos_2 + x_32 * sin_2).to(y.dtype)
         tl.store(target + head * D + a[None, :], x, mask=inside)
         tl.store(target + head * D + b[None, :], y, mask=inside)
 
@@ -102,40 +119,36 @@ def _split_rotate(
     part = tl.program_id(1)
     queries: tl.constexpr = (H + HEADS_EACH - 1) // HEADS_EACH
     keys: tl.constexpr = (G + HEADS_EACH - 1) // HEADS_EACH
-    P: tl.constexpr = H // G
     if part < queries:
-        _split_part(
-            qkv_ptr, q_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride, part * HEADS_EACH,
-            H, P, 0, P + 2, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
+        _split_heads(
+            qkv_ptr, q_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride,
+            part * HEADS_EACH, 0, H, G, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
         )  # fmt: skip
     elif part < queries + keys:
-        _split_part(
+        _split_heads(
             qkv_ptr, k_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride,
-            (part - queries) * HEADS_EACH, G, 1, P, P + 2, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
+            (part - queries) * HEADS_EACH, 1, H, G, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
         )  # fmt: skip
     else:
-        _split_part(
+        _split_heads(
             qkv_ptr, v_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride,
-            (part - queries - keys) * HEADS_EACH, G, 1, P + 1, P + 2, D, 0, HALF, MIRRORED, HEADS_EACH,
+            (part - queries - keys) * HEADS_EACH, 2, H, G, D, 0, HALF, MIRRORED, HEADS_EACH,
         )  # fmt: skip
 
 
 @triton.jit
-def _join_part(
-    grad_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, amax_ptr, scale, n, rows, tokens,
-    grad_b, grad_t, grad_h, batch_stride, token_stride, one, first_head,
-    HEADS: tl.constexpr, PER_GROUP: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
-    ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr, SCALED: tl.constexpr,
-    AMAX: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, HEADS_EACH: tl.constexpr, HOLD: tl.constexpr,
-    WIDTH: tl.constexpr,
+def _join_heads(
+    grad_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, rows, tokens,
+    grad_b, grad_t, grad_h, batch_stride, token_stride, one, first_head, KIND: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr,
+    HEADS_EACH: tl.constexpr,
 ):  # fmt: skip
-    """Some of the heads of one gradient; SLOT, SLOTS and PER_GROUP as in `_split_part`; HOLD keeps cos and sin in registers."""
+    """Some heads of one gradient."""
     a, b = _halves(D, ROTATED if ROTATED else D, HALF)
     inside = (n < rows)[:, None] & (tl.arange(0, HALF) < D // 2)[None, :]
-    if ROTATED and HOLD:
-        cos_1, sin_1, cos_2, sin_2 = _angles(
-            cos_ptr, sin_ptr, n, rows, tokens, batch_stride, token_stride, ROTATED, HALF, MIRRORED
-        )
+    HEADS: tl.constexpr = G if KIND else H
+    WIDTH: tl.constexpr = (H + 2 * G) * D
+    BOTH: tl.constexpr = rowwise_ptr is not None and columnwise_ptr is not None
     source = grad_ptr + ((n // tokens).to(tl.int64) * grad_b + (n % tokens).to(tl.int64) * grad_t)[:, None]
     largest = tl.zeros([n.shape[0]], tl.float32)
     for i in range(tl.minimum(HEADS_EACH, HEADS - first_head)):
@@ -143,26 +156,23 @@ def _join_part(
         at = source + head.to(tl.int64) * grad_h
         x = tl.load(at + a[None, :], mask=inside, other=0.0).to(tl.float32)
         y = tl.load(at + b[None, :], mask=inside, other=0.0).to(tl.float32)
-        if ROTATED and not HOLD:
+        if ROTATED:  # angles are loaded again for each head: in registers they would keep other programs out
             cos_1, sin_1, cos_2, sin_2 = _angles(
                 cos_ptr, sin_ptr, n, rows, tokens, batch_stride, token_stride, ROTATED, HALF, MIRRORED
             )
-        if ROTATED:
-            turned = x * cos_1 + y * sin_2
+            rotated = x * cos_1 + y * sin_2
             y = y * cos_2 - x * sin_1
-            x = turned
-        if AMAX:  # one atomic for all heads of the program
+            x = rotated
+        if amax_ptr is not None:  # one atomic for all heads of the program
             larger = tl.maximum(tl.where(x == x, tl.abs(x), 0.0), tl.where(y == y, tl.abs(y), 0.0))
             largest = tl.maximum(largest, tl.max(larger, 1))
-        if ROWWISE or COLUMNWISE:
-            column = ((head // PER_GROUP) * SLOTS + SLOT + head % PER_GROUP) * D
-            if SCALED:
-                x = x * scale
-                y = y * scale
-            TWICE: tl.constexpr = ROWWISE and COLUMNWISE
-            store_layouts(x, rowwise_ptr, columnwise_ptr, n, column + a, rows, WIDTH, inside, one, ROWWISE, COLUMNWISE, TWICE)
-            store_layouts(y, rowwise_ptr, columnwise_ptr, n, column + b, rows, WIDTH, inside, one, ROWWISE, COLUMNWISE, TWICE)
-    if AMAX:
+        if scale_inv_ptr is not None:
+            x = x * scale
+            y = y * scale
+        column = _column(head, KIND, H, G, D)
+        store_layouts(x, rowwise_ptr, columnwise_ptr, n, column + a, rows, WIDTH, inside, one, BOTH)
+        store_layouts(y, rowwise_ptr, columnwise_ptr, n, column + b, rows, WIDTH, inside, one, BOTH)
+    if amax_ptr is not None:
         record_amax(amax_ptr, largest)
 
 
@@ -171,38 +181,44 @@ def _join_rotated(
     dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_ptr, scale_inv_ptr, amax_ptr,
     rows, tokens, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, batch_stride, token_stride, one,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr,
-    SCALED: tl.constexpr, AMAX: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS_EACH: tl.constexpr, HOLD: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS_EACH: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(1)
     queries: tl.constexpr = (H + HEADS_EACH - 1) // HEADS_EACH
     keys: tl.constexpr = (G + HEADS_EACH - 1) // HEADS_EACH
-    P: tl.constexpr = H // G
-    WIDTH: tl.constexpr = (H + 2 * G) * D
-    scale = 1.0
-    if SCALED:
-        scale = tl.load(scale_ptr)
-        if (tl.program_id(0) == 0) & (part == 0):
-            tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+    scale = load_scale(scale_ptr, scale_inv_ptr, (tl.program_id(0) == 0) & (part == 0))
     if part < queries:
-        _join_part(
-            dq_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, amax_ptr, scale, n, rows, tokens,
+        _join_heads(
+            dq_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, rows, tokens,
             q_b, q_t, q_h, batch_stride, token_stride, one, part * HEADS_EACH,
-            H, P, 0, P + 2, D, ROTATED, HALF, MIRRORED, SCALED, AMAX, ROWWISE, COLUMNWISE, HEADS_EACH, HOLD, WIDTH,
+            0, H, G, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
         )  # fmt: skip
     elif part < queries + keys:
-        _join_part(
-            dk_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, amax_ptr, scale, n, rows, tokens,
+        _join_heads(
+            dk_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, rows, tokens,
             k_b, k_t, k_h, batch_stride, token_stride, one, (part - queries) * HEADS_EACH,
-            G, 1, P, P + 2, D, ROTATED, HALF, MIRRORED, SCALED, AMAX, ROWWISE, COLUMNWISE, HEADS_EACH, HOLD, WIDTH,
+            1, H, G, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
         )  # fmt: skip
     else:
-        _join_part(
-            dv_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, amax_ptr, scale, n, rows, tokens,
+        _join_heads(
+            dv_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, rows, tokens,
             v_b, v_t, v_h, batch_stride, token_stride, one, (part - queries - keys) * HEADS_EACH,
-            G, 1, P + 1, P + 2, D, 0, HALF, MIRRORED, SCALED, AMAX, ROWWISE, COLUMNWISE, HEADS_EACH, HOLD, WIDTH,
+            2, H, G, D, 0, HALF, MIRRORED, HEADS_EACH,
         )  # fmt: skip
+
+
+def _constants(heads: int, groups: int, head_dim: int, cos: Tensor | None, mirrored: bool, tiles: Tiles) -> dict[str, int]:
+    """Constants by which both kernels are compiled."""
+    return {
+        "H": heads, "G": groups, "D": head_dim, "ROTATED": 0 if cos is None else cos.shape[-1],
+        "HALF": triton.next_power_of_2(head_dim // 2), "MIRRORED": mirrored,
+        "TOKENS": tiles.tokens, "HEADS_EACH": tiles.heads, "num_warps": tiles.warps,
+    }  # fmt: skip
+
+
+def _grid(rows: int, heads: int, groups: int, tiles: Tiles) -> tuple[int, int]:
+    return triton.cdiv(rows, tiles.tokens), triton.cdiv(heads, tiles.heads) + 2 * triton.cdiv(groups, tiles.heads)
 
 
 def _strides(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, int]:
@@ -215,52 +231,41 @@ def _strides(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Ten
 
 
 def launch_split(
-    qkv: Tensor, heads: int, groups: int, cos: Tensor | None, sin: Tensor | None, *, mirrored: bool = False,
-    tokens: int | None = None, heads_each: int | None = None, warps: int | None = None,
+    qkv: Tensor, heads: int, groups: int, cos: Tensor | None, sin: Tensor | None,
+    *, mirrored: bool = False, tiles: Tiles = SPLIT,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Run the kernel; arguments and results as in `split_rotate`, and a program's share."""
+    """Run the kernel; see `split_rotate`."""
     (batch, length, width), head_dim = qkv.shape, qkv.shape[-1] // (heads + 2 * groups)
     q, k, v = (qkv.new_empty(batch, length, count, head_dim) for count in (heads, groups, groups))
     if qkv.numel() == 0:
         return q, k, v
-    flat = qkv.reshape(-1, width)
-    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+    flat = adjacent_columns(qkv.reshape(-1, width))
     cos, sin, batch_stride, token_stride = _strides(cos, sin)
-    tokens, heads_each = tokens or SPLIT_TOKENS, heads_each or SPLIT_HEADS
-    grid = (triton.cdiv(len(flat), tokens), triton.cdiv(heads, heads_each) + 2 * triton.cdiv(groups, heads_each))
-    _split_rotate[grid](
+    _split_rotate[_grid(len(flat), heads, groups, tiles)](
         flat, q, k, v, cos, sin, len(flat), length, flat.stride(0), batch_stride, token_stride,
-        H=heads, G=groups, D=head_dim, ROTATED=0 if cos is None else cos.shape[-1],
-        HALF=triton.next_power_of_2(head_dim // 2), MIRRORED=mirrored, TOKENS=tokens, HEADS_EACH=heads_each,
-        num_warps=warps or SPLIT_WARPS,
+        **_constants(heads, groups, head_dim, cos, mirrored, tiles),
     )  # fmt: skip
     return q, k, v
 
 
 def launch_join(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, quantizer: Quantizer, *, mirrored: bool = False,
-    tokens: int | None = None, heads_each: int | None = None, hold: bool | None = None, warps: int | None = None,
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, quantizer: Quantizer,
+    *, mirrored: bool = False, tiles: Tiles = JOIN,
 ) -> QuantizedTensor:  # fmt: skip
-    """Run the kernel; arguments and results as in `join_rotated`, and a program's share."""
+    """Run the kernel; see `join_rotated`."""
     (batch, length, heads, head_dim), groups = dq.shape, dk.shape[2]
     rows = batch * length
-    made = allocate(quantizer, rows, (heads + 2 * groups) * head_dim, dq.device)
+    out = allocate(quantizer, rows, (heads + 2 * groups) * head_dim, dq.device)
     if dq.numel() == 0:
-        return without_elements(quantizer, made)
-    dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
+        return without_elements(quantizer, out)
+    dq, dk, dv = (adjacent_columns(x) for x in (dq, dk, dv))
     cos, sin, batch_stride, token_stride = _strides(cos, sin)
-    tokens, heads_each = tokens or JOIN_TOKENS, heads_each or JOIN_HEADS
-    grid = (triton.cdiv(rows, tokens), triton.cdiv(heads, heads_each) + 2 * triton.cdiv(groups, heads_each))
-    _join_rotated[grid](
-        dq, dk, dv, cos, sin, made.rowwise_data, made.columnwise_data, quantizer.scale, made.scale_inv, quantizer.amax,
+    _join_rotated[_grid(rows, heads, groups, tiles)](
+        dq, dk, dv, cos, sin, out.rowwise_data, out.columnwise_data, quantizer.scale, out.scale_inv, quantizer.amax,
         rows, length, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], batch_stride, token_stride, 1.0,
-        H=heads, G=groups, D=head_dim, ROTATED=0 if cos is None else cos.shape[-1],
-        HALF=triton.next_power_of_2(head_dim // 2), MIRRORED=mirrored,
-        SCALED=made.scale_inv is not None, AMAX=quantizer.amax is not None,
-        ROWWISE=quantizer.rowwise, COLUMNWISE=quantizer.columnwise,
-        TOKENS=tokens, HEADS_EACH=heads_each, HOLD=JOIN_HOLD if hold is None else hold, num_warps=warps or JOIN_WARPS,
+        **_constants(heads, groups, head_dim, cos, mirrored, tiles),
     )  # fmt: skip
-    return made
+    return out
 
 
 def split_rotate(

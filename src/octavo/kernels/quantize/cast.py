@@ -1,8 +1,8 @@
-"""Delayed scaling's cast: one read of a matrix gives FP8 rowwise and columnwise, and the amax for the next scale.
+"""Cast with a given scale: one read of a matrix gives FP8 rowwise and columnwise, and the amax for the next scale.
 
-One pass for both layouts reads 2 bytes and writes 2 an element, against 7 for amax, cast and transpose apart. Bytes are slow to
-transpose in shared memory, so four rows are packed into one word first, where four divides the rows.
-On devices without FP8 conversions in Triton the reference runs, and the transpose is a view.
+Both layouts in one pass read 2 bytes and write 2 an element; amax, cast and transpose apart move 7. Bytes are slow to transpose
+in shared memory, so rows are packed in groups of four (`packed_transpose`) where four divides them. Devices without FP8
+conversions in Triton run the reference, and their columnwise layout is a view.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import gemm, reference
-from octavo.kernels.quantize.packed_transpose import groups_inside, load_fours, packed_row, store_packed, turned
-from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, of_one_scale
+from octavo.kernels import gemm
+from octavo.kernels.quantize.packed_transpose import load_row_groups, packed_row, store_packed, transpose_words
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, of_one_scale, quantize, without_elements
+from octavo.kernels.tiles import adjacent_columns, load_tile, tile_of
 
-# Of the tiles tried at 16384 × 4096 on an H200 the fastest: 3.7 TB/s in groups of four rows, 2.7 with rows one by one.
+# The fastest of the tiles tried at 16384 × 4096 on an H200: 3.7 TB/s in groups of four rows, 2.7 by single rows.
 _GROUPS, _GROUP_COLUMNS = 32, 64
 _TILE_ROWS, _TILE_COLUMNS, _WARPS = 64, 128, 4
-_TURN_TILE = (64, 32, 8)
-"""Tile of `_transpose`: groups of four rows, groups of four columns, warps."""
+_TRANSPOSE_GROUPS, _TRANSPOSE_WORDS, _TRANSPOSE_WARPS = 64, 32, 8
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def record_amax(amax_ptr, x):
 @triton.jit
 def raise_to(amax_ptr, largest):
     """Raise the float32 at `amax_ptr` to `largest`, which is not negative."""
-    # Non-negative floats order as their bits do, and an integer maximum is one instruction.
+    # Non-negative floats order as their bits do. An integer maximum is one instruction, in any order of the programs.
     tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
@@ -43,20 +43,28 @@ def larger(largest, x):
 
 
 @triton.jit
-def store_layouts(
-    x, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one,
-    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, TWICE: tl.constexpr,
-):  # fmt: skip
-    """Convert a float32 tile [r, c] of a matrix [rows, columns] and store it, as it is and transposed.
+def load_scale(scale_ptr, scale_inv_ptr, first):
+    """The scale, with its inverse stored by the `first` program; 1 for results without a scale (`scale_inv_ptr` is None)."""
+    scale = 1.0
+    if scale_inv_ptr is not None:
+        scale = tl.load(scale_ptr)
+        if first:
+            tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+    return scale
+
+
+@triton.jit
+def store_layouts(x, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, TWICE: tl.constexpr):
+    """Convert a float32 tile [r, c] of a matrix [rows, columns] and store it in the layouts with a pointer.
 
     The conversion to FP8 is one instruction that saturates: ±inf and what lies beyond the largest value become that, NaN stays.
 
     `one` is 1.0, given at run time. The ptxas of CUDA 12.9 that Triton brings loses bytes when one conversion from float32 to
-    FP8 feeds both stores: a factor that it cannot know to be 1 makes the second a conversion of its own, at no cost that shows.
+    FP8 feeds both stores. With TWICE a factor unknown to it gives the second store its own conversion, at no measurable cost.
     """
-    if ROWWISE:
+    if rowwise_ptr is not None:
         tl.store(rowwise_ptr + r[:, None].to(tl.int64) * columns + c[None, :], x.to(rowwise_ptr.dtype.element_ty), mask=inside)
-    if COLUMNWISE:
+    if columnwise_ptr is not None:
         if TWICE:
             x = x * one
         q = x.to(columnwise_ptr.dtype.element_ty)
@@ -64,118 +72,105 @@ def store_layouts(
 
 
 @triton.jit
-def _cast_one_by_one(
-    x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
-    rows, columns, stride, one,
-    COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, TWICE: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+def store_quantized(
+    x, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
+    r, c, rows, columns, inside, one, first, TWICE: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    tiles_across = tl.cdiv(columns, TILE_C)
-    r = (tile // tiles_across) * TILE_R + tl.arange(0, TILE_R)
-    c = (tile % tiles_across) * TILE_C + tl.arange(0, TILE_C)
-    inside = (r < rows)[:, None] & (c < columns)[None, :]
-    x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(scale_ptr)
-    if tile == 0:
-        tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
-    if AMAX:
+    """Record the amax of a float32 tile, scale it and store its layouts; a pointer that is None is skipped."""
+    scale = load_scale(scale_ptr, scale_inv_ptr, first)
+    if amax_ptr is not None:
         record_amax(amax_ptr, x)
-    store_layouts(x * scale, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, True, COLUMNWISE, TWICE)
+    if scale_inv_ptr is not None:
+        x = x * scale
+    store_layouts(x, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, TWICE)
 
 
 @triton.jit
-def _cast_by_fours(
+def _cast_tiles(
     x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
-    rows, columns, stride, partial_ptr,
-    AMAX: tl.constexpr, ROWWISE: tl.constexpr, GROUPS: tl.constexpr, TILE_C: tl.constexpr,
+    rows, columns, stride, one, TWICE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    tiles_across = tl.cdiv(columns, TILE_C)
-    g = (tile // tiles_across) * GROUPS + tl.arange(0, GROUPS)
-    c = (tile % tiles_across) * TILE_C + tl.arange(0, TILE_C)
-    inside = groups_inside(g, c, rows, columns)
-    fours = load_fours(x_ptr, g, c, stride, inside)
-    scale = tl.load(scale_ptr)
-    if tile == 0:
-        tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+    r, c, inside = tile_of(tile, rows, columns, TILE_R, TILE_C)
+    x = load_tile(x_ptr, r, c, stride, inside)
+    store_quantized(
+        x, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, tile == 0, TWICE
+    )  # fmt: skip
+
+
+@triton.jit
+def _cast_packed(
+    x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
+    rows, columns, stride, partial_ptr, GROUPS: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    g, c, inside = tile_of(tile, rows // 4, columns, GROUPS, TILE_C)
+    xs = load_row_groups(x_ptr, g, c, stride, inside)
+    scale = load_scale(scale_ptr, scale_inv_ptr, tile == 0)
     packed = tl.zeros([GROUPS, TILE_C], tl.int32)
     before = tl.zeros([GROUPS, TILE_C], tl.float32)
     largest = tl.zeros([GROUPS, TILE_C], tl.float32)
     summed = tl.zeros([GROUPS, TILE_C], tl.float32)
     for i in tl.static_range(4):
-        r = (g * 4 + i)[:, None].to(tl.int64)
-        x = fours[i].to(tl.float32)
-        if AMAX:
+        x = xs[i].to(tl.float32)
+        if amax_ptr is not None:
             largest = larger(largest, x)
         if partial_ptr is not None:
             summed += x
         x = x * scale
-        if ROWWISE:
-            tl.store(rowwise_ptr + r * columns + c[None, :], x.to(rowwise_ptr.dtype.element_ty), mask=inside)
+        store_layouts(x, rowwise_ptr, None, g * 4 + i, c, rows, columns, inside, 1.0, False)
         packed = packed_row(packed, before, x, i, columnwise_ptr.dtype.element_ty)
         before = x
-    if AMAX:
+    if amax_ptr is not None:
         record_amax(amax_ptr, largest)
     store_packed(packed, columnwise_ptr, g, c, rows, inside)
     if partial_ptr is not None:
-        partial = partial_ptr + (tile // tiles_across).to(tl.int64) * columns + c
+        partial = partial_ptr + (tile // tl.cdiv(columns, TILE_C)).to(tl.int64) * columns + c
         tl.store(partial, tl.sum(summed, 0), mask=c < columns)
 
 
 def row_tiles(x: Tensor, columnwise: bool) -> int | None:
-    """Number of row tiles whose column sums a cast of this matrix can leave; None: it leaves no sums."""
+    """Number of row tiles in the column sums of a cast of this matrix; None: it leaves no sums."""
     return triton.cdiv(x.shape[0], 4 * _GROUPS) if columnwise and x.shape[0] % 4 == 0 and gemm.is_native(x.device) else None
 
 
 def launch(x: Tensor, quantizer: Quantizer, partial: Tensor | None = None) -> QuantizedTensor:
     """Run the kernel; see `cast`."""
-    scale, amax, columnwise = quantizer.scale, quantizer.amax, quantizer.columnwise
-    assert scale is not None
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = adjacent_columns(x)
     rows, columns = x.shape
-    by_fours = columnwise and rows % 4 == 0
-    q = torch.empty(rows if quantizer.rowwise or not by_fours else 0, columns, dtype=quantizer.dtype, device=x.device)
-    q_t = torch.empty(columns if columnwise else 0, rows, dtype=quantizer.dtype, device=x.device)
-    scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
-    pointers = (x, scale, amax, q, q_t, scale_inv, rows, columns, x.stride(0))
+    out = allocate(quantizer, rows, columns, x.device)
+    pointers = (x, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data, out.scale_inv)
     if x.numel() == 0:
-        scale_inv.copy_(reference.divide(1.0, scale))
-    elif by_fours:
-        _cast_by_fours[(triton.cdiv(rows, 4 * _GROUPS) * triton.cdiv(columns, _GROUP_COLUMNS),)](
-            *pointers, partial, AMAX=amax is not None, ROWWISE=quantizer.rowwise, GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS,
-            num_warps=_WARPS,
-        )  # fmt: skip
+        without_elements(quantizer, out)
+    elif quantizer.columnwise and rows % 4 == 0:
+        _cast_packed[(triton.cdiv(rows, 4 * _GROUPS) * triton.cdiv(columns, _GROUP_COLUMNS),)](
+            *pointers, rows, columns, x.stride(0), partial, GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS, num_warps=_WARPS
+        )
     else:
-        _cast_one_by_one[(triton.cdiv(rows, _TILE_ROWS) * triton.cdiv(columns, _TILE_COLUMNS),)](
-            *pointers, 1.0, COLUMNWISE=columnwise, AMAX=amax is not None, TWICE=x.dtype == torch.float32,
-            TILE_R=_TILE_ROWS, TILE_C=_TILE_COLUMNS, num_warps=_WARPS,
+        _cast_tiles[(triton.cdiv(rows, _TILE_ROWS) * triton.cdiv(columns, _TILE_COLUMNS),)](
+            *pointers, rows, columns, x.stride(0), 1.0,
+            TWICE=x.dtype == torch.float32, TILE_R=_TILE_ROWS, TILE_C=_TILE_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
-    return of_one_scale(q if quantizer.rowwise else None, q_t if columnwise else None, scale_inv)
+    return out
 
 
 @triton.jit
 def _transpose(q_ptr, out_ptr, rows, words, stride, GROUPS: tl.constexpr, WORDS: tl.constexpr):
     """Transpose bytes [rows, 4 words], read as int32: squares of four rows and four columns in registers."""
-    tile = tl.program_id(0)
-    tiles_across = tl.cdiv(words, WORDS)
-    g = (tile // tiles_across) * GROUPS + tl.arange(0, GROUPS)
-    w = (tile % tiles_across) * WORDS + tl.arange(0, WORDS)
-    inside = groups_inside(g, w, rows, words)
-    a, b, c, d = load_fours(q_ptr, g, w, stride, inside)
-    columns = turned(a, b, c, d)
+    g, w, inside = tile_of(tl.program_id(0), rows // 4, words, GROUPS, WORDS)
+    a, b, c, d = load_row_groups(q_ptr, g, w, stride, inside)
+    columns = transpose_words(a, b, c, d)
     for i in tl.static_range(4):
         store_packed(columns[i], out_ptr, g, w * 4 + i, rows, inside)
 
 
-def launch_transpose(q: Tensor, out: Tensor, *, tile: tuple[int, int, int] = _TURN_TILE) -> Tensor:
-    """Run the kernel; see `transpose`. tile: groups of four rows, of four columns, and warps a program."""
+def launch_transpose(q: Tensor, out: Tensor) -> Tensor:
+    """Run the kernel; see `transpose`."""
     rows, words = q.shape[0], q.shape[1] // 4
-    groups, group_words, warps = tile
     if q.numel():
-        _transpose[(triton.cdiv(rows, 4 * groups) * triton.cdiv(words, group_words),)](
+        _transpose[(triton.cdiv(rows, 4 * _TRANSPOSE_GROUPS) * triton.cdiv(words, _TRANSPOSE_WORDS),)](
             q.view(torch.int32), out.view(torch.uint8), rows, words, q.stride(0) // 4,
-            GROUPS=groups, WORDS=group_words, num_warps=warps,
+            GROUPS=_TRANSPOSE_GROUPS, WORDS=_TRANSPOSE_WORDS, num_warps=_TRANSPOSE_WARPS,
         )  # fmt: skip
     return out
 
@@ -196,18 +191,15 @@ def cast(x: Tensor, quantizer: Quantizer, partial: Tensor | None = None) -> Quan
 
     partial: float32 [`row_tiles`, C], filled with column sums of x over each tile of rows; None where `row_tiles` is None.
     """
+    assert quantizer.scale is not None
     if gemm.is_native(x.device):
         return launch(x, quantizer, partial)
-    if quantizer.amax is not None:
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, reference.amax(x)))
-    assert quantizer.scale is not None
-    q = reference.cast(x, quantizer.scale, quantizer.dtype, quantizer.fp8_max)
-    scale_inv = reference.divide(1.0, quantizer.scale)
-    return of_one_scale(q if quantizer.rowwise else None, q.t() if quantizer.columnwise else None, scale_inv)
+    data, scale_inv = quantize(x, quantizer._replace(rowwise=True, columnwise=False)).rowwise
+    return of_one_scale(data if quantizer.rowwise else None, data.t() if quantizer.columnwise else None, scale_inv)
 
 
 CastResults = tuple[Tensor, Tensor, Tensor]
-"""What an operator of a compiler returns for a cast: FP8 [R, C], its transpose [C, R] or an empty tensor, and 1 / scale."""
+"""Results of a cast as a compiler's operator: FP8 [R, C], its transpose [C, R] or an empty tensor, and 1 / scale."""
 
 
 @torch.library.custom_op("octavo::cast_scaled", mutates_args=())

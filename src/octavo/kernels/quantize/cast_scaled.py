@@ -1,9 +1,9 @@
 """Casts that choose their own scales, per row and per block: one or two reads of a matrix give FP8 in both layouts.
 
-Current, rowwise and block scaling take a scale from the very values that it scales. In plain PyTorch that is four passes or
-more over float32 copies, for each layout again. Here a tile that holds whole blocks is read once, its scales are chosen and
-both layouts written; a scale for each row and each column takes a second read, since no tile holds both. The scales are those
-of `reference.scale_from_amax`, bit for bit. An amax joined over ranks takes `amax` and `cast` instead.
+Current, rowwise and block scaling take a scale from the values that it scales: in plain PyTorch four passes or more over
+float32 copies, for each layout. Here a tile of whole blocks is read once, and both layouts are written; scales for rows and for
+columns take a second read, since no tile holds both. The scales are those of `reference.scale_from_amax`, bit for bit. An amax
+joined over ranks takes `amax` and `cast` instead.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import gemm, reference
-from octavo.kernels.quantize.cast import larger, store_layouts
-from octavo.kernels.quantize.packed_transpose import groups_inside, load_fours, packed_row, store_packed
+from octavo.kernels.quantize.cast import larger, raise_to, store_layouts
+from octavo.kernels.quantize.packed_transpose import load_row_groups, packed_row, store_packed
+from octavo.kernels.tiles import adjacent_columns, load_tile, tile_of
 
 _BLOCK = reference.BLOCK
-# Untuned: (rows, columns, warps) of the tiles that are cast for rows and columns, and those that only measure them.
-_CAST_TILE, _AMAX_TILE = (64, 128, 4), (64, 256, 8)
-# Also untuned, for rows packed by fours as in `cast`: the first of these tiles; and warps and registers for 128 × 128.
-_GROUP_TILE, _GROUP_BLOCK = (128, 64, 4), (8, 128)
+# Untuned: (rows, columns, warps) of tiles that are cast for rows and columns, of those packed as in `cast`, and of those that
+# measure; warps and registers of a packed block of 128 × 128.
+_CAST_TILE, _PACKED_TILE, _AMAX_TILE = (64, 128, 4), (128, 64, 4), (64, 256, 8)
+_BLOCK_WARPS, _BLOCK_REGISTERS = 8, 128
 # Elements of the tile that holds whole rows, the longest row that it holds, and warps.
 _ROW_TILE, _LONGEST_ROW, _ROW_WARPS = 8192, 16384, 8
-# Rows and warps of the tiles of 128 columns: when only 1 × 128 pieces are wanted, and when 128 × 128 is needed.
-_PIECES_TILE, _SQUARE_WARPS = (32, 4), 8
+# Rows and warps of the tiles of 128 columns: for 1 × 128 pieces alone, and for 128 × 128.
+_PIECES_TILE, _SQUARE_TILE = (32, 4), (_BLOCK, 8)
 _AMAX_BLOCK, _AMAX_WARPS = 8192, 8
 _FLOAT32_MAX = tl.constexpr(reference.FLOAT32_MAX)
 
@@ -43,12 +44,13 @@ class Scaled(NamedTuple):
     scale: Tensor
 
 
-Both = tuple[Scaled | None, Scaled | None]
+Layouts = tuple[Scaled | None, Scaled | None]
+"""Rowwise and columnwise; None: not asked for."""
 
 
 @triton.jit
-def _amaxes(x):
-    """Amaxes of rows; the maximum of nothing but NaN is NaN."""
+def _row_amaxes(x):
+    """The maximum of nothing but NaN is NaN, and `larger` makes it 0."""
     return larger(0.0, tl.max(tl.abs(x.to(tl.float32)), axis=1))
 
 
@@ -83,9 +85,7 @@ def _amax_of(x_ptr, amax_ptr, columns, stride, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     c = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + c, mask=c < columns, other=0.0).to(tl.float32)
-    # Non-negative floats order as their bits do, and an integer maximum does not depend on the order of the programs.
-    largest = tl.max(larger(0.0, x)).to(tl.int32, bitcast=True)
-    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), largest, sem="relaxed")
+    raise_to(amax_ptr, tl.max(larger(0.0, x)))
 
 
 @triton.jit
@@ -103,55 +103,45 @@ def _cast_whole_rows(
     """Each program casts TILE_R rows; rows longer than BLOCK are read twice, the second time from the cache."""
     r = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
     c = tl.arange(0, BLOCK)
-    from_x = x_ptr + r[:, None].to(tl.int64) * stride
-    into_q = q_ptr + r[:, None].to(tl.int64) * columns
-    here = (r < rows)[:, None]
+    there = (r < rows)[:, None]
     if WHOLE:
-        inside = here & (c < columns)[None, :]
-        x = tl.load(from_x + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        inside = there & (c < columns)[None, :]
+        x = load_tile(x_ptr, r, c, stride, inside)
         scale = _choose_scale(tl.max(larger(0.0, x), axis=1), FP8_MAX, False)
-        q = (x * scale[:, None]).to(q_ptr.dtype.element_ty)
-        tl.store(into_q + c[None, :], q, mask=inside)
+        store_layouts(x * scale[:, None], q_ptr, None, r, c, rows, columns, inside, 1.0, False)
     else:
         largest = tl.zeros([TILE_R, BLOCK], dtype=tl.float32)
         for first in range(0, columns, BLOCK):
-            at = first + c[None, :]
-            x = tl.load(from_x + at, mask=here & (at < columns), other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, larger(0.0, x))
+            inside = there & (first + c < columns)[None, :]
+            largest = tl.maximum(largest, larger(0.0, load_tile(x_ptr, r, first + c, stride, inside)))
         scale = _choose_scale(tl.max(largest, axis=1), FP8_MAX, False)
         for first in range(0, columns, BLOCK):
-            at = first + c[None, :]
-            x = tl.load(from_x + at, mask=here & (at < columns), other=0.0).to(tl.float32)
-            q = (x * scale[:, None]).to(q_ptr.dtype.element_ty)
-            tl.store(into_q + at, q, mask=here & (at < columns))
+            inside = there & (first + c < columns)[None, :]
+            x = load_tile(x_ptr, r, first + c, stride, inside) * scale[:, None]
+            store_layouts(x, q_ptr, None, r, first + c, rows, columns, inside, 1.0, False)
     _store_scale(scale, scale_ptr, scale_inv_ptr, r, r < rows, False)
 
 
 @triton.jit
 def _row_column_amaxes(
-    x_ptr, row_amax_ptr, column_amax_ptr, rows, columns, stride,
-    ROWWISE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    x_ptr, row_amax_ptr, column_amax_ptr, rows, columns, stride, TILE_R: tl.constexpr, TILE_C: tl.constexpr
 ):  # fmt: skip
     """Raise the amaxes of rows and columns, as int32 bits, by those of a tile."""
-    tiles_across = tl.cdiv(columns, TILE_C)
-    r = (tl.program_id(0) // tiles_across) * TILE_R + tl.arange(0, TILE_R)
-    c = (tl.program_id(0) % tiles_across) * TILE_C + tl.arange(0, TILE_C)
-    inside = (r < rows)[:, None] & (c < columns)[None, :]
-    x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    magnitude = larger(0.0, x)
-    if ROWWISE:
+    r, c, inside = tile_of(tl.program_id(0), rows, columns, TILE_R, TILE_C)
+    magnitude = larger(0.0, load_tile(x_ptr, r, c, stride, inside))
+    if row_amax_ptr is not None:
         tl.atomic_max(row_amax_ptr + r, tl.max(magnitude, axis=1).to(tl.int32, bitcast=True), mask=r < rows, sem="relaxed")
     tl.atomic_max(column_amax_ptr + c, tl.max(magnitude, axis=0).to(tl.int32, bitcast=True), mask=c < columns, sem="relaxed")
 
 
 @triton.jit
 def _cast_scales(
-    row_amax_ptr, column_amax_ptr, row_scale_ptr, row_inv_ptr, column_scale_ptr, column_inv_ptr, rows, columns,
-    FP8_MAX: tl.constexpr, ROWWISE: tl.constexpr, BLOCK: tl.constexpr,
+    row_amax_ptr, row_scale_ptr, row_inv_ptr, column_amax_ptr, column_scale_ptr, column_inv_ptr, rows, columns,
+    FP8_MAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Apart from the cast, whose tiles would divide for their rows and columns anew: half of all their instructions."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if ROWWISE:
+    if row_amax_ptr is not None:
         amax = tl.load(row_amax_ptr + at, mask=at < rows, other=0).to(tl.float32, bitcast=True)
         _store_scale(_choose_scale(amax, FP8_MAX, False), row_scale_ptr, row_inv_ptr, at, at < rows, False)
     amax = tl.load(column_amax_ptr + at, mask=at < columns, other=0).to(tl.float32, bitcast=True)
@@ -161,42 +151,35 @@ def _cast_scales(
 @triton.jit
 def _cast_rows_columns(
     x_ptr, rowwise_ptr, row_scale_ptr, columnwise_ptr, column_scale_ptr, rows, columns, stride, one,
-    ROWWISE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    tiles_across = tl.cdiv(columns, TILE_C)
-    r = (tl.program_id(0) // tiles_across) * TILE_R + tl.arange(0, TILE_R)
-    c = (tl.program_id(0) % tiles_across) * TILE_C + tl.arange(0, TILE_C)
-    inside = (r < rows)[:, None] & (c < columns)[None, :]
-    x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    if ROWWISE:
+    r, c, inside = tile_of(tl.program_id(0), rows, columns, TILE_R, TILE_C)
+    x = load_tile(x_ptr, r, c, stride, inside)
+    if rowwise_ptr is not None:
         y = x * tl.load(row_scale_ptr + r, mask=r < rows, other=0.0)[:, None]
-        store_layouts(y, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, True, False, False)
+        store_layouts(y, rowwise_ptr, None, r, c, rows, columns, inside, one, False)
     y = x * tl.load(column_scale_ptr + c, mask=c < columns, other=0.0)[None, :]
-    store_layouts(y, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, False, True, ROWWISE)
+    store_layouts(y, None, columnwise_ptr, r, c, rows, columns, inside, one, rowwise_ptr is not None)
 
 
 @triton.jit
-def _cast_rows_columns_by_fours(
+def _cast_rows_columns_packed(
     x_ptr, rowwise_ptr, row_scale_ptr, columnwise_ptr, column_scale_ptr, rows, columns, stride,
-    ROWWISE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    # What the pass before read last is still in the L2 cache, so the last tile comes first.
+    # The last tile comes first: it is still in the L2 cache from the pass before.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    tiles_across = tl.cdiv(columns, TILE_C)
-    g = (tile // tiles_across) * (TILE_R // 4) + tl.arange(0, TILE_R // 4)
-    c = (tile % tiles_across) * TILE_C + tl.arange(0, TILE_C)
-    inside = groups_inside(g, c, rows, columns)
-    fours = load_fours(x_ptr, g, c, stride, inside)
+    g, c, inside = tile_of(tile, rows // 4, columns, TILE_R // 4, TILE_C)
+    xs = load_row_groups(x_ptr, g, c, stride, inside)
     column_scale = tl.load(column_scale_ptr + c, mask=c < columns, other=0.0)[None, :]
     packed = tl.zeros([TILE_R // 4, TILE_C], tl.int32)
     before = tl.zeros([TILE_R // 4, TILE_C], tl.float32)
     for i in tl.static_range(4):
         r = g * 4 + i
-        x = fours[i].to(tl.float32)
-        if ROWWISE:
+        x = xs[i].to(tl.float32)
+        if rowwise_ptr is not None:
             y = x * tl.load(row_scale_ptr + r, mask=g < rows // 4, other=0.0)[:, None]
-            at = rowwise_ptr + r[:, None].to(tl.int64) * columns + c[None, :]
-            tl.store(at, y.to(rowwise_ptr.dtype.element_ty), mask=inside)
+            store_layouts(y, rowwise_ptr, None, r, c, rows, columns, inside, 1.0, False)
         x = x * column_scale
         packed = packed_row(packed, before, x, i, columnwise_ptr.dtype.element_ty)
         before = x
@@ -206,67 +189,60 @@ def _cast_rows_columns_by_fours(
 @triton.jit
 def _cast_blocks(
     x_ptr, rowwise_ptr, row_scale_ptr, row_inv_ptr, columnwise_ptr, column_scale_ptr, column_inv_ptr,
-    rows, columns, stride, one,
-    FP8_MAX: tl.constexpr, SQUARE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    rows, columns, stride, one, FP8_MAX: tl.constexpr, SQUARE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     """A tile of 128 columns; it has 128 rows where one scale is for all of it (SQUARE) or for 128 elements of a column."""
     tiles_across = tl.cdiv(columns, TILE_C)
     tile_r, tile_c = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
-    r = tile_r * TILE_R + tl.arange(0, TILE_R)
-    c = tile_c * TILE_C + tl.arange(0, TILE_C)
-    inside = (r < rows)[:, None] & (c < columns)[None, :]
-    x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    r, c, inside = tile_of(tl.program_id(0), rows, columns, TILE_R, TILE_C)
+    x = load_tile(x_ptr, r, c, stride, inside)
     magnitude = larger(0.0, x)
     if SQUARE:
         scale = _choose_scale(tl.max(magnitude), FP8_MAX, True)
-        if ROWWISE:
+        if rowwise_ptr is not None:
             _store_scale(scale, row_scale_ptr, row_inv_ptr, tile_r * tiles_across + tile_c, True, True)
-        if COLUMNWISE:
+        if columnwise_ptr is not None:
             _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_c * tl.cdiv(rows, TILE_R) + tile_r, True, True)
-        y = x * scale
-        store_layouts(y, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, ROWWISE, COLUMNWISE, ROWWISE)
+        store_layouts(
+            x * scale, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, rowwise_ptr is not None
+        )  # fmt: skip
     else:
-        if ROWWISE:
+        if rowwise_ptr is not None:
             scale = _choose_scale(tl.max(magnitude, axis=1), FP8_MAX, True)
             _store_scale(scale, row_scale_ptr, row_inv_ptr, tile_c.to(tl.int64) * rows + r, r < rows, True)
-            y = x * scale[:, None]
-            store_layouts(y, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, True, False, False)
-        if COLUMNWISE:
+            store_layouts(x * scale[:, None], rowwise_ptr, None, r, c, rows, columns, inside, one, False)
+        if columnwise_ptr is not None:
             scale = _choose_scale(tl.max(magnitude, axis=0), FP8_MAX, True)
             _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_r.to(tl.int64) * columns + c, c < columns, True)
             y = x * scale[None, :]
-            store_layouts(y, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, False, True, ROWWISE)
+            store_layouts(y, None, columnwise_ptr, r, c, rows, columns, inside, one, rowwise_ptr is not None)
 
 
 @triton.jit
-def _cast_blocks_by_fours(
+def _cast_blocks_packed(
     x_ptr, rowwise_ptr, row_scale_ptr, row_inv_ptr, columnwise_ptr, column_scale_ptr, column_inv_ptr,
-    rows, columns, stride,
-    FP8_MAX: tl.constexpr, SQUARE: tl.constexpr, ROWWISE: tl.constexpr, BLOCK: tl.constexpr,
+    rows, columns, stride, FP8_MAX: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of 128 × 128 with its transpose, in 32 groups of four rows."""
     tiles_across = tl.cdiv(columns, BLOCK)
     tile_r, tile_c = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
-    g = tile_r * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    c = tile_c * BLOCK + tl.arange(0, BLOCK)
-    inside = groups_inside(g, c, rows, columns)
-    fours = load_fours(x_ptr, g, c, stride, inside)
-    x_0, x_1, x_2, x_3 = fours
+    g, c, inside = tile_of(tl.program_id(0), rows // 4, columns, BLOCK // 4, BLOCK)
+    xs = load_row_groups(x_ptr, g, c, stride, inside)
+    x_0, x_1, x_2, x_3 = xs
     largest = larger(larger(0.0, x_0.to(tl.float32)), x_1.to(tl.float32))
     largest = larger(larger(largest, x_2.to(tl.float32)), x_3.to(tl.float32))
     if SQUARE:
         column_scale = _choose_scale(tl.max(largest), FP8_MAX, True)
         index = tile_c * tl.cdiv(rows, BLOCK) + tile_r
         _store_scale(column_scale, column_scale_ptr, column_inv_ptr, index, True, True)
-        if ROWWISE:
+        if rowwise_ptr is not None:
             _store_scale(column_scale, row_scale_ptr, row_inv_ptr, tl.program_id(0), True, True)
     else:
         scale = _choose_scale(tl.max(largest, axis=0), FP8_MAX, True)
         _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_r.to(tl.int64) * columns + c, c < columns, True)
         column_scale = scale[None, :]
-        if ROWWISE:
-            amaxes = (_amaxes(x_0), _amaxes(x_1), _amaxes(x_2), _amaxes(x_3))
+        if rowwise_ptr is not None:
+            amaxes = (_row_amaxes(x_0), _row_amaxes(x_1), _row_amaxes(x_2), _row_amaxes(x_3))
             # In the order of the rows, so that their scales are stored at once.
             amax = tl.reshape(tl.join(tl.join(amaxes[0], amaxes[2]), tl.join(amaxes[1], amaxes[3])), [BLOCK])
             r = tile_r * BLOCK + tl.arange(0, BLOCK)
@@ -275,20 +251,19 @@ def _cast_blocks_by_fours(
     packed = tl.zeros([BLOCK // 4, BLOCK], tl.int32)
     before = tl.zeros([BLOCK // 4, BLOCK], tl.float32)
     for i in tl.static_range(4):
-        x = fours[i].to(tl.float32)
+        x = xs[i].to(tl.float32)
         y = x * column_scale
-        if ROWWISE:
+        if rowwise_ptr is not None:
             z = y
             if not SQUARE:
                 z = x * _choose_scale(amaxes[i], FP8_MAX, True)[:, None]
-            at = rowwise_ptr + (g * 4 + i)[:, None].to(tl.int64) * columns + c[None, :]
-            tl.store(at, z.to(rowwise_ptr.dtype.element_ty), mask=inside)
+            store_layouts(z, rowwise_ptr, None, g * 4 + i, c, rows, columns, inside, 1.0, False)
         packed = packed_row(packed, before, y, i, columnwise_ptr.dtype.element_ty)
         before = y
     store_packed(packed, columnwise_ptr, g, c, rows, inside)
 
 
-def launch_amax(x: Tensor, *, block: int = _AMAX_BLOCK, warps: int = _AMAX_WARPS) -> Tensor:
+def launch_amax(x: Tensor, *, block: int = _AMAX_BLOCK) -> Tensor:
     """Run the kernel; see `amax`."""
     largest = torch.zeros((), dtype=torch.float32, device=x.device)
     if x.numel() == 0:
@@ -296,7 +271,7 @@ def launch_amax(x: Tensor, *, block: int = _AMAX_BLOCK, warps: int = _AMAX_WARPS
     if x.dim() != 2 or x.stride(-1) != 1 or x.is_contiguous():
         x = x.contiguous().view(1, -1)
     grid = (x.shape[0] * triton.cdiv(x.shape[1], block),)
-    _amax_of[grid](x, largest, x.shape[1], x.stride(0), BLOCK=block, num_warps=warps)
+    _amax_of[grid](x, largest, x.shape[1], x.stride(0), BLOCK=block, num_warps=_AMAX_WARPS)
     return largest
 
 
@@ -311,90 +286,76 @@ def launch_scale(largest: Tensor, fp8_max: float, power_of_two: bool = False) ->
     return scale
 
 
-def _memory(x: Tensor, dtype: torch.dtype, pieces: int, rows: int | None) -> Scaled:
-    """Memory for an operand like x [R, C] and its scales [rows, pieces]; without `rows`, [R, pieces] column after column."""
+def _allocate(x: Tensor, dtype: torch.dtype, scale_columns: int, scale_rows: int | None) -> Scaled:
+    """Memory for an operand like x [R, C] and its scales; `scale_rows` None: one each row, column after column."""
+    shape = (scale_columns, x.shape[0]) if scale_rows is None else (scale_rows, scale_columns)
+    scale_inv, scale = (torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(2))
     data = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if rows is None:
-        scale_inv, scale = (torch.empty(pieces, x.shape[0], dtype=torch.float32, device=x.device).t() for _ in range(2))
-    else:
-        scale_inv, scale = (torch.empty(rows, pieces, dtype=torch.float32, device=x.device) for _ in range(2))
-    return Scaled(data, scale_inv, scale)
+    return Scaled(data, scale_inv.t(), scale.t()) if scale_rows is None else Scaled(data, scale_inv, scale)
 
 
-def _pointers(made: Scaled | None, otherwise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pointers to data, scales and inverses; `otherwise`, which no kernel touches, for a layout that is not wanted."""
-    return (otherwise,) * 3 if made is None else (made.data, made.scale, made.scale_inv)
+def _pointers(made: Scaled | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Data, scales and inverses."""
+    return (None, None, None) if made is None else (made.data, made.scale, made.scale_inv)
 
 
 def launch_rows(
     x: Tensor, dtype: torch.dtype, fp8_max: float, *, rowwise: bool, columnwise: bool,
-    tile: tuple[int, int, int] = _CAST_TILE, group_tile: tuple[int, int, int] = _GROUP_TILE,
-    amax_tile: tuple[int, int, int] = _AMAX_TILE,
-    row_tile: int = _ROW_TILE, longest_row: int = _LONGEST_ROW, row_warps: int = _ROW_WARPS,
-) -> Both:  # fmt: skip
-    """Run the kernels; see `rows`. Tiles are (rows, columns, warps), `group_tile` where four divides the rows; the rest is for
-    whole rows, which need no second tile.
-    """
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    row_tile: int = _ROW_TILE, longest_row: int = _LONGEST_ROW,
+) -> Layouts:  # fmt: skip
+    """Run the kernels; see `rows`."""
+    x = adjacent_columns(x)
     rows, columns = x.shape
-    along = _memory(x, dtype, 1, rows) if rowwise else None
+    out = _allocate(x, dtype, 1, rows) if rowwise else None
+    data, *scales = _pointers(out)
     if not columnwise:
-        if along is not None:
+        if rowwise:
             whole = triton.next_power_of_2(columns) <= longest_row
             block = triton.next_power_of_2(columns) if whole else row_tile
             tile_r = max(1, min(row_tile // block, 16))
             _cast_whole_rows[(triton.cdiv(rows, tile_r),)](
-                x, *_pointers(along, x), rows, columns, x.stride(0),
-                FP8_MAX=fp8_max, WHOLE=whole, TILE_R=tile_r, BLOCK=block, num_warps=row_warps,
+                x, data, *scales, rows, columns, x.stride(0),
+                FP8_MAX=fp8_max, WHOLE=whole, TILE_R=tile_r, BLOCK=block, num_warps=_ROW_WARPS,
             )  # fmt: skip
-        return along, None
-    across = _memory(x.t(), dtype, 1, columns)
+        return out, None
+    out_t = _allocate(x.t(), dtype, 1, columns)
     largest = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
-    row_amax, column_amax = largest[:rows], largest[rows:]
-    tile_r, tile_c, warps = amax_tile
+    row_amax, column_amax = largest[:rows] if rowwise else None, largest[rows:]
+    tile_r, tile_c, warps = _AMAX_TILE
     _row_column_amaxes[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
-        x, row_amax, column_amax, rows, columns, x.stride(0), ROWWISE=rowwise, TILE_R=tile_r, TILE_C=tile_c, num_warps=warps
+        x, row_amax, column_amax, rows, columns, x.stride(0), TILE_R=tile_r, TILE_C=tile_c, num_warps=warps
     )
-    data, *scales = _pointers(along, x)
     _cast_scales[(triton.cdiv(max(rows, columns), 128),)](
-        row_amax, column_amax, *scales, across.scale, across.scale_inv, rows, columns,
-        FP8_MAX=fp8_max, ROWWISE=rowwise, BLOCK=128,
-    )  # fmt: skip
-    by_fours = rows % 4 == 0
-    run, forms = (_cast_rows_columns_by_fours, {}) if by_fours else (_cast_rows_columns, {"one": 1.0})
-    tile_r, tile_c, warps = group_tile if by_fours else tile
+        row_amax, *scales, column_amax, out_t.scale, out_t.scale_inv, rows, columns, FP8_MAX=fp8_max, BLOCK=128
+    )
+    packed = rows % 4 == 0
+    run, unpacked = (_cast_rows_columns_packed, {}) if packed else (_cast_rows_columns, {"one": 1.0})
+    tile_r, tile_c, warps = _PACKED_TILE if packed else _CAST_TILE
     run[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
-        x, data, scales[0], across.data, across.scale, rows, columns, x.stride(0),
-        ROWWISE=rowwise, TILE_R=tile_r, TILE_C=tile_c, num_warps=warps, **forms,
+        x, data, scales[0], out_t.data, out_t.scale, rows, columns, x.stride(0),
+        TILE_R=tile_r, TILE_C=tile_c, num_warps=warps, **unpacked,
     )  # fmt: skip
-    return along, across
+    return out, out_t
 
 
-def launch_blocks(
-    x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, rowwise: bool, columnwise: bool,
-    pieces_tile: tuple[int, int] = _PIECES_TILE, square_warps: int = _SQUARE_WARPS, group_block: tuple[int, int] = _GROUP_BLOCK,
-) -> Both:  # fmt: skip
-    """Run the kernel; see `blocks`. pieces_tile: (rows, warps) of a tile that gives 1 × 128 pieces of the row layout only;
-    group_block: (warps, registers of a thread) of one that is transposed, where four divides the rows.
-    """
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    high, wide = (triton.cdiv(size, _BLOCK) for size in x.shape)
+def launch_blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, rowwise: bool, columnwise: bool) -> Layouts:
+    """Run the kernel; see `blocks`."""
+    x = adjacent_columns(x)
+    block_rows, block_columns = (triton.cdiv(size, _BLOCK) for size in x.shape)
     square = rows == _BLOCK
-    along = _memory(x, dtype, wide, high if square else None) if rowwise else None
-    across = _memory(x.t(), dtype, high, wide if square else None) if columnwise else None
-    pointers = (x, *_pointers(along, x), *_pointers(across, x), *x.shape, x.stride(0))
+    out = _allocate(x, dtype, block_columns, block_rows if square else None) if rowwise else None
+    out_t = _allocate(x.t(), dtype, block_rows, block_columns if square else None) if columnwise else None
+    pointers = (x, *_pointers(out), *_pointers(out_t), *x.shape, x.stride(0))
     if columnwise and x.shape[0] % 4 == 0:
-        warps, registers = group_block
-        _cast_blocks_by_fours[(high * wide,)](
-            *pointers, FP8_MAX=fp8_max, SQUARE=square, ROWWISE=rowwise, BLOCK=_BLOCK, num_warps=warps, maxnreg=registers
+        _cast_blocks_packed[(block_rows * block_columns,)](
+            *pointers, FP8_MAX=fp8_max, SQUARE=square, BLOCK=_BLOCK, num_warps=_BLOCK_WARPS, maxnreg=_BLOCK_REGISTERS
         )
     elif rowwise or columnwise:
-        tile_r, warps = (_BLOCK, square_warps) if square or columnwise else pieces_tile
-        _cast_blocks[(triton.cdiv(x.shape[0], tile_r) * wide,)](
-            *pointers, 1.0, FP8_MAX=fp8_max, SQUARE=square, ROWWISE=rowwise, COLUMNWISE=columnwise,
-            TILE_R=tile_r, TILE_C=_BLOCK, num_warps=warps,
-        )  # fmt: skip
-    return along, across
+        tile_r, warps = _SQUARE_TILE if square or columnwise else _PIECES_TILE
+        _cast_blocks[(triton.cdiv(x.shape[0], tile_r) * block_columns,)](
+            *pointers, 1.0, FP8_MAX=fp8_max, SQUARE=square, TILE_R=tile_r, TILE_C=_BLOCK, num_warps=warps
+        )
+    return out, out_t
 
 
 def amax(x: Tensor) -> Tensor:
@@ -421,26 +382,26 @@ def _scaled(made: tuple[Tensor, Tensor]) -> Scaled:
     return Scaled(q, reference.divide(1.0, scale), scale)
 
 
-def rows(x: Tensor, dtype: torch.dtype, fp8_max: float, *, rowwise: bool, columnwise: bool) -> Both:
+def rows(x: Tensor, dtype: torch.dtype, fp8_max: float, *, rowwise: bool, columnwise: bool) -> Layouts:
     """FP8 with one scale a row: of x [R, C] if `rowwise`, and of xᵀ [C, R], a scale for each column of x, if `columnwise`.
 
     Scales are [R, 1] and [C, 1]. On a GPU `rowwise` alone is one pass over x, otherwise two.
     """
     if _in_kernels(x):
         return launch_rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise)
-    along = _scaled(reference.cast_rows(x, dtype, fp8_max)) if rowwise else None
-    return along, _scaled(reference.cast_rows(x.t(), dtype, fp8_max)) if columnwise else None
+    out = _scaled(reference.cast_rows(x, dtype, fp8_max)) if rowwise else None
+    return out, _scaled(reference.cast_rows(x.t(), dtype, fp8_max)) if columnwise else None
 
 
-def blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, rowwise: bool, columnwise: bool) -> Both:
+def blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, rowwise: bool, columnwise: bool) -> Layouts:
     """FP8 with power-of-two scales for blocks of `rows` × 128, rows 1 or 128: of x [R, C] if `rowwise`, of xᵀ if `columnwise`.
 
     Scales are [⌈R/rows⌉, ⌈C/128⌉] and [⌈C/rows⌉, ⌈R/128⌉]. Blocks of 128 × 128 are the same ones in both layouts.
     """
     if _in_kernels(x):
         return launch_blocks(x, dtype, fp8_max, rows, rowwise=rowwise, columnwise=columnwise)
-    along = _scaled(reference.cast_blocks(x, dtype, fp8_max, rows)) if rowwise or (columnwise and rows > 1) else None
+    out = _scaled(reference.cast_blocks(x, dtype, fp8_max, rows)) if rowwise or (columnwise and rows > 1) else None
     if rows == 1:
-        return along, _scaled(reference.cast_blocks(x.t(), dtype, fp8_max, rows)) if columnwise else None
-    across = Scaled(*map(reference.transposed, along)) if along is not None and columnwise else None
-    return along if rowwise else None, across
+        return out, _scaled(reference.cast_blocks(x.t(), dtype, fp8_max, rows)) if columnwise else None
+    out_t = Scaled(*map(reference.transposed, out)) if out is not None and columnwise else None
+    return out if rowwise else None, out_t

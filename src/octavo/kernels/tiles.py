@@ -1,0 +1,27 @@
+"""Tiles of a row-major matrix in Triton: their indices and loads, and the strides that kernels accept."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def tile_of(tile, rows, columns, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
+    """Rows [TILE_R], columns [TILE_C] and mask of a tile; tiles are numbered row by row."""
+    tiles_across = tl.cdiv(columns, TILE_C)
+    r = (tile // tiles_across) * TILE_R + tl.arange(0, TILE_R)
+    c = (tile % tiles_across) * TILE_C + tl.arange(0, TILE_C)
+    return r, c, (r < rows)[:, None] & (c < columns)[None, :]
+
+
+@triton.jit
+def load_tile(x_ptr, r, c, stride, inside):
+    """The tile [r, c] in float32, 0 outside."""
+    return tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+def adjacent_columns(x: Tensor) -> Tensor:
+    """x, or a copy where neighbours in the last dimension are not neighbours in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
