@@ -156,7 +156,7 @@ def _join_heads(
         at = source + head.to(tl.int64) * grad_h
         x = tl.load(at + a[None, :], mask=inside, other=0.0).to(tl.float32)
         y = tl.load(at + b[None, :], mask=inside, other=0.0).to(tl.float32)
-        if ROTATED:  # angles are loaded again for each head: in registers they would keep other programs out
+        if ROTATED:  # its angles are loaded for each head, not held in registers
             cos_1, sin_1, cos_2, sin_2 = _angles(
                 cos_ptr, sin_ptr, n, rows, tokens, batch_stride, token_stride, ROTATED, HALF, MIRRORED
             )
@@ -208,17 +208,16 @@ def _join_rotated(
         )  # fmt: skip
 
 
-def _constants(heads: int, groups: int, head_dim: int, cos: Tensor | None, mirrored: bool, tiles: Tiles) -> dict[str, int]:
-    """Constants by which both kernels are compiled."""
-    return {
+def _programs(
+    rows: int, heads: int, groups: int, head_dim: int, cos: Tensor | None, mirrored: bool, tiles: Tiles
+) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and constants of a launch."""
+    grid = triton.cdiv(rows, tiles.tokens), triton.cdiv(heads, tiles.heads) + 2 * triton.cdiv(groups, tiles.heads)
+    return grid, {
         "H": heads, "G": groups, "D": head_dim, "ROTATED": 0 if cos is None else cos.shape[-1],
         "HALF": triton.next_power_of_2(head_dim // 2), "MIRRORED": mirrored,
         "TOKENS": tiles.tokens, "HEADS_EACH": tiles.heads, "num_warps": tiles.warps,
     }  # fmt: skip
-
-
-def _grid(rows: int, heads: int, groups: int, tiles: Tiles) -> tuple[int, int]:
-    return triton.cdiv(rows, tiles.tokens), triton.cdiv(heads, tiles.heads) + 2 * triton.cdiv(groups, tiles.heads)
 
 
 def _strides(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, int]:
@@ -241,9 +240,9 @@ def launch_split(
         return q, k, v
     flat = adjacent_columns(qkv.reshape(-1, width))
     cos, sin, batch_stride, token_stride = _strides(cos, sin)
-    _split_rotate[_grid(len(flat), heads, groups, tiles)](
-        flat, q, k, v, cos, sin, len(flat), length, flat.stride(0), batch_stride, token_stride,
-        **_constants(heads, groups, head_dim, cos, mirrored, tiles),
+    grid, constants = _programs(len(flat), heads, groups, head_dim, cos, mirrored, tiles)
+    _split_rotate[grid](
+        flat, q, k, v, cos, sin, len(flat), length, flat.stride(0), batch_stride, token_stride, **constants
     )  # fmt: skip
     return q, k, v
 
@@ -260,10 +259,11 @@ def launch_join(
         return without_elements(quantizer, out)
     dq, dk, dv = (adjacent_columns(x) for x in (dq, dk, dv))
     cos, sin, batch_stride, token_stride = _strides(cos, sin)
-    _join_rotated[_grid(rows, heads, groups, tiles)](
+    grid, constants = _programs(rows, heads, groups, head_dim, cos, mirrored, tiles)
+    _join_rotated[grid](
         dq, dk, dv, cos, sin, out.rowwise_data, out.columnwise_data, quantizer.scale, out.scale_inv, quantizer.amax,
         rows, length, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], batch_stride, token_stride, 1.0,
-        **_constants(heads, groups, head_dim, cos, mirrored, tiles),
+        **constants,
     )  # fmt: skip
     return out
 
@@ -273,15 +273,10 @@ def split_rotate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the joint product into heads, and rotate queries and keys in float32.
 
-    Args:
-        qkv: [B, T, (H + 2G)·D], bfloat16, float16 or float32; D even.
-        heads: H. groups: G, a divisor of H.
-        cos: float32 [B or 1, T, Dr], with an even Dr ≤ D: only the first Dr columns of a head rotate. None: nothing does.
-        sin: as `cos`.
-        mirrored: a promise that the second halves of cos and sin repeat the first, which are then not read.
-
-    Returns:
-        q [B, T, H, D], k and v [B, T, G, D], contiguous, in the dtype of `qkv`.
+    qkv: [B, T, (H + 2G)·D], bfloat16, float16 or float32; D even. cos, sin: float32 [B or 1, T, Dr], with an even Dr ≤ D: only
+    the first Dr columns of a head rotate; None: nothing does. mirrored: a promise that the second halves of cos and sin repeat
+    the first; they are then not read.
+    Returns q [B, T, H, D], k and v [B, T, G, D], contiguous, in the dtype of `qkv`.
     """
     if qkv.device.type == "cuda":
         return launch_split(qkv, heads, groups, cos, sin, mirrored=mirrored)

@@ -1,7 +1,7 @@
-"""Triton's side of `octavo.kernels.attention.short`: the gradients, cut and padded as the forward kernel does it.
+"""Backward kernels of `octavo.kernels.attention.short`, with the pieces and tiles of the forward kernel.
 
-`backward_queries`, then `backward_keys` hold tiles only, and make seven products. Five suffice where one program holds all of a
-head, but that was slower: it has more gradients than a multiprocessor has registers, and nothing runs beside it while it waits.
+`backward_queries` and `backward_keys` hold tiles only and compute seven products. Five suffice for a program with a whole head,
+but that was slower: its gradients exceed the registers of a multiprocessor, and nothing runs beside it while it waits.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads of P = H/G query heads each, D head dimension.
 """
@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, H query heads, G key-value heads of P = H/G query hea
 import triton
 import triton.language as tl
 
-from octavo.kernels.attention.forward import LN2, inner, load, outer, row_sums, store, zeros
+from octavo.kernels.attention.forward import LN2, inner, load, outer, query_tile, row_sums, store, zeros
 from octavo.kernels.fast_math import LOG2_E
 
 
@@ -18,7 +18,7 @@ def _add_keys(
     q1, q2, do1, do2, lse, delta, k_ptr, v_ptr, first, stride, dq1, dq2, scale,
     T: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, KEYS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of keys gives to the gradients of queries; `lse` in powers of two. Keys beyond T are 0 and give nothing."""
+    """Add the share of a tile of keys to the gradients of queries; `lse` in powers of two. Keys beyond T are 0."""
     n = first + tl.arange(0, KEYS)
     k1, k2 = load(k_ptr, n, stride, T, D, D1, D2, FULL)
     v1, v2 = load(v_ptr, n, stride, T, D, D1, D2, FULL)
@@ -70,41 +70,25 @@ def backward_queries(
     QUERIES: tl.constexpr, LAST: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, BESIDE_FEW: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of queries.
-
-    rows_ptr: float32 [B, H, 2, T] for what the other kernel needs of each: lse in powers of two, and the sum of dO · O.
-    """
-    TILES: tl.constexpr = (T + QUERIES - 1) // QUERIES
-    tile = tl.program_id(0) % TILES
-    head = tl.program_id(0) // TILES % H
-    batch = (tl.program_id(0) // (TILES * H)).to(tl.int64)
+    """Gradients of a tile of queries; lse in powers of two and the sum of dO · O into rows_ptr, float32 [B, H, 2, T]."""
+    tile, head, batch, q_ptr, k_ptr, v_ptr = query_tile(qkv_ptr, batch_stride, T, H, G, D, QUERIES)
     P: tl.constexpr = H // G
     WIDTH: tl.constexpr = (H + 2 * G) * D
-    group_ptr = qkv_ptr + batch * batch_stride + (head // P) * ((P + 2) * D)
-    q_ptr = group_ptr + (head % P) * D
-    k_ptr = group_ptr + P * D
-    v_ptr = group_ptr + (P + 1) * D
     out_ptr += batch * (T * H * D) + head * D
     lse_ptr += (batch * H + head) * T
     rows_ptr += (batch * H + head) * (2 * T)
     do_ptr += batch * do_batch_stride + head * D
     dq_ptr = d_qkv_ptr + batch * (T * WIDTH) + ((head // P) * (P + 2) + head % P) * D
-    if LAST == 0 or LAST == QUERIES:
+    if LAST and LAST != QUERIES and tile == (T - 1) // QUERIES:
         _queries_tile(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, rows_ptr, do_ptr, dq_ptr, tile * QUERIES, stride, do_stride, scale,
-            T, H, WIDTH, D, D1, D2, QUERIES, KEYS, TAIL, STAGES, LAST == 0,
+            T, H, WIDTH, D, D1, D2, LAST, BESIDE_FEW, TAIL, STAGES, False,
         )  # fmt: skip
     else:
-        if tile == TILES - 1:
-            _queries_tile(
-                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, rows_ptr, do_ptr, dq_ptr, tile * QUERIES, stride, do_stride, scale,
-                T, H, WIDTH, D, D1, D2, LAST, BESIDE_FEW, TAIL, STAGES, False,
-            )  # fmt: skip
-        else:
-            _queries_tile(
-                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, rows_ptr, do_ptr, dq_ptr, tile * QUERIES, stride, do_stride, scale,
-                T, H, WIDTH, D, D1, D2, QUERIES, KEYS, TAIL, STAGES, True,
-            )  # fmt: skip
+        _queries_tile(
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, rows_ptr, do_ptr, dq_ptr, tile * QUERIES, stride, do_stride, scale,
+            T, H, WIDTH, D, D1, D2, QUERIES, KEYS, TAIL, STAGES, LAST != QUERIES,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -112,7 +96,7 @@ def _add_queries(
     k1, k2, v1, v2, q_ptr, do_ptr, rows_ptr, first, stride, do_stride, dk1, dk2, dv1, dv2, scale,
     T: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QUERIES: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of queries gives to the gradients of keys and values; everything is transposed."""
+    """Add the share of a tile of queries to the gradients of keys and values; everything is transposed."""
     m = first + tl.arange(0, QUERIES)
     q1, q2 = load(q_ptr, m, stride, T, D, D1, D2, FULL)
     do1, do2 = load(do_ptr, m, do_stride, T, D, D1, D2, FULL)
@@ -164,7 +148,7 @@ def backward_keys(
     KEYS: tl.constexpr, LAST: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, BESIDE_FEW: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys and their values, summed over the heads of their group; rows_ptr is what the other left."""
+    """Gradients of a tile of keys and their values, summed over the heads of their group; rows_ptr is of `backward_queries`."""
     TILES: tl.constexpr = (T + KEYS - 1) // KEYS
     tile = tl.program_id(0) % TILES
     group = tl.program_id(0) // TILES % G
@@ -175,19 +159,13 @@ def backward_keys(
     rows_ptr += (batch * H + group * P) * (2 * T)
     do_ptr += batch * do_batch_stride + group * (P * D)
     dk_ptr = d_qkv_ptr + batch * (T * WIDTH) + (group * (P + 2) + P) * D
-    if LAST == 0 or LAST == KEYS:
+    if LAST and LAST != KEYS and tile == (T - 1) // KEYS:
         _keys_tile(
             q_ptr, rows_ptr, do_ptr, dk_ptr, tile * KEYS, stride, do_stride, scale,
-            T, P, WIDTH, D, D1, D2, KEYS, QUERIES, TAIL, STAGES, LAST == 0,
+            T, P, WIDTH, D, D1, D2, LAST, BESIDE_FEW, TAIL, STAGES, False,
         )  # fmt: skip
     else:
-        if tile == TILES - 1:
-            _keys_tile(
-                q_ptr, rows_ptr, do_ptr, dk_ptr, tile * KEYS, stride, do_stride, scale,
-                T, P, WIDTH, D, D1, D2, LAST, BESIDE_FEW, TAIL, STAGES, False,
-            )  # fmt: skip
-        else:
-            _keys_tile(
-                q_ptr, rows_ptr, do_ptr, dk_ptr, tile * KEYS, stride, do_stride, scale,
-                T, P, WIDTH, D, D1, D2, KEYS, QUERIES, TAIL, STAGES, True,
-            )  # fmt: skip
+        _keys_tile(
+            q_ptr, rows_ptr, do_ptr, dk_ptr, tile * KEYS, stride, do_stride, scale,
+            T, P, WIDTH, D, D1, D2, KEYS, QUERIES, TAIL, STAGES, LAST != KEYS,
+        )  # fmt: skip

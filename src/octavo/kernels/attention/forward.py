@@ -1,10 +1,9 @@
-"""Triton's side of `octavo.kernels.attention.short`: pieces of a head in and out, products of them, and the forward kernel.
+"""Forward kernel of `octavo.kernels.attention.short`, and loads, stores and products of heads in two pieces.
 
-A head of D columns is read as pieces of D1 and D2 columns (80 = 64 + 16; D2 is 0 where a power of two suffices), tokens as full
-tiles and a narrow one (257 = 256 + 16), so that matrix instructions see powers of two and little that is not there. A loop goes
-over full tiles, its narrow one (TAIL) before it. A single key (TAIL is 1) needs no tile: a sum over the columns of a head does.
-Of the programs of a head the last has LAST rows instead, beside the others, which read the same: at the end of the grid it
-would fetch them once more. It waits more than it multiplies, so that its loop has wider tiles (BESIDE_FEW).
+Matrix instructions take powers of two; two of them leave little padding. So a head of D columns is read as pieces of D1 and D2
+columns (80 = 64 + 16; D2 may be 0), and tokens as full tiles after a narrow one (TAIL; 257 = 256 + 16). A single key (TAIL is
+1) needs no tile, only a sum over the columns of a head. The last program of a head has LAST rows and runs beside the others,
+which read the same keys; it waits more than it multiplies, so its loop has wider tiles (BESIDE_FEW).
 Logits are in powers of two: `scale` is the softmax's times log2(e).
 
 Shapes: B batch, T tokens, H query heads, G key-value heads of P = H/G query heads each, D head dimension.
@@ -19,21 +18,27 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _load_piece(at, c, n, T: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
+    at += c[None, :]
+    return tl.load(at) if WHOLE else tl.load(at, mask=(n < T)[:, None] & (c < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_piece(at, c, n, x, T: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(at + c[None, :], x)
+    else:
+        tl.store(at + c[None, :], x, mask=(n < T)[:, None] & (c < D)[None, :])
+
+
+@triton.jit
 def load(base, n, stride, T: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, FULL: tl.constexpr):
     """Rows n of a head in its two pieces, [n, D1] and [n, D2]; 0 beyond T (FULL: none is) and D. Without D2 the first twice."""
-    c = tl.arange(0, D1)
     at = base + n[:, None] * stride
-    if FULL and D1 <= D:
-        x1 = tl.load(at + c[None, :])
-    else:
-        x1 = tl.load(at + c[None, :], mask=(n < T)[:, None] & (c < D)[None, :], other=0.0)
+    x1 = _load_piece(at, tl.arange(0, D1), n, T, D, FULL and D1 <= D)
     x2 = x1
     if D2:
-        c2 = D1 + tl.arange(0, D2)
-        if FULL and D1 + D2 <= D:
-            x2 = tl.load(at + c2[None, :])
-        else:
-            x2 = tl.load(at + c2[None, :], mask=(n < T)[:, None] & (c2 < D)[None, :], other=0.0)
+        x2 = _load_piece(at, D1 + tl.arange(0, D2), n, T, D, FULL and D1 + D2 <= D)
     return x1, x2
 
 
@@ -41,19 +46,25 @@ def load(base, n, stride, T: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2
 def store(
     base, n, stride, x1, x2, T: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, FULL: tl.constexpr
 ):  # fmt: skip
-    """The inverse of `load`, rounded to what `base` points to."""
-    c = tl.arange(0, D1)
+    """The inverse of `load`, rounded to the dtype of `base`."""
     at = base + n[:, None] * stride
-    if FULL and D1 <= D:
-        tl.store(at + c[None, :], x1.to(base.dtype.element_ty))
-    else:
-        tl.store(at + c[None, :], x1.to(base.dtype.element_ty), mask=(n < T)[:, None] & (c < D)[None, :])
+    _store_piece(at, tl.arange(0, D1), n, x1.to(base.dtype.element_ty), T, D, FULL and D1 <= D)
     if D2:
-        c2 = D1 + tl.arange(0, D2)
-        if FULL and D1 + D2 <= D:
-            tl.store(at + c2[None, :], x2.to(base.dtype.element_ty))
-        else:
-            tl.store(at + c2[None, :], x2.to(base.dtype.element_ty), mask=(n < T)[:, None] & (c2 < D)[None, :])
+        _store_piece(at, D1 + tl.arange(0, D2), n, x2.to(base.dtype.element_ty), T, D, FULL and D1 + D2 <= D)
+
+
+@triton.jit
+def query_tile(
+    qkv_ptr, batch_stride, T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr
+):  # fmt: skip
+    """Tile, head and batch of a program, and its queries, keys and values."""
+    TILES: tl.constexpr = (T + QUERIES - 1) // QUERIES
+    tile = tl.program_id(0) % TILES
+    head = tl.program_id(0) // TILES % H
+    batch = (tl.program_id(0) // (TILES * H)).to(tl.int64)
+    P: tl.constexpr = H // G
+    group_ptr = qkv_ptr + batch * batch_stride + (head // P) * ((P + 2) * D)
+    return tile, head, batch, group_ptr + (head % P) * D, group_ptr + P * D, group_ptr + (P + 1) * D
 
 
 @triton.jit
@@ -67,10 +78,8 @@ def inner(a1, a2, b1, b2, D2: tl.constexpr):
 
 @triton.jit
 def outer(a, b1, b2, sum1, sum2, D2: tl.constexpr):
-    """Both pieces of a · b, added to sums.
-
-    The second piece first: warps are arranged as suits the last product, and for 16 rows they have to take columns of it each.
-    """
+    """Both pieces of a · b, added to sums."""
+    # The second piece first: the last product decides how warps are arranged, and for 16 rows each has to take columns of it.
     if D2:
         sum2 = tl.dot(a, b2, sum2)
     sum1 = tl.dot(a, b1, sum1)
@@ -98,7 +107,7 @@ def _attend(
     T: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     KEYS: tl.constexpr, FULL: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into the running softmax of some queries, FIRST into nothing; `top` is of powers of two."""
+    """Add a tile of keys, perhaps the FIRST, to the running softmax of queries; `top` is the largest logit."""
     n = first + tl.arange(0, KEYS)
     k1, k2 = load(k_ptr, n, stride, T, D, D1, D2, FULL)
     v1, v2 = load(v_ptr, n, stride, T, D, D1, D2, FULL)
@@ -140,7 +149,7 @@ def _forward_tile(
         total += 1.0
         sum1 += v1.to(tl.float32)
         sum2 += v2.to(tl.float32)
-    elif TAIL:  # before the loop: these keys are on their way together with the queries
+    elif TAIL:  # before the loop: these keys are loaded together with the queries
         top, total, sum1, sum2 = _attend(
             q1, q2, k_ptr, v_ptr, END, stride, top, total, sum1, sum2, scale, T, D, D1, D2, TAIL, False, True
         )
@@ -161,30 +170,16 @@ def attention_forward(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one head."""
-    TILES: tl.constexpr = (T + QUERIES - 1) // QUERIES
-    tile = tl.program_id(0) % TILES
-    head = tl.program_id(0) // TILES % H
-    batch = (tl.program_id(0) // (TILES * H)).to(tl.int64)
-    P: tl.constexpr = H // G
-    group_ptr = qkv_ptr + batch * batch_stride + (head // P) * ((P + 2) * D)
-    q_ptr = group_ptr + (head % P) * D
-    k_ptr = group_ptr + P * D
-    v_ptr = group_ptr + (P + 1) * D
+    tile, head, batch, q_ptr, k_ptr, v_ptr = query_tile(qkv_ptr, batch_stride, T, H, G, D, QUERIES)
     out_ptr += batch * (T * H * D) + head * D
     lse_ptr += (batch * H + head) * T
-    if LAST == 0 or LAST == QUERIES:
+    if LAST and LAST != QUERIES and tile == (T - 1) // QUERIES:
         _forward_tile(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, tile * QUERIES, stride, scale,
-            T, H, D, D1, D2, QUERIES, KEYS, TAIL, STAGES, LAST == 0,
+            T, H, D, D1, D2, LAST, BESIDE_FEW, TAIL, STAGES, False,
         )  # fmt: skip
     else:
-        if tile == TILES - 1:
-            _forward_tile(
-                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, tile * QUERIES, stride, scale,
-                T, H, D, D1, D2, LAST, BESIDE_FEW, TAIL, STAGES, False,
-            )  # fmt: skip
-        else:
-            _forward_tile(
-                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, tile * QUERIES, stride, scale,
-                T, H, D, D1, D2, QUERIES, KEYS, TAIL, STAGES, True,
-            )  # fmt: skip
+        _forward_tile(
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, tile * QUERIES, stride, scale,
+            T, H, D, D1, D2, QUERIES, KEYS, TAIL, STAGES, LAST != QUERIES,
+        )  # fmt: skip

@@ -1,11 +1,9 @@
-"""Attention of short sequences, as vision transformers have: straight from the joint query/key/value product, and back into it.
+"""Attention of the short sequences of vision transformers, on the joint query/key/value product and its gradient in place.
 
-A few hundred tokens leave kernels for long sequences half idle: 257 of them fill three tiles of 128, a head of 80 columns is
-padded to 128, and taking the product apart and joining its gradients costs about as much again. Here rows are read and written
-where they are, and padded by little. Backward has no atomics and repeats bit for bit.
-
-There are no masks, no dropout and no second derivative. The number of tokens is a constant of the compiled kernel: each of the
-at most 512 numbers is compiled once and kept on disk by Triton. Inputs of ever new lengths are better padded to a few.
+A few hundred tokens leave kernels for long sequences half idle: 257 tokens fill three tiles of 128, a head of 80 columns is
+padded to 128, and splitting the product and joining its gradients costs about as much again. Backward has no atomics and
+repeats bit for bit. There are no masks, no dropout and no second derivative. The number of tokens is a constant of the compiled
+kernel, which Triton keeps on disk: many different lengths are better padded to a few.
 
 A row of the joint product is G groups of H/G query heads, their key and their value.
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
@@ -23,6 +21,7 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.attention.backward import backward_keys, backward_queries
 from octavo.kernels.attention.forward import attention_forward
+from octavo.kernels.tiles import adjacent_columns
 
 LONGEST = 512
 """With more tokens than this, kernels for long sequences waste little."""
@@ -31,13 +30,14 @@ NARROWEST = 16
 
 
 class Tiles(NamedTuple):
-    """How work is cut.
+    """Tiles of a kernel.
 
     Attributes:
         queries, keys: tokens of a tile, powers of two.
-        warps: of a program. stages: of a loop: with 2 it waits for each tile as it asks for it, beyond it asks earlier.
-        beside_few: what a program with few rows of its own goes over at a time, where that is more and leaves as much over.
-        lone: whether a single token beyond full tiles is gone over without a tile; programs of keys always take one.
+        warps: of a program.
+        stages: of a loop; beyond 2, tiles are loaded ahead.
+        beside_few: a wider loop tile for a program with few rows, used if it leaves the same rest.
+        lone: a single token beyond full tiles is handled without a tile; `backward_keys` always takes one.
     """
 
     queries: int
@@ -54,12 +54,10 @@ QUERIES, KEYS = Tiles(64, 32, warps=4, beside_few=64), Tiles(32, 64, warps=4, st
 
 
 def tiles_for(tokens: int, head_dim: int) -> tuple[Tiles, Tiles, Tiles]:
-    """Tiles of the forward kernel and of the two backward ones.
-
-    What a lone token and wide tiles gain is lost where their registers take the room of a program on a multiprocessor (128 a
-    thread leave room for four, 168 for three; as compiled for Hopper). A loop of three tiles is unrolled, which takes more.
-    Heads of more than 64 columns have the registers for a lone token behind four full tiles, and at 80 for wide tiles there.
-    """
+    """Tiles of the forward kernel and of the two backward ones."""
+    # Lone tokens and wide tiles gain nothing if their registers take the room of a program on a multiprocessor (128 a thread
+    # leave room for four, 168 for three; as compiled for Hopper). A loop of three tiles is unrolled, which takes more. Heads of
+    # more than 64 columns have the registers for a lone token behind four full tiles, and at 80 for wide tiles there.
     behind_four = tokens == 4 * FORWARD.queries + 1
     lone = head_dim <= 64 or (head_dim <= 80 and behind_four)
     forward = FORWARD._replace(lone=lone, beside_few=128 if head_dim == 64 or (head_dim == 80 and behind_four) else 0)
@@ -68,12 +66,12 @@ def tiles_for(tokens: int, head_dim: int) -> tuple[Tiles, Tiles, Tiles]:
 
 
 def takes(dtype: torch.dtype, tokens: int, head_dim: int) -> bool:
-    """Whether the kernels are made for such a head; what is longer, wider or float32 is for others."""
+    """True if the kernels take such heads: at most `LONGEST` tokens and 128 columns, no float32."""
     return dtype in (torch.bfloat16, torch.float16) and 0 < tokens <= LONGEST and head_dim <= 128 and head_dim % 8 == 0
 
 
 def _width(count: int) -> int:
-    """The width of the tile that holds `count` tokens or columns."""
+    """Width of the tile for `count` tokens or columns."""
     return max(triton.next_power_of_2(count), NARROWEST)
 
 
@@ -84,13 +82,13 @@ def _pieces(head_dim: int) -> dict[str, int]:
 
 
 def _cut(tokens: int, tile: int) -> tuple[int, int]:
-    """The tile that tokens are cut into, and the narrow one for those beyond full tiles (0: there are none)."""
+    """The tile, and the narrow one for tokens beyond full tiles (0: there are none)."""
     tile = min(tile, _width(tokens))
     return tile, _width(tokens % tile) if tokens % tile else 0
 
 
 def _loop(tokens: int, tile: int, tiles: Tiles) -> tuple[int, int, int]:
-    """What a loop over tokens is cut into: its tile, the narrow one (1 for a lone token), and the tile beside few rows."""
+    """Tiles of a loop over tokens: the full one, the narrow one (1 for a lone token), and the one beside few rows."""
     tile, narrow = _cut(tokens, tile)
     wide = tiles.beside_few
     wider = tile < wide <= tokens and tokens % wide == tokens % tile and narrow <= NARROWEST
@@ -98,32 +96,24 @@ def _loop(tokens: int, tile: int, tiles: Tiles) -> tuple[int, int, int]:
 
 
 def _warps(tiles: Tiles, rows: int) -> int:
-    """Of a program; where it has fewer rows than usual, fewer share them."""
+    """Warps of a program: fewer for few rows."""
     return min(tiles.warps, max(4, rows // 16))
 
 
-def _read(x: Tensor) -> Tensor:
-    """x where its rows are stored in one piece each, else a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def launch(
-    qkv: Tensor, heads: int, groups: int, scale: float, *, tiles: Tiles | None = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def launch(qkv: Tensor, heads: int, groups: int, scale: float, *, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """Run the kernel; see `forward`."""
     (batch, tokens, _), head_dim = qkv.shape, qkv.shape[-1] // (heads + 2 * groups)
     out = qkv.new_empty(batch, tokens, heads * head_dim)
     lse = qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
     if qkv.numel() == 0:
         return out, lse
-    qkv, tiles = _read(qkv), tiles or tiles_for(tokens, head_dim)[0]
+    qkv, tiles = adjacent_columns(qkv), tiles or tiles_for(tokens, head_dim)[0]
     queries, last = _cut(tokens, tiles.queries)
     keys, tail, few = _loop(tokens, tiles.keys, tiles)
     attention_forward[(triton.cdiv(tokens, queries) * heads * batch,)](
         qkv, out, lse, qkv.stride(0), qkv.stride(1), scale * math.log2(math.e),
-        T=tokens, H=heads, G=groups, **_pieces(head_dim),
-        QUERIES=queries, LAST=last, KEYS=keys, TAIL=tail, BESIDE_FEW=few, STAGES=tiles.stages,
-        num_warps=_warps(tiles, queries),
+        T=tokens, H=heads, G=groups, **_pieces(head_dim), QUERIES=queries, LAST=last,
+        KEYS=keys, TAIL=tail, BESIDE_FEW=few, STAGES=tiles.stages, num_warps=_warps(tiles, queries),
     )  # fmt: skip
     return out, lse
 
@@ -137,7 +127,7 @@ def launch_backward(
     d_qkv = qkv.new_empty(qkv.shape)
     if qkv.numel() == 0:
         return d_qkv
-    qkv, d_out, out, lse = _read(qkv), _read(d_out), out.contiguous(), lse.contiguous()
+    qkv, d_out, out, lse = adjacent_columns(qkv), adjacent_columns(d_out), out.contiguous(), lse.contiguous()
     rows = lse.new_empty(batch, heads, 2, tokens)
     numbers = (qkv.stride(0), qkv.stride(1), d_out.stride(0), d_out.stride(1), scale * math.log2(math.e))
     shape = {"T": tokens, "H": heads, "G": groups} | _pieces(head_dim)
@@ -146,16 +136,14 @@ def launch_backward(
     tile, last = _cut(tokens, queries.queries)
     inner, tail, few = _loop(tokens, queries.keys, queries)
     backward_queries[(triton.cdiv(tokens, tile) * heads * batch,)](
-        qkv, out, lse, rows, d_out, d_qkv, *numbers, **shape,
-        QUERIES=tile, LAST=last, KEYS=inner, TAIL=tail, BESIDE_FEW=few, STAGES=queries.stages,
-        num_warps=_warps(queries, tile),
+        qkv, out, lse, rows, d_out, d_qkv, *numbers, **shape, QUERIES=tile, LAST=last,
+        KEYS=inner, TAIL=tail, BESIDE_FEW=few, STAGES=queries.stages, num_warps=_warps(queries, tile),
     )  # fmt: skip
     tile, last = _cut(tokens, keys.keys)
     inner, tail, few = _loop(tokens, keys.queries, keys._replace(lone=False))
     backward_keys[(triton.cdiv(tokens, tile) * groups * batch,)](
-        qkv, rows, d_out, d_qkv, *numbers, **shape,
-        KEYS=tile, LAST=last, QUERIES=inner, TAIL=tail, BESIDE_FEW=few, STAGES=keys.stages,
-        num_warps=_warps(keys, tile),
+        qkv, rows, d_out, d_qkv, *numbers, **shape, KEYS=tile, LAST=last,
+        QUERIES=inner, TAIL=tail, BESIDE_FEW=few, STAGES=keys.stages, num_warps=_warps(keys, tile),
     )  # fmt: skip
     return d_qkv
 
