@@ -183,8 +183,8 @@ def cublas(a, b, a_scale_inv, a_recipe, b_scale_inv, b_recipe, *, output_dtype):
         assert (b_scale_inv.shape, b_scale_inv.stride()) == ((n, k // 128), (1, n))
         b_scales = b_scale_inv
     rows = 128 if b_recipe == torch.nn.functional.ScalingType.BlockWise128x128 else 1
-    wide_a = a.float() * reference.spread(a_scale_inv, 1, (m, k))
-    wide_b = b.t().float() * reference.spread(b_scales, rows, (n, k))
+    wide_a = a.float() * a_scale_inv.repeat_interleave(128, 1)[:, :k]
+    wide_b = b.t().float() * b_scales.repeat_interleave(rows, 0)[:n].repeat_interleave(128, 1)[:, :k]
     return (wide_a @ wide_b.t()).to(output_dtype)
 
 

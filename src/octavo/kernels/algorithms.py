@@ -1,63 +1,57 @@
-"""Matrix products by the fastest algorithm that cuBLAS has here, in place of the first that its heuristic names.
+"""Matrix products by the fastest algorithm that cuBLAS has here, instead of the first of its heuristic.
 
-On an H200 the first one is up to a fifth slower than the best. So a large product that comes again is measured: each algorithm
-that cuBLAS offers runs on the operands at hand, the fastest few in turns with PyTorch's, and the fastest is taken if it has
-PyTorch's result to the last bit. Algorithms that split the sum, and so add in another order, are left out from the start; the
-others had PyTorch's bits wherever they were compared (`tests/gpu/test_algorithms.py`). So nothing but time depends on a
-measurement: ranks need not agree, and a run that is repeated has the same losses.
+On an H200 the first one is up to a fifth slower than the best. So a large product is measured at its second use: cuBLAS's
+algorithms run on the operands, the fastest few in turns with PyTorch's. The fastest is taken if it has PyTorch's result to the
+last bit, as all had in `tests/gpu/test_algorithms.py`; algorithms that split the sum are left out. So only time depends on a
+measurement: ranks need not agree, and a repeated run has the same losses.
 
-Left to PyTorch is what is small, seen once, differentiated, compiled, first met while a CUDA graph is recorded, or watched by a
-dispatch mode, which would not see a product that takes another way.
+PyTorch multiplies small products, those seen once, differentiated, compiled or first met while a CUDA graph is recorded, and
+all under a dispatch mode, which would not see another product.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from octavo.kernels import cublaslt
-from octavo.kernels.cublaslt import ALIGNMENT, Product, RefusedError, Shape
+from octavo.kernels.cublaslt import ALIGNMENT, Product, ProductShape, RefusedError
+from octavo.kernels.timing import median_us
 
 LEAST_OPERATIONS = 2**31
 """Multiplications and additions of a product that is worth a measurement: about two microseconds."""
 MOST_SHAPES = 256
-"""That are measured in a process, each by some fifty products."""
+"""Shapes measured in a process, each by some fifty products."""
 MOST_USES = 64
-"""After which a product whose results are zeros, infinite or NaN stays as it is: they would not tell two algorithms apart."""
+"""Uses after which a product is not measured any more: zeros, infinities and NaN do not tell two algorithms apart."""
 _MOST_SEEN = 4096
 _FINALISTS, _ROUNDS = 3, 5
 _HIDE_CYCLES = 40_000
 """About 20 µs, in which the host launches a product between two events."""
 _GAIN = 1.02
-"""What another algorithm has to be faster by, twice."""
+"""Least ratio of PyTorch's time to another algorithm's, twice."""
 _SAMPLED_ROWS = 64
 _DIGESTED = 2**22
 """Elements whose bits are summed at a time."""
 
-_uses: dict[Shape, int] = {}
-_chosen: dict[Shape, tuple[Product, int] | None] = {}
+_uses: dict[ProductShape, int] = {}
+_chosen: dict[ProductShape, tuple[Product, int] | None] = {}
 
 
-class _Operands:
-    """What is multiplied: see `mm`."""
+class _Operands(NamedTuple):
+    """Arguments of `mm`."""
 
-    def __init__(
-        self,
-        a: Tensor,
-        b: Tensor,
-        out_dtype: torch.dtype,
-        scales: tuple[Tensor, Tensor] | None,
-        fast: bool,
-        bias: Tensor | None,
-    ) -> None:
-        self.a, self.b, self.out_dtype, self.scales, self.fast, self.bias = a, b, out_dtype, scales, fast, bias
+    a: Tensor
+    b: Tensor
+    out_dtype: torch.dtype
+    scales: tuple[Tensor, Tensor] | None
+    fast: bool
+    bias: Tensor | None
 
     def by_pytorch(self, out: Tensor | None = None) -> Tensor:
         """The product; in `out` if there is one."""
@@ -75,41 +69,36 @@ class _Operands:
         with torch.cuda.device(product.shape.device):
             return product(number, self.a, self.b, self.scales, self.bias, out)
 
-    def shape(self) -> Shape | None:
-        """What a choice depends on, where one is worth it and cuBLASLt takes the operands as they are stored."""
+    def shape(self) -> ProductShape | None:
+        """The key of a choice; None for a small product, and where cuBLASLt does not take the operands as they are stored."""
         (rows, summed), columns, bias = self.a.shape, self.b.shape[1], self.bias
         if 2 * rows * summed * columns < LEAST_OPERATIONS or not cublaslt.is_loaded():
             return None
         a, b, out = self.a.dtype, self.b.dtype, self.out_dtype
         a_by_rows, b_by_rows = _by_rows(self.a), _by_rows(self.b)
         fits = {a, b} <= cublaslt.OPERANDS and a.itemsize == b.itemsize and out in cublaslt.RESULTS
-        if a_by_rows is None or b_by_rows is None or not fits:
+        if a_by_rows is None or b_by_rows is None or not fits or not _is_aligned(self.a, self.b):
             return None
-        if not _begins_well(self.a, self.b) or (bias is not None and not (bias.is_contiguous() and _begins_well(bias))):
+        if bias is not None and not (bias.is_contiguous() and _is_aligned(bias)):
             return None
-        return Shape(self.a.device.index, rows, columns, summed, a, a_by_rows, b, b_by_rows, out, bias is not None, self.fast)
+        return ProductShape(
+            self.a.device.index, rows, columns, summed, a, a_by_rows, b, b_by_rows, out, bias is not None, self.fast
+        )  # fmt: skip
 
 
 def mm(
-    a: Tensor,
-    b: Tensor,
-    out_dtype: torch.dtype,
-    *,
-    scales: tuple[Tensor, Tensor] | None = None,
-    fast: bool = False,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    recurring: bool = True,
-) -> Tensor:
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, *, scales: tuple[Tensor, Tensor] | None = None, fast: bool = False,
+    bias: Tensor | None = None, out: Tensor | None = None, recurring: bool = True,
+) -> Tensor:  # fmt: skip
     """a [M, K] · b [K, N] + bias on a GPU: `torch._scaled_mm` where there are scales, else `torch.mm` and `torch.addmm`.
 
     a, b: by rows or by columns; FP8 with `scales` float32 [] each (`a` by rows, `b` by columns, K and N in multiples of 16), or
-    one wide dtype. bias: [N] of `out_dtype`. out: contiguous [M, N], to be written. recurring: whether such sizes come again;
-    those that a router draws do not.
+    one dtype of high precision. bias: [N] of `out_dtype`. out: contiguous [M, N], to be written. recurring: False for sizes
+    that do not come again, such as those of a router.
     """
     operands = _Operands(a, b, out_dtype, scales, fast, bias)
     shape = operands.shape() if recurring and _is_free(a, b) else None
-    if shape is None or (out is not None and not _begins_well(out)):
+    if shape is None or (out is not None and not _is_aligned(out)):
         return operands.by_pytorch(out)
     if shape not in _chosen and _is_wanted(shape):
         return _measured(shape, operands, out)
@@ -123,26 +112,25 @@ def mm(
 
 
 def _is_free(*operands: Tensor) -> bool:
-    """Whether nobody but the caller wants to know of a product: no compiler, no dispatch mode and no autograd."""
+    """True if no compiler, dispatch mode or autograd has to see the product."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return False
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in operands))
 
 
 def _by_rows(x: Tensor) -> bool | None:
-    """Whether a matrix is stored row after row; False for column after column, None where there are gaps."""
+    """True for a matrix stored row after row, False for column after column, None where there are gaps."""
     if x.is_contiguous():
         return True
     return False if x.t().is_contiguous() else None
 
 
-def _begins_well(*tensors: Tensor) -> bool:
-    """Whether they begin where cuBLAS assumes it of operands."""
+def _is_aligned(*tensors: Tensor) -> bool:
     return all(x.data_ptr() % ALIGNMENT == 0 for x in tensors)
 
 
-def _is_wanted(shape: Shape) -> bool:
-    """Whether a shape that was not measured is now: from its second use on, for as long as its results tell nothing."""
+def _is_wanted(shape: ProductShape) -> bool:
+    """True for a shape without a choice from its second use on, while its results do not tell algorithms apart."""
     if len(_chosen) >= MOST_SHAPES or torch.cuda.is_current_stream_capturing():
         return False
     if len(_uses) >= _MOST_SEEN:
@@ -151,43 +139,45 @@ def _is_wanted(shape: Shape) -> bool:
     return 1 < uses <= MOST_USES
 
 
-def _measured(shape: Shape, operands: _Operands, out: Tensor | None) -> Tensor:
-    """The product; on the way an algorithm is chosen, if the result can tell one from another."""
+def _measured(shape: ProductShape, operands: _Operands, out: Tensor | None) -> Tensor:
+    """The product; an algorithm is chosen if the result can tell one from another."""
     with torch.cuda.device(shape.device):
         out = operands.by_pytorch(out)
         sample = out[:: max(1, shape.rows // _SAMPLED_ROWS)].float()
         if bool(sample.isfinite().all() & (2 * sample.count_nonzero() > sample.numel())):
             _chosen[shape] = None
-            with contextlib.suppress(torch.OutOfMemoryError):  # of what a product itself has room for
+            with contextlib.suppress(torch.OutOfMemoryError):  # the product itself has room
                 _chosen[shape] = _fastest(shape, operands, out)
             _uses.pop(shape, None)
     return out
 
 
-def _fastest(shape: Shape, operands: _Operands, out: Tensor) -> tuple[Product, int] | None:
+def _fastest(shape: ProductShape, operands: _Operands, out: Tensor) -> tuple[Product, int] | None:
     """The fastest algorithm with the bits of `out`, PyTorch's result; None where PyTorch's own is. `out` keeps its bits."""
     wanted = _digest(out)
     try:
         product = Product(shape)
     except RefusedError:  # by a cuBLAS that has no such products
         return None
-    runs = {number: functools.partial(operands.by, product, number, out) for number in range(len(product.algorithms))}
-    for number in list(runs):
+    time = functools.partial(median_us, device=out.device, warm_up=0, pause_cycles=_HIDE_CYCLES)
+    pytorch = functools.partial(operands.by_pytorch, out)
+    runs = {}
+    for number in range(len(product.algorithms)):
+        run = functools.partial(operands.by, product, number, out)
         with contextlib.suppress(RefusedError):
-            runs[number]()
-            continue
-        del runs[number]
-    once = zip(_times(list(runs.values()), 1), runs, strict=True)
+            run()
+            runs[number] = run
+    once = zip(time(*runs.values(), rounds=1), runs, strict=True)
     finalists = [number for _, number in sorted(once)[:_FINALISTS]]
-    own, *times = _times([functools.partial(operands.by_pytorch, out), *(runs[number] for number in finalists)], _ROUNDS)
-    for time, number in sorted(zip(times, finalists, strict=True)):
-        if time * _GAIN >= own:
+    own, *times = time(pytorch, *(runs[number] for number in finalists), rounds=_ROUNDS)
+    for us, number in sorted(zip(times, finalists, strict=True)):
+        if us * _GAIN >= own:
             break
         if torch.equal(_digest(runs[number]()), wanted):
-            own, time = _times([functools.partial(operands.by_pytorch, out), runs[number]], _ROUNDS)  # no luck wins twice
-            if time * _GAIN < own:
+            own, us = time(pytorch, runs[number], rounds=_ROUNDS)  # no luck wins twice
+            if us * _GAIN < own:
                 return product, number
-    operands.by_pytorch(out)
+    pytorch()
     return None
 
 
@@ -198,18 +188,3 @@ def _digest(x: Tensor) -> Tensor:
     factors = (mixed ^ (mixed >> 31)) * -0x40A7B892E31B1A47 | 1  # odd, and without a pattern that bits could follow
     pieces = bits.split(max(1, _DIGESTED // x.shape[1]))
     return torch.cat([(piece * factors).sum(1) for piece in pieces])
-
-
-def _times(runs: Sequence[Callable[[], Tensor]], rounds: int) -> list[float]:
-    """Milliseconds of each: medians over rounds in which all take turns."""
-    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
-    for _ in range(rounds):
-        torch.cuda._sleep(_HIDE_CYCLES * len(runs))
-        for run, pairs in zip(runs, events, strict=True):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            pairs.append((start, end))
-    torch.cuda.current_stream().synchronize()
-    return [statistics.median(start.elapsed_time(end) for start, end in pairs) for pairs in events]

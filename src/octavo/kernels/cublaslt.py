@@ -1,7 +1,7 @@
-"""cuBLASLt's products by ctypes, where PyTorch leaves out a choice: the algorithm.
+"""cuBLASLt's products by ctypes, for the choice of the algorithm that PyTorch does not offer.
 
-The library is the one that PyTorch has loaded into the process; nothing else is opened. Only what a product of two matrices
-needs is here, with a scale each in FP8. Names and numbers are those of `cublasLt.h`, the same in CUDA 12 and 13.
+The library is the one that PyTorch has loaded into the process. Products are of two matrices, in FP8 with a scale each. Names
+and numbers are those of `cublasLt.h`, the same in CUDA 12 and 13.
 """
 
 from __future__ import annotations
@@ -20,29 +20,25 @@ _EPILOGUE_BIAS = 4
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 OPERANDS = frozenset(_TYPES) - {torch.float32}
 RESULTS = frozenset((torch.float32, torch.float16, torch.bfloat16))
-"""Dtypes. Products of float32 are TF32 or not, as PyTorch is told, and so left to it."""
+"""Dtypes. PyTorch multiplies float32, since it decides about TF32."""
 _TRANS_A, _TRANS_B, _EPILOGUE, _BIAS, _A_SCALE, _B_SCALE, _FAST_ACCUM, _BIAS_TYPE = 3, 4, 7, 8, 17, 18, 25, 26
 """Attributes of a product (`CUBLASLT_MATMUL_DESC_…`)."""
-_MAX_WORKSPACE = 1
-"""Of a preference."""
-_SPLITS = 2
-"""Of an algorithm: into how many parts it cuts the sum."""
+_MAX_WORKSPACE, _SPLITS = 1, 2
+"""Attributes of a preference and of an algorithm: bytes of workspace, parts of the sum."""
 
-MOST_ALGORITHMS = 16
-MOST_WORKSPACE = 2**20
-"""Bytes."""
+MOST_ALGORITHMS, MOST_WORKSPACE = 16, 2**20
 ALIGNMENT = 256
-"""Bytes at whose multiples operands begin, as cuBLAS assumes where nothing else is said."""
+"""Bytes to which cuBLAS assumes operands aligned by default."""
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """A product a [rows, summed] · b [summed, columns], the result row-major.
 
     Attributes:
-        device: its number.
+        device: its index.
         a, b, out: dtypes. FP8 operands have a scale each.
-        a_by_rows, b_by_rows: whether rows of the operand are stored one behind the other; otherwise its columns are.
-        bias: whether [columns] of the result's dtype is added.
+        a_by_rows, b_by_rows: operands are stored row after row; otherwise column after column.
+        bias: [columns] of the result's dtype is added.
         fast: Hopper's fast accumulation of FP8.
     """
 
@@ -57,11 +53,6 @@ class Shape(NamedTuple):
     out: torch.dtype
     bias: bool
     fast: bool
-
-    @property
-    def scaled(self) -> bool:
-        """Whether operands have scales."""
-        return self.a.itemsize == 1
 
 
 class _Algorithm(ctypes.Structure):
@@ -78,7 +69,7 @@ class _Algorithm(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The loaded library; None where PyTorch has none."""
+    """None where PyTorch has not loaded it."""
     if torch.version.cuda is None or not hasattr(os, "RTLD_NOLOAD"):
         return None
     try:
@@ -88,12 +79,12 @@ def _library() -> ctypes.CDLL | None:
 
 
 def is_loaded() -> bool:
-    """Whether this process has cuBLASLt."""
+    """True if this process has cuBLASLt."""
     return _library() is not None
 
 
 class RefusedError(RuntimeError):
-    """The library does not do what was asked of it."""
+    """A call of the library returned an error status."""
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -112,7 +103,7 @@ def _handle(device: int) -> ctypes.c_void_p:
 
 
 def _layout(dtype: torch.dtype, rows: int, columns: int, by_rows: bool) -> ctypes.c_void_p:
-    """Of a matrix. cuBLAS counts by columns: one that is stored by rows is its transpose to it."""
+    """Layout of a matrix. To cuBLAS, which counts by columns, a matrix stored by rows is its transpose."""
     layout = ctypes.c_void_p()
     high, wide = (columns, rows) if by_rows else (rows, columns)
     sizes = ctypes.c_uint64(high), ctypes.c_uint64(wide), ctypes.c_int64(high)
@@ -129,13 +120,13 @@ def _splits(algorithm: _Algorithm) -> int:
 
 
 class Product:
-    """A product of one shape, and the algorithms that cuBLAS offers for it, in its heuristic's order; none splits the sum.
+    """A product of one shape and cuBLAS's algorithms for it, in its heuristic's order; none splits the sum.
 
-    What cuBLAS keeps of it (some hundred bytes) is not given back.
+    Its descriptors in cuBLAS (some hundred bytes) are never freed.
     """
 
-    def __init__(self, shape: Shape) -> None:
-        # What is wanted by rows is computed as its transpose: outᵀ [columns, rows] = bᵀ · aᵀ.
+    def __init__(self, shape: ProductShape) -> None:
+        # A result by rows is computed as its transpose: outᵀ [columns, rows] = bᵀ · aᵀ.
         self.shape = shape
         self._handle = _handle(shape.device)
         self._a = _layout(shape.a, shape.rows, shape.summed, shape.a_by_rows)
@@ -146,7 +137,7 @@ class Product:
         self._set(_TRANS_A, ctypes.c_int32(not shape.b_by_rows))
         self._set(_TRANS_B, ctypes.c_int32(not shape.a_by_rows))
         self._a_scale, self._b_scale, self._bias = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        if shape.scaled:
+        if shape.a.itemsize == 1:
             self._set(_FAST_ACCUM, ctypes.c_int8(shape.fast))
         if shape.bias:
             self._set(_EPILOGUE, ctypes.c_uint32(_EPILOGUE_BIAS))
@@ -176,9 +167,9 @@ class Product:
     def __call__(
         self, number: int, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor] | None, bias: Tensor | None, out: Tensor
     ) -> Tensor:
-        """Launch algorithm `number` on the current stream of the shape's device, which is the current one, into `out`."""
+        """Launch algorithm `number` into `out`, on the current stream of the current device, which is the shape's."""
         algorithm = self.algorithms[number]
-        # From PyTorch's allocator, so that no other stream has it meanwhile, and a CUDA graph keeps its own.
+        # From PyTorch's allocator: no other stream shares it, and a CUDA graph keeps its own.
         workspace = out.new_empty(algorithm.workspace, dtype=torch.uint8) if algorithm.workspace else None
         stream = torch.cuda.current_stream().cuda_stream
         with self._lock:

@@ -1,7 +1,7 @@
-"""Every operation in plain PyTorch: the definition of correct, and what a CPU runs.
+"""Every operation in plain PyTorch: the definition of correct for the fused kernels, and the implementation for CPUs.
 
-Each function computes in float32 and is short enough to be believed by reading. The fused kernels beside this file are tested
-against it. Shapes: R rows, C columns, C being the dimension that a product sums over.
+Each function computes in float32 and is short enough to be believed by reading.
+Shapes: R rows, C columns, the dimension that a product sums over.
 """
 
 from __future__ import annotations
@@ -19,21 +19,18 @@ def amax(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = Fa
     """Largest |x| in float32, NaN ignored; 0 where there is nothing. Shape [] or that of `x` reduced over `dim`."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32) if dim is None else x.float().sum(dim, keepdim=keepdim)
-    if dim is None:
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = torch.aminmax(x)  # one pass; a NaN anywhere shows in both
-            largest = torch.maximum(-low, high).float()
-            if not largest.isnan():
-                return largest
-        return x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).amax()
-    return x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim, keepdim=keepdim)
+    if dim is None and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = torch.aminmax(x)  # one pass; a NaN anywhere shows in both
+        largest = torch.maximum(-low, high).float()
+        if not largest.isnan():
+            return largest
+    magnitude = x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf)
+    return magnitude.amax() if dim is None else magnitude.amax(dim, keepdim=keepdim)
 
 
 def divide(dividend: Tensor | float, divisor: Tensor) -> Tensor:
-    """dividend / divisor in float32, correctly rounded, at most the largest float.
-
-    By way of float64, whose 53 bits are enough that rounding twice changes nothing: a compiled float32 division is 2 ulp off.
-    """
+    """dividend / divisor in float32, correctly rounded, at most the largest float."""
+    # A compiled float32 division is 2 ulp off. Float64 has bits enough: rounding twice changes nothing.
     if not isinstance(dividend, Tensor):
         dividend = divisor.new_full((), dividend)  # a compiler turns number / tensor into a reciprocal and a product
     return (dividend.double() / divisor.double()).clamp(max=FLOAT32_MAX).float()
@@ -42,7 +39,7 @@ def divide(dividend: Tensor | float, divisor: Tensor) -> Tensor:
 def scale_from_amax(largest: Tensor, fp8_max: float, *, margin: int = 0, power_of_two: bool = False) -> Tensor:
     """max · 2^-margin / amax in float32; an infinite scale becomes the largest float, and an amax of 0, inf or NaN gives 1.
 
-    `power_of_two` rounds the scale down to one, which makes scaling itself exact.
+    power_of_two: rounded down to one, so that scaling is exact.
     """
     scale = divide(fp8_max * 2.0**-margin, largest)
     if power_of_two:
@@ -57,7 +54,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor
 
 
 def transposed(x: Tensor) -> Tensor:
-    """xᵀ: a view, but for compiled code, which cannot save a view of what it also returns."""
+    """xᵀ: a view; a copy in compiled code, which cannot save a view of a tensor that it also returns."""
     return x.t().clone(memory_format=torch.contiguous_format) if torch.compiler.is_compiling() else x.t()
 
 
@@ -80,11 +77,6 @@ def cast_blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int) -> tup
     return q.contiguous(), scale[:, 0, :, 0].clone()
 
 
-def spread(scale_inv: Tensor, rows: int, shape: tuple[int, int]) -> Tensor:
-    """Block scales [⌈R/rows⌉, ⌈C/128⌉] repeated to one an element, [R, C]."""
-    return scale_inv.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
-
-
 def update_scales(history: Tensor, scale: Tensor, fp8_max: Tensor, *, algo: str, margin: int) -> tuple[Tensor, Tensor]:
     """One step of delayed scaling for n tensors: history [L, n], scale [n], fp8_max [n] → new history and scale.
 
@@ -92,13 +84,10 @@ def update_scales(history: Tensor, scale: Tensor, fp8_max: Tensor, *, algo: str,
     `last` alone, "most_recent") gives the scale if it is finite and positive, and the history rolls: slot i takes slot i+1,
     the last slot takes `last`, slot 0 is cleared.
     """
-    last = history[0]
+    last, moves = history[0], history[0] != 0
     largest = last if algo == "most_recent" else torch.cat([history[1:], last[None]]).amax(0)
-    rolled = (
-        torch.cat([torch.zeros_like(last)[None], history[2:], last[None]]) if len(history) > 1 else torch.zeros_like(history)
-    )
+    rolled = torch.cat([torch.zeros_like(last)[None], history[2:], last[None]])[: len(history)]
     candidate = divide(fp8_max * 2.0**-margin, largest)
-    moves = last != 0
     return (
         torch.where(moves, rolled, history),
         torch.where(moves & largest.isfinite() & (largest > 0), candidate, scale),
@@ -113,16 +102,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x − mean) / √(variance + eps) · weight + bias over the last dimension, in float32. Same shape, float32."""
-    return torch.nn.functional.layer_norm(
-        x.float(), (x.shape[-1],), weight.float(), None if bias is None else bias.float(), eps
-    )
+    bias = None if bias is None else bias.float()
+    return torch.nn.functional.layer_norm(x.float(), (x.shape[-1],), weight.float(), bias, eps)
 
 
 def norm(kind: str, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of h [R, C] as training computes it, with what its backward needs.
+    """The norm of h [R, C], float32, and its statistics for backward, float32: 1/σ [R] of an RMSNorm, mean and 1/σ [2, R].
 
-    kind: "RMSNorm" or "LayerNorm". Returns the result, float32 [R, C], and the statistics, float32: 1/σ [R] of an RMSNorm, mean
-    and 1/σ [2, R] of a LayerNorm.
+    kind: "RMSNorm" or "LayerNorm".
     """
     b = None if bias is None else bias.float()
     if kind == "LayerNorm":
@@ -150,14 +137,6 @@ def norm_backward(
     dh *= rstd
     dh = dh if d_residual is None else dh + d_residual.float()
     return dh, (dy.float() * normed).sum(0), dy.float().sum(0) if centred else None
-
-
-def swiglu(gate_up: Tensor, block: int) -> Tensor:
-    """silu(gate) · up in float32; gate and up are interleaved in blocks of `block` columns. [..., 2F] → [..., F]."""
-    # Taken apart before it is widened: otherwise a compiler keeps all of it in float32 for backward (14 bytes more for each
-    # element of a Llama-8B's hidden states, 30 GiB at 16,384 tokens).
-    gate, up = gate_up.unflatten(-1, (-1, 2, block)).unbind(-2)
-    return (torch.nn.functional.silu(gate.float()) * up.float()).flatten(-2)
 
 
 def _silu_slope(x: Tensor) -> Tensor:
@@ -193,14 +172,16 @@ ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "geglu": ("gelu", True),
     "geglu_tanh": ("gelu_tanh", True),
 }
-"""The curve of each activation, and whether it is gated: f(gate) · up, gate and up interleaved as in `swiglu`."""
+"""Curve of each activation, and whether it is gated: f(gate) · up."""
 
 
 def activation(name: str, x: Tensor, block: int) -> Tensor:
-    """f(x), or f(gate) · up, in float32. [..., F] or [..., 2F] → [..., F]."""
+    """f(x), or f(gate) · up of gate and up interleaved in blocks of `block` columns, in float32. [..., F or 2F] → [..., F]."""
     (curve, _), gated = CURVES[ACTIVATIONS[name][0]], ACTIVATIONS[name][1]
     if not gated:
         return curve(x.float())
+    # Split before the conversion: otherwise a compiler keeps all of x in float32 for backward (30 GiB at 16,384 tokens of a
+    # Llama-8B).
     gate, up = x.unflatten(-1, (-1, 2, block)).unbind(-2)
     return (curve(gate.float()) * up.float()).flatten(-2)
 
@@ -228,7 +209,7 @@ def split_rotate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, T, H, D], keys and values [B, T, G, D] of the joint product, W = (H + 2G)·D grouped by key-value head.
 
-    The first R columns of each head of queries and keys are rotated as in `rope`; no angles: none are.
+    With angles, the first R columns of each head of queries and keys are rotated as in `rope`.
     """
     grouped = qkv_BTW.unflatten(-1, (groups, heads // groups + 2, -1))
     q, k, v = (part.flatten(2, 3) for part in grouped.split([heads // groups, 1, 1], 3))
@@ -239,7 +220,7 @@ def split_rotate(
 
 
 def join_rotated(dq_BTHD: Tensor, dk_BTGD: Tensor, dv_BTGD: Tensor, cos_BTR: Tensor | None, sin_BTR: Tensor | None) -> Tensor:
-    """The gradient of the joint product, float32 [B, T, W], from those of what `split_rotate` returns."""
+    """The gradient of the joint product, float32 [B, T, W], from those of `split_rotate`'s results."""
     dq, dk, dv = dq_BTHD.float(), dk_BTGD.float(), dv_BTGD.float()
     if cos_BTR is not None and sin_BTR is not None:
         (cos_1, cos_2), (sin_1, sin_2) = (table[:, :, None].chunk(2, -1) for table in (cos_BTR, sin_BTR))
@@ -256,16 +237,15 @@ def join_rotated(dq_BTHD: Tensor, dk_BTGD: Tensor, dv_BTGD: Tensor, cos_BTR: Ten
 
 def _grouped_heads(qkv_BTW: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, G, P, T, D], k and v [B, G, 1, T, D] of a joint product in float32, P = H/G."""
-    per_group = heads // groups
-    parts = qkv_BTW.float().unflatten(-1, (groups, per_group + 2, -1)).permute(0, 2, 3, 1, 4)
-    q, k, v = parts.split([per_group, 1, 1], 2)
+    parts = qkv_BTW.float().unflatten(-1, (groups, heads // groups + 2, -1)).permute(0, 2, 3, 1, 4)
+    q, k, v = parts.split([heads // groups, 1, 1], 2)
     return q, k, v
 
 
 def attention(qkv_BTW: Tensor, heads: int, groups: int, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(q · kᵀ · scale) · v of a joint product, W = (H + 2G)·D as in `split_rotate`; every query attends to every key.
 
-    Statistics are float32; probabilities are rounded to the dtype of `qkv` before the second product, as matrix units want.
+    Statistics are float32; probabilities are rounded to the dtype of `qkv` before the second product, for matrix units.
     Returns the result [B, T, H·D] in that dtype, and the logarithm of each softmax's denominator, float32 [B, H, T].
     """
     q, k, v = _grouped_heads(qkv_BTW, heads, groups)
@@ -290,18 +270,13 @@ def attention_backward(
 
 
 def cross_entropy(
-    logits_NV: Tensor,
-    target_N: Tensor,
-    ignore_index: int,
-    grad_scale: Tensor,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Sum over the targets that count of the cross entropy with softmax(logits), and its gradient · grad_scale.
+    logits_NV: Tensor, target_N: Tensor, ignore_index: int, grad_scale: Tensor,
+    label_smoothing: float = 0.0, z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Sum of the cross entropies of real targets with softmax(logits), float32 [], and its gradient · grad_scale, like logits.
 
-    The distribution aimed at is 1 − label_smoothing on the target and label_smoothing spread evenly over all V words; z_loss
-    is the weight of log²Σexp(logits), which keeps the logits near 0. Statistics are float32. Returns a float32 scalar and a
-    gradient [N, V] in the dtype of the logits.
+    The target distribution is 1 − label_smoothing on the target and label_smoothing spread evenly over all V words; z_loss is
+    the weight of log²Σexp(logits), which keeps the logits near 0. Statistics are float32.
     """
     logits = logits_NV.float()
     real = target_N != ignore_index
@@ -332,8 +307,9 @@ def adamw(
 
 
 def dequantize(data: Tensor, scale_inv: Tensor) -> Tensor:
-    """What FP8 elements stand for, in float32 [R, C]: one scale [], one a row [R, 1], or one a block [⌈R/rows⌉, ⌈C/128⌉]."""
-    if scale_inv.dim() == 2 and scale_inv.shape != (data.shape[0], 1):
-        rows = 1 if scale_inv.shape[0] == data.shape[0] else BLOCK
-        scale_inv = spread(scale_inv, rows, (data.shape[0], data.shape[1]))
+    """FP8 elements in float32 [R, C]; scales are [], one a row [R, 1], or one a block [⌈R/rows⌉, ⌈C/128⌉], rows 1 or 128."""
+    rows, columns = data.shape
+    if scale_inv.dim() == 2 and scale_inv.shape != (rows, 1):
+        high = 1 if scale_inv.shape[0] == rows else BLOCK
+        scale_inv = scale_inv.repeat_interleave(high, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return data.float() * scale_inv

@@ -1,7 +1,7 @@
-"""GPU time of single calls, by CUDA events: for the benchmarks and for choices that are made by measurement.
+"""GPU time of single calls by CUDA events, for benchmarks and for choices by measurement.
 
-A pause on the device in front of each call hides its launch, so the host's time is in no figure. Several calls are timed in
-turns, since a GPU's clock drifts with its temperature.
+A pause on the device before each call hides its launch, so the host's time is in no figure. Several calls are timed in turns,
+since a GPU's clock drifts with its temperature.
 """
 
 from __future__ import annotations
@@ -20,15 +20,10 @@ def median_us(
     pause_cycles: int,
     prepare: Callable[[], object] | None = None,
 ) -> list[float]:
-    """Median microseconds of each call on the GPU.
+    """Median microseconds of each call on the GPU; `device` is the current one.
 
-    Args:
-        calls: timed in turns.
-        device: the GPU; its stream must be the current one.
-        rounds: timed runs of each call.
-        warm_up: runs of each call before them.
-        pause_cycles: clock cycles for which the device waits before each call; longer than the host needs to launch it.
-        prepare: runs before the pause, outside the timing, such as one that fills the L2 cache.
+    rounds, warm_up: timed and earlier runs of each call. pause_cycles: clock cycles of the pause, longer than the host needs to
+    launch a call. prepare: runs before the pause, outside the timing, such as one that fills the L2 cache.
     """
     for _ in range(warm_up):
         for call in calls:
@@ -44,5 +39,5 @@ def median_us(
             call()
             end.record()
             pairs.append((begin, end))
-    torch.cuda.synchronize(device)
+    torch.cuda.current_stream(device).synchronize()
     return [statistics.median(begin.elapsed_time(end) for begin, end in pairs) * 1e3 for pairs in events]
