@@ -93,7 +93,7 @@ def test_cross_entropy(columns, dtype):
     target[::4] = -100
     for smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-3)):
         objective = cross_entropy.Objective(label_smoothing=smoothing, z_loss=z_loss)
-        want_loss, want_grad = reference.cross_entropy(logits, target, -100, torch.tensor(0.5), smoothing, z_loss)
+        want_loss, want_grad = reference.cross_entropy(logits, target, torch.tensor(0.5), -100, smoothing, z_loss)
         for fp8 in (torch.empty(33, columns + 15, dtype=E5M2.dtype, device="cuda")[:, :columns], None):
             loss, grad = cross_entropy.cross_entropy_(logits.cuda(), target.cuda(), torch.tensor(0.5).cuda(), objective, fp8)
             torch.testing.assert_close(loss.cpu(), want_loss, rtol=1e-5, atol=1e-3)

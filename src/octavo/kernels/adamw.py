@@ -1,8 +1,8 @@
-"""AdamW of one tensor at the speed of a copy, whatever the dtypes of parameter, gradient and moments.
+"""AdamW of one tensor at the speed of a copy, in any dtypes of parameter, gradient and moments.
 
-PyTorch's fused kernel reaches 2.3 to 2.75 TB/s in bf16 on an H200; blocks of 1024 elements reach 4.2, and a copy 4.3.
-Clipping is folded in: the factor multiplies the gradient as it is read, which saves a pass over all gradients. Everything is
-float32 between reading and writing. Rates are plain floats, so that a new learning rate is no new kernel.
+PyTorch's fused kernel reaches 2.3 to 2.75 TB/s in bf16 on an H200; blocks of 1024 elements reach 4.2, and a copy 4.3. The
+factor of clipping multiplies the gradient as it is read, which saves a pass over all gradients. Arithmetic is float32. Rates
+are plain floats: a new learning rate needs no new kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit
 def _one_minus_power(step, log_beta):
-    """1 − beta^step without what cancels in it: a float32 beta^step of 0.999 is off by 6e-5 of the difference."""
+    """1 − beta^step without cancellation: a float32 beta^step of 0.999 is off by 6e-5 of the difference."""
     x = step * log_beta
     near = tl.maximum(x, -0.5)  # the series of eˣ − 1, to 1e-9 of it
     series = 1.0 + near / 8 * (1.0 + near / 9)
@@ -37,7 +37,7 @@ def _one_minus_power(step, log_beta):
 def _adamw(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, step_ptr, grad_scale_ptr, numel, step,
     lr, decay, beta1, rest1, log_beta1, beta2, rest2, log_beta2, eps,
-    STEP_GIVEN: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
@@ -45,9 +45,9 @@ def _adamw(
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
     exp_avg = tl.load(exp_avg_ptr + at, mask=inside, other=0.0).to(tl.float32)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if not STEP_GIVEN:
+    if step_ptr is not None:
         step = tl.load(step_ptr)
-    if SCALED:
+    if grad_scale_ptr is not None:
         grad = grad * tl.load(grad_scale_ptr)
     rate = lr / _one_minus_power(step, log_beta1)
     root = tl.sqrt_rn(_one_minus_power(step, log_beta2))
@@ -63,18 +63,16 @@ def _adamw(
 def launch(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, lr: float, beta1: float, beta2: float, eps: float,
     weight_decay: float, step: Tensor | float, grad_scale: Tensor | None = None,
-    block: int | None = None, warps: int | None = None,
 ) -> None:  # fmt: skip
-    """Run the kernel; arguments as in `adamw_`."""
-    block = block or BLOCK
+    """Run the kernel; see `adamw_`."""
     given = not isinstance(step, Tensor)
     if param.numel() == 0:
         return
-    _adamw[(triton.cdiv(param.numel(), block),)](
+    _adamw[(triton.cdiv(param.numel(), BLOCK),)](
         param, grad, exp_avg, exp_avg_sq, None if given else step, grad_scale, param.numel(), float(step) if given else 0.0,
         float(lr), float(lr * weight_decay), float(beta1), 1.0 - beta1, math.log(beta1) if beta1 else -math.inf,
         float(beta2), 1.0 - beta2, math.log(beta2) if beta2 else -math.inf, float(eps),
-        STEP_GIVEN=given, SCALED=grad_scale is not None, BLOCK=block, num_warps=warps or WARPS,
+        BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -84,12 +82,8 @@ def adamw_(
 ) -> None:  # fmt: skip
     """One step of AdamW in place, with decoupled weight decay as `torch.optim.AdamW` has it.
 
-    Args:
-        param: contiguous, bfloat16, float16 or float32, as the three that follow, which have its shape; dtypes may differ.
-        grad: is only read. exp_avg, exp_avg_sq: the moments, written in place.
-        lr: and beta1, beta2, eps, weight_decay: numbers of the host.
-        step: the number of this step, the first being 1: float32 [], which is read on the device, or a number.
-        grad_scale: float32 [], what the gradient is multiplied by; None: 1.
+    param, grad, exp_avg, exp_avg_sq: contiguous, of one shape, each bfloat16, float16 or float32; grad is only read. step: the
+    number of this step from 1 on, float32 [] (read on the device) or a number. grad_scale: factor of the gradient, float32 [].
     """
     settings: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     if param.device.type == "cuda":

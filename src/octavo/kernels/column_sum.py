@@ -1,8 +1,8 @@
 """Sums over the rows of a matrix in float32: the gradient of a bias.
 
-Each program adds up some columns of a tile of rows; the tiles' partial sums are added afterwards, so that a sum repeats bit for
-bit. Other kernels leave partial sums of what they write anyway. PyTorch's reduction over the first dimension reads at a third
-of the device's bandwidth.
+Each program sums some columns of a tile of rows, and the tiles' partial sums are added afterwards: a sum repeats bit for bit.
+Kernels that write a matrix can leave its partial sums. PyTorch's reduction over the first dimension reads at a third of the
+device's bandwidth.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.tiles import adjacent_columns, load_tile
+
 _ROWS, _COLUMNS, _TILE_ROWS, _WARPS = 256, 128, 32, 4
 """Rows and columns of a program, rows that it reads at once, and its warps."""
 _PARTS, _FEW_COLUMNS, _PARTS_WARPS = 256, 16, 8
-"""Partial sums that a program holds at once, its columns and its warps: there are few, and narrow programs end sooner."""
+"""Partial sums that a program holds at once, its columns (few: narrow programs end sooner) and its warps."""
 
 
 @triton.jit
@@ -26,8 +28,7 @@ def _column_sums(
     summed = tl.zeros([TILE_R, TILE_C], tl.float32)
     for first in range(0, ROWS, TILE_R):
         r = tl.program_id(0) * ROWS + first + tl.arange(0, TILE_R)
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
-        summed += tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        summed += load_tile(x_ptr, r, c, stride, (r < rows)[:, None] & (c < columns)[None, :])
     tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * columns + c, tl.sum(summed, 0), mask=c < columns)
 
 
@@ -38,8 +39,7 @@ def _add_up(parts_ptr, sums_ptr, parts, columns, TILE_R: tl.constexpr, TILE_C: t
     summed = tl.zeros([TILE_R, TILE_C], tl.float32)
     for first in range(0, parts, TILE_R):
         r = first + tl.arange(0, TILE_R)
-        inside = (r < parts)[:, None] & (c < columns)[None, :]
-        summed += tl.load(parts_ptr + r[:, None].to(tl.int64) * columns + c[None, :], mask=inside, other=0.0)
+        summed += load_tile(parts_ptr, r, c, columns, (r < parts)[:, None] & (c < columns)[None, :])
     tl.store(sums_ptr + tl.program_id(1) * columns + c, tl.sum(summed, 0), mask=c < columns)
 
 
@@ -61,7 +61,7 @@ def add_up(parts: Tensor) -> Tensor:
 
 def launch(x: Tensor) -> Tensor:
     """Run the kernel; see `column_sums`."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = adjacent_columns(x)
     rows, columns = x.shape
     tiles = triton.cdiv(rows, _ROWS)
     partial = torch.empty(tiles, columns, dtype=torch.float32, device=x.device)

@@ -1,9 +1,8 @@
 """Cross entropy of a chunk of logits and its gradient, written over the logits: two reads and one write of each.
 
-The first pass keeps a running maximum and a running sum of exponentials (float32), the second writes the gradient in place or,
-for a head whose gradients are FP8 products, in FP8 where it is kept: its values are probabilities, so their scale is known
-without looking. PyTorch needs a float32 copy of the logits and four passes. One program a row, which is longer than a
-multiprocessor can keep; with all of them at work the L2 cache cannot either. The reference runs where Triton does not.
+The first pass keeps a running maximum and a running sum of exponentials (float32). The second writes the gradient in place, or
+in FP8 for a head with FP8 gradient products: the values are probabilities, so their scale is known in advance. PyTorch needs a
+float32 copy of the logits and four passes. A program has one row; rows exceed a multiprocessor's memory and the L2 cache.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SCALE_BLOCK, _SCALE_WARPS, _PROGRAMS = 8192, 16, 1024
 
 
 class Objective(NamedTuple):
-    """What is minimised: `label_smoothing` and `z_loss` as in `reference.cross_entropy`, `ignore_index` marks no target."""
+    """Terms of the loss: `label_smoothing` and `z_loss` as in `reference.cross_entropy`; `ignore_index` marks no target."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -31,7 +30,7 @@ class Objective(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """The gradient of a chunk [N, V]: in the dtype of its logits, or in FP8 where that was asked for, with 1 / its scale."""
+    """The gradient of a chunk [N, V]: in the dtype of its logits, or in FP8 with 1 / its scale."""
 
     high_precision: Tensor | None
     fp8: Tensor | None = None
@@ -41,12 +40,12 @@ class Gradient(NamedTuple):
 @triton.jit
 def _cross_entropy(
     logits_ptr, target_ptr, loss_ptr, grad_scale_ptr, fp8_ptr, columns, stride, fp8_stride, ignore_index, smoothing, z_loss,
-    GRAD: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
+    FP8_MAX: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     start = logits_ptr + row * stride
-    # In units of log 2, in which the exponential is one instruction.
+    # In powers of two, whose exponential is one instruction.
     top = -float("inf")
     total = 0.0
     summed = 0.0
@@ -69,14 +68,14 @@ def _cross_entropy(
         even = smoothing / columns
         loss -= even * summed
     tl.store(loss_ptr + row, tl.where(real, loss, 0.0))
-    if GRAD:
-        scale = FP8_MAX
-        if not FP8:
-            scale = tl.load(grad_scale_ptr)
-        scale = tl.where(real, scale, 0.0)
-        out = start
-        if FP8:
+    if grad_scale_ptr is not None:
+        if fp8_ptr is not None:
+            scale = FP8_MAX
             out = fp8_ptr + row * fp8_stride
+        else:
+            scale = tl.load(grad_scale_ptr)
+            out = start
+        scale = tl.where(real, scale, 0.0)
         factor = (1.0 + 2.0 * z_loss * log_total) * scale
         even = even * scale
         tl.debug_barrier()  # every warp has read its target's logit before any overwrites it
@@ -96,18 +95,16 @@ def _cross_entropy(
 def launch(
     logits: Tensor, target: Tensor, grad_scale: Tensor | None, objective: Objective, fp8: Tensor | None = None
 ) -> tuple[Tensor, Gradient | None]:
-    """Run the kernel over a chunk; see `cross_entropy_`."""
+    """Run the kernel; see `cross_entropy_`."""
     rows, columns = logits.shape
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     q = None if grad_scale is None else fp8
     fp8_max = 1.0 if q is None else torch.finfo(q.dtype).max
     if rows:
         _cross_entropy[(rows,)](
-            logits, target, loss, loss if grad_scale is None else grad_scale, logits if q is None else q, columns,
-            logits.stride(0), 0 if q is None else q.stride(0), objective.ignore_index,
-            float(objective.label_smoothing), float(objective.z_loss),
-            GRAD=grad_scale is not None, FP8=q is not None, FP8_MAX=fp8_max, SMOOTH=objective.label_smoothing != 0,
-            BLOCK=_BLOCK, num_warps=_WARPS,
+            logits, target, loss, grad_scale, q, columns, logits.stride(0), 0 if q is None else q.stride(0),
+            objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss),
+            FP8_MAX=fp8_max, SMOOTH=objective.label_smoothing != 0, BLOCK=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
     if grad_scale is None:
         return loss.sum(), None
@@ -115,27 +112,21 @@ def launch(
 
 
 def cross_entropy_(
-    logits: Tensor,
-    target: Tensor,
-    grad_scale: Tensor | None,
-    objective: Objective,
-    fp8: Tensor | None = None,
+    logits: Tensor, target: Tensor, grad_scale: Tensor | None, objective: Objective, fp8: Tensor | None = None
 ) -> tuple[Tensor, Gradient | None]:
     """Sum of the losses of a chunk, float32 []; and with `grad_scale` (float32 []) the gradient times it.
 
-    logits: [N, V], row-major; a gradient in their dtype overwrites them on a GPU. target: int64 [N]. fp8: FP8 [N, V], whose
-    rows may stand apart, to be filled with the gradient instead: its probabilities are scaled so that 1 is the largest value
-    of the format (a z-loss beyond that saturates).
+    logits: [N, V], row-major; a gradient in their dtype overwrites them on a GPU. target: int64 [N]. fp8: FP8 [N, V] with rows
+    in any stride, receives the gradient instead: 1 becomes the largest value of the format (a z-loss beyond it saturates).
     """
     if logits.device.type == "cuda":
         return launch(logits, target, grad_scale, objective, fp8)
-    scale = logits.new_zeros((), dtype=torch.float32) if grad_scale is None else grad_scale
-    settings = (objective.label_smoothing, objective.z_loss)
+    one = logits.new_ones((), dtype=torch.float32)
     if fp8 is None or grad_scale is None:
-        loss, grad = reference.cross_entropy(logits, target, objective.ignore_index, scale, *settings)
+        loss, grad = reference.cross_entropy(logits, target, one if grad_scale is None else grad_scale, *objective)
         return loss, None if grad_scale is None else Gradient(grad)
     fp8_max = torch.finfo(fp8.dtype).max
-    loss, grad = reference.cross_entropy(logits.float(), target, objective.ignore_index, torch.ones_like(scale), *settings)
+    loss, grad = reference.cross_entropy(logits.float(), target, one, *objective)
     fp8.copy_(reference.cast(grad, grad.new_tensor(fp8_max), fp8.dtype, fp8_max))
     return loss, Gradient(None, fp8, grad_scale / fp8_max)
 
@@ -160,5 +151,5 @@ def launch_scale(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """x · factor in place (float32 []), which costs nothing where the factor is 1; contiguous, any float dtype."""
+    """x · factor (float32 []) in place, free for a factor of 1; contiguous, any float dtype."""
     return launch_scale(x, factor) if x.device.type == "cuda" else x.mul_(factor)

@@ -270,7 +270,7 @@ def attention_backward(
 
 
 def cross_entropy(
-    logits_NV: Tensor, target_N: Tensor, ignore_index: int, grad_scale: Tensor,
+    logits_NV: Tensor, target_N: Tensor, grad_scale: Tensor, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sum of the cross entropies of real targets with softmax(logits), float32 [], and its gradient · grad_scale, like logits.

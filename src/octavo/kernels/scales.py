@@ -1,7 +1,7 @@
-"""Delayed scaling's update of all tensors of a buffer at once, in place: a dozen small passes of PyTorch in one kernel.
+"""Delayed scaling's update of all tensors of a buffer, in place: one kernel for a dozen small passes of PyTorch.
 
-A step updates twice, and nothing else runs meanwhile. Histories roll in place: a program reads a whole block of rows before it
-writes it, and goes upwards, so that it overwrites rows that it has read.
+A step updates twice, and nothing else runs meanwhile. A program reads a block of rows before it writes the block, in ascending
+order, so that histories roll in place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.kernels import reference
 
 _TENSORS, _SLOTS, _WARPS = 8, 1024, 8
-"""Tensors of one program (32 bytes of a row, the least that memory moves), slots of a history that it holds, and its warps."""
+"""Tensors of a program (32 bytes of a row, the least that memory moves), slots of a history that it holds, and its warps."""
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _update_scales(
             nan = nan | (tl.max((x != x).to(tl.int32), 0) > 0)
         rolled = tl.where(i[:, None] == length - 1, last[None, :], x)
         rolled = tl.where(i[:, None] == 0, 0.0, rolled)
-        tl.debug_barrier()  # the row that one warp overwrites is another's to read
+        tl.debug_barrier()  # other warps read the row that one overwrites
         tl.store(at, rolled, mask=(i < length)[:, None] & (real & moves)[None, :])
     usable = (largest > 0.0) & (largest <= LARGEST_FLOAT) & (nan == 0)
     candidate = tl.div_rn(fp8_max * shrink, tl.where(usable, largest, 1.0))
@@ -51,7 +51,7 @@ def _update_scales(
 def launch(
     history: Tensor, scale: Tensor, fp8_max: Tensor, saturated: Tensor, *, algo: str, margin: int, rounding: float
 ) -> None:
-    """Run the kernel; arguments as in `update_scales_`."""
+    """Run the kernel; see `update_scales_`."""
     length, tensors = history.shape
     if history.numel() == 0:
         return
@@ -65,14 +65,10 @@ def launch(
 def update_scales_(
     history: Tensor, scale: Tensor, fp8_max: Tensor, saturated: Tensor, *, algo: str, margin: int, rounding: float
 ) -> None:
-    """`reference.update_scales` in place, bit for bit, and whether the last cast of each tensor saturated.
+    """`reference.update_scales` in place, bit for bit, and a flag for each tensor whose last cast saturated.
 
-    Args:
-        history: float32 [L, n], rows in memory as they are numbered.
-        scale: float32 [n]. fp8_max: float32 [n].
-        saturated: bool [n], set where something was recorded (`history[0]` is not 0): whether it was beyond what the scale
-            of that cast brings to `fp8_max` · `rounding`.
-        algo: "max" or "most_recent". margin: an exponent of 2.
+    history: float32 [L, n], rows in ascending addresses. scale, fp8_max: float32 [n]. saturated: bool [n], written where an
+    amax was recorded (`history[0]` is not 0): amax · scale > `fp8_max` · `rounding`. algo: "max" or "most_recent".
     """
     if history.device.type == "cuda":
         launch(history, scale, fp8_max, saturated, algo=algo, margin=margin, rounding=rounding)

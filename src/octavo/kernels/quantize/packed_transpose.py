@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.kernels.fast_math import INTERPRETED
+
 
 @triton.jit
 def load_row_groups(x_ptr, g, c, stride, inside):
@@ -31,35 +33,18 @@ def store_packed(packed, columnwise_ptr, g, c, rows, inside):
     tl.store(at, tl.trans(packed), mask=tl.trans(inside))
 
 
-# _select_bytes: the bytes of a (0 to 3) and b (4 to 7) given by the hexadecimal digits of CHOICE, the lowest first.
-if triton.knobs.runtime.interpret:
-
-    @triton.jit
-    def packed_row(packed, before, x, ROW: tl.constexpr, DTYPE: tl.constexpr):
-        """Write an odd ROW of four and the row before it, float32 tiles, as FP8 into the int32 tile `packed`."""
-        if ROW % 2:
+@triton.jit
+def packed_row(packed, before, x, ROW: tl.constexpr, DTYPE: tl.constexpr):
+    """Write an odd ROW of four and the row before it, float32 tiles, as FP8 into the int32 tile `packed`."""
+    if ROW % 2:
+        if INTERPRETED:
             low = before.to(DTYPE).to(tl.uint8, bitcast=True).to(tl.int32)
             high = x.to(DTYPE).to(tl.uint8, bitcast=True).to(tl.int32)
             packed = packed | ((low | (high << 8)) << (8 * (ROW - 1)))
-        return packed
-
-    @triton.jit
-    def _select_bytes(a, b, CHOICE: tl.constexpr):
-        word = tl.zeros_like(a)
-        for i in tl.static_range(4):
-            digit: tl.constexpr = (CHOICE >> (4 * i)) & 7
-            word |= (((a if digit < 4 else b) >> (8 * (digit % 4))) & 0xFF) << (8 * i)
-        return word
-
-else:
-
-    @triton.jit
-    def packed_row(packed, before, x, ROW: tl.constexpr, DTYPE: tl.constexpr):
-        """Write an odd ROW of four and the row before it, float32 tiles, as FP8 into the int32 tile `packed`."""
-        # Hopper converts two numbers at once and saturates: ±inf and what lies beyond the largest value become that, NaN stays.
-        # A pair of a column is another pair than one of a row, so each layout has its own conversion: the ptxas of CUDA 12.9,
-        # which Triton brings, loses bytes when one conversion feeds the stores of both layouts.
-        if ROW % 2:
+        else:
+            # Hopper converts two numbers at once and saturates: ±inf and numbers beyond the largest value become that, NaN
+            # stays. A pair of a column is another pair than one of a row, so each layout has its own conversion: the ptxas of
+            # CUDA 12.9, which Triton brings, loses bytes when one conversion feeds the stores of both layouts.
             FORMAT: tl.constexpr = "e4m3x2" if tl.float8e4nv == DTYPE else "e5m2x2"
             HALVES: tl.constexpr = "{low, pair}" if ROW == 3 else "{pair, high}"
             CODE: tl.constexpr = (
@@ -70,13 +55,21 @@ else:
                 + "; }"
             )
             packed = tl.inline_asm_elementwise(CODE, "=r,r,f,f", [packed, before, x], dtype=tl.int32, is_pure=True, pack=1)
-        return packed
+    return packed
 
-    @triton.jit
-    def _select_bytes(a, b, CHOICE: tl.constexpr):
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,n", [a, b, CHOICE], dtype=tl.int32, is_pure=True, pack=1
-        )
+
+@triton.jit
+def _select_bytes(a, b, CHOICE: tl.constexpr):
+    """The bytes of a (0 to 3) and b (4 to 7) given by the hexadecimal digits of CHOICE, the lowest first."""
+    if INTERPRETED:
+        word = tl.zeros_like(a)
+        for i in tl.static_range(4):
+            digit: tl.constexpr = (CHOICE >> (4 * i)) & 7
+            word |= (((a if digit < 4 else b) >> (8 * (digit % 4))) & 0xFF) << (8 * i)
+    else:
+        CODE: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
+        word = tl.inline_asm_elementwise(CODE, "=r,r,r,n", [a, b, CHOICE], dtype=tl.int32, is_pure=True, pack=1)
+    return word
 
 
 @triton.jit

@@ -1,9 +1,8 @@
-"""`Quantizer`, which tells a kernel how to store its result, and `QuantizedTensor`, the result in the layouts of FP8 products.
+"""`Quantizer`: dtype, scale and layouts of a kernel's result; `QuantizedTensor`: the result, an operand of FP8 products.
 
-An FP8 product sums over the last dimension of both operands, so a matrix that enters two products is needed as it is (rowwise)
-and transposed (columnwise). The kernel that computes a value stores both layouts itself: the value is never written in bf16.
-Both types hold plain tensors, so that kernels take them apart and autograd saves them. Choosing dtype, scale and layouts is the
-job of `octavo.fp8.quantizer`.
+An FP8 product sums over the last dimension of both operands, so a matrix in two products is needed as it is (rowwise) and
+transposed (columnwise). The kernel that computes a value stores both layouts itself: the value is never written in bf16. Both
+types hold plain tensors, which autograd saves. `octavo.fp8.quantizer` chooses dtype, scale and layouts.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from octavo.kernels import reference
 
 
 class Quantizer(NamedTuple):
-    """How a kernel stores its float32 result, a matrix [R, C].
+    """Storage of a kernel's float32 result, a matrix [R, C].
 
     Attributes:
         dtype: an FP8 dtype; or bfloat16, float16 or float32, for which `scale` is None.
         fp8_max: the largest value of the FP8 dtype.
-        scale: float32 [], multiplies the result before it is rounded to FP8.
+        scale: float32 [], multiplies the result before rounding to FP8.
         amax: float32 [], raised in place to the largest |result| before scaling; None records nothing.
-        rowwise: store the matrix as it is. columnwise: store it transposed. With neither, only the amax is measured.
+        rowwise, columnwise: store the matrix as it is, and transposed. With neither, only the amax is measured.
     """
 
     dtype: torch.dtype
@@ -36,7 +35,7 @@ class Quantizer(NamedTuple):
 
 
 class QuantizedTensor(NamedTuple):
-    """A matrix [R, C] as operand of products: in FP8, in one layout or both, or in high precision.
+    """A matrix [R, C] as operand of products: in FP8, in one or both layouts, or in high precision.
 
     Attributes:
         rowwise_data: FP8 [R, C], for products that sum over C; without a scale, the matrix in bfloat16, float16 or float32.
@@ -52,7 +51,7 @@ class QuantizedTensor(NamedTuple):
 
     @property
     def rowwise(self) -> tuple[Tensor, Tensor]:
-        """FP8 [R, C] with its scales, as `octavo.kernels.gemm` takes an operand."""
+        """FP8 [R, C] with its scales, an operand of `octavo.kernels.gemm`."""
         assert self.rowwise_data is not None
         assert self.rowwise_scale_inv is not None
         return self.rowwise_data, self.rowwise_scale_inv
@@ -66,45 +65,44 @@ class QuantizedTensor(NamedTuple):
 
     @property
     def high_precision(self) -> Tensor:
-        """The matrix [R, C] that is not in FP8."""
+        """The matrix [R, C] in bfloat16, float16 or float32."""
         assert self.rowwise_data is not None
         assert self.rowwise_scale_inv is None
         return self.rowwise_data
 
     @property
     def scale_inv(self) -> Tensor | None:
-        """The inverse of the one scale of all elements, float32 []; None in high precision."""
+        """The inverse of the scale of all elements, float32 []; None in high precision."""
         return self.columnwise_scale_inv if self.rowwise_scale_inv is None else self.rowwise_scale_inv
 
 
 NOTHING = QuantizedTensor()
-"""Neither layout: the operand of a product that is not computed."""
+"""Operand of a product that is not computed."""
 
 
 def of_one_scale(rowwise: Tensor | None, columnwise: Tensor | None, scale_inv: Tensor | None) -> QuantizedTensor:
-    """The layouts that are there (None: not), which share `scale_inv`."""
-    return QuantizedTensor(
-        rowwise, None if rowwise is None else scale_inv, columnwise, None if columnwise is None else scale_inv
-    )
+    """One or both layouts with a common `scale_inv`."""
+    rowwise_scale_inv, columnwise_scale_inv = (None if data is None else scale_inv for data in (rowwise, columnwise))
+    return QuantizedTensor(rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv)
 
 
 def allocate(quantizer: Quantizer, rows: int, columns: int, device: torch.device) -> QuantizedTensor:
     """Uninitialised memory for the layouts of `quantizer`, of a matrix [rows, columns]."""
-    dtype, scaled = quantizer.dtype, quantizer.scale is not None and (quantizer.rowwise or quantizer.columnwise)
-    rowwise = torch.empty(rows, columns, dtype=dtype, device=device) if quantizer.rowwise else None
-    columnwise = torch.empty(columns, rows, dtype=dtype, device=device) if quantizer.columnwise else None
-    return of_one_scale(rowwise, columnwise, torch.empty((), dtype=torch.float32, device=device) if scaled else None)
+    rowwise = torch.empty(rows, columns, dtype=quantizer.dtype, device=device) if quantizer.rowwise else None
+    columnwise = torch.empty(columns, rows, dtype=quantizer.dtype, device=device) if quantizer.columnwise else None
+    scale_inv = None if quantizer.scale is None else torch.empty((), dtype=torch.float32, device=device)
+    return of_one_scale(rowwise, columnwise, scale_inv)
 
 
 def without_elements(quantizer: Quantizer, out: QuantizedTensor) -> QuantizedTensor:
-    """`out` for a matrix without elements, for which no kernel is launched: only its scale is written."""
+    """`out` for a matrix without elements: no kernel is launched, only the scale is written."""
     if out.scale_inv is not None and quantizer.scale is not None:
         out.scale_inv.copy_(reference.divide(1.0, quantizer.scale))
     return out
 
 
 def quantize(x: Tensor, quantizer: Quantizer) -> QuantizedTensor:
-    """A float32 matrix [R, C] in plain PyTorch: the definition of `Quantizer`, and what devices without Triton run."""
+    """A float32 matrix [R, C] as `quantizer` says, in plain PyTorch: the definition, and the path of devices without Triton."""
     if quantizer.amax is not None:
         quantizer.amax.copy_(torch.maximum(quantizer.amax, reference.amax(x)))
     if not (quantizer.rowwise or quantizer.columnwise):
