@@ -116,14 +116,14 @@ def test_definition_equals_float64(kind, dtype, residual, rows, columns):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_definition_equals_the_references(kind):
+def test_definition_equals_pytorch(kind):
     case = Case(kind, 9, 40, torch.bfloat16)
     h, _, made = case.forward(norm, Quantizer(torch.float32))
     if kind == "LayerNorm":
-        want = reference.layer_norm(h, case.weight, case.bias, EPS)
+        want = functional.layer_norm(h.float(), (40,), case.weight.float(), case.bias.float(), EPS)
     else:
-        want = reference.rms_norm(h, case.weight, EPS)
-    assert torch.equal(made.rowwise_data, want)
+        want = functional.rms_norm(h.float(), (40,), case.weight.float(), EPS)
+    torch.testing.assert_close(made.rowwise_data, want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,10 +25,9 @@ from octavo.kernels.timing import median_us
 
 LEAST_OPERATIONS = 2**31
 """Multiplications and additions of a product that is worth a measurement: about two microseconds."""
-MOST_SHAPES = 256
-"""Shapes measured in a process, each by some fifty products."""
-MOST_USES = 64
-"""Uses after which a product is not measured any more: zeros, infinities and NaN do not tell two algorithms apart."""
+MOST_SHAPES, MOST_USES = 256, 64
+"""Shapes measured in a process, each by some fifty products; uses after which a shape is given up, since its results are zeros,
+infinities or NaN, which do not tell algorithms apart."""
 _MOST_SEEN = 4096
 _FINALISTS, _ROUNDS = 3, 5
 _HIDE_CYCLES = 40_000
@@ -54,7 +53,7 @@ class _Operands(NamedTuple):
     bias: Tensor | None
 
     def by_pytorch(self, out: Tensor | None = None) -> Tensor:
-        """The product; in `out` if there is one."""
+        """The product, in `out` if there is one."""
         into: dict[str, Any] = {} if out is None else {"out": out}
         if self.scales is not None:
             scale_a, scale_b = self.scales
@@ -72,7 +71,7 @@ class _Operands(NamedTuple):
     def shape(self) -> ProductShape | None:
         """The key of a choice; None for a small product, and where cuBLASLt does not take the operands as they are stored."""
         (rows, summed), columns, bias = self.a.shape, self.b.shape[1], self.bias
-        if 2 * rows * summed * columns < LEAST_OPERATIONS or not cublaslt.is_loaded():
+        if 2 * rows * summed * columns < LEAST_OPERATIONS or cublaslt.library() is None:
             return None
         a, b, out = self.a.dtype, self.b.dtype, self.out_dtype
         a_by_rows, b_by_rows = _by_rows(self.a), _by_rows(self.b)

@@ -22,7 +22,7 @@ _SCALE_BLOCK, _SCALE_WARPS, _PROGRAMS = 8192, 16, 1024
 
 
 class Objective(NamedTuple):
-    """Terms of the loss: `label_smoothing` and `z_loss` as in `reference.cross_entropy`; `ignore_index` marks no target."""
+    """Terms of the loss, as in `reference.cross_entropy`; `ignore_index` marks no target."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0

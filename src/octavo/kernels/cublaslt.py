@@ -68,8 +68,8 @@ class _Algorithm(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    """None where PyTorch has not loaded it."""
+def library() -> ctypes.CDLL | None:
+    """cuBLASLt, if PyTorch has loaded it into this process."""
     if torch.version.cuda is None or not hasattr(os, "RTLD_NOLOAD"):
         return None
     try:
@@ -78,20 +78,18 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
-def is_loaded() -> bool:
-    """True if this process has cuBLASLt."""
-    return _library() is not None
-
-
 class RefusedError(RuntimeError):
     """A call of the library returned an error status."""
 
 
 def _call(name: str, *arguments: object) -> None:
-    library = _library()
-    assert library is not None
-    if status := getattr(library, name)(*arguments):
+    if status := getattr(library(), name)(*arguments):
         raise RefusedError(f"{name} failed with status {status}")
+
+
+def _sized(value: Any) -> tuple[Any, ctypes.c_size_t]:
+    """Pointer and size of an attribute."""
+    return ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
 
 
 @functools.cache
@@ -113,9 +111,8 @@ def _layout(dtype: torch.dtype, rows: int, columns: int, by_rows: bool) -> ctype
 
 def _splits(algorithm: _Algorithm) -> int:
     splits, written = ctypes.c_int32(), ctypes.c_size_t()
-    size = ctypes.c_size_t(ctypes.sizeof(splits))
-    attribute = (ctypes.byref(algorithm), _SPLITS, ctypes.byref(splits), size, ctypes.byref(written))
-    _call("cublasLtMatmulAlgoConfigGetAttribute", *attribute)
+    pointer = ctypes.byref(algorithm)
+    _call("cublasLtMatmulAlgoConfigGetAttribute", pointer, _SPLITS, *_sized(splits), ctypes.byref(written))
     return splits.value
 
 
@@ -147,14 +144,12 @@ class Product:
         self.algorithms = self._offered()
 
     def _set(self, attribute: int, value: Any) -> None:
-        size = ctypes.c_size_t(ctypes.sizeof(value))
-        _call("cublasLtMatmulDescSetAttribute", self._description, attribute, ctypes.byref(value), size)
+        _call("cublasLtMatmulDescSetAttribute", self._description, attribute, *_sized(value))
 
     def _offered(self) -> list[_Algorithm]:
         preference, most = ctypes.c_void_p(), ctypes.c_uint64(MOST_WORKSPACE)
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
-        size = ctypes.c_size_t(ctypes.sizeof(most))
-        _call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.byref(most), size)
+        _call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, *_sized(most))
         found, count = (_Algorithm * MOST_ALGORITHMS)(), ctypes.c_int()
         with torch.cuda.device(self.shape.device):
             _call(

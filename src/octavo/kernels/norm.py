@@ -224,12 +224,10 @@ def launch_backward(
 def norm(
     kind: str, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:
-    """Add to the residual stream, and normalise it.
+    """The norm of h = x + delta, rounded to x's dtype (without a delta, h is x), in float32 until `quantizer` converts it.
 
-    kind: "RMSNorm" or "LayerNorm". x: [R, C]. delta: like x. weight, bias: [C]. The norm is of h = x + delta, which is rounded
-    to x's dtype (without a delta, h is x itself), and stays in float32 until `quantizer` converts it.
-    Returns h, the statistics that backward needs (float32: 1/σ [R] of an RMSNorm, mean and 1/σ [2, R] of a LayerNorm), and
-    the normed result as `quantizer` says.
+    kind: "RMSNorm" or "LayerNorm". x, delta: [R, C]. weight, bias: [C]. Returns h, the statistics for backward as
+    `reference.norm` has them, and the normed result as `quantizer` says.
     """
     # A conversion to FP8 needs a GPU that has it.
     if x.device.type == "cuda" and (quantizer.scale is None or gemm.is_native(x.device)):
@@ -243,11 +241,9 @@ def norm_backward(
     kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None,
     *, want_weight: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of `norm`.
+    """Gradients of `norm`'s h, [R, C] in its dtype, weight and bias, float32 [C] (None: not wanted, or an RMSNorm's bias).
 
-    dy: [R, C], of the normed result. h, stats: what `norm` returned. d_residual: [R, C], what reaches h by other paths.
-    Returns the gradient of h, [R, C] in its dtype, and those of weight and bias, float32 [C] (None: not wanted, or an
-    RMSNorm's bias).
+    dy: [R, C], of the normed result. h, stats: from `norm`. d_residual: [R, C], the gradient of h by other paths.
     """
     if h.device.type == "cuda":
         return launch_backward(kind, dy, h, weight, stats, d_residual, want_weight=want_weight)

@@ -26,7 +26,7 @@ class RowBlocks(NamedTuple):
     programs: int | None
 
     def grid(self, rows: int, processors: int) -> int:
-        """Number of programs for so many rows."""
+        """Number of programs."""
         return rows if self.programs is None else min(rows, processors * self.programs)
 
 
@@ -50,13 +50,13 @@ def _blocks(columns: int) -> tuple[int, int]:
 
 
 def forward_shape(columns: int) -> RowBlocks:
-    """For `norm_rows`."""
+    """Blocks of `norm_rows`."""
     warps = _warps(columns, _FORWARD_WARPS)
     return RowBlocks(*_blocks(columns), warps, 64 if warps == 1 else None)
 
 
 def backward_shape(columns: int, *, centred: bool) -> RowBlocks:
-    """For `backward_rows`: as many programs as registers allow at once, so that none waits for the end of another."""
+    """Blocks of `backward_rows`, with as many programs as registers allow at once: none waits for the end of another."""
     warps = _warps(columns, _CENTRED_BACKWARD_WARPS if centred else _BACKWARD_WARPS)
     if warps == 1:
         at_once = (12 if columns <= 768 else 8) if centred else (16 if columns <= 1024 else 12)

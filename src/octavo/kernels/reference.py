@@ -94,31 +94,19 @@ def update_scales(history: Tensor, scale: Tensor, fp8_max: Tensor, *, algo: str,
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / √(mean(x²) + eps) · weight over the last dimension, in float32. Same shape, float32."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x − mean) / √(variance + eps) · weight + bias over the last dimension, in float32. Same shape, float32."""
-    bias = None if bias is None else bias.float()
-    return torch.nn.functional.layer_norm(x.float(), (x.shape[-1],), weight.float(), bias, eps)
-
-
 def norm(kind: str, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of h [R, C], float32, and its statistics for backward, float32: 1/σ [R] of an RMSNorm, mean and 1/σ [2, R].
+    """The norm of h [..., C] over C, float32, and its statistics for backward, float32.
 
-    kind: "RMSNorm" or "LayerNorm".
+    kind: "RMSNorm", h / √(mean(h²) + eps) · weight, with the statistics 1/σ [...]; or "LayerNorm", (h − mean) /
+    √(variance + eps) · weight + bias, with mean and 1/σ [2, ...].
     """
-    b = None if bias is None else bias.float()
+    h, b = h.float(), None if bias is None else bias.float()
     if kind == "LayerNorm":
-        normed, mean, rstd = torch.native_layer_norm(h.float(), (h.shape[1],), weight.float(), b, eps)
-        return normed, torch.stack((mean[:, 0], rstd[:, 0]))
-    h = h.float()
+        normed, mean, rstd = torch.native_layer_norm(h, (h.shape[-1],), weight.float(), b, eps)
+        return normed, torch.stack((mean[..., 0], rstd[..., 0]))
     rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     normed = h * rstd * weight.float()
-    return normed if b is None else normed + b, rstd[:, 0]
+    return normed if b is None else normed + b, rstd[..., 0]
 
 
 def norm_backward(

@@ -3,9 +3,9 @@
 One read and one write each way; slicing, rotating and making contiguous would each be a pass. Backward goes from attention's
 gradients, in any strides, straight to the joint gradient in FP8, rowwise and columnwise.
 
-A row of the joint product is G groups of H/G query heads, their key and their value. Heads rotate in pairs of columns half of
-Dr apart, so a tile is held as two halves of a head. Where Dr < D the columns from Dr on are halved too, and their angle is 0.
-A program rotates several heads of its tokens: their cosines and sines, twice the bytes of a head each, are read together.
+A row of the joint product is G groups of H/G query heads, their key and their value. Columns rotate in pairs half of Dr apart,
+so a tile holds two halves of a head. Where Dr < D the columns from Dr on are halved too, and their angle is 0. A program
+rotates several heads of its tokens: cosines and sines, each twice the bytes of a head, are shared.
 
 Shapes: B batch, T tokens, N = B·T, H query heads, G key-value heads, D head dimension, Dr of it rotated.
 """
@@ -37,13 +37,12 @@ SPLIT, JOIN = Tiles(16, 8, 4), Tiles(32, 4, 4)
 
 @triton.jit
 def _halves(D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr):
-    """Columns of a head's first and second halves, [HALF] each; only the first D // 2 are of the head."""
+    """Columns of the two halves of a head, [HALF] each, of which the first D // 2 are real."""
     i = tl.arange(0, HALF)
     first = i
     second = i + D // 2
     if ROTATED != D:
-        # Columns are neighbours in runs of a power of two that divides both: that decides how wide memory is read, and the
-        # compiler cannot see it through the choice.
+        # Columns are contiguous in runs of this power of two. It decides the width of loads, and `where` hides it.
         bits: tl.constexpr = (ROTATED // 2) | (D // 2) | 16
         run: tl.constexpr = bits & -bits
         first = tl.max_contiguous(tl.multiple_of(tl.where(i < ROTATED // 2, i, i + ROTATED // 2), run), run)
@@ -52,15 +51,11 @@ def _halves(D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _angles(
-    cos_ptr, sin_ptr, n, rows, tokens, batch_stride, token_stride,
-    ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr,
-):  # fmt: skip
-    """cos and sin of both halves for tokens n, [n, HALF] each; 1 and 0 where nothing rotates."""
+def _angles(cos_ptr, sin_ptr, angles_at, there, ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr):
+    """cos and sin of both halves for the tokens at `angles_at`, [tokens, HALF] each; 1 and 0 where nothing rotates."""
     i = tl.arange(0, HALF)
-    at = (n // tokens).to(tl.int64) * batch_stride + (n % tokens).to(tl.int64) * token_stride
-    at = at[:, None] + i[None, :]
-    inside = (n < rows)[:, None] & (i < ROTATED // 2)[None, :]
+    at = angles_at[:, None] + i[None, :]
+    inside = there[:, None] & (i < ROTATED // 2)[None, :]
     cos_1 = tl.load(cos_ptr + at, mask=inside, other=1.0)
     sin_1 = tl.load(sin_ptr + at, mask=inside, other=0.0)
     cos_2 = cos_1
@@ -81,17 +76,15 @@ def _column(head, KIND: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.co
 
 @triton.jit
 def _split_heads(
-    qkv_ptr, out_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride, first_head, KIND: tl.constexpr,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr,
-    HEADS_EACH: tl.constexpr,
+    qkv_ptr, out_ptr, cos_ptr, sin_ptr, n, there, angles_at, stride, first_head, KIND: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr,
+    MIRRORED: tl.constexpr, HEADS_EACH: tl.constexpr,
 ):  # fmt: skip
     """Some heads of queries, keys or values."""
     a, b = _halves(D, ROTATED if ROTATED else D, HALF)
-    inside = (n < rows)[:, None] & (tl.arange(0, HALF) < D // 2)[None, :]
+    inside = there[:, None] & (tl.arange(0, HALF) < D // 2)[None, :]
     if ROTATED:
-        cos_1, sin_1, cos_2, sin_2 = _angles(
-            cos_ptr, sin_ptr, n, rows, tokens, batch_stride, token_stride, ROTATED, HALF, MIRRORED
-        )
+        cos_1, sin_1, cos_2, sin_2 = _angles(cos_ptr, sin_ptr, angles_at, there, ROTATED, HALF, MIRRORED)
     HEADS: tl.constexpr = G if KIND else H
     source = qkv_ptr + n[:, None].to(tl.int64) * stride
     target = out_ptr + n[:, None].to(tl.int64) * (HEADS * D)
@@ -116,36 +109,36 @@ def _split_rotate(
     MIRRORED: tl.constexpr, TOKENS: tl.constexpr, HEADS_EACH: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    angles_at = (n // tokens).to(tl.int64) * batch_stride + (n % tokens).to(tl.int64) * token_stride
     part = tl.program_id(1)
     queries: tl.constexpr = (H + HEADS_EACH - 1) // HEADS_EACH
     keys: tl.constexpr = (G + HEADS_EACH - 1) // HEADS_EACH
     if part < queries:
         _split_heads(
-            qkv_ptr, q_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride,
+            qkv_ptr, q_ptr, cos_ptr, sin_ptr, n, n < rows, angles_at, stride,
             part * HEADS_EACH, 0, H, G, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
         )  # fmt: skip
     elif part < queries + keys:
         _split_heads(
-            qkv_ptr, k_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride,
+            qkv_ptr, k_ptr, cos_ptr, sin_ptr, n, n < rows, angles_at, stride,
             (part - queries) * HEADS_EACH, 1, H, G, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
         )  # fmt: skip
     else:
         _split_heads(
-            qkv_ptr, v_ptr, cos_ptr, sin_ptr, n, rows, tokens, stride, batch_stride, token_stride,
+            qkv_ptr, v_ptr, cos_ptr, sin_ptr, n, n < rows, angles_at, stride,
             (part - queries - keys) * HEADS_EACH, 2, H, G, D, 0, HALF, MIRRORED, HEADS_EACH,
         )  # fmt: skip
 
 
 @triton.jit
 def _join_heads(
-    grad_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, rows, tokens,
-    grad_b, grad_t, grad_h, batch_stride, token_stride, one, first_head, KIND: tl.constexpr,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr,
-    HEADS_EACH: tl.constexpr,
+    grad_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, there, angles_at, rows, tokens,
+    grad_b, grad_t, grad_h, one, first_head, KIND: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr, HEADS_EACH: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one gradient."""
     a, b = _halves(D, ROTATED if ROTATED else D, HALF)
-    inside = (n < rows)[:, None] & (tl.arange(0, HALF) < D // 2)[None, :]
+    inside = there[:, None] & (tl.arange(0, HALF) < D // 2)[None, :]
     HEADS: tl.constexpr = G if KIND else H
     WIDTH: tl.constexpr = (H + 2 * G) * D
     BOTH: tl.constexpr = rowwise_ptr is not None and columnwise_ptr is not None
@@ -157,9 +150,7 @@ def _join_heads(
         x = tl.load(at + a[None, :], mask=inside, other=0.0).to(tl.float32)
         y = tl.load(at + b[None, :], mask=inside, other=0.0).to(tl.float32)
         if ROTATED:  # its angles are loaded for each head, not held in registers
-            cos_1, sin_1, cos_2, sin_2 = _angles(
-                cos_ptr, sin_ptr, n, rows, tokens, batch_stride, token_stride, ROTATED, HALF, MIRRORED
-            )
+            cos_1, sin_1, cos_2, sin_2 = _angles(cos_ptr, sin_ptr, angles_at, there, ROTATED, HALF, MIRRORED)
             rotated = x * cos_1 + y * sin_2
             y = y * cos_2 - x * sin_1
             x = rotated
@@ -184,27 +175,25 @@ def _join_rotated(
     TOKENS: tl.constexpr, HEADS_EACH: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    angles_at = (n // tokens).to(tl.int64) * batch_stride + (n % tokens).to(tl.int64) * token_stride
     part = tl.program_id(1)
     queries: tl.constexpr = (H + HEADS_EACH - 1) // HEADS_EACH
     keys: tl.constexpr = (G + HEADS_EACH - 1) // HEADS_EACH
     scale = load_scale(scale_ptr, scale_inv_ptr, (tl.program_id(0) == 0) & (part == 0))
     if part < queries:
         _join_heads(
-            dq_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, rows, tokens,
-            q_b, q_t, q_h, batch_stride, token_stride, one, part * HEADS_EACH,
-            0, H, G, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
+            dq_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, n < rows, angles_at,
+            rows, tokens, q_b, q_t, q_h, one, part * HEADS_EACH, 0, H, G, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
         )  # fmt: skip
     elif part < queries + keys:
         _join_heads(
-            dk_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, rows, tokens,
-            k_b, k_t, k_h, batch_stride, token_stride, one, (part - queries) * HEADS_EACH,
-            1, H, G, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
+            dk_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, n < rows, angles_at,
+            rows, tokens, k_b, k_t, k_h, one, (part - queries) * HEADS_EACH, 1, H, G, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
         )  # fmt: skip
     else:
         _join_heads(
-            dv_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, rows, tokens,
-            v_b, v_t, v_h, batch_stride, token_stride, one, (part - queries - keys) * HEADS_EACH,
-            2, H, G, D, 0, HALF, MIRRORED, HEADS_EACH,
+            dv_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, n < rows, angles_at,
+            rows, tokens, v_b, v_t, v_h, one, (part - queries - keys) * HEADS_EACH, 2, H, G, D, 0, HALF, MIRRORED, HEADS_EACH,
         )  # fmt: skip
 
 
@@ -221,7 +210,7 @@ def _programs(
 
 
 def _strides(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """The tables with contiguous rows and the same strides, and the strides of a sequence (0: all share one) and a token."""
+    """Tables with contiguous rows and equal strides; the strides of a sequence (0: all share one) and of a token."""
     if cos is None or sin is None:
         return None, None, 0, 0
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
@@ -262,8 +251,7 @@ def launch_join(
     grid, constants = _programs(rows, heads, groups, head_dim, cos, mirrored, tiles)
     _join_rotated[grid](
         dq, dk, dv, cos, sin, out.rowwise_data, out.columnwise_data, quantizer.scale, out.scale_inv, quantizer.amax,
-        rows, length, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], batch_stride, token_stride, 1.0,
-        **constants,
+        rows, length, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], batch_stride, token_stride, 1.0, **constants,
     )  # fmt: skip
     return out
 

@@ -31,9 +31,7 @@ class NormParameters(NamedTuple):
 
 def normalize(of: NormParameters, x: Tensor) -> Tensor:
     """The norm of `x` over its last dimension, float32, in differentiable PyTorch."""
-    if of.kind == "RMSNorm":
-        return reference.rms_norm(x, of.weight, of.eps)
-    return reference.layer_norm(x, of.weight, of.bias, of.eps)
+    return reference.norm(of.kind, x, of.weight, of.bias, of.eps)[0]
 
 
 def reset_norm_(weight: Tensor, bias: Tensor | None) -> None:

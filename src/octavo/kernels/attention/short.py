@@ -30,14 +30,10 @@ NARROWEST = 16
 
 
 class Tiles(NamedTuple):
-    """Tiles of a kernel.
+    """Tokens of a tile (powers of two), warps of a program and stages of its loop; beyond 2, tiles are loaded ahead.
 
-    Attributes:
-        queries, keys: tokens of a tile, powers of two.
-        warps: of a program.
-        stages: of a loop; beyond 2, tiles are loaded ahead.
-        beside_few: a wider loop tile for a program with few rows, used if it leaves the same rest.
-        lone: a single token beyond full tiles is handled without a tile; `backward_keys` always takes one.
+    beside_few: a wider loop tile for a program with few rows, used if it leaves the same rest. lone: a single token beyond full
+    tiles is handled without a tile; `backward_keys` always takes one.
     """
 
     queries: int

@@ -55,13 +55,10 @@ def load_scale(scale_ptr, scale_inv_ptr, first):
 
 @triton.jit
 def store_layouts(x, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, TWICE: tl.constexpr):
-    """Convert a float32 tile [r, c] of a matrix [rows, columns] and store it in the layouts with a pointer.
-
-    The conversion to FP8 is one instruction that saturates: ±inf and what lies beyond the largest value become that, NaN stays.
-
-    `one` is 1.0, given at run time. The ptxas of CUDA 12.9 that Triton brings loses bytes when one conversion from float32 to
-    FP8 feeds both stores. With TWICE a factor unknown to it gives the second store its own conversion, at no measurable cost.
-    """
+    """Convert a float32 tile [r, c] of a matrix [rows, columns] and store it in the layouts with a pointer; `one` is 1.0."""
+    # The conversion to FP8 is one instruction that saturates: ±inf and numbers beyond the largest value become that, NaN stays.
+    # The ptxas of CUDA 12.9, which Triton brings, loses bytes when one conversion from float32 feeds both stores. With TWICE
+    # the factor `one`, unknown to it, gives the second store its own conversion, at no measurable cost.
     if rowwise_ptr is not None:
         tl.store(rowwise_ptr + r[:, None].to(tl.int64) * columns + c[None, :], x.to(rowwise_ptr.dtype.element_ty), mask=inside)
     if columnwise_ptr is not None:
@@ -199,7 +196,7 @@ def cast(x: Tensor, quantizer: Quantizer, partial: Tensor | None = None) -> Quan
 
 
 CastResults = tuple[Tensor, Tensor, Tensor]
-"""Results of a cast as a compiler's operator: FP8 [R, C], its transpose [C, R] or an empty tensor, and 1 / scale."""
+"""FP8 [R, C], its transpose [C, R] or an empty tensor, and 1 / scale."""
 
 
 @torch.library.custom_op("octavo::cast_scaled", mutates_args=())
