@@ -194,11 +194,8 @@ def _backward_packed(
     GROUPS_R: tl.constexpr = TILE_R // 4
     tile = tl.program_id(0)
     g, c, inside = tile_of(tile, rows // 4, columns, GROUPS_R, TILE_C)
-    at = c
-    width = columns
-    if GATED:
-        at = _gate_columns(c, BLOCK)
-        width = 2 * columns
+    at = _gate_columns(c, BLOCK) if GATED else c
+    width = 2 * columns if GATED else columns
     dys = load_row_groups(dy_ptr, g, c, dy_stride, inside)
     xs = load_row_groups(x_ptr, g, at, x_stride, inside)
     if GATED:

@@ -112,9 +112,8 @@ def mm(
 
 def _is_free(*operands: Tensor) -> bool:
     """True if no compiler, dispatch mode or autograd has to see the product."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        return False
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in operands))
+    watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    return not (watched or (torch.is_grad_enabled() and any(x.requires_grad for x in operands)))
 
 
 def _by_rows(x: Tensor) -> bool | None:

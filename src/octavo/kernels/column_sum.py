@@ -21,9 +21,7 @@ _PARTS, _FEW_COLUMNS, _PARTS_WARPS = 256, 16, 8
 
 
 @triton.jit
-def _column_sums(
-    x_ptr, partial_ptr, rows, columns, stride, ROWS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr
-):  # fmt: skip
+def _column_sums(x_ptr, partial_ptr, rows, columns, stride, ROWS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
     c = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     summed = tl.zeros([TILE_R, TILE_C], tl.float32)
     for first in range(0, ROWS, TILE_R):

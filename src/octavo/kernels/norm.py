@@ -208,9 +208,7 @@ def launch_backward(
             rows, columns, dy.stride(0), read.stride(0), 0 if residual is None else residual.stride(0),
         )  # fmt: skip
         if shape is not None:
-            backward_rows[(parts,)](
-                *arguments, CENTRE=centre, BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps
-            )  # fmt: skip
+            backward_rows[(parts,)](*arguments, CENTRE=centre, BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps)
         else:
             _backward_tiles[(min(parts, _processors(device)),)](
                 *arguments, CENTRE=centre, TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps

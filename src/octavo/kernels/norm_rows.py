@@ -61,7 +61,7 @@ def backward_shape(columns: int, *, centred: bool) -> RowBlocks:
     if warps == 1:
         at_once = (12 if columns <= 768 else 8) if centred else (16 if columns <= 1024 else 12)
         return RowBlocks(*_blocks(columns), 1, at_once)
-    # Four sums over two blocks each cost more than idle threads do.
+    # Four sums over two blocks each cost more than idle threads.
     block, rest = (triton.next_power_of_2(columns), 0) if centred else _blocks(columns)
     return RowBlocks(block, rest, warps, 16 // warps)
 
@@ -147,9 +147,7 @@ def norm_rows(
         found = _store_normed(h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, c, inside)
         largest = tl.maximum(largest, found)
         if REST:
-            found = _store_normed(
-                h_rest, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, c_rest, inside_rest
-            )  # fmt: skip
+            found = _store_normed(h_rest, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, c_rest, inside_rest)
             largest = tl.maximum(largest, found)
     if amax_ptr is not None:
         raise_to(amax_ptr, largest)

@@ -80,9 +80,8 @@ def cast_blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int) -> tup
 def update_scales(history: Tensor, scale: Tensor, fp8_max: Tensor, *, algo: str, margin: int) -> tuple[Tensor, Tensor]:
     """One step of delayed scaling for n tensors: history [L, n], scale [n], fp8_max [n] → new history and scale.
 
-    `last` is slot 0. Where it is 0, nothing was cast and nothing changes. Otherwise the largest of `last` and slots 1…L−1 (or
-    `last` alone, "most_recent") gives the scale if it is finite and positive, and the history rolls: slot i takes slot i+1,
-    the last slot takes `last`, slot 0 is cleared.
+    Where slot 0 is 0, nothing was cast and nothing changes. Otherwise the largest slot ("most_recent": slot 0) gives the scale
+    if it is finite and positive, and the history rolls: slot i takes slot i+1, the last one slot 0, which is cleared.
     """
     last, moves = history[0], history[0] != 0
     largest = last if algo == "most_recent" else torch.cat([history[1:], last[None]]).amax(0)

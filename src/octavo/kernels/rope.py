@@ -58,11 +58,8 @@ def _angles(cos_ptr, sin_ptr, angles_at, there, ROTATED: tl.constexpr, HALF: tl.
     inside = there[:, None] & (i < ROTATED // 2)[None, :]
     cos_1 = tl.load(cos_ptr + at, mask=inside, other=1.0)
     sin_1 = tl.load(sin_ptr + at, mask=inside, other=0.0)
-    cos_2 = cos_1
-    sin_2 = sin_1
-    if not MIRRORED:
-        cos_2 = tl.load(cos_ptr + at + ROTATED // 2, mask=inside, other=1.0)
-        sin_2 = tl.load(sin_ptr + at + ROTATED // 2, mask=inside, other=0.0)
+    cos_2 = cos_1 if MIRRORED else tl.load(cos_ptr + at + ROTATED // 2, mask=inside, other=1.0)
+    sin_2 = sin_1 if MIRRORED else tl.load(sin_ptr + at + ROTATED // 2, mask=inside, other=0.0)
     return cos_1, sin_1, cos_2, sin_2
 
 
@@ -230,9 +227,7 @@ def launch_split(
     flat = adjacent_columns(qkv.reshape(-1, width))
     cos, sin, batch_stride, token_stride = _strides(cos, sin)
     grid, constants = _programs(len(flat), heads, groups, head_dim, cos, mirrored, tiles)
-    _split_rotate[grid](
-        flat, q, k, v, cos, sin, len(flat), length, flat.stride(0), batch_stride, token_stride, **constants
-    )  # fmt: skip
+    _split_rotate[grid](flat, q, k, v, cos, sin, len(flat), length, flat.stride(0), batch_stride, token_stride, **constants)
     return q, k, v
 
 

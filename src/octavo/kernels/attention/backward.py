@@ -100,12 +100,8 @@ def _add_queries(
     m = first + tl.arange(0, QUERIES)
     q1, q2 = load(q_ptr, m, stride, T, D, D1, D2, FULL)
     do1, do2 = load(do_ptr, m, do_stride, T, D, D1, D2, FULL)
-    if FULL:
-        lse = tl.load(rows_ptr + m)
-        delta = tl.load(rows_ptr + T + m)
-    else:
-        lse = tl.load(rows_ptr + m, mask=m < T, other=float("inf"))
-        delta = tl.load(rows_ptr + T + m, mask=m < T, other=0.0)
+    lse = tl.load(rows_ptr + m) if FULL else tl.load(rows_ptr + m, mask=m < T, other=float("inf"))
+    delta = tl.load(rows_ptr + T + m) if FULL else tl.load(rows_ptr + T + m, mask=m < T, other=0.0)
     p = tl.exp2(inner(k1, k2, q1, q2, D2) * scale - lse[None, :])
     ds = p * (inner(v1, v2, do1, do2, D2) - delta[None, :])  # before dv: fewer waits between products
     dv1, dv2 = outer(p.to(q1.dtype), do1, do2, dv1, dv2, D2)

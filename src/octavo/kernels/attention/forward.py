@@ -36,16 +36,12 @@ def load(base, n, stride, T: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2
     """Rows n of a head in its two pieces, [n, D1] and [n, D2]; 0 beyond T (FULL: none is) and D. Without D2 the first twice."""
     at = base + n[:, None] * stride
     x1 = _load_piece(at, tl.arange(0, D1), n, T, D, FULL and D1 <= D)
-    x2 = x1
-    if D2:
-        x2 = _load_piece(at, D1 + tl.arange(0, D2), n, T, D, FULL and D1 + D2 <= D)
+    x2 = _load_piece(at, D1 + tl.arange(0, D2), n, T, D, FULL and D1 + D2 <= D) if D2 else x1
     return x1, x2
 
 
 @triton.jit
-def store(
-    base, n, stride, x1, x2, T: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, FULL: tl.constexpr
-):  # fmt: skip
+def store(base, n, stride, x1, x2, T: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, FULL: tl.constexpr):
     """The inverse of `load`, rounded to the dtype of `base`."""
     at = base + n[:, None] * stride
     _store_piece(at, tl.arange(0, D1), n, x1.to(base.dtype.element_ty), T, D, FULL and D1 <= D)
@@ -71,9 +67,7 @@ def query_tile(
 def inner(a1, a2, b1, b2, D2: tl.constexpr):
     """a · bᵀ, summed over both pieces of a head."""
     s = tl.dot(a1, tl.trans(b1))
-    if D2:
-        s = tl.dot(a2, tl.trans(b2), s)
-    return s
+    return tl.dot(a2, tl.trans(b2), s) if D2 else s
 
 
 @triton.jit
@@ -94,7 +88,7 @@ def zeros(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def row_sums(a1, a2, b1, b2, D2: tl.constexpr):
-    """Of a · b, element by element, in float32."""
+    """Sums of the rows of a · b, element by element, in float32."""
     total = tl.sum(a1.to(tl.float32) * b1.to(tl.float32), 1)
     if D2:
         total += tl.sum(a2.to(tl.float32) * b2.to(tl.float32), 1)

@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 
 FORWARD = Tiles(64, 64, warps=4)
 QUERIES, KEYS = Tiles(64, 32, warps=4, beside_few=64), Tiles(32, 64, warps=4, stages=3)
-"""Tiles of the backward kernels: a program of QUERIES goes over keys, one of KEYS over queries."""
+"""Tiles of `backward_queries`, which loops over keys, and `backward_keys`, which loops over queries."""
 
 
 def tiles_for(tokens: int, head_dim: int) -> tuple[Tiles, Tiles, Tiles]:
@@ -145,10 +145,9 @@ def launch_backward(
 
 
 def forward(qkv: Tensor, heads: int, groups: int, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(q · kᵀ · scale) · v, every query with every key.
+    """`reference.attention`: softmax(q · kᵀ · scale) · v, every query with every key.
 
-    qkv: [B, T, (H + 2G)·D], rows with a stride; on a GPU as `takes` says. scale: > 0.
-    Returns the result [B, T, H·D] in its dtype, and the logarithm of each softmax's denominator, float32 [B, H, T].
+    qkv: [B, T, (H + 2G)·D], rows in any stride; on a GPU as `takes` says. scale: > 0.
     """
     if qkv.device.type == "cuda":
         return launch(qkv, heads, groups, scale)

@@ -174,8 +174,7 @@ def launch_transpose(q: Tensor, out: Tensor) -> Tensor:
 
 def transpose(q: Tensor, out: Tensor | None = None) -> Tensor:
     """Transpose an FP8 matrix [R, C], its rows in any stride, to a new contiguous [C, R] or to `out`."""
-    if out is None:
-        out = torch.empty(q.shape[1], q.shape[0], dtype=q.dtype, device=q.device)
+    out = q.new_empty(q.shape[1], q.shape[0]) if out is None else out
     in_words = not any(n % 4 for n in (*q.shape, q.stride(0), q.storage_offset(), out.storage_offset()))
     if q.device.type == "cuda" and q.stride(1) == 1 and in_words:
         return launch_transpose(q, out)

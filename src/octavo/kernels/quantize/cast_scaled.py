@@ -123,9 +123,7 @@ def _cast_whole_rows(
 
 
 @triton.jit
-def _row_column_amaxes(
-    x_ptr, row_amax_ptr, column_amax_ptr, rows, columns, stride, TILE_R: tl.constexpr, TILE_C: tl.constexpr
-):  # fmt: skip
+def _row_column_amaxes(x_ptr, row_amax_ptr, column_amax_ptr, rows, columns, stride, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
     """Raise the amaxes of rows and columns, as int32 bits, by those of a tile."""
     r, c, inside = tile_of(tl.program_id(0), rows, columns, TILE_R, TILE_C)
     magnitude = larger(0.0, load_tile(x_ptr, r, c, stride, inside))
@@ -203,9 +201,7 @@ def _cast_blocks(
             _store_scale(scale, row_scale_ptr, row_inv_ptr, tile_r * tiles_across + tile_c, True, True)
         if columnwise_ptr is not None:
             _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_c * tl.cdiv(rows, TILE_R) + tile_r, True, True)
-        store_layouts(
-            x * scale, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, rowwise_ptr is not None
-        )  # fmt: skip
+        store_layouts(x * scale, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, rowwise_ptr is not None)
     else:
         if rowwise_ptr is not None:
             scale = _choose_scale(tl.max(magnitude, axis=1), FP8_MAX, True)
@@ -254,9 +250,7 @@ def _cast_blocks_packed(
         x = xs[i].to(tl.float32)
         y = x * column_scale
         if rowwise_ptr is not None:
-            z = y
-            if not SQUARE:
-                z = x * _choose_scale(amaxes[i], FP8_MAX, True)[:, None]
+            z = y if SQUARE else x * _choose_scale(amaxes[i], FP8_MAX, True)[:, None]
             store_layouts(z, rowwise_ptr, None, g * 4 + i, c, rows, columns, inside, 1.0, False)
         packed = packed_row(packed, before, y, i, columnwise_ptr.dtype.element_ty)
         before = y

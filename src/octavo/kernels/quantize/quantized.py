@@ -38,7 +38,7 @@ class QuantizedTensor(NamedTuple):
     """A matrix [R, C] as operand of products: in FP8, in one or both layouts, or in high precision.
 
     Attributes:
-        rowwise_data: FP8 [R, C], for products that sum over C; without a scale, the matrix in bfloat16, float16 or float32.
+        rowwise_data: FP8 [R, C], for products that sum over C; without a scale, in high precision.
         rowwise_scale_inv: float32, multiplies FP8 back: [] | [R, 1] | [⌈R/rows⌉, ⌈C/128⌉].
         columnwise_data: FP8 [C, R], for products that sum over R.
         columnwise_scale_inv: as `rowwise_scale_inv`, of the transposed matrix; with one scale a tensor the same tensor.
