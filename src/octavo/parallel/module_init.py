@@ -1,16 +1,15 @@
 """Initial values as a model's own code draws them, reproducible on any number of ranks, a few parameters in memory at a time.
 
-A module that keeps its code keeps its initialisation: `reset_parameters` of PyTorch's modules, `_init_weights` of Hugging
-Face's models. These are the steps, in the order in which building the model runs them. A first run on the meta device finds
-out which parameters each step writes (a step may write its children's: GPT-2's attention scales its output product).
-Parameters that share a step are then drawn together, on the CPU, in float32 at least, each step under a random state of its
-own that comes from the seed and the module's name. The price is time: every rank draws the whole and keeps its part. What a
-module's constructor does outside of these methods is not repeated.
+The steps are `reset_parameters` of PyTorch's modules and `_init_weights` of Hugging Face's models, in the order of a model's
+construction. A run on the meta device records the parameters that each step writes (GPT-2's attention scales the matrix of a
+child). Steps with common parameters then run together on the CPU, in float32 at least, each under a random state from the seed
+and the module's name. The price is time: every rank draws whole parameters and keeps its part. Other initialisation in the
+constructor of a module is not repeated.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,14 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from octavo.errors import InputError
 from octavo.parallel.deferred_init import key_of, refuse_buffers
 from octavo.parallel.shards import LocalShard, local_shard
 
 _DRAWS = {"normal_", "uniform_", "fill_", "zero_"}
-"""Operations that leave nothing of what was there, and do not look at it."""
+"""Operations that neither read nor keep earlier values."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +45,27 @@ class OwnInit:
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
         """Fill this rank's part of each named parameter."""
-        groups = _plan(model, names)
         parts = {name: local_shard(tensor) for name, tensor in model.named_parameters() if name in names}
-        if not groups:
-            return
-        with _StandIns(model) as stand_ins:
+        # Buffers stay the model's own: an initialisation may compute with them.
+        tensors = {name: _stand_in(t, "meta") if isinstance(t, nn.Parameter) else t for name, t in _tensors(model).items()}
+        groups = _plan(model, names)
+
+        def draw() -> None:
             for group in groups:
-                _draw(model, stand_ins, group, self.seed, parts)
+                _draw(model, group, self.seed, parts)
+
+        _run_with(model, tensors, draw)
 
 
 @dataclass
 class _Step:
-    """A method that initialises.
+    """A method that initialises parameters.
 
     Attributes:
-        name: what its random state is named by.
-        module: of which it is a method, or to which it is applied.
-        run: calls it.
-        writes: the parameters that it writes, by their first name; true where it first draws all of the parameter.
+        name: key of its random state.
+        module: the method's own, or its argument.
+        run: calls the method.
+        writes: first names of the parameters that it writes; True if its first write draws the whole parameter.
     """
 
     name: str
@@ -69,197 +74,140 @@ class _Step:
     writes: dict[str, bool] = field(default_factory=dict)
 
 
-@dataclass
-class _Group:
-    """Steps that write common parameters, in order, and these parameters."""
-
-    steps: list[_Step]
-    names: list[str]
-
-    @property
-    def unsure(self) -> set[str]:
-        """Parameters that no step draws wholly, so that a part may be left without a value."""
-        return set(self.names) - {name for step in self.steps for name, whole in step.writes.items() if whole}
-
-
 def _steps(model: nn.Module) -> Iterator[_Step]:
-    """Children first, as they are built; Hugging Face's come when the whole model stands."""
-    modules = list(_children_first(model))
-    for name, module, _ in modules:
+    """Steps of children before those of their parents; those of Hugging Face after all of PyTorch's."""
+    modules: dict[nn.Module, tuple[str, Any]] = {}
+    for name, module, owner in _children_first(model):
+        modules.setdefault(module, (name, owner))
+    for module, (name, _) in modules.items():
         for method in ("reset_parameters", "_reset_parameters"):
-            reset = getattr(module, method, None)
-            if reset is not None and _takes_nothing(reset):
+            reset: Any = getattr(module, method, None)
+            if _takes_nothing(reset):
                 yield _Step(f"{name}.{method}", module, reset)
                 break
-    for name, module, owner in modules:
+    for module, (name, owner) in modules.items():
         if owner is not None:
-            yield _Step(f"{name}._init_weights", module, _applied(owner, module))
+            yield _Step(f"{name}._init_weights", module, functools.partial(owner._init_weights, module))
+
+
+def _children_first(module: nn.Module, name: str = "", owner: Any = None) -> Iterator[tuple[str, nn.Module, Any]]:
+    """(name, module, the innermost Hugging Face model around it)."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child_name, child in module.named_children():
+        yield from _children_first(child, f"{name}.{child_name}" if name else child_name, owner)
+    yield name, module, owner
 
 
 def _takes_nothing(method: Any) -> bool:
-    if not callable(method):
+    """True for a callable without required arguments."""
+    try:
+        inspect.signature(method).bind()
+    except TypeError:
         return False
-    wanted = inspect.signature(method).parameters.values()
-    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in wanted)
+    return True
 
 
-def _applied(owner: Any, module: nn.Module) -> Callable[[], Any]:
-    return lambda: owner._init_weights(module)
-
-
-def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """(name, module, the innermost Hugging Face model around it), each module once."""
-    from transformers import PreTrainedModel
-
-    seen: set[int] = set()
-
-    def walk(module: nn.Module, name: str, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        owner = module if isinstance(module, PreTrainedModel) else owner
-        for child_name, child in module.named_children():
-            yield from walk(child, f"{name}.{child_name}" if name else child_name, owner)
-        yield name, module, owner
-
-    return walk(model, "", None)
-
-
-class _StandIns:
-    """Plain tensors in the place of a model's parameters and buffers, which come back afterwards.
-
-    A tied parameter has its stand-in where it is first; elsewhere is one that nobody looks at, since a model initialises its
-    modules before it ties them.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._places: dict[str, tuple[dict[str, Any], str]] = {}
-        self._real: list[tuple[dict[str, Any], str, Tensor]] = []
-        self._tensors: dict[str, Tensor] = {}
-        first: set[int] = set()
-        for prefix, module in model.named_modules():
-            for slots in (module._parameters, module._buffers):
-                for key, tensor in slots.items():
-                    if tensor is None:
-                        continue
-                    self._real.append((slots, key, tensor))
-                    if slots is module._parameters and id(tensor) not in first:
-                        first.add(id(tensor))
-                        self._places[f"{prefix}.{key}" if prefix else key] = slots, key
-
-    def __enter__(self) -> _StandIns:
-        for slots, key, tensor in self._real:
-            slots[key] = _stand_in(tensor, "meta")
-        self._tensors = {name: slots[key] for name, (slots, key) in self._places.items()}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for slots, key, tensor in self._real:
-            slots[key] = tensor
-
-    def by_storage(self) -> dict[int, str]:
-        """Which parameter a storage belongs to."""
-        return {tensor.untyped_storage()._cdata: name for name, tensor in self._tensors.items()}
-
-    def replaced(self) -> list[str]:
-        """Parameters that a step has registered anew; the stand-ins are put back."""
-        new = [name for name, (slots, key) in self._places.items() if slots.get(key) is not self._tensors[name]]
-        for name in new:
-            slots, key = self._places[name]
-            slots[key] = self._tensors[name]
-        return new
-
-    def below(self, module: nn.Module) -> list[str]:
-        """The parameters of a module and its children."""
-        mine = {id(child._parameters) for child in module.modules()}
-        return [name for name, (slots, _) in self._places.items() if id(slots) in mine]
-
-    @contextlib.contextmanager
-    def drawn(self, group: _Group) -> Iterator[Callable[[str], Tensor]]:
-        """Real tensors in the places of a group (NaN until they are written, where that is unsure), and how to get one.
-
-        Buffers are the model's own meanwhile: an initialisation may compute with them.
-        """
-        buffers = [
-            (slots, key, tensor, slots[key]) for slots, key, tensor in self._real if not isinstance(tensor, nn.Parameter)
-        ]
-        for slots, key, tensor, _ in buffers:
-            slots[key] = tensor
-        for name in group.names:
-            slots, key = self._places[name]
-            slots[key] = _stand_in(slots[key], "cpu")
-            if name in group.unsure and slots[key].is_floating_point():
-                slots[key].data.fill_(torch.nan)
-        try:
-            yield lambda name: self._places[name][0][self._places[name][1]]
-        finally:
-            for name in group.names:
-                slots, key = self._places[name]
-                slots[key] = self._tensors[name]
-            for slots, key, _, stand_in in buffers:
-                slots[key] = stand_in
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers of a model, a tied one under each of its names."""
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():  # a shared module once, so that no tensor is swapped twice
+        for members in (module.named_parameters, module.named_buffers):
+            found.update(members(prefix, recurse=False, remove_duplicate=False))
+    return found
 
 
 def _stand_in(tensor: Tensor, device: str) -> Tensor:
+    """An unsharded tensor of the same kind, in float32 at least; NaN where it has values."""
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
-    data = torch.empty(tensor.shape, dtype=dtype, device=device)
+    data = torch.full(tensor.shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
-class _Writes(TorchDispatchMode):
-    """Notes which parameters are written, and whether the first thing written is a draw of all of it."""
+class _Around(nn.Module):
+    """A module as the child of one whose forward calls any function, for `functional_call`."""
 
-    def __init__(self, parameter_of: dict[int, str]) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[], Any]) -> None:
+        run()
+
+
+def _run_with(module: nn.Module, tensors: Mapping[str, Tensor], run: Callable[[], Any]) -> dict[str, Tensor]:
+    """Run with `tensors` in place of the module's own; returns them, those that `run` has registered anew among them."""
+    held = {f"module.{name}": tensor for name, tensor in tensors.items()}
+    functional_call(_Around(module), held, (run,), tie_weights=False)
+    return dict(zip(tensors, held.values(), strict=True))
+
+
+class _Writes(TorchDispatchMode):
+    """Records the written parameters, and if the first write draws all of one."""
+
+    def __init__(self, parameter_of: Mapping[int, str]) -> None:
         super().__init__()
         self.parameter_of = parameter_of
         self.writes: dict[str, bool] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        for number, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            written = args[number] if number < len(args) else kwargs.get(argument.name)
-            for tensor in written if isinstance(written, list | tuple) else [written]:
-                if isinstance(tensor, Tensor) and tensor.is_meta:
-                    storage = tensor.untyped_storage()
-                    name = self.parameter_of.get(storage._cdata)
-                    if name is not None:
-                        whole = tensor.numel() * tensor.element_size() == storage.nbytes()
-                        self.writes.setdefault(name, whole and func._schema.name.removeprefix("aten::") in _DRAWS)
-        return out
+        schema, kwargs = func._schema, kwargs or {}
+        values = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        written = [values.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        for tensor in tree_leaves(written):
+            name = self.parameter_of.get(_storage(tensor)) if isinstance(tensor, Tensor) else None
+            if name is not None:
+                whole = tensor.nbytes == tensor.untyped_storage().nbytes()
+                self.writes.setdefault(name, whole and schema.name.removeprefix("aten::") in _DRAWS)
+        return func(*args, **kwargs)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 @torch.no_grad()
-def _plan(model: nn.Module, names: Collection[str]) -> list[_Group]:
-    """What has to run for the named parameters, in groups that share no parameter.
+def _plan(model: nn.Module, names: Collection[str]) -> list[list[_Step]]:
+    """The steps that the named parameters need, in groups without common parameters.
 
     Raises:
         InputError: no step writes one of them.
     """
     if not names:
         return []
-    steps: list[_Step] = []
-    with _StandIns(model) as stand_ins, torch.random.fork_rng(devices=[]):
-        storages = stand_ins.by_storage()
-        for step in _steps(model):
-            mode = _Writes(storages)
-            try:
-                with mode:
-                    step.run()
-                step.writes = mode.writes | dict.fromkeys(stand_ins.replaced(), False)
-            except Exception:  # the code of a user, which looks at values and cannot run without: any of these may be written
-                stand_ins.replaced()
-                step.writes = dict.fromkeys(stand_ins.below(step.module), False)
-            if step.writes:
-                steps.append(step)
+    stand_ins = {name: _stand_in(tensor, "meta") for name, tensor in _tensors(model).items()}
+    # Of a tied parameter's stand-ins, those after the first are ignored: a model initialises its modules before it ties them.
+    parameter_of = {_storage(stand_ins[name]): name for name, _ in model.named_parameters()}
+    steps = list(_steps(model))
+
+    def record() -> None:
+        for step in steps:
+            step.writes = _writes_of(step, parameter_of)
+
+    with torch.random.fork_rng(devices=[]):
+        _run_with(model, stand_ins, record)
+    steps = [step for step in steps if step.writes]
     _refuse_forgotten(model, set(names) - {name for step in steps for name in step.writes})
-    return [group for group in _groups(_last_draws(steps)) if not set(names).isdisjoint(group.names)]
+    return [group for group in _groups(_last_draws(steps)) if any(not step.writes.keys().isdisjoint(names) for step in group)]
+
+
+def _writes_of(step: _Step, parameter_of: Mapping[int, str]) -> dict[str, bool]:
+    """The parameters that a step writes on meta tensors."""
+    own = dict(step.module.named_parameters())
+    mode = _Writes(parameter_of)
+    try:
+        with mode:
+            after = _run_with(step.module, own, step.run)
+    except Exception:  # a user's code that reads values cannot run without them: it may write any of these
+        changed = list(own)
+        mode.writes = {}
+    else:
+        changed = [name for name in own if after[name] is not own[name]]
+    first_names = (parameter_of.get(_storage(own[name])) for name in changed)
+    return mode.writes | {name: False for name in first_names if name is not None}
 
 
 def _last_draws(steps: Sequence[_Step]) -> list[_Step]:
-    """The steps without those of which later ones leave nothing."""
+    """The steps without those whose values are all drawn again later."""
     kept: list[_Step] = []
     drawn: set[str] = set()
     for step in reversed(steps):
@@ -269,39 +217,35 @@ def _last_draws(steps: Sequence[_Step]) -> list[_Step]:
     return kept[::-1]
 
 
-def _groups(steps: Sequence[_Step]) -> list[_Group]:
-    leader: dict[str, str] = {}
-
-    def find(name: str) -> str:
-        while (above := leader.setdefault(name, name)) != name:
-            name = above
-        return name
-
+def _groups(steps: Sequence[_Step]) -> list[list[_Step]]:
+    """Steps with common parameters together, in order."""
+    together: dict[str, set[str]] = {}  # one set for all the names of a group
     for step in steps:
-        first = find(next(iter(step.writes)))
-        for name in step.writes:
-            leader[find(name)] = first
-    groups: dict[str, _Group] = defaultdict(lambda: _Group([], []))
+        names = set(step.writes).union(*(together.get(name, ()) for name in step.writes))
+        together.update(dict.fromkeys(names, names))
+    groups: dict[int, list[_Step]] = defaultdict(list)
     for step in steps:
-        groups[find(next(iter(step.writes)))].steps.append(step)
-    for name in leader:
-        groups[find(name)].names.append(name)
+        groups[id(together[next(iter(step.writes))])].append(step)
     return list(groups.values())
 
 
-def _draw(model: nn.Module, stand_ins: _StandIns, group: _Group, seed: int, parts: Mapping[str, LocalShard]) -> None:
+def _draw(model: nn.Module, group: Sequence[_Step], seed: int, parts: Mapping[str, LocalShard]) -> None:
     """Run a group's steps on whole parameters and keep this rank's parts."""
-    with torch.random.fork_rng(devices=[]), stand_ins.drawn(group) as tensor_of:
-        for step in group.steps:
+
+    def run() -> None:
+        for step in group:
             # Not `torch.manual_seed`, which would move the GPUs' generators too.
             torch.default_generator.manual_seed(key_of(seed, step.name))
             step.run()
-        for name in group.names:
-            if name in parts:
-                whole = tensor_of(name).detach()
-                if name in group.unsure and whole.is_floating_point() and bool(whole.isnan().any()):
-                    _refuse_forgotten(model, {name})
-                parts[name].copy_from(whole)
+
+    empty = {name: _stand_in(model.get_parameter(name), "cpu") for step in group for name in step.writes}
+    with torch.random.fork_rng(devices=[]):
+        drawn = _run_with(model, empty, run)
+    for name in drawn.keys() & parts.keys():
+        whole = drawn[name].detach()
+        if whole.is_floating_point() and bool(whole.isnan().any()):
+            _refuse_forgotten(model, {name})
+        parts[name].copy_from(whole)
 
 
 def _refuse_forgotten(model: nn.Module, names: Collection[str]) -> None:
