@@ -1,16 +1,12 @@
 """Delayed initialisation: a model is built without memory, sharded, and only then given values, each rank its own part.
 
     with delayed_init(): model = …        parameters on the meta device, buffers with their values
-    shard the model                       each rank knows which rows it holds
+    shard the model                       each rank knows its rows
     materialise(model, device, values)    storage for those rows, and their values
 
-Values come from a counter (`CounterInit`), from the modules' own initialisation (`octavo.parallel.module_init`), from files
-(`Loaded`) or from rank 0 (`FromRank0`). Whichever it is, the model is the same on any number of ranks, and none of them holds
-more of it than its own part and one parameter. A parameter or buffer that would be left without a value is an error, raised
-before anything is changed.
-
-Buffers are small and computed when a module is built (rotary tables, causal masks), so they are never delayed: a table that is
-lost on the meta device could only be guessed.
+Values come from a counter (`CounterInit`), the modules' own initialisation (`octavo.parallel.module_init`), files (`Loaded`) or
+rank 0 (`FromRank0`), and are the same on any number of ranks. No rank holds more than its own part and one whole parameter.
+Buffers (rotary tables, causal masks) are small and computed in constructors, so they are never delayed.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import contextlib
 import hashlib
 import math
 import threading
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.errors import InputError
 from octavo.parallel.coordination import Ranks
@@ -44,8 +40,8 @@ _MIX_1, _MIX_2, _GOLDEN = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, -0x61C886468
 def delayed_init(enabled: bool = True) -> Iterator[None]:
     """Build modules whose parameters are on the meta device and whose buffers are real.
 
-    A parameter becomes a meta one when it is registered, so what its module does afterwards to initialise it costs nothing.
-    `requires_grad`, ties, the parameter's class and its attributes stay. Only modules that this thread builds are concerned.
+    A parameter moves to meta when it is registered, so that its module initialises it at no cost. `requires_grad`, ties, the
+    parameter's class and attributes stay. Modules that other threads build are as usual.
 
     Args:
         enabled: False builds as usual, for one rank of several that has the weights.
@@ -53,7 +49,8 @@ def delayed_init(enabled: bool = True) -> Iterator[None]:
     Raises:
         InputError: inside, `from_pretrained` reads weights, which would be lost.
     """
-    thread, seen = threading.get_ident(), _Seen()
+    thread = threading.get_ident()
+    on_meta = WeakIdKeyDictionary()  # real parameter → meta one, so that a tied parameter stays one
 
     def hook(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or threading.get_ident() != thread:
@@ -66,7 +63,9 @@ def delayed_init(enabled: bool = True) -> Iterator[None]:
                 " first) would be lost. Build the model by from_config and give the folder as load_from, or use"
                 " from_pretrained outside of delayed_init."
             )
-        return seen.on_meta(parameter)
+        if parameter not in on_meta:
+            on_meta[parameter] = _with_data(parameter, torch.empty_like(parameter.data, device="meta"))
+        return on_meta[parameter]
 
     # torch's annotation of the hook leaves out that what it returns is registered instead.
     handle = register_module_parameter_registration_hook(hook) if enabled else None  # type: ignore[arg-type]
@@ -75,20 +74,6 @@ def delayed_init(enabled: bool = True) -> Iterator[None]:
     finally:
         if handle is not None:
             handle.remove()
-
-
-class _Seen:
-    """Real parameters and what they became, so that one parameter in two modules stays one; forgotten when they are freed."""
-
-    def __init__(self) -> None:
-        self._became: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
-
-    def on_meta(self, parameter: nn.Parameter) -> nn.Parameter:
-        key = id(parameter)
-        if key not in self._became:
-            gone = weakref.ref(parameter, lambda _: self._became.pop(key, None))
-            self._became[key] = gone, _with_data(parameter, torch.empty_like(parameter.data, device="meta"))
-        return self._became[key][1]
 
 
 def _with_data(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
@@ -103,29 +88,29 @@ def _with_data(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
 
 
 class Values(Protocol):
-    """Where the values of a model come from."""
+    """The source of a model's values."""
 
     def check(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Raise an InputError if one of the named parameters and buffers, which are on meta, would get no value."""
+        """Raise an InputError if one of the named tensors, which are on meta, would get no value."""
 
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Give the named parameters and buffers, which have storage now, their values."""
+        """Fill the named tensors, which have storage now."""
 
 
 def names_on_meta(model: nn.Module) -> list[str]:
-    """The parameters and buffers that have no storage, tied ones under their first name."""
+    """The parameters and buffers without storage, tied ones under their first name."""
     return [name for name, tensor in named_tensors(model) if tensor.is_meta]
 
 
 def materialise(model: nn.Module, device: torch.device | str, values: Values) -> nn.Module:
-    """Give a model on the meta device storage and values; what has them already moves to `device` and keeps them.
+    """Give a model on the meta device storage and values, in place; tensors that have them move to `device` and keep them.
 
-    Ties, `requires_grad` and the parts of a sharded model stay as they are.
+    Ties, `requires_grad` and the parts of a sharded model stay.
 
     Args:
-        model: wholly or partly on meta, sharded by FSDP2 or not. It is changed in place and returned.
-        device: where parameters and buffers shall live.
-        values: what fills them. `Loaded` and `FromRank0` replace values that are there, the others do not.
+        model: wholly or partly on meta, sharded by FSDP2 or not.
+        device: of all parameters and buffers.
+        values: their source. `Loaded` and `FromRank0` also replace values that are there.
 
     Raises:
         InputError: a parameter or buffer that `values` cannot fill, by name; the model is as before.
@@ -134,26 +119,23 @@ def materialise(model: nn.Module, device: torch.device | str, values: Values) ->
     values.check(model, names)
     _give_storage(model, torch.device(device))
     values.fill(model, names)
-    if left := names_on_meta(model):
-        raise InputError(f"{_some(left)} of {type(model).__name__} has no value.")
     return model
 
 
 @torch.no_grad()
 def _give_storage(model: nn.Module, device: torch.device) -> None:
-    new: dict[int, Tensor] = {}
+    new: dict[int, Tensor] = {}  # by the id of the tensor on meta, so that a tied one stays one
     marks: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
-    for module in model.modules():
-        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for slots in both:
-            for name, tensor in slots.items():
-                if isinstance(tensor, DTensor):
-                    marks.append((slots, name, dict(vars(tensor._local_tensor))))
-                if tensor is not None and tensor.is_meta:
-                    if id(tensor) not in new:
-                        data = torch.empty_like(tensor, device=device)
-                        new[id(tensor)] = _with_data(tensor, data) if isinstance(tensor, nn.Parameter) else data
-                    slots[name] = new[id(tensor)]
+    members: list[dict[str, Any]] = [slots for module in model.modules() for slots in (module._parameters, module._buffers)]
+    for slots in members:
+        for name, tensor in slots.items():
+            if isinstance(tensor, DTensor):
+                marks.append((slots, name, dict(vars(tensor._local_tensor))))
+            if tensor is not None and tensor.is_meta:
+                if id(tensor) not in new:
+                    data = torch.empty_like(tensor, device=device)
+                    new[id(tensor)] = _with_data(tensor, data) if isinstance(tensor, nn.Parameter) else data
+                slots[name] = new[id(tensor)]
     # FSDP2 takes note of new parameters, and pads its parts, after any `_apply`. It pads with a new local tensor.
     model._apply(lambda tensor: tensor.to(device))
     for slots, name, attributes in marks:  # such as the functions by which a weight is gathered in FP8
@@ -165,7 +147,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def refuse_buffers(model: nn.Module, names: Collection[str]) -> None:
-    """Raise an InputError if one of the names is a buffer, whose value was computed when the model was built."""
+    """Raise an InputError if one of the names is a buffer, since only the model's constructor can compute it."""
     if lost := [name for name, _ in model.named_buffers() if name in names]:
         raise InputError(
             f"buffers {_some(lost)} are computed when {type(model).__name__} is built and have no value on the meta device:"
@@ -184,22 +166,17 @@ class CounterInit:
         """Refuse buffers without a value."""
         refuse_buffers(model, names)
 
+    @torch.no_grad()
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
         """Fill this rank's part of each named parameter."""
-        initialise(model, seed=self.seed, std=self.std, names=names)
-
-
-@torch.no_grad()
-def initialise(model: nn.Module, *, seed: int, std: float, names: Collection[str] | None = None) -> None:
-    """Fill this rank's part of a model's parameters (of the named ones alone, with `names`) as `CounterInit` says."""
-    for name, parameter in model.named_parameters():
-        if names is not None and name not in names:
-            continue
-        part = local_shard(parameter)
-        if parameter.dim() >= 2:
-            counter_normal_(part.local, seed=seed, name=name, std=std, first_element=part.first_element)
-        else:
-            part.local.fill_(0 if name.endswith("bias") else 1)
+        for name, parameter in model.named_parameters():
+            if name not in names:
+                continue
+            part = local_shard(parameter)
+            if parameter.dim() >= 2:
+                counter_normal_(part.local, seed=self.seed, name=name, std=self.std, first_element=part.first_element)
+            else:
+                part.local.fill_(0 if name.endswith("bias") else 1)
 
 
 class Load(Protocol):
@@ -207,7 +184,7 @@ class Load(Protocol):
 
     @property
     def names(self) -> Collection[str]:
-        """The parameters and buffers that it has."""
+        """Its parameters and buffers."""
 
     def __call__(self, name: str, out: Tensor, start: int) -> None:
         """Fill `out` with the rows from `start` on of the named tensor."""
@@ -215,12 +192,12 @@ class Load(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """Weights that are read, each rank the rows that it holds."""
+    """Weights read from files or memory, by each rank its own rows."""
 
     load: Load
 
     def check(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Refuse what is on meta and not among the weights."""
+        """Refuse tensors on meta that are not among the weights."""
         missing = [name for name in names if name not in self.load.names]
         refuse_buffers(model, missing)
         if missing:
@@ -228,7 +205,7 @@ class Loaded:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Fill this rank's part of all that is among the weights."""
+        """Fill this rank's part of every tensor among the weights."""
         for name, tensor in named_tensors(model):
             if name in self.load.names:
                 part = local_shard(tensor)
@@ -238,40 +215,35 @@ class Loaded:
 
 @dataclass(frozen=True)
 class FromRank0:
-    """Weights that rank 0 has and the others receive, parameter by parameter: one whole parameter is on the wire at a time.
-
-    Buffers come from rank 0 as well: from its `load` if that has them, else as its model has them.
+    """Parameters and buffers broadcast from rank 0, one whole tensor at a time.
 
     Attributes:
-        load: on rank 0, what reads its weights; ignored elsewhere.
-        ranks: all of them.
+        load: rank 0's weights, None on the others; a tensor that is not there is sent as rank 0's model has it.
+        ranks: all ranks.
     """
 
     load: Load | None
     ranks: Ranks
 
     def check(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Refuse models that differ between the ranks, and what rank 0 has no value for; every rank raises.
+        """Refuse models that differ between the ranks, and tensors without a value on rank 0; every rank raises.
 
-        Rank 0 must `load` what is on meta or sharded there: it has no whole of it that it could send.
+        Rank 0 must `load` a tensor that is on meta or sharded there: it has no whole to send.
         """
         tensors = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named_tensors(model)]
         has = self.load.names if self.load is not None else ()
         missing = [name for name, t in named_tensors(model) if (t.is_meta or isinstance(t, DTensor)) and name not in has]
-        said = self.ranks.all_gather(
-            [hashlib.sha256(repr(tensors).encode()).hexdigest(), missing if self.ranks.rank == 0 else []]
-        )
-        for rank, (digest, _) in enumerate(said):
-            if digest != said[0][0]:
-                raise InputError(
-                    f"load_state_dict_from_rank0: rank {rank} has another model than rank 0: names, shapes or dtypes differ."
-                    " Build the same model on every rank."
-                )
-        lacking = said[0][1]
-        refuse_buffers(model, lacking)
-        if lacking:
+        digests = self.ranks.all_gather(hashlib.sha256(repr(tensors).encode()).digest())
+        if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise InputError(
-                f"load_state_dict_from_rank0: rank 0 has no value for {_some(lacking)}. Build its model with weights."
+                f"load_state_dict_from_rank0: rank {other[0]} has another model than rank 0: names, shapes or dtypes differ."
+                " Build the same model on every rank."
+            )
+        missing = self.ranks.all_gather(missing)[0]
+        refuse_buffers(model, missing)
+        if missing:
+            raise InputError(
+                f"load_state_dict_from_rank0: rank 0 has no value for {_some(missing)}. Build its model with weights."
             )
 
     @torch.no_grad()
@@ -280,7 +252,7 @@ class FromRank0:
         for name, tensor in named_tensors(model):
             part = local_shard(tensor)
             whole = torch.empty(part.shape, dtype=tensor.dtype, device=part.local.device)
-            if self.ranks.rank == 0 and self.load is not None and name in self.load.names:
+            if self.load is not None and name in self.load.names:
                 self.load(name, whole, 0)
             elif self.ranks.rank == 0:
                 whole.copy_(tensor)
@@ -289,9 +261,8 @@ class FromRank0:
             part.copy_from(whole)
 
 
-# Initial values without a random state. A generator's stream depends on the order and the number of draws, so ranks that
-# hold different parts would start from different models. A counter does not: any rank can compute any slice. The hash is
-# splitmix64's finaliser over the element number, offset by a key from SHA-256; normal values come from Box and Muller.
+# Initial values by a counter, so that any rank can compute any slice; a generator's stream depends on the draws before. The
+# hash is splitmix64's finaliser over the element number, offset by a key from SHA-256; Box and Muller make normal values of it.
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -306,20 +277,15 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def key_of(seed: int, name: str) -> int:
-    """A number of 64 bits, signed, for each pair of a seed and a name."""
+    """A signed 64-bit number for a seed and a name."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big", signed=True)
 
 
 @torch.no_grad()
 def counter_normal_(tensor: Tensor, *, seed: int, name: str, std: float, first_element: int = 0) -> Tensor:
-    """Fill `tensor` in place with normal values of mean 0, by its elements' numbers in the whole parameter.
+    """Fill `tensor`, contiguous and of any float dtype, in place with normal values of mean 0.
 
-    Args:
-        tensor: contiguous, any float dtype; the elements `first_element`, `first_element + 1`, … of parameter `name`.
-        seed: of the run.
-        name: the parameter's name in the model.
-        std: standard deviation.
-        first_element: where in the flattened parameter this part begins.
+    Its elements are number `first_element`, `first_element + 1`, … of the flattened parameter `name`.
     """
     flat = tensor.view(-1)
     key = key_of(seed, name)

@@ -52,30 +52,6 @@ class Degrees:
         return self.replicate * self.shard
 
 
-class DegreesError(InputError):
-    """Parallel degrees that do not fit the world.
-
-    Attributes:
-        nearest: keyword arguments of `fit_degrees` that fit, `world_size` included.
-    """
-
-    def __init__(self, message: str, nearest: dict[str, int]) -> None:
-        super().__init__(message)
-        self.nearest = nearest
-
-
-class BatchError(InputError):
-    """A batch that the ranks do not divide.
-
-    Attributes:
-        nearest: `(global_batch, micro_batch)` pairs that work, the nearest first.
-    """
-
-    def __init__(self, message: str, nearest: list[tuple[int, int | None]]) -> None:
-        super().__init__(message)
-        self.nearest = nearest
-
-
 def fit_degrees(
     *,
     hybrid_shard_degree: int = 0,
@@ -87,7 +63,7 @@ def fit_degrees(
     """The degrees of a run on `world_size` ranks; hybrid_shard_degree 0 means world_size / tensor_parallel_degree.
 
     Raises:
-        DegreesError: the degrees do not fit; `nearest` has degrees that do.
+        InputError: the degrees do not fit; the message names the nearest that do.
     """
     asked = {
         "hybrid_shard_degree": hybrid_shard_degree,
@@ -96,9 +72,7 @@ def fit_degrees(
         "expert_parallel_degree": expert_parallel_degree,
     }
     if world_size < 1:
-        raise DegreesError(
-            f"a world of {world_size} ranks cannot train: start at least 1.", {**dict.fromkeys(asked, 1), "world_size": 1}
-        )
+        raise InputError(f"a world of {world_size} ranks cannot train: start at least 1.")
     problems = _problems(asked, world_size)
     if problems:
         raise _degrees_error(asked, world_size, problems)
@@ -120,15 +94,14 @@ def fit_batch(global_batch: int, micro_batch: int | None, dp_size: int) -> tuple
         dp_size: data-parallel ranks.
 
     Raises:
-        BatchError: a size does not divide; `nearest` has sizes that do.
+        InputError: a size does not divide; the message names the nearest that do.
     """
     share, rest = divmod(global_batch, dp_size)
     if rest or share < 1:
         works = sorted({max(share, 1) * dp_size, (share + 1) * dp_size}, key=lambda batch: abs(batch - global_batch))
-        raise BatchError(
+        raise InputError(
             f"train.global_batch = {global_batch} sequences cannot be shared equally by {dp_size} data-parallel ranks: "
-            f"it must be a multiple of {dp_size}. Nearest that works: {_or(works)}. Change train.global_batch.",
-            [(batch, None) for batch in works],
+            f"it must be a multiple of {dp_size}. Nearest that works: {_or(works)}. Change train.global_batch."
         )
     micro = share if micro_batch is None else micro_batch
     if micro < 1 or share % micro:
@@ -136,11 +109,10 @@ def fit_batch(global_batch: int, micro_batch: int | None, dp_size: int) -> tuple
         # Or keep the micro batch: the nearest share that is a multiple of it.
         kept = max(micro, 1)
         batch = dp_size * kept * max(round(share / kept), 1)
-        raise BatchError(
+        raise InputError(
             f"train.micro_batch = {micro} does not divide a rank's share of {share} sequences "
             f"(train.global_batch = {global_batch} over {dp_size} data-parallel ranks). Nearest that works: {_or(works)}. "
-            f"Change train.micro_batch, or set train.global_batch = {batch} and train.micro_batch = {kept}.",
-            [*((global_batch, size) for size in works), (batch, kept)],
+            f"Change train.micro_batch, or set train.global_batch = {batch} and train.micro_batch = {kept}."
         )
     return micro, share // micro
 
@@ -169,16 +141,15 @@ def _problems(asked: dict[str, int], world: int) -> list[str]:
     return problems
 
 
-def _degrees_error(asked: dict[str, int], world: int, problems: list[str]) -> DegreesError:
+def _degrees_error(asked: dict[str, int], world: int, problems: list[str]) -> InputError:
     nearest = min(_fitting(asked, world), key=lambda candidate: _distance(asked, candidate, world))
     changed = [key for key in asked if asked[key] != nearest[key]]
     factors = ", ".join(f"{key} {value}" for key, value in asked.items())
-    return DegreesError(
+    return InputError(
         f"parallel degrees do not fit {world} ranks: {'; '.join(problems)}. "
         f"World {world} must be replicate x hybrid_shard x tensor, and context and expert must divide hybrid_shard; "
         f"given {factors}. Nearest that fit: {', '.join(f'{key} {value}' for key, value in nearest.items())}. "
-        f"Change {', '.join(f'parallel.{key} to {nearest[key]}' for key in changed)}.",
-        {**nearest, "world_size": world},
+        f"Change {', '.join(f'parallel.{key} to {nearest[key]}' for key in changed)}."
     )
 
 
