@@ -1,13 +1,10 @@
 """Coordination of ranks: a function runs once on rank 0, and any rank's exception reaches all.
 
-A checkpoint that one rank could not finish is no checkpoint. So every phase of a save or a load ends in a collective after
-which all ranks continue or all raise: the rank with the error its own exception, the others an `OctavoError` that names the
-rank and the error. No rank waits for one that has given up.
+Every phase of a save or a load ends in a collective, after which all ranks continue or all raise: the failed rank its own
+exception, the others an `OctavoError` with its rank and text. No rank waits for one that has given up.
 
-Two gloo groups of all ranks carry this. One serves the training thread. The other serves the thread that reads or writes files,
-which may run in the background: collectives of two threads on one group would be mistaken for each other. Its timeout is
-hours, because a slow disk is no failure. Objects travel pickled between the processes of one job, as in PyTorch's own object
-collectives; nothing pickled reaches a disk.
+Two gloo groups of all ranks carry this, one for the training thread and one for the thread that reads or writes files:
+collectives of two threads on one group would be mistaken for each other. Objects travel pickled, as in PyTorch's own.
 """
 
 from __future__ import annotations
@@ -40,10 +37,6 @@ class Ranks:
     size: int = 1
     group: dist.ProcessGroup | None = None
 
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank."""
-        return self.max(int(flag)) > 0
-
     def max(self, number: int) -> int:
         """The maximum over ranks."""
         return self._all_reduce(number, dist.ReduceOp.MAX)
@@ -56,15 +49,13 @@ class Ranks:
         if self.size == 1:
             return number
         value = torch.tensor(number)
-        with self._lost_ranks_named():
-            dist.all_reduce(value, operation, group=self.group)
+        self._collective(dist.all_reduce, value, operation)
         return int(value)
 
-    @contextlib.contextmanager
-    def _lost_ranks_named(self) -> Iterator[None]:
-        """Around each collective: a RuntimeError there is a lost rank or a timeout."""
+    def _collective(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """Call one of torch's collectives on this group; a RuntimeError there is a lost rank or a timeout."""
         try:
-            yield
+            collective(*arguments, group=self.group, **options)
         except RuntimeError as error:
             raise OctavoError(f"rank {self.rank} of {self.size} lost the others: {error}") from error
 
@@ -73,8 +64,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with self._lost_ranks_named():
-            dist.gather_object(value, values, dst=0, group=self.group)
+        self._collective(dist.gather_object, value, values, dst=0)
         return values or []
 
     def all_gather(self, value: T) -> list[T]:
@@ -82,8 +72,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._lost_ranks_named():
-            dist.all_gather_object(values, value, group=self.group)
+        self._collective(dist.all_gather_object, values, value)
         return values
 
     def scatter(self, values: list[T]) -> T:
@@ -91,8 +80,7 @@ class Ranks:
         if self.size == 1:
             return values[0]
         received: list[Any] = [None]
-        with self._lost_ranks_named():
-            dist.scatter_object_list(received, cast(list[Any], values) if self.rank == 0 else None, src=0, group=self.group)
+        self._collective(dist.scatter_object_list, received, cast(list[Any], values) if self.rank == 0 else None, src=0)
         return cast(T, received[0])
 
     def share_error(self, error: BaseException | None, undo: Callable[[], None] | None = None) -> None:
@@ -104,7 +92,7 @@ class Ranks:
         """
         reports: list[tuple[bool, str] | None] = []
         try:
-            if self.any(error is not None):
+            if self.max(int(error is not None)):
                 reports = self.all_gather(None if error is None else _report(error))
                 if undo is not None:
                     self.on_rank_0(undo)
@@ -115,7 +103,8 @@ class Ranks:
             raise error
         for rank, report in enumerate(reports):
             if report is not None:
-                raise self._remote_error(rank, report)
+                is_input_error, text = report
+                raise (InputError if is_input_error else OctavoError)(f"rank {rank} of {self.size}: {text}")
 
     @contextlib.contextmanager
     def sharing_errors(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
@@ -129,30 +118,13 @@ class Ranks:
 
     def on_rank_0(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 alone: every rank gets its result or its exception."""
-        if self.size == 1:
-            return function()
-        error: BaseException | None = None
-        answer: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                answer[1] = function()
-            except BaseException as raised:
-                error, answer = raised, [_report(raised), None]
-        try:
-            with self._lost_ranks_named():
-                dist.broadcast_object_list(answer, src=0, group=self.group)
-        except OctavoError:
-            if error is None:
-                raise
-        if error is not None:
-            raise error
-        if answer[0] is not None:
-            raise self._remote_error(0, answer[0])
-        return cast(T, answer[1])
-
-    def _remote_error(self, rank: int, report: tuple[bool, str]) -> OctavoError:
-        is_input_error, text = report
-        return (InputError if is_input_error else OctavoError)(f"rank {rank} of {self.size}: {text}")
+        result: list[Any] = [None]
+        with self.sharing_errors():
+            if self.rank == 0:
+                result[0] = function()
+        if self.size > 1:
+            self._collective(dist.broadcast_object_list, result, src=0)
+        return cast(T, result[0])
 
 
 def all_ranks(timeout: datetime.timedelta = _PATIENCE) -> Ranks:
@@ -178,6 +150,6 @@ def _ranks(purpose: str, timeout: datetime.timedelta) -> Ranks:
 
 
 def _report(error: BaseException) -> tuple[bool, str]:
-    """Whether it is an InputError, and its text."""
+    """(True for an InputError, its text)."""
     text = str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {error}"
     return isinstance(error, InputError), text

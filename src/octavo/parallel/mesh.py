@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 from octavo.errors import InputError
 
+DEGREES = ("hybrid_shard_degree", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree")
+"""Keys of `octavo.init` and of [parallel]."""
+
 
 @dataclass(frozen=True)
 class Degrees:
@@ -65,12 +68,8 @@ def fit_degrees(
     Raises:
         InputError: the degrees do not fit; the message names the nearest that do.
     """
-    asked = {
-        "hybrid_shard_degree": hybrid_shard_degree,
-        "tensor_parallel_degree": tensor_parallel_degree,
-        "context_parallel_degree": context_parallel_degree,
-        "expert_parallel_degree": expert_parallel_degree,
-    }
+    given = (hybrid_shard_degree, tensor_parallel_degree, context_parallel_degree, expert_parallel_degree)
+    asked = dict(zip(DEGREES, given, strict=True))
     if world_size < 1:
         raise InputError(f"a world of {world_size} ranks cannot train: start at least 1.")
     problems = _problems(asked, world_size)

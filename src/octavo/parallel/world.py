@@ -28,27 +28,33 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from octavo.config.parallel import InitConfig
 from octavo.errors import InputError
 from octavo.parallel.coordination import all_ranks
-from octavo.parallel.mesh import Degrees, fit_degrees
+from octavo.parallel.mesh import DEGREES, Degrees, fit_degrees
 from octavo.parallel.rendezvous import round_store
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_ONE_RANK = Degrees(world=1, hybrid_shard=1, tensor=1, context=1, expert=1)
 
 
 class State:
     """Ranks, degrees and process groups; `octavo.state` is the one instance.
 
-    Before `octavo.init` it describes one rank: sizes 1, ranks 0, groups and mesh None.
+    Before `octavo.init` it describes one rank: sizes 1, ranks 0, groups and meshes None.
 
     Attributes:
         config: the argument of `init`.
         degrees: the resolved degrees.
-        mesh: dimensions replicate, hybrid_shard and tensor; None for one rank.
-        control: gloo group of all ranks, for collectives on host memory; None for one rank.
-        dp_process_group: the data-parallel ranks, which see different samples.
-        cp_process_group: the context-parallel ranks, which hold parts of the same sequences.
-        ep_process_group: the expert-parallel ranks, which hold different experts.
+        rank, world_size, local_rank: this rank, the number of ranks, and the rank on this host.
+        hybrid_shard_degree: ranks that a parameter is sharded over.
+        tensor_parallel_degree, tp_size, tp_rank: tensor-parallel ranks, which hold parts of the same matrices.
+        context_parallel_degree, cp_size, cp_rank: context-parallel ranks, which hold parts of the same sequences.
+        expert_parallel_degree, ep_size, ep_rank: expert-parallel ranks, which hold different experts.
+        dp_size, dp_rank: data-parallel ranks, which see different samples.
+        dp_process_group, tp_process_group, cp_process_group, ep_process_group: the groups of these ranks.
+        rep_rank_process_group: the ranks that hold the same shard of the parameters.
+        world_process_group: all ranks.
+        control: gloo group of all ranks, for collectives on host memory.
+        mesh: dimensions replicate, hybrid_shard and tensor.
+        shard_mesh: [replicate, hybrid_shard], or [hybrid_shard] with one replica.
         rng_tracker: made by the first `get_rng_state_tracker`; None before.
     """
 
@@ -56,100 +62,32 @@ class State:
         self._reset()
 
     def _reset(self) -> None:
-        self.config = InitConfig()
-        self.degrees = _ONE_RANK
-        self.rank, self.world_size, self.local_rank = 0, 1, 0
+        self._describe(InitConfig(), fit_degrees(world_size=1), rank=0, local_rank=0)
         self.device = torch.device("cpu")
         self.mesh: DeviceMesh | None = None
+        self.shard_mesh: DeviceMesh | None = None
         self.control: dist.ProcessGroup | None = None
+        self.world_process_group: dist.ProcessGroup | None = None
+        self.rep_rank_process_group: dist.ProcessGroup | None = None
         self.dp_process_group: dist.ProcessGroup | None = None
+        self.tp_process_group: dist.ProcessGroup | None = None
         self.cp_process_group: dist.ProcessGroup | None = None
         self.ep_process_group: dist.ProcessGroup | None = None
-        self.rng_tracker: RngStateTracker | None = None
         self._owns_group = False
 
-    @property
-    def hybrid_shard_degree(self) -> int:
-        """Number of ranks that a parameter is sharded over."""
-        return self.degrees.hybrid_shard
-
-    @property
-    def tensor_parallel_degree(self) -> int:
-        """Number of ranks that a matrix is split over."""
-        return self.degrees.tensor
-
-    @property
-    def context_parallel_degree(self) -> int:
-        """Number of ranks that a sequence is split over."""
-        return self.degrees.context
-
-    @property
-    def expert_parallel_degree(self) -> int:
-        """Number of ranks that the experts are spread over."""
-        return self.degrees.expert
-
-    @property
-    def dp_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return self.degrees.data
-
-    @property
-    def dp_rank(self) -> int:
-        """Data-parallel rank."""
-        return self.rank // (self.degrees.tensor * self.degrees.context)
-
-    @property
-    def tp_size(self) -> int:
-        """Number of tensor-parallel ranks."""
-        return self.degrees.tensor
-
-    @property
-    def tp_rank(self) -> int:
-        """Tensor-parallel rank."""
-        return self.rank % self.degrees.tensor
-
-    @property
-    def tp_process_group(self) -> dist.ProcessGroup | None:
-        """The tensor-parallel ranks, which hold parts of the same matrices."""
-        return self._group("tensor")
-
-    @property
-    def cp_size(self) -> int:
-        """Number of context-parallel ranks."""
-        return self.degrees.context
-
-    @property
-    def cp_rank(self) -> int:
-        """Context-parallel rank."""
-        return self.rank // self.degrees.tensor % self.degrees.context
-
-    @property
-    def ep_size(self) -> int:
-        """Number of expert-parallel ranks."""
-        return self.degrees.expert
-
-    @property
-    def ep_rank(self) -> int:
-        """Expert-parallel rank."""
-        return self.rank // self.degrees.tensor % self.degrees.expert
-
-    @property
-    def rep_rank_process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shard of the parameters."""
-        return self._group("replicate")
-
-    @property
-    def world_process_group(self) -> dist.ProcessGroup | None:
-        """All ranks."""
-        return dist.group.WORLD if self.mesh is not None else None
-
-    @property
-    def shard_mesh(self) -> DeviceMesh | None:
-        """[replicate, hybrid_shard], or [hybrid_shard] with one replica; None for one rank."""
-        if self.mesh is None:
-            return None
-        # Given a replicate dimension of size 1, FSDP2 would all-reduce every gradient over it as well.
-        return self.mesh["hybrid_shard"] if self.degrees.replicate == 1 else self.mesh["replicate", "hybrid_shard"]
+    def _describe(self, config: InitConfig, degrees: Degrees, *, rank: int, local_rank: int) -> None:
+        self.config, self.degrees = config, degrees
+        self.rank, self.world_size, self.local_rank = rank, degrees.world, local_rank
+        self.hybrid_shard_degree = degrees.hybrid_shard
+        self.tensor_parallel_degree = self.tp_size = degrees.tensor
+        self.context_parallel_degree = self.cp_size = degrees.context
+        self.expert_parallel_degree = self.ep_size = degrees.expert
+        self.dp_size = degrees.data
+        self.tp_rank = rank % degrees.tensor
+        self.cp_rank = rank // degrees.tensor % degrees.context
+        self.ep_rank = rank // degrees.tensor % degrees.expert
+        self.dp_rank = rank // (degrees.tensor * degrees.context)
+        self.rng_tracker: RngStateTracker | None = None  # one with an earlier call's seed goes
 
     def get_rng_state_tracker(self) -> RngStateTracker:
         """Random generators that differ between tensor-parallel ranks, for dropout inside split layers."""
@@ -157,9 +95,6 @@ class State:
             self.rng_tracker = RngStateTracker(self.device)
             self.rng_tracker.add("model-parallel-rng", self.config.random_seed + 2718 + self.tp_rank)
         return self.rng_tracker
-
-    def _group(self, dimension: str) -> dist.ProcessGroup | None:
-        return None if self.mesh is None else self.mesh[dimension].get_group()
 
 
 class RngStateTracker:
@@ -177,9 +112,7 @@ class RngStateTracker:
         """
         if name in self._states:
             raise InputError(f"there is a random generator {name!r} already: give another name.")
-        with self._default_restored():
-            torch.manual_seed(seed)
-            self._states[name] = self._get_default()
+        self._states[name] = torch.Generator(self._device).manual_seed(seed).get_state()
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
@@ -190,12 +123,16 @@ class RngStateTracker:
         """
         if name not in self._states:
             raise InputError(f"no random generator {name!r}: known are {', '.join(self._states)}.")
-        with self._default_restored():
-            self._set_default(self._states[name])
+        on_gpu = self._device.type == "cuda"
+        with torch.random.fork_rng(devices=[self._device] if on_gpu else []):
+            if on_gpu:
+                torch.cuda.set_rng_state(self._states[name], self._device)
+            else:
+                torch.set_rng_state(self._states[name])
             try:
                 yield
             finally:
-                self._states[name] = self._get_default()
+                self._states[name] = torch.cuda.get_rng_state(self._device) if on_gpu else torch.get_rng_state()
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """Every generator's state by name, uint8."""
@@ -204,15 +141,6 @@ class RngStateTracker:
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """Restore the states of `get_states`."""
         self._states = {name: value.clone() for name, value in states.items()}
-
-    def _default_restored(self) -> contextlib.AbstractContextManager[None]:
-        return torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else [])
-
-    def _get_default(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
-
-    def _set_default(self, value: torch.Tensor) -> None:
-        torch.cuda.set_rng_state(value, self._device) if self._device.type == "cuda" else torch.set_rng_state(value)
 
 
 state = State()
@@ -240,21 +168,13 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
             f"WORLD_SIZE = {world} in the environment, but {', '.join(missing)} is not: start the ranks with torchrun, or call "
             "torch.distributed.init_process_group first. For one rank unset WORLD_SIZE."
         )
-    degrees = fit_degrees(
-        hybrid_shard_degree=chosen.hybrid_shard_degree,
-        tensor_parallel_degree=chosen.tensor_parallel_degree,
-        context_parallel_degree=chosen.context_parallel_degree,
-        expert_parallel_degree=chosen.expert_parallel_degree,
-        world_size=world,
-    )
+    degrees = fit_degrees(**chosen.model_dump(include=set(DEGREES)), world_size=world)
     if state.mesh is not None and state.degrees != degrees:
         raise InputError(f"octavo.init was called before with {state.degrees}: call octavo.shutdown() first to change them.")
-    state.config, state.degrees = chosen, degrees
-    state.rank, state.world_size, state.local_rank = rank, world, local
+    state._describe(chosen, degrees, rank=rank, local_rank=local)
     state.device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if state.device.type == "cuda":
         torch.cuda.set_device(state.device)
-    state.rng_tracker = None  # an earlier call's seed
     seed_everything(chosen.random_seed + state.dp_rank)
     if state.mesh is None and (world > 1 or dist.is_initialized()):
         _connect(degrees, timeout)
@@ -281,7 +201,11 @@ def _connect(degrees: Degrees, timeout: float) -> None:
         state._owns_group = True
     state.control = all_ranks(wait).group
     shape = (degrees.replicate, degrees.hybrid_shard, degrees.tensor)
-    state.mesh = init_device_mesh(state.device.type, shape, mesh_dim_names=("replicate", "hybrid_shard", "tensor"))
+    mesh = init_device_mesh(state.device.type, shape, mesh_dim_names=("replicate", "hybrid_shard", "tensor"))
+    # Given a replicate dimension of size 1, FSDP2 would all-reduce every gradient over it as well.
+    state.shard_mesh = mesh["hybrid_shard"] if degrees.replicate == 1 else mesh["replicate", "hybrid_shard"]
+    state.mesh, state.world_process_group = mesh, dist.group.WORLD
+    state.tp_process_group, state.rep_rank_process_group = mesh["tensor"].get_group(), mesh["replicate"].get_group()
     # [data, context, tensor]; within a shard group, consecutive ranks form an expert group.
     layout = torch.arange(degrees.world).view(degrees.data, degrees.context, degrees.tensor)
     state.dp_process_group = _own_group(layout.permute(1, 2, 0).flatten(0, 1))
@@ -290,7 +214,7 @@ def _connect(degrees: Degrees, timeout: float) -> None:
 
 
 def _on_one_host() -> bool:
-    """Whether the environment says that all ranks are on this host; False when it does not say."""
+    """True if the environment says that all ranks are on this host."""
     local_size = os.environ.get("LOCAL_WORLD_SIZE", "").strip()
     return os.environ.get("MASTER_ADDR") in _LOOPBACK or (local_size != "" and local_size == os.environ.get("WORLD_SIZE"))
 

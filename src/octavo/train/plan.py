@@ -34,13 +34,11 @@ from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.weight_files import WeightFiles
-from octavo.parallel.mesh import Degrees, fit_batch, fit_degrees
+from octavo.parallel.mesh import DEGREES, Degrees, fit_batch, fit_degrees
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
 from octavo.run.trackers import check_trackers
 from octavo.train.loss_scale import LARGEST_SCALE
-
-_DEGREES = {"hybrid_shard_degree", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"}
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
         InputError: the fault, the nearest value that works and the key to change.
     """
     world = _world()
-    degrees = fit_degrees(**config.parallel.model_dump(include=_DEGREES), world_size=world)
+    degrees = fit_degrees(**config.parallel.model_dump(include=set(DEGREES)), world_size=world)
     check_supported(degrees)
     micro_batch, accumulation = fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
     _check_settings(config)
