@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from octavo.models.convert import to_hugging_face
+from octavo.models.convert import conversion
 
 VOCABULARY = 97
 
@@ -78,12 +78,18 @@ def tokens(batch, length, seed=1):
     return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def hugging_face(tensors, spec):
+    """The decoder's tensors under Hugging Face's names, joined matrices taken apart."""
+    way = conversion(spec)
+    return {theirs: part for name, tensor in tensors.items() for theirs, part in way.split(name, tensor).items()}
+
+
 def gradients(decoder):
     """Gradients of Octavo's decoder by the names of Hugging Face."""
     found = {name: p.grad for name, p in decoder.named_parameters()}
     missing = [name for name, grad in found.items() if grad is None]
     assert not missing, f"no gradient for {missing}"
-    return to_hugging_face(found, decoder.spec)
+    return hugging_face(found, decoder.spec)
 
 
 def assert_same_gradients(decoder, reference, *, relative=1e-4):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from llamas import SHAPES, llama
+from llamas import SHAPES, hugging_face, llama, llama_config
 from safetensors.torch import save_file
 from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
@@ -10,50 +10,12 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 from octavo.build import transform
 from octavo.errors import InputError
 from octavo.models.convert import conversion
+from octavo.models.decoder import Decoder
+from octavo.models.families import spec_of
 from octavo.models.weight_files import InMemoryWeights, WeightFiles
-from octavo.models.weight_loader import Rows, WeightLoader, joined_rows
+from octavo.models.weight_loader import WeightLoader
 from octavo.nn.attention import merge_qkv
-from octavo.nn.mlp import gate_up_block, interleave
-
-
-def numbered(lengths):
-    """Sources whose every row has a number of its own."""
-    ends = torch.tensor(lengths).cumsum(0).tolist()
-    return [torch.arange(end - length, end) for length, end in zip(lengths, ends, strict=True)]
-
-
-def assemble(sources, lengths, start, stop):
-    out = torch.full((stop - start,), -1)
-    for piece in joined_rows(lengths, start, stop):
-        assert piece.stop > piece.start
-        out[piece.at : piece.at + piece.stop - piece.start] = sources[piece.source][piece.start : piece.stop]
-    return out
-
-
-@pytest.mark.parametrize(
-    ("heads", "groups", "head_dim"), [(1, 1, 1), (4, 2, 3), (4, 1, 2), (3, 3, 2), (6, 3, 2), (8, 2, 1), (2, 2, 5)]
-)
-def test_every_range_of_joined_queries_keys_and_values(heads, groups, head_dim):
-    q, k, v = numbered([heads * head_dim, groups * head_dim, groups * head_dim])
-    whole = merge_qkv(q, k, v, groups)
-    lengths = (heads // groups * head_dim, head_dim, head_dim)
-    for start in range(len(whole) + 1):
-        for stop in range(start, len(whole) + 1):
-            assert torch.equal(assemble((q, k, v), lengths, start, stop), whole[start:stop])
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 8, 12, 16, 20, 32, 44, 48])
-def test_every_range_of_gate_and_up(size):
-    gate, up = numbered([size, size])
-    whole = interleave(gate, up)
-    for start in range(len(whole) + 1):
-        for stop in range(start, len(whole) + 1):
-            assert torch.equal(assemble((gate, up), (gate_up_block(size),) * 2, start, stop), whole[start:stop])
-
-
-def test_the_rows_of_one_source_are_one_piece():
-    assert list(joined_rows((10,), 3, 10)) == [Rows(0, 3, 10, 0)]
-    assert list(joined_rows((10,), 10, 10)) == []
+from octavo.nn.mlp import interleave
 
 
 def parameters(model):
@@ -71,6 +33,46 @@ class Recorded(InMemoryWeights):
         rows = super().read(name, start, stop)
         self.reads.append((name, rows.shape[0]))
         return rows
+
+
+def check_every_range(decoder, name, sources, whole):
+    """Each range of rows of a joined matrix, in the numbers of the rows of its sources."""
+    weights = {theirs: p.clone() for theirs, p in hugging_face(parameters(decoder), decoder.spec).items()}
+    for theirs, rows in zip(conversion(decoder.spec).names(name), sources, strict=True):
+        weights[theirs] = rows.float()[:, None].expand_as(weights[theirs])
+    load = WeightLoader(decoder, InMemoryWeights(weights))
+    width = decoder.get_parameter(name).shape[1]
+    for start in range(len(whole) + 1):
+        for stop in range(start, len(whole) + 1):
+            out = torch.full((stop - start, width), -1.0)
+            load(name, out, start)
+            assert torch.equal(out, whole[start:stop].float()[:, None].expand_as(out))
+
+
+def numbered(lengths):
+    """Sources with a number for each row."""
+    return torch.arange(sum(lengths)).split(lengths)
+
+
+def decoder(**changes):
+    config = llama_config(hidden_size=24, num_hidden_layers=1, **changes)
+    return Decoder(config, spec_of(config), dtype=torch.float32, params_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "head_dim"), [(1, 1, 2), (4, 2, 4), (4, 1, 2), (3, 3, 2), (6, 3, 2), (8, 2, 2), (2, 2, 6)]
+)
+def test_every_range_of_joined_queries_keys_and_values(heads, groups, head_dim):
+    q, k, v = numbered([heads * head_dim, groups * head_dim, groups * head_dim])
+    model = decoder(num_attention_heads=heads, num_key_value_heads=groups, head_dim=head_dim)
+    name = "layers.0.self_attention.layernorm_qkv.weight"
+    check_every_range(model, name, (q, k, v), merge_qkv(q, k, v, groups))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 12, 16, 20, 32, 44, 48])
+def test_every_range_of_gate_and_up(size):
+    gate, up = numbered([size, size])
+    check_every_range(decoder(intermediate_size=size), "layers.0.layernorm_mlp.fc1_weight", (gate, up), interleave(gate, up))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
-from llamas import SHAPES, llama, llama_config, tokens
+from llamas import SHAPES, hugging_face, llama, llama_config, tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from octavo.build import build_model, transform
 from octavo.errors import EXIT_INPUT, InputError
 from octavo.models import weight_files
-from octavo.models.convert import check_names_and_shapes, conversion, to_hugging_face, write_pretrained
+from octavo.models.convert import check_names_and_shapes, conversion, write_pretrained
 from octavo.models.weight_files import WeightFiles
 
 
@@ -58,7 +58,7 @@ def test_to_and_from_hugging_face_are_inverse(shape, dtype):
     theirs = llama(3, dtype, **SHAPES[shape])
     model = transform(theirs, dtype=dtype)
     ours, way = parameters(model), conversion(model.spec)
-    there = to_hugging_face(ours, model.spec)
+    there = hugging_face(ours, model.spec)
     same_bits(there, parameters(theirs))
     back = {name: way.join(name, tuple(there[n] for n in way.names(name))) for name in ours}
     same_bits(back, ours)
@@ -142,7 +142,7 @@ def test_master_weights_of_a_bf16_folder_are_its_values(source):
     model = build(theirs.config, folder, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     same_bits(
-        to_hugging_face(parameters(model), model.spec),
+        hugging_face(parameters(model), model.spec),
         {name: p.float() for name, p in parameters(theirs).items()},
     )
 

@@ -5,7 +5,7 @@ import resource
 
 import torch
 import torch.distributed as dist
-from llamas import llama_config
+from llamas import hugging_face, llama_config
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -176,10 +176,8 @@ def refused_by_all(case):
 
 def weights(model):
     """Zeros under Hugging Face's names, for a decoder."""
-    from octavo.models.convert import to_hugging_face
-
     shapes = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
-    return to_hugging_face(shapes, model.spec)
+    return hugging_face(shapes, model.spec)
 
 
 def marked(degrees):

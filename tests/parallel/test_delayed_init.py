@@ -9,7 +9,7 @@ import threading
 import delayed
 import pytest
 import torch
-from llamas import SHAPES, llama, llama_config
+from llamas import SHAPES, hugging_face, llama, llama_config
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 import ranks
 from octavo.build import transform
 from octavo.errors import InputError
-from octavo.models.convert import to_hugging_face
 from octavo.models.weight_files import InMemoryWeights
 from octavo.models.weight_loader import WeightLoader
 from octavo.parallel import deferred_init
@@ -507,7 +506,7 @@ def large_folder(tmp_path_factory):
         tensors = {n: torch.empty(p.shape, dtype=p.dtype) for n, p in model.named_parameters()}
         for number, tensor in enumerate(tensors.values()):
             tensor.view(torch.int16).random_(generator=torch.Generator().manual_seed(number))
-        theirs = to_hugging_face(tensors, model.spec)
+        theirs = hugging_face(tensors, model.spec)
         theirs = {n: (t.view(torch.int16) & 0x3FFF).view(torch.bfloat16).contiguous() for n, t in theirs.items()}  # finite
         save_file(theirs, folder / name / "model.safetensors", {"format": "pt"})
     return folder

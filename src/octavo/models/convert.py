@@ -1,8 +1,7 @@
-"""Weights to and from the model that they come from, bit for bit: names by a family's table, joined matrices by its rules.
+"""Weights to and from a model's source, bit for bit: names by a family's table, joined matrices by their repetition of rows.
 
-Octavo keeps matrices that are used together as one parameter. Its rows repeat: so many rows of the first part, so many of the
-second, …, then the next rows of the first. One description of that repetition drives both directions, reading by slices
-(`octavo.models.weight_loader`) and the conversion of checkpoints.
+Octavo keeps matrices that are used together as one parameter. Its rows repeat: so many rows of the first matrix, so many of the
+second, …, then the next rows of the first.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Conversion:
     Attributes:
         table: their names.
         heads, kv_heads: of the attention.
-        tied: a parameter that is another one, under the name by which the source need not have it.
-        layout: of the model's parameters, as a checkpoint records it.
+        tied: names that the source may leave out → the parameter that is the same.
+        layout: name of the layout of the parameters in checkpoints.
     """
 
     table: NameTable
@@ -48,7 +47,7 @@ class Conversion:
         return self.table.names(name)
 
     def repetition(self, name: str, rows: int) -> tuple[int, ...]:
-        """Rows of each part that follow each other in a parameter of so many rows, before the first part has its next."""
+        """Rows of each part in one repetition of a parameter of so many rows."""
         match self.table.join(name):
             case Join.QKV:
                 head_dim = rows // (self.heads + 2 * self.kv_heads)
@@ -58,13 +57,13 @@ class Conversion:
             case None:
                 return (rows,)
 
-    def part_rows(self, name: str, rows: int) -> list[tuple[str, int]]:
-        """The source and its first row of each part of a parameter."""
+    def parts(self, name: str, rows: int) -> list[tuple[str, int, int]]:
+        """(the source's name, its first row of the part, rows in one repetition) of each part of a parameter."""
         lengths, names = self.repetition(name, rows), self.names(name)
         if len(names) == len(lengths):
-            return [(source, 0) for source in names]
+            return [(source, 0, length) for source, length in zip(names, lengths, strict=True)]
         repeated = rows // sum(lengths)
-        return [(names[0], sum(lengths[:part]) * repeated) for part in range(len(lengths))]
+        return [(names[0], sum(lengths[:part]) * repeated, length) for part, length in enumerate(lengths)]
 
     def join(self, name: str, parts: tuple[Tensor, ...]) -> Tensor:
         """A parameter from its source's tensors, in the order of `names`."""
@@ -90,13 +89,13 @@ class Conversion:
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:
-    """Of a model that took the place of another; None for one that keeps its own code, whose names are the source's."""
+    """The conversion of a model with Octavo's blocks; None for a model's own code, whose names are the source's."""
     found: Conversion | None = vars(model).get(_ATTACHED)
     return conversion(model.spec) if isinstance(model, Decoder) else found
 
 
 def attach(model: nn.Module, way: Conversion) -> nn.Module:
-    """Keep with a model how its parameters are those of its source."""
+    """Give a model its conversion."""
     vars(model)[_ATTACHED] = way
     return model
 
@@ -107,14 +106,8 @@ def conversion(spec: ModelSpec) -> Conversion:
     return Conversion(names_of(spec), spec.heads, spec.kv_heads, tied, f"octavo/{spec.family}")
 
 
-def to_hugging_face(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """The decoder's parameters under Hugging Face's names, joined matrices taken apart; tied ones appear once."""
-    way = conversion(spec)
-    return {theirs: part for name, tensor in tensors.items() for theirs, part in way.split(name, tensor).items()}
-
-
 def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
-    """Compare the names and shapes of weights with a model, which may be on meta or sharded; reads no weight.
+    """Compare the names and shapes of weights with a model, on meta or not, sharded or not; reads no weight.
 
     Raises:
         InputError: the first weight that is missing or has another shape.
@@ -146,7 +139,7 @@ def write_pretrained(
         tensors: under Octavo's names (of the decoder, or of a model that kept its own code).
         config: the Hugging Face config.
         folder: new, or empty.
-        tokenizer_folder: whose files are copied beside the weights.
+        tokenizer_folder: its files are copied beside the weights.
         read: as in `write_weights`.
     """
     spec = decoder_spec(config)[0] if "embedding.weight" in tensors else None
@@ -173,9 +166,9 @@ def write_weights(
     Args:
         tensors: under Octavo's names.
         folder: new, or empty.
-        way: to the source; None where the names are the source's.
-        read: gives the values, where `tensors` are on the meta device. A file's tensors are read when it is written, so that
-            no more than those of one file are in memory; one whose parts go into two files is read twice.
+        way: to the source; None for names that are the source's.
+        read: gives the values of `tensors` on the meta device, for each file when it is written, so that only one file's are in
+            memory; a tensor with parts in two files is read twice.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -188,7 +181,7 @@ def write_weights(
     def theirs(name: str, tensor: Tensor) -> dict[str, Tensor]:
         return {name: tensor} if way is None else way.split(name, tensor)
 
-    # The shapes alone: taking a matrix apart on the meta device says what there will be without reading it.
+    # The shapes alone, without reading: matrices are taken apart on the meta device.
     pieces = {name: theirs(name, torch.empty_like(tensor, device="meta")) for name, tensor in tensors.items()}
     values = read or tensors.__getitem__
     save_shards(pieces, lambda name: theirs(name, values(name)), folder)

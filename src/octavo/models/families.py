@@ -1,4 +1,4 @@
-"""Model families as data: how a Hugging Face config becomes a `ModelSpec`, and which weights are which parameters.
+"""Model families as data: the keys of Hugging Face's configs that make a `ModelSpec`, and the names of weights.
 
 A family with a table of names becomes Octavo's decoder where the decoder computes its config. Any other keeps its own code,
 gets FP8 linears in place and is counted all the same. Neither torch nor transformers is imported.
@@ -6,7 +6,7 @@ gets FP8 linears in place and is counted all the same. Neither torch nor transfo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -17,11 +17,11 @@ from octavo.models.spec import ModelSpec
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary scalings that do not depend on the sequence at hand."""
 ACTIVATIONS = {("silu", True): "swiglu"}
-"""What the decoder's MLPs compute, by `ModelSpec.activation` and `gated`, and what the layers call it."""
+"""The activations of the decoder: (`ModelSpec.activation`, `gated`) → the layers' name."""
 
 
 class Join(Enum):
-    """Which rows of several matrices follow each other in the one parameter that they become."""
+    """The order of rows in a parameter that is joined of several matrices."""
 
     QKV = auto()  # the queries that share a key-value head, its key, its value; then the next key-value head
     GATE_UP = auto()  # a block of rows of the gate, as many of the up projection; then the next block
@@ -29,7 +29,7 @@ class Join(Enum):
 
 @dataclass(frozen=True)
 class Joined:
-    """The matrices of a source that one parameter is made of; one name for a matrix that has all parts, one after the other."""
+    """A source's matrices that make one parameter; one name for a matrix that has all parts, one after the other."""
 
     join: Join
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class NameTable:
     Attributes:
         block: parameters of a block.
         model: parameters outside of blocks.
-        ours, theirs: where the blocks are, as `<ours>.<number>.<parameter>`.
+        ours, theirs: prefix of the blocks' names, `<ours>.<number>.<parameter>`.
     """
 
     block: Mapping[str, str | Joined]
@@ -72,62 +72,39 @@ class Family:
     """A family of Hugging Face's.
 
     Attributes:
-        read: config → spec.
+        gated: the MLP's activation is applied to a gate.
+        keys: fields of `ModelSpec` → config keys that only some families have.
+        normalization: of `ModelSpec`.
         names: of its weights; None for a family that is only counted.
     """
 
-    read: Callable[[Any], ModelSpec]
+    gated: bool
+    keys: Mapping[str, str]
+    normalization: str = "RMSNorm"
     names: NameTable | None = None
 
-
-def _spec(config: Any, *, gated: bool, normalization: str = "RMSNorm", eps: str = "rms_norm_eps", **more: Any) -> ModelSpec:
-    """What most families call the same."""
-    hidden, heads = int(config.hidden_size), _first(config, "num_attention_heads", "num_heads")
-    return ModelSpec(
-        family=config.model_type,
-        hidden_size=hidden,
-        ffn_size=_first(config, "intermediate_size", default=4 * hidden),
-        layers=_first(config, "num_hidden_layers", "num_layers"),
-        heads=heads,
-        kv_heads=_first(config, "num_key_value_heads", default=heads),
-        head_dim=_first(config, "head_dim", default=hidden // heads),
-        vocabulary=config.vocab_size,
-        normalization=normalization,
-        norm_eps=getattr(config, eps),
-        activation=_first(config, "hidden_act", "activation_function"),
-        gated=gated,
-        tied=bool(config.tie_word_embeddings),
-        initializer_range=config.initializer_range,
-        rotary=dict(getattr(config, "rope_parameters", None) or {}),
-        max_positions=config.max_position_embeddings,
-        windows=_windows(config),
-        **more,
-    )
-
-
-def _llama(config: Any) -> ModelSpec:
-    attention = {"attention_bias": config.attention_bias, "attention_dropout": config.attention_dropout}
-    return _spec(config, gated=True, mlp_bias=config.mlp_bias, **attention)
-
-
-def _mistral(config: Any) -> ModelSpec:
-    return _spec(config, gated=True, attention_dropout=config.attention_dropout)
-
-
-def _mixtral(config: Any) -> ModelSpec:
-    return _spec(config, gated=True, experts=config.num_local_experts, visited=config.num_experts_per_tok)
-
-
-def _qwen(config: Any) -> ModelSpec:
-    return _spec(config, gated=True)
-
-
-def _neox(config: Any) -> ModelSpec:
-    return _spec(config, gated=False, normalization="LayerNorm", eps="layer_norm_eps")
-
-
-def _neo(config: Any) -> ModelSpec:
-    return _spec(config, gated=False, normalization="LayerNorm", eps="layer_norm_epsilon")
+    def read(self, config: Any) -> ModelSpec:
+        """The spec of a config of this family."""
+        hidden, heads = int(config.hidden_size), _first(config, "num_attention_heads", "num_heads")
+        return ModelSpec(
+            family=config.model_type,
+            hidden_size=hidden,
+            ffn_size=_first(config, "intermediate_size", default=4 * hidden),
+            layers=_first(config, "num_hidden_layers", "num_layers"),
+            heads=heads,
+            kv_heads=_first(config, "num_key_value_heads", default=heads),
+            head_dim=_first(config, "head_dim", default=hidden // heads),
+            vocabulary=config.vocab_size,
+            normalization=self.normalization,
+            activation=_first(config, "hidden_act", "activation_function"),
+            gated=self.gated,
+            tied=bool(config.tie_word_embeddings),
+            initializer_range=config.initializer_range,
+            rotary=dict(getattr(config, "rope_parameters", None) or {}),
+            max_positions=config.max_position_embeddings,
+            windows=_windows(config),
+            **{field: getattr(config, key) for field, key in self.keys.items()},
+        )
 
 
 def _first(config: Any, *names: str, default: Any = None) -> Any:
@@ -170,14 +147,19 @@ _LLAMA_NAMES = NameTable(
     theirs="model.layers",
 )
 
+_RMS = {"norm_eps": "rms_norm_eps"}
+_DROPOUT = {"attention_dropout": "attention_dropout"}
+_BIASES = {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+_EXPERTS = {"experts": "num_local_experts", "visited": "num_experts_per_tok"}
+
 FAMILIES: dict[str, Family] = {
-    "llama": Family(_llama, _LLAMA_NAMES),
-    "mistral": Family(_mistral, _LLAMA_NAMES),
-    "mixtral": Family(_mixtral),
-    "qwen2": Family(_qwen),
-    "qwen3": Family(_qwen),
-    "gpt_neox": Family(_neox),
-    "gpt_neo": Family(_neo),
+    "llama": Family(True, _RMS | _DROPOUT | _BIASES, names=_LLAMA_NAMES),
+    "mistral": Family(True, _RMS | _DROPOUT, names=_LLAMA_NAMES),
+    "mixtral": Family(True, _RMS | _EXPERTS),
+    "qwen2": Family(True, _RMS),
+    "qwen3": Family(True, _RMS),
+    "gpt_neox": Family(False, {"norm_eps": "layer_norm_eps"}, "LayerNorm"),
+    "gpt_neo": Family(False, {"norm_eps": "layer_norm_epsilon"}, "LayerNorm"),
 }
 """By Hugging Face's `model_type`."""
 
@@ -193,11 +175,7 @@ def names_of(spec: ModelSpec) -> NameTable:
 
 
 def spec_of(config: Any) -> ModelSpec:
-    """What a Hugging Face config says of the model, computed by Octavo's decoder or not.
-
-    Raises:
-        InputError: a `model_type` that is not known here.
-    """
+    """The spec of a Hugging Face config, for Octavo's decoder or for counting; an InputError for an unknown `model_type`."""
     kind = str(getattr(config, "model_type", None))
     if kind not in FAMILIES:
         raise unknown("model family", kind, FAMILIES)

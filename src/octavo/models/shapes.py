@@ -15,74 +15,39 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+
+def _sizes(hidden_size: int, intermediate_size: int, layers: int, heads: int, key_value_heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+
+
 _LLAMA3 = {
-    "model_type": "llama",
     "vocab_size": 128256,
-    "rms_norm_eps": 1e-5,
     "max_position_embeddings": 131072,
     "bos_token_id": 128000,
     "eos_token_id": 128001,
+    "rope_parameters": _LLAMA3_ROPE,
 }
+_TIED = {"tie_word_embeddings": True}
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-tiny": {
-        "model_type": "llama",
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    },
+    "llama-tiny": _sizes(256, 704, 4, 4, 2) | _TIED | {"vocab_size": 4096, "max_position_embeddings": 2048},
     # Llama-3.2-1B
-    "llama-1b": _LLAMA3
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "rope_parameters": _LLAMA3_ROPE | {"factor": 32.0},
-    },
+    "llama-1b": _sizes(2048, 8192, 16, 32, 8) | _LLAMA3 | _TIED | {"rope_parameters": _LLAMA3_ROPE | {"factor": 32.0}},
     # Llama-3.1-8B
-    "llama-8b": _LLAMA3
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-        "rope_parameters": _LLAMA3_ROPE,
-    },
+    "llama-8b": _sizes(4096, 14336, 32, 32, 8) | _LLAMA3,
     # Llama-3.1-70B
-    "llama-70b": _LLAMA3
-    | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-        "rope_parameters": _LLAMA3_ROPE,
-    },
+    "llama-70b": _sizes(8192, 28672, 80, 64, 8) | _LLAMA3,
     # Llama-2-7B
-    "llama2-7b": {
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    },
+    "llama2-7b": _sizes(4096, 11008, 32, 32, 32) | {"vocab_size": 32000, "max_position_embeddings": 4096},
 }
 """Hugging Face configs by name."""

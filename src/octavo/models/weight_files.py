@@ -1,14 +1,14 @@
-"""Weights as a source names them, in memory or in safetensors files, any rows of which can be read; and files written.
+"""Weights by the names of their source, in memory or in safetensors files, any rows of which can be read; and files written.
 
-Files are safetensors only: nothing is unpickled.
+Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -20,42 +20,43 @@ INDEX = "model.safetensors.index.json"
 _SHARD_BYTES = 5 << 30
 
 
-class Weights(Protocol):
-    """Tensors by the names of their source, of which any rows can be read."""
+class Weights(ABC):
+    """Tensors by the names of their source, of which any rows can be read.
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor."""
+    Attributes:
+        shapes: of every tensor.
+    """
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor; an InputError if there is none of that name."""
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows `start` to `stop` of a tensor (all of one that has no dimensions)."""
-
-
-class InMemoryWeights:
-    """Weights in memory: those of a model that was loaded or trained already."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], owner: str, mistake: str) -> None:
+        self.shapes = shapes
+        self._owner, self._mistake = owner, mistake  # for the message of a missing tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor; an InputError if there is none of that name."""
+        """The shape of a tensor; an InputError if there is none of that name."""
         if name not in self.shapes:
-            raise InputError(f"the model has no weight {name!r}: it is not of the family that its config names.")
+            raise InputError(f"{self._owner} has no weight {name!r}: it is not {self._mistake}.")
         return self.shapes[name]
 
+    @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows `start` to `stop` of a tensor, which share its memory."""
-        self.shape(name)
-        tensor = self.tensors[name].detach()
-        return tensor[start:stop] if tensor.dim() else tensor
+        """Rows `start` to `stop` of a tensor; all of one without dimensions."""
 
 
-class WeightFiles:
-    """The safetensors of a Hugging Face model folder, of which any rows can be read.
+class InMemoryWeights(Weights):
+    """Weights of a model in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        super().__init__(shapes, "the model", "of the family that its config names")
+        self.tensors = tensors
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """A view of rows of a tensor."""
+        return self.tensors[name].detach()[start:stop] if self.shape(name) else self.tensors[name].detach()
+
+
+class WeightFiles(Weights):
+    """The safetensors of a Hugging Face model folder.
 
     Raises:
         InputError: the folder has none (a pickled checkpoint is not read).
@@ -73,29 +74,23 @@ class WeightFiles:
             hint = f" {pickled.name} is a pickle, which Octavo never opens: convert it to safetensors." if pickled else ""
             raise InputError(f"{self.folder} has no .safetensors files.{hint}")
         self.where: dict[str, str] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             if not (self.folder / file).is_file():
                 raise InputError(f"{self.folder / file} is missing, though {INDEX} names it: copy the whole model folder.")
             try:
                 with safe_open(self.folder / file, "pt") as opened:
                     self.where.update(dict.fromkeys(opened.keys(), file))
-                    self.shapes.update((name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys())  # noqa: SIM118
+                    shapes.update((name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys())  # noqa: SIM118
             except SafetensorError as error:
                 raise InputError(f"{self.folder / file} is damaged ({error}): copy it again.") from None
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, from the header of its file."""
-        if name not in self.shapes:
-            raise InputError(f"{self.folder} has no weight {name!r}: it is not a checkpoint of this model.")
-        return self.shapes[name]
+        super().__init__(shapes, str(self.folder), "a checkpoint of this model")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows `start` to `stop` of a tensor by its Hugging Face name, on the CPU; all of one that has no dimensions.
-
-        The file is open for this read only: its pages would count as this process's memory as long as it is mapped.
-        """
+        """Rows of a tensor, on the CPU."""
         dimensions = len(self.shape(name))  # explains a weight that is not there
+        # Open for this read only: mapped pages count as this process's memory.
         with safe_open(self.folder / self.where[name], "pt") as opened:
             return opened.get_slice(name)[start:stop] if dimensions else opened.get_tensor(name)
 
@@ -110,9 +105,9 @@ def _files_of(index: Path) -> list[str]:
 def save_shards(pieces: Mapping[str, Mapping[str, Tensor]], read: Callable[[str], Mapping[str, Tensor]], folder: Path) -> None:
     """Write tensors in files of at most `_SHARD_BYTES` (or one tensor), with an index if there are several.
 
-    `pieces` has, for each name that `read` takes, what it will give, on the meta device.
+    `pieces` has the result of `read` for each name, on the meta device.
     """
-    shards: list[dict[str, list[str]]] = [{}]  # what is read for each file, and what of it goes there
+    shards: list[dict[str, list[str]]] = [{}]  # for each file the arguments of `read`, and the tensors to take of each result
     size = total = 0
     for name, parts in pieces.items():
         for theirs, part in parts.items():
