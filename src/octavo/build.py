@@ -1,14 +1,15 @@
-"""The one order in which a model is made, on one screen, so that each parallelism is written once.
+"""The one order in which a model is made, so that each parallelism is written once: the body of `build_model`.
 
-1. replace      a known family becomes Octavo's decoder, and timm's vision transformer gets its blocks; in any other module
-                eligible `nn.Linear`s are replaced in place
+1. replace      a known family becomes Octavo's decoder, timm's vision transformer gets Octavo's blocks, and any other module
+                Octavo's linears in place of its eligible `nn.Linear`s
 2. choose       another recipe, or none, for layers named by a pattern
 3. recompute    blocks save their input only, or all but one product; offload: saved activations in host memory
-4. shard        over the ranks, block by block; FP8 weights travel as FP8
+4. shard        over the ranks, block by block
 5. materialise  storage for this rank's shards
 6. load         from the model itself, from a folder of weights, from rank 0, or by initialisation
+7. gather       FP8 weights travel as FP8
 
-`octavo.transform` and a run both call `build_model`. Only `transform` knows `octavo.state`; all below takes arguments.
+`octavo.transform` and a run both call it. Only `transform` knows `octavo.state`; all below takes arguments.
 """
 
 from __future__ import annotations
@@ -144,16 +145,16 @@ def build_model(
     buffer_dtype: torch.dtype = torch.float32,
     blocks: Literal["auto", "own"] = "auto",
 ) -> nn.Module:
-    """The one order in which a model is made, for `transform` and for a run; arguments that are not here are as in `transform`.
+    """Make a model, in the order of this module, for `transform` and for a run; other arguments are as in `transform`.
 
     Args:
-        source: a model, with weights or on the meta device; or a Hugging Face config, whose causal language model starts from
-            random weights by `seed` or from those of `load_from`.
+        source: a model, with weights or on the meta device; or a Hugging Face config, for a causal language model with random
+            weights by `seed` or those of `load_from`.
         device: "meta" fills nothing, for counting parameters.
         excluded: names of layers that stay out of FP8, each with its reason.
         objective: label smoothing and z-loss of the training loss (Octavo's decoder alone).
         sharding: over several ranks.
-        averaged: average the gradients of a model that keeps its own code, as mean losses need it, and do not sum them.
+        averaged: average the gradients of a model that keeps its own code, for mean losses; False sums them.
         from_rank0: all ranks; rank 0 has the weights.
     """
     if blocks not in ("auto", "own"):
@@ -169,36 +170,47 @@ def build_model(
     spec, vision, reason = _replacement(original, config, blocks, can_fill=bool(load_from or from_rank0))
     weights = _weights(original, load_from, needed=vision or spec is not None or from_rank0 is not None)
     trains = {} if original is None else {n: p.requires_grad for n, p in original.named_parameters(remove_duplicate=False)}
+
+    # 1. Replace.
     model: nn.Module
     if spec is not None:
-        decoder = Decoder(
-            config, spec, dtype=dtype, params_dtype=params_dtype, device="meta", buffer_dtype=buffer_dtype, fp8_head=fp8_head
-        )
-        decoder.objective = objective
-        model = keep_frozen(decoder, trains)
+        dtypes: dict[str, Any] = {"dtype": dtype, "params_dtype": params_dtype, "buffer_dtype": buffer_dtype}
+        model = Decoder(config, spec, **dtypes, device="meta", fp8_head=fp8_head, objective=objective)
+        keep_frozen(model, trains)
     else:
         model = _from_config(config, params_dtype) if original is None else original
         refuse_head_settings(model, fp8_head, objective)
         if vision:
-            model = keep_frozen(replace_blocks(model, params_dtype), trains)
+            replace_blocks(model, params_dtype)
+            keep_frozen(model, trains)
         else:
             refuse_block_settings(model, recompute, offload=offload)
-            model = replace_linears(model)
+            replace_linears(model)
             vars(model)["octavo_own_code"] = reason  # for `describe`
-        model = compute_in(cast(model, params_dtype, buffer_dtype), dtype, device)
+        cast(model, params_dtype, buffer_dtype)
+        compute_in(model, dtype, device)
+    # 2. Choose.
     choose_recipes(model, layers=layers, skip=skip, excluded=excluded)
+    # 3. Recompute, offload.
     stack, parts = _blocks(model)
-    if stack is not None:
-        _recompute(stack, recompute, offload=offload)
-    elif recompute:
+    if stack is None and recompute:
         recompute_own_code(model)
+    elif recompute == "mlp":
+        recompute_mlps(model)
+    elif stack is not None and recompute:
+        stack.run_block = recomputed
+    if stack is not None and offload:
+        stack.run_block = offloaded(stack.run_block)
     if device.type == "meta":
         return model.train()
+    # 4. Shard.
     if sharding is not None:
         shard(model, parts, sharding, summed=isinstance(model, Decoder) or not averaged)
         if isinstance(model, Decoder):
             model.data_group = sharding.data_group
+    # 5. and 6. Materialise, load.
     materialise(model, device, _values(model, weights, from_rank0, seed))
+    # 7. Gather.
     if sharding is not None:
         gather_weights_in_fp8(model, parts, sharding)
     return model.train()
@@ -207,7 +219,7 @@ def build_model(
 def _replacement(
     original: nn.Module | None, config: Any, blocks: Literal["auto", "own"], *, can_fill: bool
 ) -> tuple[ModelSpec | None, bool, str]:
-    """The spec of the decoder that replaces a model, or whether its vision blocks are replaced, or the reason for neither."""
+    """(spec of the decoder that replaces the model, True for new vision blocks, else the reason for the model's own code)."""
     causal_lm = original is None or (hasattr(config, "model_type") and type(original).__name__.endswith("ForCausalLM"))
     vision = original is not None and is_vision_transformer(original)
     if blocks == "own" and (isinstance(original, Decoder) or isinstance(getattr(original, "blocks", None), Blocks)):
@@ -227,24 +239,15 @@ def _replacement(
 
 
 def _blocks(model: nn.Module) -> tuple[Decoder | Blocks | None, list[nn.Module]]:
-    """The module that runs Octavo's blocks, or None for a model's own code; and the blocks, each a shard group."""
+    """(the module that runs Octavo's blocks; None for a model's own code), and the blocks, each a shard group."""
     if isinstance(model, Decoder):
         return model, list(model.layers)
     stack = getattr(model, "blocks", None)
     return (stack, list(stack)) if isinstance(stack, Blocks) else (None, blocks_of(model))
 
 
-def _recompute(stack: Decoder | Blocks, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
-    if recompute == "mlp":
-        recompute_mlps(stack)
-    elif recompute:
-        stack.run_block = recomputed
-    if offload:
-        stack.run_block = offloaded(stack.run_block)
-
-
 def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, seed: int) -> Values:
-    """The source of a model's values; without weights, the decoder's own initialisation or that of the modules."""
+    """The weights as values; without any, the initialisation of the decoder or of a model's own modules."""
     loader = None if weights is None else WeightLoader(model, weights)
     if from_rank0 is not None:
         return FromRank0(loader if from_rank0.rank == 0 else None, from_rank0)
@@ -254,7 +257,7 @@ def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None,
 
 
 def _weights(original: nn.Module | None, load_from: str | Path | None, *, needed: bool) -> Weights | None:
-    """The weights of a model: a folder, or its own tensors if they move into other parameters; None for none."""
+    """A folder of weights, or a model's own tensors where they are `needed` to fill others; None for neither."""
     if load_from is not None:
         return WeightFiles(load_from)
     if original is None or not needed or any(parameter.is_meta for parameter in original.parameters()):
@@ -264,7 +267,7 @@ def _weights(original: nn.Module | None, load_from: str | Path | None, *, needed
 
 def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
     """Hugging Face's causal language model on the meta device."""
-    # A cache serves generation. In training it costs memory, and with one Hugging Face does not see where documents begin.
+    # A cache serves generation. In training it costs memory, and hides the beginnings of documents from Hugging Face's masks.
     config = copy.deepcopy(config)
     config.use_cache = False
     with delayed_init():
@@ -273,7 +276,7 @@ def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def sharding_of(ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype) -> Sharding | None:
-    """How a model is spread over the ranks of `octavo.init`; None for one rank."""
+    """The sharding over the ranks of `octavo.init`; None for one rank."""
     if ranks.shard_mesh is None or ranks.world_size == 1:
         return None
     check_supported(ranks.degrees)
@@ -290,11 +293,7 @@ def sharding_of(ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, para
 
 
 def check_supported(degrees: Degrees) -> None:
-    """Refuse degrees that fit the ranks and that this version does not run.
-
-    Raises:
-        InputError: a degree of tensor, context or expert parallelism beyond 1.
-    """
+    """Raise an InputError for a degree of tensor, context or expert parallelism beyond 1, which this version does not run."""
     for name in ("tensor", "context", "expert"):
         if (degree := getattr(degrees, name)) > 1:
             raise InputError(

@@ -45,7 +45,8 @@ def neo_config(**changes):
 def neo(tied=True, dtype=torch.float32):
     with delayed_init():
         model = AutoModelForCausalLM.from_config(neo_config(tie_word_embeddings=tied), dtype=dtype)
-    return replace_linears(model)
+    replace_linears(model)
+    return model
 
 
 class Plain(nn.Module):
@@ -152,10 +153,12 @@ def from_rank0(kind, degrees, folder):
     if kind == "decoder":
         model = decoder()
     elif first:
-        model = replace_linears(AutoModelForCausalLM.from_config(neo_config()))
+        model = AutoModelForCausalLM.from_config(neo_config())
+        replace_linears(model)
     else:
         with torch.device("meta"):  # buffers without a value too: they come from rank 0
-            model = replace_linears(AutoModelForCausalLM.from_config(neo_config()))
+            model = AutoModelForCausalLM.from_config(neo_config())
+        replace_linears(model)
     shard(model)
     materialise(model, "cpu", FromRank0(WeightLoader(model, held) if first else None, all_ranks()))
     return digest(model), loss_of(model).item()

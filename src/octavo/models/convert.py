@@ -94,10 +94,9 @@ def conversion_of(model: nn.Module) -> Conversion | None:
     return conversion(model.spec) if isinstance(model, Decoder) else found
 
 
-def attach(model: nn.Module, way: Conversion) -> nn.Module:
+def attach(model: nn.Module, way: Conversion) -> None:
     """Give a model its conversion."""
     vars(model)[_ATTACHED] = way
-    return model
 
 
 def conversion(spec: ModelSpec) -> Conversion:

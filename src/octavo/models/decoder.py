@@ -1,7 +1,7 @@
 """Octavo's decoder: embedding, blocks, norm, and a head that computes its loss in chunks.
 
-A known Hugging Face model becomes this one, because Hugging Face's outer forward builds masks and whole logits. It is called as
-that one is and returns the same kind of output. Shapes: B batch, T tokens, V vocabulary.
+It takes the place of Hugging Face's model, with the same arguments and results: Hugging Face's outer forward builds masks and
+whole logits. Shapes: B batch, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RotaryAngles:
     """cos and sin of each position's rotary angles: not a module, so that no `.to(dtype)` rounds them unasked."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> None:
-        self.dtype = dtype  # that the tables are rounded to; what uses them computes in float32
+        self.dtype = dtype  # the tables are rounded to it, and returned in float32
         kind = spec.rotary.get("rope_type", "default")
         if kind == "default":
             exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device="cpu") / spec.head_dim
@@ -65,13 +65,10 @@ class RotaryAngles:
 
 
 class Decoder(nn.Module):
-    """A causal language model as its spec says; `config` is the Hugging Face config that the spec was read from.
+    """A causal language model by its spec; `config` is the Hugging Face config of the same model.
 
-    Parameters live in `params_dtype`; the residual stream and the products outside FP8 run in `dtype`. `fp8_head`: the
-    head's products for a loss are FP8 too, or with "backward" those of its gradients.
-
-    Raises:
-        InputError: another `fp8_head`.
+    Parameters are of `params_dtype`, the residual stream and products outside FP8 of `dtype`. With `fp8_head` the head's
+    products for a loss are FP8, with "backward" those of its gradients alone; another value is an InputError.
     """
 
     def __init__(
@@ -84,6 +81,7 @@ class Decoder(nn.Module):
         device: torch.device | str | None = None,
         buffer_dtype: torch.dtype = torch.float32,
         fp8_head: bool | Literal["backward"] = False,
+        objective: Objective | None = None,
     ) -> None:
         super().__init__()
         if fp8_head not in (False, True, "backward"):
@@ -117,13 +115,13 @@ class Decoder(nn.Module):
         if fp8_head:
             vars(self.head)["fp8_state"] = ModuleState(self.head)
         self.fp8_logits = fp8_head != "backward"
-        """Whether a head in FP8 has its product of forward in FP8 too."""
+        """The product of a head's forward is FP8 too, where the head is."""
         self.rotary = RotaryAngles(spec, buffer_dtype)
         self.run_block: RunBlock = TransformerLayer.forward_residual
         self.data_group: dist.ProcessGroup | None = None
         """Ranks that see other samples of the same step; gradients must then be summed over them."""
-        self.objective: Objective | None = None
-        """What is minimised in training, where it is not the plain cross entropy; an evaluation gives that always."""
+        self.objective = objective
+        """Of training; None for the plain cross entropy, as in an evaluation."""
 
     def forward(
         self,
@@ -138,12 +136,12 @@ class Decoder(nn.Module):
 
         Args:
             input_ids: int64 [B, T].
-            attention_mask: [B, T], 0 where a token is padding and nobody attends to it.
+            attention_mask: [B, T], 0 for padding, to which nobody attends.
             position_ids: int64 [B, T] or [1, T]; a position that does not follow the one before begins a new document, and
                 attention stays within documents.
             labels: int64 [B, T], the tokens themselves (the model shifts them), -100 where nothing is predicted.
-            num_items_in_batch: what the sum of the losses is divided by; when absent the number of real targets, of all ranks
-                that see other samples, and then the loss is the mean over all of them too.
+            num_items_in_batch: divisor of the sum of the losses; when absent the number of real targets of all ranks with
+                other samples, and the loss is then the mean over all of them.
             is_first_microbatch: False reuses the FP8 weights of the call with True.
 
         Returns:
@@ -189,7 +187,7 @@ class Decoder(nn.Module):
 
 
 class _Joined(torch.autograd.Function):
-    """The sum of the ranks' parts, the same bits on each; the gradient is of the own part, since gradients are summed later."""
+    """The sum of the ranks' parts, the same bits on each; the gradient is the own part's, since gradients are summed later."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:

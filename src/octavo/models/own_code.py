@@ -1,4 +1,4 @@
-"""What a model that keeps its own code needs: dtypes, recomputation by its own switch, and refusals of what it cannot do."""
+"""Models that keep their own code: dtypes, recomputation by their own switch, and refusals of settings of Octavo's blocks."""
 
 from __future__ import annotations
 
@@ -14,50 +14,40 @@ from octavo.kernels.cross_entropy import Objective
 from octavo.models.families import DECODER_FAMILIES
 
 _SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-"""Of recomputation in Hugging Face's models: transformers 5.2x gave it the first name and warns of the second."""
+"""Names of the switch of recomputation in Hugging Face's models: transformers 5.2x has the first and warns of the second."""
 
 
 def refuse_head_settings(model: nn.Module, fp8_head: bool | Literal["backward"], objective: Objective | None) -> None:
-    """Refuse what only the head of Octavo's decoder does.
-
-    Raises:
-        InputError: naming the key to change.
-    """
-    what = _kind(model)
+    """Raise an InputError for settings of the head of Octavo's decoder."""
     objective = objective or Objective()
-    asked = {
-        f"fp8.head = {json.dumps(fp8_head)}": fp8_head,
-        f"train.label_smoothing = {objective.label_smoothing:g}": objective.label_smoothing,
-        f"train.z_loss = {objective.z_loss:g}": objective.z_loss,
+    settings: dict[str, tuple[Any, str]] = {
+        f"fp8.head = {json.dumps(fp8_head)}": (fp8_head, "fp8.head = false"),
+        f"train.label_smoothing = {objective.label_smoothing:g}": (objective.label_smoothing, "train.label_smoothing = 0.0"),
+        f"train.z_loss = {objective.z_loss:g}": (objective.z_loss, "train.z_loss = 0.0"),
     }
-    if said := [setting for setting, is_asked in asked.items() if is_asked]:
-        defaults = ", ".join(f"{setting.partition(' =')[0]} = {'false' if 'head' in setting else '0.0'}" for setting in said)
+    if asked := {setting: default for setting, (value, default) in settings.items() if value}:
         raise InputError(
-            f"{', '.join(said)}: {what} keeps its own code with its own head and loss, and only those of Octavo's decoder can"
-            f" do that ({', '.join(DECODER_FAMILIES)}). Set {defaults}."
+            f"{', '.join(asked)}: {_kind(model)} keeps its own code with its own head and loss, and only those of Octavo's"
+            f" decoder can do that ({', '.join(DECODER_FAMILIES)}). Set {', '.join(asked.values())}."
         )
 
 
 def refuse_block_settings(model: nn.Module, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
-    """Refuse what only Octavo's blocks do.
-
-    Raises:
-        InputError: naming the key to change.
-    """
-    what = _kind(model)
+    """Raise an InputError for settings of Octavo's blocks."""
+    kind, families = _kind(model), ", ".join(DECODER_FAMILIES)
     if offload:
         raise InputError(
-            f"train.offload = true: {what} keeps its own code, and only the blocks of Octavo's decoder are offloaded"
-            f" ({', '.join(DECODER_FAMILIES)}). Use train.recompute = true instead."
+            f"train.offload = true: {kind} keeps its own code, and only the blocks of Octavo's decoder are offloaded"
+            f" ({families}). Use train.recompute = true instead."
         )
     if recompute == "mlp":
         raise InputError(
-            f'train.recompute = "mlp": {what} keeps its own code, and only the MLPs of Octavo\'s decoder make their first'
-            f" product again ({', '.join(DECODER_FAMILIES)}). Use train.recompute = true instead."
+            f'train.recompute = "mlp": {kind} keeps its own code, and only the MLPs of Octavo\'s decoder make their first'
+            f" product again ({families}). Use train.recompute = true instead."
         )
     if recompute and not any(hasattr(model, switch) for switch in _SWITCHES):
         raise InputError(
-            f"recompute = True: {what} keeps its own code and has no {_SWITCHES[1]}(), the switch of Hugging Face's models:"
+            f"recompute = True: {kind} keeps its own code and has no {_SWITCHES[1]}(), the switch of Hugging Face's models:"
             " use recompute = False, and torch.utils.checkpoint in the model's forward."
         )
 
@@ -72,8 +62,8 @@ def recompute_own_code(model: nn.Module) -> None:
     getattr(model, switch)({"use_reentrant": False})
 
 
-def cast(model: nn.Module, params_dtype: torch.dtype, buffer_dtype: torch.dtype) -> nn.Module:
-    """Parameters into one dtype; buffers only into a lower one: a rotary table or a running mean keeps its precision."""
+def cast(model: nn.Module, params_dtype: torch.dtype, buffer_dtype: torch.dtype) -> None:
+    """Cast parameters; buffers only to a lower dtype than float32: rotary tables and running means keep their precision."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -81,17 +71,16 @@ def cast(model: nn.Module, params_dtype: torch.dtype, buffer_dtype: torch.dtype)
         for buffer in model.buffers() if buffer_dtype != torch.float32 else ():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(buffer_dtype)
-    return model
 
 
-def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Let a model that keeps its own code compute in `dtype` with parameters of another, by PyTorch's autocast.
 
     The class changes and not the instance, so that a deep copy computes with its own weights.
     """
     params_dtype = next((p.dtype for p in model.parameters()), dtype)
     if params_dtype == dtype or device.type == "meta":
-        return model
+        return
     if dtype == torch.float32:
         raise InputError(
             f"{type(model).__name__} keeps its own code, which computes in the dtype of its parameters or below: with"
@@ -105,4 +94,3 @@ def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn
             return base.forward(self, *args, **kwargs)
 
     model.__class__ = type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
-    return model

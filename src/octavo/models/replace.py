@@ -16,24 +16,22 @@ from octavo.nn.linear import Linear
 from octavo.nn.mlp import LayerNormMLP
 
 
-def replace_linears(model: nn.Module) -> nn.Module:
-    """Turn each plain `nn.Linear` into Octavo's, where it stands; an output head stays as it is."""
+def replace_linears(model: nn.Module) -> None:
+    """Turn each plain `nn.Linear` into Octavo's, in place; an output head stays as it is."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     for module in model.modules():
         if type(module) is nn.Linear and module is not head:
             Linear.from_linear(module)
-    return model
 
 
-def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> nn.Module:
-    """Freeze in a model what is frozen in the one whose place it takes, as `trains` says by the names of that one.
+def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> None:
+    """Set `requires_grad` of a model with Octavo's blocks by that of its source's parameters, `trains`.
 
     Raises:
         InputError: of matrices that become one parameter some are frozen and some are not.
     """
     way = conversion_of(model)
-    if way is None:
-        return model
+    assert way is not None
     for name, parameter in model.named_parameters():
         parts = {part: trains.get(part, True) for part in way.names(name)}
         if len(set(parts.values())) > 1:
@@ -43,7 +41,6 @@ def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> nn.Module:
                 "set requires_grad of all of them to the same."
             )
         parameter.requires_grad_(all(parts.values()))
-    return model
 
 
 def recompute_mlps(model: nn.Module) -> None:
@@ -60,12 +57,7 @@ def choose_recipes(
     skip: Sequence[str] = (),
     excluded: Mapping[str, str] | None = None,
 ) -> None:
-    """Say by what each FP8 layer runs where that is not the autocast's recipe.
-
-    Args:
-        layers: a recipe for the layers of a pattern, or None for high precision; later patterns win.
-        skip: patterns of layers that stay out of FP8, whatever `layers` says.
-        excluded: names of layers that stay out of FP8 too, each with the reason that `describe` gives.
+    """Give FP8 layers a recipe of their own, or none; arguments as in `build_model`.
 
     Raises:
         InputError: a pattern matches no FP8 layer.

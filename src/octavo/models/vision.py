@@ -129,7 +129,7 @@ def _faults(block: nn.Module) -> Iterator[str]:
     yield from (f": {fact}" for fact, holds in facts.items() if holds)
 
 
-def replace_blocks(model: nn.Module, params_dtype: torch.dtype) -> nn.Module:
+def replace_blocks(model: nn.Module, params_dtype: torch.dtype) -> None:
     """Put Octavo's layers, on the meta device, in the place of timm's blocks."""
     heads = 0
     layers = []
@@ -153,7 +153,7 @@ def replace_blocks(model: nn.Module, params_dtype: torch.dtype) -> nn.Module:
             )
         )
     model.blocks = Blocks(*layers)
-    return attach(model, Conversion(VIT_NAMES, heads, heads, {}, "octavo/timm-vit"))
+    attach(model, Conversion(VIT_NAMES, heads, heads, {}, "octavo/timm-vit"))
 
 
 def _part(block: nn.Module, path: str) -> Any:

@@ -1,17 +1,15 @@
 """All-gather of sharded weights in FP8: a quarter of the bytes of float32, and the bits of one rank.
 
-Each rank casts its shard of a master weight by the scale of the whole tensor, so that the gathered weight is bit for bit the
-cast of the whole: half of bfloat16's traffic, without rounding to bfloat16 first. Forward uses the gathered rows as they
-arrive; backward, after a second all-gather, transposes them for the input gradient.
+Each rank casts its shard of a master weight by the scale of the whole tensor, so that the gathered weight is bit for bit the cast
+of the whole. Forward uses the gathered rows; backward, after a second all-gather, transposes them for the input gradient.
 
-FSDP2 lets a sharded tensor replace what is gathered (`fsdp_pre_all_gather`, `fsdp_post_all_gather`), and looks for the hooks
-on the local tensor when the model first runs. It then wants a parameter of the original shape and dtype for autograd to hang
-a gradient on. Nobody reads that parameter, so all of them are views of one piece of memory that nobody writes.
+FSDP2 lets a sharded tensor replace the data that is gathered (`fsdp_pre_all_gather`, `fsdp_post_all_gather`). Autograd then needs
+a parameter of the original shape and dtype for its gradient. Nobody reads it, so all of them are views of one tensor.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,9 +42,9 @@ class _Forward:
 
 @dataclass
 class _Form:
-    """Tensors that FSDP2 keeps for a parameter between gatherings, for one form of the weight.
+    """FSDP2's tensors of one form of a weight between gatherings.
 
-    Autograd hangs gradients on `whole` and saves `columnwise`, so that a backward must find those of its forward again.
+    Autograd accumulates gradients in `whole` and saves `columnwise`: a backward must find those of its forward.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
@@ -80,33 +78,17 @@ def _shared(parameter: Any, forward: _Forward, keep: bool) -> _SharedWeight | No
         return None
     parameter.reset_sharded_param()  # a local tensor with room for padding, which then stays the same object
     weight = _SharedWeight(parameter, state, forward, keep)
-    parameter._sharded_local_tensor.fsdp_pre_all_gather = _weakly(weight.before)
-    parameter._sharded_local_tensor.fsdp_post_all_gather = _weakly(weight.after)
+    # A weak reference: Python's garbage collector does not see a tensor that has views, so one that held the model would never be
+    # freed. The hook of the block keeps the object alive.
+    tensor, alive = parameter._sharded_local_tensor, weakref.proxy(weight)
+    tensor.fsdp_pre_all_gather = functools.partial(_SharedWeight.before, alive)
+    tensor.fsdp_post_all_gather = functools.partial(_SharedWeight.after, alive)
     parameter._init_extensions()
     return weight
 
 
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method whose object lives as long as its block: a tensor that has views is not seen by Python's garbage collector.
-
-    What such a tensor held would never be freed, were it the model itself. FSDP2 looks at the signature.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        alive = reference()
-        assert alive is not None
-        return alive(*arguments, **options)
-
-    call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
-    return call
-
-
 def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight]) -> Callable[..., None]:
-    """A hook that drops weights gathered in another form than this forward reads, so that FSDP2 gathers them again.
-
-    They were prefetched during the block before, under another autocast, or kept by an earlier forward.
-    """
+    """A hook that drops weights gathered for another autocast (prefetched, or kept by an earlier forward): FSDP2 gathers again."""
 
     def hook(*_: Any) -> None:
         group = _group(block)
@@ -134,12 +116,12 @@ class _SharedWeight:
         self.scale, self.scale_inv = self.scales[True]
 
     def wanted(self) -> Cast | None:
-        """The form for a forward that runs here."""
+        """The form that a forward reads under the current autocast."""
         recipe = self._recipe()
         return None if recipe is None else recipe.casts[Operand.WEIGHT]
 
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
-        """The shard to gather, and whether it is gathered for a backward."""
+        """The shard to gather, and True in a backward."""
         parameter = self.parameter
         own = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
         backward = scaling.graph_task() != -1
@@ -157,7 +139,7 @@ class _SharedWeight:
         return (q.view(torch.uint8),), backward
 
     def after(self, gathered: tuple[Tensor, ...], backward: bool, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
-        """Give the module the whole weight; autograd gets a parameter without content."""
+        """Give the module the whole weight, and autograd a parameter without values."""
         rows, columns = self.parameter._orig_size
         if self.how is None:
             self.state.gathered = None
@@ -179,7 +161,7 @@ class _SharedWeight:
         return recipe if has_one_scale(recipe) else None
 
     def _choose_scale(self, own: Tensor, recipe: Recipe, how: Cast, mesh: Any) -> Tensor | None:
-        """Choose the scale of a step's forwards and backwards; returns where the first of them records the amax."""
+        """Choose the scale of a step's forwards and backwards; returns the slot of the amax for the first of them."""
         if self.forward.grads and self.chosen == how and self.forward.first is False:
             return None
         group = mesh.get_group() if mesh.size() > 1 else None
@@ -192,10 +174,7 @@ class _SharedWeight:
         return amax
 
     def _cast(self, own: Tensor, amax: Tensor | None, how: Cast, mesh: Any) -> Tensor:
-        """Cast this rank's part. The amax becomes that of the whole, also where the autocast joins fewer ranks or none.
-
-        With scales of their own, ranks would read each other's parts wrongly.
-        """
+        """Cast this rank's part and record the amax of the whole, by an all-reduce here if the autocast joins fewer ranks."""
         alone = amax is not None and mesh.size() > 1 and not scaling.joins_forward(mesh.get_group())
         seen = torch.zeros_like(self.scale) if alone else amax
         q, _ = cast(own, Quantizer(how.format.dtype, how.format.max, self.scale, seen)).rowwise
@@ -205,7 +184,7 @@ class _SharedWeight:
         return q
 
     def _change(self, how: Cast | None) -> None:
-        """Lay away what FSDP2 keeps for one form and give it what it kept for another."""
+        """Exchange FSDP2's tensors of the current form for those of another."""
         parameter = self.parameter
         whole = parameter.__dict__.pop("_unsharded_param", None)
         self.others[self.how] = _Form(parameter.all_gather_outputs, parameter._unsharded_inner_tensors, whole, self.columnwise)
@@ -222,7 +201,7 @@ class _SharedWeight:
 
 @torch.inference_mode(False)
 def _placeholder(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """NaN, so that code which reads a weight without its layer shows."""
+    """NaN, which shows in the loss if other code than the layer's reads the weight."""
     shared = _placeholders.get((device, dtype))
     if shared is None or shared.numel() < elements:
         shared = _placeholders[device, dtype] = torch.full((elements,), torch.nan, dtype=dtype, device=device)
@@ -235,6 +214,6 @@ def _state_of(module: nn.Module, parameter: str) -> ModuleState | None:
 
 
 def _group(block: nn.Module) -> Any:
-    """FSDP2's own record of the parameters of `block`, for which there is no public name."""
+    """FSDP2's record of the parameters of `block`, which has no public name."""
     assert isinstance(block, FSDPModule)
     return block._get_fsdp_state()._fsdp_param_group
