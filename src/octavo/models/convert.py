@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from octavo.errors import InputError
 from octavo.models.decoder import Decoder
-from octavo.models.families import Join, NameTable, decoder_spec, names_of
+from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_files import Weights, save_shards
 from octavo.nn.mlp import gate_up_block
@@ -101,8 +102,10 @@ def attach(model: nn.Module, way: Conversion) -> None:
 
 def conversion(spec: ModelSpec) -> Conversion:
     """Between a decoder and the Hugging Face model of its family."""
+    names = FAMILIES[spec.family].names
+    assert names is not None
     tied = {"head.weight": "embedding.weight"} if spec.tied else {}
-    return Conversion(names_of(spec), spec.heads, spec.kv_heads, tied, f"octavo/{spec.family}")
+    return Conversion(names, spec.heads, spec.kv_heads, tied, f"octavo/{spec.family}")
 
 
 def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
@@ -146,7 +149,7 @@ def write_pretrained(
     config = type(config).from_dict(config.to_dict())
     config.dtype = next(iter(tensors.values())).dtype
     if not config.architectures:
-        config.architectures = [_causal_lm_class(config)]
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
     for path in sorted(tokenizer_folder.iterdir()) if tokenizer_folder else ():
         if path.is_file() and path.name not in ("config.json", "generation_config.json"):
@@ -185,9 +188,3 @@ def write_weights(
     values = read or tensors.__getitem__
     save_shards(pieces, lambda name: theirs(name, values(name)), folder)
     return folder
-
-
-def _causal_lm_class(config: Any) -> str:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]

@@ -1,4 +1,4 @@
-"""`describe`: what of a model runs in FP8, what does not and why, and which kernels do the work. Nothing falls back unnamed."""
+"""`describe`: the matrices of a model that run in FP8, the reason for each other one, and the kernels. Nothing is unnamed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from octavo.kernels import gemm
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One matrix product of a model: where it is, its shape, whether it runs in FP8, and if not, why.
+    """One matrix of a model.
 
-    recipe: the name of the recipe that the layer has of its own; empty where it runs by fp8_autocast's.
+    Attributes:
+        name: its module, or its parameter in a module with several.
+        kind: class of the module.
+        shape: of the parameter.
+        fp8: its products run in FP8.
+        reason: for a matrix out of FP8; for one in FP8, the pattern of its own recipe and notes on a head.
+        recipe: name of the layer's own recipe; empty for that of fp8_autocast.
     """
 
     name: str
@@ -29,13 +35,13 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` found; `str()` is a table."""
+    """Result of `describe`; `str()` is a table."""
 
     layers: tuple[LayerReport, ...]
     attention: str
     products: str
     own_code: str = ""
-    """Why a model keeps its own code where Octavo knows its kind; else empty."""
+    """The reason why a model of a known kind keeps its own code; else empty."""
 
     @property
     def fp8_layers(self) -> int:
@@ -56,7 +62,7 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """Which matrices of a transformed model run in FP8, which do not, and why; and which kernels do the work."""
+    """The matrices of a transformed model in FP8, the others with the reason, and the kernels that run."""
     states = dict(states_of(model))
     layers: list[LayerReport] = []
     for name, module in model.named_modules():
@@ -82,15 +88,9 @@ def describe(model: nn.Module) -> Description:
 
 def _head_note(model: nn.Module, state: ModuleState) -> str:
     tensorwise = state.override is None or state.override.casts[Operand.INPUT].granularity is Granularity.TENSOR
-    return "; ".join(
-        note
-        for note, holds in (
-            ("logits in high precision", not getattr(model, "fp8_logits", True)),
-            ("gradients accumulate precisely", True),
-            ("one scale a tensor (current scaling)", not tensorwise),
-        )
-        if holds
-    )
+    logits = [] if getattr(model, "fp8_logits", True) else ["logits in high precision"]
+    scales = [] if tensorwise else ["one scale a tensor (current scaling)"]
+    return "; ".join([*logits, "gradients accumulate precisely", *scales])
 
 
 def _is_head(module: nn.Module, name: str) -> bool:

@@ -167,13 +167,6 @@ DECODER_FAMILIES = tuple(kind for kind, family in FAMILIES.items() if family.nam
 """Those that Octavo's decoder computes."""
 
 
-def names_of(spec: ModelSpec) -> NameTable:
-    """The table of a decoder's weights."""
-    names = FAMILIES[spec.family].names
-    assert names is not None
-    return names
-
-
 def spec_of(config: Any) -> ModelSpec:
     """The spec of a Hugging Face config, for Octavo's decoder or for counting; an InputError for an unknown `model_type`."""
     kind = str(getattr(config, "model_type", None))

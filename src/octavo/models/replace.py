@@ -1,8 +1,9 @@
-"""FP8 linears in a module that keeps its own code, and patterns of layers that run by another recipe or stay out of FP8."""
+"""FP8 linears in a module that keeps its own code; layers with another recipe, or none, by patterns of their names."""
 
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
@@ -44,7 +45,7 @@ def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> None:
 
 
 def recompute_mlps(model: nn.Module) -> None:
-    """Let each MLP make its first product again in backward and keep all else."""
+    """Let each MLP recompute its first product in backward and save the rest."""
     for module in model.modules():
         if isinstance(module, LayerNormMLP):
             module.checkpoint = True
@@ -79,11 +80,10 @@ def _matched(model: nn.Module, states: Mapping[str, ModuleState], pattern: str, 
 
     def aliases(name: str) -> Iterator[str]:
         """Octavo's name of a layer and the modules around it, and the same by the source's names."""
-        yield from _outwards(name)
-        if way is not None:
-            for parameter in {f"{name}.weight", f"{name}_weight"} & known:
-                for theirs in way.names(parameter):
-                    yield from _outwards(theirs.removesuffix(".weight"))
+        parameters = {f"{name}.weight", f"{name}_weight"} & known
+        theirs = [] if way is None else [theirs for parameter in parameters for theirs in way.names(parameter)]
+        for alias in (name, *(weight.removesuffix(".weight") for weight in theirs)):
+            yield from itertools.accumulate(alias.split("."), "{}.{}".format)
 
     matched = [state for name, state in states.items() if any(fnmatch.fnmatchcase(alias, pattern) for alias in aliases(name))]
     if not matched:
@@ -91,9 +91,3 @@ def _matched(model: nn.Module, states: Mapping[str, ModuleState], pattern: str, 
         hint = f" The nearest layer is {guess!r}." if guess else ""
         raise InputError(f"{key} pattern {pattern!r} matches no FP8 layer.{hint} octavo.describe(model) names them all.")
     return matched
-
-
-def _outwards(name: str) -> Iterator[str]:
-    """A module's name after those of the modules around it."""
-    parts = name.split(".")
-    return (".".join(parts[:n]) for n in range(1, len(parts) + 1))

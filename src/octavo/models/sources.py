@@ -1,7 +1,4 @@
-"""Where a model's config and weights come from: a folder, an id of the Hub, or a built-in shape.
-
-Nothing is unpickled and no code from a hub is run.
-"""
+"""A model's config and weights from a folder, an id of the Hub, or a built-in shape; no pickle, no code of others."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ def load_config(source: str, overrides: Mapping[str, Any] | None = None) -> Any:
     """The Hugging Face config of a folder, an id, or a built-in shape, with single keys overridden.
 
     Raises:
-        InputError: there is no such source or family, or an override names a key that the config does not have.
+        InputError: an unknown source or family, or an override of a key that the config does not have.
     """
     if source in SHAPES:
         values = dict(SHAPES[source])
@@ -74,10 +71,10 @@ def _read_config(source: str) -> Any:
 
 
 def weights_folder(source: str) -> Path:
-    """The local folder that holds the weights of a model folder or of an id of the Hub, which is downloaded if need be.
+    """The local folder with the weights of a model folder or of an id of the Hub, downloaded if need be.
 
     Raises:
-        InputError: `source` is a built-in shape, or the weights can neither be reached nor are in the local cache.
+        InputError: `source` is a built-in shape, or its weights are neither in reach nor in the local cache.
     """
     if source in SHAPES:
         raise InputError(

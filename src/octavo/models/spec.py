@@ -17,16 +17,16 @@ class ModelSpec:
     """A decoder-only transformer.
 
     Attributes:
-        family: Hugging Face's `model_type`, which names the table of its weights.
+        family: Hugging Face's `model_type`.
         hidden_size, ffn_size, layers, heads, kv_heads, head_dim, vocabulary: its shape; `ffn_size` is that of one expert.
-        normalization, norm_eps: "RMSNorm" or "LayerNorm", and what is added to its mean square.
-        activation, gated: the function of the MLP by Hugging Face's name, and whether it is applied to a gate.
-        attention_bias, mlp_bias: whether both products of the attention, and those of the MLP, have one.
+        normalization, norm_eps: "RMSNorm" or "LayerNorm", and the addend of its mean square.
+        activation, gated: the function of the MLP by Hugging Face's name; True if it is applied to a gate.
+        attention_bias, mlp_bias: biases of both products of the attention, and of the MLP.
         attention_dropout: in training.
         tied: the output head is the embedding.
         initializer_range: standard deviation of the initial matrices.
         rotary: Hugging Face's `rope_parameters`; empty for a model without.
-        max_positions: for which rotary scalings are made.
+        max_positions: of rotary scalings.
         windows: one entry a layer: None for full attention, else the keys that a sliding window keeps.
         experts, visited: experts of each MLP (0 for none), and those of them that a token visits.
     """

@@ -1,8 +1,8 @@
 """timm's vision transformer with Octavo's blocks: patches, positions and classifier stay timm's, so that it is used as before.
 
-Only a model that is known exactly gets them: timm's own classes, and nothing in a block that Octavo's layer does not compute
-(layer scale, stochastic depth, dropout, normalised queries). Any other keeps its own code, and `octavo.describe` says why. The
-residual stream is of autocast's dtype, where that is on. timm is not imported here.
+Only a model that is known exactly gets them: timm's own classes, without layer scale, stochastic depth, dropout or normalised
+queries, which Octavo's layer does not compute. Any other keeps its own code, and `octavo.describe` says why. The residual
+stream is of autocast's dtype, where that is on. timm is not imported here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CLASSES = {
     **dict.fromkeys(("norm1", "norm2"), _NORMS),
     **dict.fromkeys(("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"), (_LINEAR,)),
 }
-"""Parts of a block, and the classes that Octavo's layer computes."""
+"""Parts of a block → the classes that Octavo's layer computes."""
 _ABSENT = ("ls1", "ls2", "drop_path1", "drop_path2", "attn.q_norm", "attn.k_norm", "attn.norm", "attn.gate", "mlp.norm")
 _DROPOUTS = ("attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.drop2")
 
@@ -70,25 +70,21 @@ class Blocks(nn.Sequential):
 
 
 def is_vision_transformer(model: nn.Module) -> bool:
-    """Whether it is timm's `VisionTransformer`, and no subclass."""
+    """True for timm's `VisionTransformer`, and no subclass."""
     return _class(model) == "timm.models.vision_transformer.VisionTransformer"
 
 
 def own_code_reason(model: nn.Module) -> str:
-    """Why a `VisionTransformer` keeps its own blocks; empty where Octavo's compute the same."""
+    """The reason why a `VisionTransformer` keeps its own blocks; empty if Octavo's compute the same."""
     blocks = model.get_submodule("blocks")
     if getattr(model, "grad_checkpointing", False):
         return "set_grad_checkpointing() is on: octavo.transform(recompute=True) does that for Octavo's blocks"
     if type(blocks) is not nn.Sequential:
         return f"blocks is a {type(blocks).__name__}"
-    own = next((f"blocks.{number}{fault}" for number, block in enumerate(blocks) for fault in _faults(block)), "")
-    return own or _shared(model, list(blocks))
-
-
-def _shared(model: nn.Module, blocks: list[nn.Module]) -> str:
-    """Why blocks cannot be replaced one by one; empty where they can."""
-    named = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
-    if len(set(map(id, blocks))) < len(blocks) or len(set(named)) < len(named):
+    if fault := next((f"blocks.{number}{fault}" for number, block in enumerate(blocks) for fault in _faults(block)), ""):
+        return fault
+    parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+    if len(set(blocks)) < len(blocks) or len(set(parameters)) < len(parameters):
         return "blocks or parameters are shared"
     if len({_part(block, "attn").num_heads for block in blocks}) > 1:
         return "blocks have different numbers of heads"
@@ -101,13 +97,13 @@ def _faults(block: nn.Module) -> Iterator[str]:
         if part is None or _class(part) not in classes:
             yield f"{'.' if path else ''}{path} is a {type(part).__name__}"
             return
-    for path in _ABSENT:
+    for path in (*_ABSENT, *_DROPOUTS):
         part = _part(block, path)
-        if part is not None and type(part) is not nn.Identity:
+        if part is None or type(part) is nn.Identity:
+            continue
+        if path in _ABSENT:
             yield f".{path} is a {type(part).__name__}"
-    for path in _DROPOUTS:
-        part = _part(block, path)
-        if part is not None and type(part) is not nn.Identity and getattr(part, "p", None) != 0.0:
+        elif getattr(part, "p", None) != 0.0:
             yield f".{path} drops with probability {getattr(part, 'p', '?')}"
     for name, module in block.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:

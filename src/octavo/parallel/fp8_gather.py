@@ -1,10 +1,10 @@
 """All-gather of sharded weights in FP8: a quarter of the bytes of float32, and the bits of one rank.
 
-Each rank casts its shard of a master weight by the scale of the whole tensor, so that the gathered weight is bit for bit the cast
-of the whole. Forward uses the gathered rows; backward, after a second all-gather, transposes them for the input gradient.
+Each rank casts its shard of a master weight by the scale of the whole tensor, so that the gathered weight is bit for bit the
+cast of the whole. Forward uses the gathered rows; backward, after a second all-gather, transposes them for the input gradient.
 
-FSDP2 lets a sharded tensor replace the data that is gathered (`fsdp_pre_all_gather`, `fsdp_post_all_gather`). Autograd then needs
-a parameter of the original shape and dtype for its gradient. Nobody reads it, so all of them are views of one tensor.
+FSDP2 lets a sharded tensor replace the data that is gathered (`fsdp_pre_all_gather`, `fsdp_post_all_gather`). Autograd then
+needs a parameter of the original shape and dtype for its gradient. Nobody reads it, so all of them are views of one tensor.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _shared(parameter: Any, forward: _Forward, keep: bool) -> _SharedWeight | No
         return None
     parameter.reset_sharded_param()  # a local tensor with room for padding, which then stays the same object
     weight = _SharedWeight(parameter, state, forward, keep)
-    # A weak reference: Python's garbage collector does not see a tensor that has views, so one that held the model would never be
-    # freed. The hook of the block keeps the object alive.
+    # A weak reference: Python's garbage collector does not see a tensor that has views, so one that held the model would never
+    # be freed. The hook of the block keeps the object alive.
     tensor, alive = parameter._sharded_local_tensor, weakref.proxy(weight)
     tensor.fsdp_pre_all_gather = functools.partial(_SharedWeight.before, alive)
     tensor.fsdp_post_all_gather = functools.partial(_SharedWeight.after, alive)
@@ -88,7 +88,7 @@ def _shared(parameter: Any, forward: _Forward, keep: bool) -> _SharedWeight | No
 
 
 def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight]) -> Callable[..., None]:
-    """A hook that drops weights gathered for another autocast (prefetched, or kept by an earlier forward): FSDP2 gathers again."""
+    """A hook that drops weights gathered for another autocast, early or by an earlier forward, so that FSDP2 gathers again."""
 
     def hook(*_: Any) -> None:
         group = _group(block)

@@ -1,10 +1,8 @@
-"""Sharded data parallelism: FSDP2 around each block, and around what is left.
+"""Sharded data parallelism: FSDP2 around each block, and around the rest.
 
-Each rank of a shard group keeps a part of every parameter (master weights, gradients, optimizer states); a block's parameters
-are gathered when it runs and its gradients are summed where they belong. On a [replicate, shard] mesh the gradients are then
-summed over the replicas as well. FSDP2 does this; what is Octavo's own is that weights of FP8 products travel as FP8
-(`octavo.parallel.fp8_gather`), and that gradients are summed and not averaged where the model divides its loss by the targets
-of the global batch.
+Each rank of a shard group keeps a part of every parameter (master weights, gradients, optimizer states). On a [replicate,
+shard] mesh gradients are then summed over the replicas as well. Octavo's own: weights of FP8 products travel as FP8
+(`octavo.parallel.fp8_gather`), and gradients are summed, not averaged, for a loss divided by the targets of the global batch.
 """
 
 from __future__ import annotations
@@ -21,32 +19,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from octavo.errors import InputError
-from octavo.fp8.recipe import Granularity, Operand, Recipe
+from octavo.fp8.quantizer import has_one_scale
+from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
 from octavo.parallel.fp8_gather import gather_in_fp8
 
 
-def travels_in_fp8(recipe: Recipe | None) -> bool:
-    """Whether weights under this recipe can be cast before they are gathered: with one scale a tensor they can."""
-    return recipe is not None and recipe.casts[Operand.WEIGHT].granularity is Granularity.TENSOR
-
-
 def _travels(part: nn.Module, recipe: Recipe | None) -> bool:
-    """Whether weights of `part` do under an autocast of `recipe`, where a layer may have a recipe of its own."""
-    return travels_in_fp8(recipe) or any(travels_in_fp8(state.under(recipe)) for _, state in states_of(part))
+    """True if weights of `part` are gathered in FP8 under `recipe`; a layer may have a recipe of its own."""
+    return has_one_scale(recipe) or any(has_one_scale(state.under(recipe)) for _, state in states_of(part))
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is spread over ranks.
+    """Ranks and dtypes of a sharded model.
 
     Attributes:
         mesh: [replicate, shard] or [shard].
         data_group: the ranks that see different samples.
-        recipe: the FP8 recipe that the model will run under, or None for none. Weights that have one scale a tensor are
-            gathered in FP8 under an autocast of any such recipe, and in their own dtype outside of it.
-        param_dtype: of gathered parameters, where they do not travel in FP8; None: their own.
-        reduce_dtype: in which gradients are summed; None: that of the gradient.
+        recipe: the FP8 recipe of later autocasts, or None. Weights with one scale a tensor are gathered in FP8 under an
+            autocast of any such recipe, and in their own dtype outside of it.
+        param_dtype: of parameters gathered in high precision; None: their own.
+        reduce_dtype: of the sums of gradients; None: that of the gradient.
         reshard_after_forward: free a block's parameters after its forward and gather them again in backward.
     """
 
@@ -62,14 +56,14 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding, *, summe
     """Shard a model in place, on a real device or on meta.
 
     Args:
-        model: the root; what is in no block is gathered for the whole forward and backward.
+        model: the root; parameters outside of blocks are gathered for the whole forward and backward.
         blocks: are gathered one by one, each while the one before runs.
-        how: over which ranks, and in which dtypes.
-        summed: sum gradients over the ranks; otherwise they are averaged, as data parallelism of mean losses wants it.
+        how: ranks and dtypes.
+        summed: sum gradients over the ranks; False averages them, for mean losses.
     """
     mesh = how.mesh
-    # FSDP2 wants gradients of one dtype in a group. Those of FP8 products are of the parameters' own, as on one rank, so
-    # whatever shares a block with them (norms, biases) is gathered in its own dtype too: it is small.
+    # FSDP2 wants gradients of one dtype in a group. Those of FP8 products are of the parameters' own, as on one rank, so norms
+    # and biases in their block, which are small, are gathered in their own dtype too.
     outer = MixedPrecisionPolicy(how.param_dtype, how.reduce_dtype, cast_forward_inputs=False)
     own = MixedPrecisionPolicy(None, how.reduce_dtype, cast_forward_inputs=False)
     for block in blocks:
@@ -89,7 +83,7 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding, *, summe
 
 
 def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:
-    """The last step of sharding, once every parameter has storage: let FP8 weights travel as FP8, where `how` allows it."""
+    """The last step of sharding, once every parameter has storage: FP8 weights travel as FP8, where `how` allows it."""
     parts = [part for part in blocks or [model] if _travels(part, how.recipe)]
     if parts:
         gather_in_fp8(model, parts, keep=not how.reshard_after_forward or not blocks)
@@ -97,27 +91,28 @@ def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sh
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated parts of a model that keeps its own code: the elements of its outermost module lists."""
-    lists: list[tuple[str, nn.ModuleList]] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer, _ in lists)
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
-            lists.append((name, module))
-    return [block for _, blocks in lists for block in blocks if any(True for _ in block.parameters())]
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList) and len(child) > 1:
+            found += [block for block in child if any(True for _ in block.parameters())]
+        else:
+            found += blocks_of(child)
+    return list(dict.fromkeys(found))  # a shared list once
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Every module of its own shard group; nothing for a model that is whole."""
+    """Every module with a shard group of its own."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def accumulate(model: nn.Module, *, last: bool) -> None:
-    """Before a backward: whether it is the last of its step, in which gradients are summed over the ranks."""
+    """Before a backward: sum gradients over the ranks in it if it is the `last` of its step."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
 
 
 def _refuse_fsdp1(model: nn.Module) -> None:
-    """Let FSDP1 fail with a reason. It marks every module that it is about to manage, and that is where it is stopped."""
+    """Let FSDP1 fail with a reason, when it sets its mark on the module."""
     mark = "_fsdp_use_orig_params"
 
     def refuse(self: nn.Module, value: Any) -> None:
@@ -138,6 +133,6 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 
 
 def _reshard_without_gradients(block: nn.Module, inputs: Any, output: Tensor) -> None:
-    """Parameters that were gathered for an evaluation would stay while the optimizer changes their shards."""
+    """After an evaluation, gathered parameters would stay while the optimizer changes their shards."""
     if not torch.is_grad_enabled():
         _fsdp(block).reshard()

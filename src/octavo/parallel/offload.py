@@ -1,8 +1,8 @@
-"""Activation offloading: what a block saves for backward waits in host memory.
+"""Activation offloading: a block's saved activations wait in host memory.
 
-Copies go to pinned memory in forward and back in backward, on the stream of the layers. It buys memory and pays with time;
-together with recomputation only each block's input makes the journey. PyTorch's `save_on_cpu` does not do here: it forgets
-strides, which compiled backwards insist on, and it takes weights along, which FSDP2 frees and refills behind its back.
+Copies go to pinned memory in forward and back in backward, on the stream of the layers. It saves memory and costs time. With
+recomputation only each block's input is copied. PyTorch's `save_on_cpu` would lose strides, which compiled backwards require,
+and copy weights, which FSDP2 frees and refills.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch.distributed.tensor import DTensor
 from octavo.fp8.scaling import states_of
 
 SMALLEST_BYTES = 1 << 20
-"""What is smaller stays: statistics and scales are many and weigh nothing."""
+"""Smaller tensors stay: statistics and scales are many and need little memory."""
 
 
 class _Away(NamedTuple):
-    """A tensor in host memory, and where it came from."""
+    """A copy in host memory, and the device of the original."""
 
     copy: Tensor
     device: torch.device
 
 
 def offloaded(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run(block, hidden, …)` with the activations that it saves for backward kept in host memory (pinned, of a GPU's)."""
+    """`run(block, hidden, …)` with saved activations in host memory, pinned for a GPU."""
 
     def run_offloaded(block: nn.Module, hidden: Tensor, *args: Any) -> Any:
         weights: set[int] = set()
 
         def pack(tensor: Tensor) -> Tensor | _Away:
-            if not weights:  # when the block runs, since that is when sharded weights are there
+            if not weights:  # not earlier: sharded weights have memory only while the block runs
                 weights.update(_memory_of_weights(block))
             if tensor.nbytes < SMALLEST_BYTES or 0 in tensor.stride() or _memory(tensor) in weights:
                 return tensor

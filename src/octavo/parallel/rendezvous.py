@@ -1,9 +1,9 @@
 """A key-value store without the entries of earlier rendezvous rounds.
 
-torchrun restarts all ranks when one has failed, but its agent keeps one store for all rounds. Process groups would read there
-the addresses of dead ranks: gloo then connects to ports without a listener, or hangs (torch 2.11 to 2.13, with either
-rendezvous backend). So the ranks of a round first agree on a random name, and prefix all their keys with it. torchrun's restart
-count cannot be that name: agents of several hosts count differently.
+torchrun restarts all ranks when one has failed, but its agent keeps one store for all rounds. Process groups would read the
+addresses of dead ranks there, and fail or hang (gloo of torch 2.11 to 2.13, with either rendezvous backend). So the ranks of a
+round first agree on a random name, the prefix of all their keys. torchrun's restart count will not do: agents of several hosts
+count differently.
 """
 
 from __future__ import annotations
@@ -37,13 +37,10 @@ def round_store(rank: int, world: int, timeout: float) -> Store | None:
 
 
 def round_name(store: Store, rank: int, world: int, timeout: float) -> str:
-    """A name that the ranks of this round agree on, whatever earlier rounds left in the store.
+    """A name that the ranks of this round agree on, with the errors of `round_store`.
 
     Rank 0 draws the name. Every other rank answers with the name that it read and a random token. Once every answer has this
     round's name, rank 0 publishes the tokens under it; a rank that finds its own token there is in the same round.
-
-    Raises:
-        OctavoError: not all ranks came within `timeout` seconds.
     """
     own, answered = secrets.token_hex(8), ""  # rank 0's is the name, another rank's its token
     deadline = time.monotonic() + timeout

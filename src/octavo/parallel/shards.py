@@ -1,8 +1,7 @@
-"""The local shard of a parameter: which rows this rank holds.
+"""The local shard of a parameter: the rows that this rank holds.
 
-FSDP2 shards a parameter over its first dimension. The ranks of a [replicate, shard] mesh hold each shard several times, shards
-may be uneven, and a rank may hold no rows. Code that initialises, loads or reads shards goes through `local_shard` and never
-looks at placements.
+FSDP2 shards a parameter over its first dimension; shards may be uneven or empty. Code that initialises, loads or reads shards
+goes through `local_shard` and never looks at placements.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ class LocalShard:
 
 @torch.no_grad()
 def local_shard(tensor: Tensor) -> LocalShard:
-    """This rank's rows of a parameter or buffer, sharded or not.
-
-    Raises:
-        ValueError: it is sharded over another dimension than the first.
-    """
+    """This rank's rows of a parameter or buffer; a ValueError if it is sharded over another dimension than the first."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return LocalShard(tensor.detach(), 0, shape)
