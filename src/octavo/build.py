@@ -78,18 +78,18 @@ def transform(
             with initial values by octavo.init's `random_seed`, the same on any number of ranks.
         recipe: the recipe of the later `fp8_autocast`. Here it only chooses the dtype in which sharded weights are gathered.
         dtype: of activations and of products outside FP8.
-        device: where the result lives; where the model is when absent (with several ranks: this rank's device).
+        device: of the result; when absent the model's (with several ranks: this rank's).
         config: the Hugging Face config, when `model.config` is not it.
         skip: patterns of module names (`fnmatch`, by Octavo's or Hugging Face's names) that stay out of FP8.
         layers: pattern → the layers' own recipe in place of `fp8_autocast`'s, or None to stay out of FP8.
             Later patterns win; `skip` overrides all. `fp8_autocast` joins amaxes for all of them.
-        load_from: a Hugging Face model folder whose weights are taken, by each rank its own rows.
+        load_from: a Hugging Face model folder with weights, of which each rank reads its own rows.
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
         cp_comm_type: exchange of context parallelism; without effect on one rank.
         params_dtype: of parameters; `dtype` when absent. float32 under a bf16 `dtype` is master weights.
         fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients (Octavo's decoder alone).
         recompute: keep only each block's input for backward; "mlp": all but the first product of each MLP.
-        offload: keep what blocks save for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
+        offload: keep activations saved for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
         blocks: "own" keeps the code of a model that would get Octavo's blocks, and its names in checkpoints.
 
     Raises:
@@ -157,12 +157,7 @@ def build_model(
         averaged: average the gradients of a model that keeps its own code, for mean losses; False sums them.
         from_rank0: all ranks; rank 0 has the weights.
     """
-    if blocks not in ("auto", "own"):
-        raise unknown("blocks", str(blocks), ("auto", "own"), key="model.blocks")
-    if recompute not in (False, True, "mlp"):
-        raise InputError(f'recompute = {recompute!r} is not supported: use False, True, or "mlp".')
-    if not isinstance(offload, bool):
-        raise InputError(f"offload = {offload!r} is not supported: use False or True.")
+    _check_settings(blocks, recompute, offload)
     device = torch.device(device)
     original = source if isinstance(source, nn.Module) else None
     config = source if original is None else config or getattr(original, "config", None)
@@ -193,14 +188,7 @@ def build_model(
     choose_recipes(model, layers=layers, skip=skip, excluded=excluded)
     # 3. Recompute, offload.
     stack, parts = _blocks(model)
-    if stack is None and recompute:
-        recompute_own_code(model)
-    elif recompute == "mlp":
-        recompute_mlps(model)
-    elif stack is not None and recompute:
-        stack.run_block = recomputed
-    if stack is not None and offload:
-        stack.run_block = offloaded(stack.run_block)
+    _recompute(model, stack, recompute, offload=offload)
     if device.type == "meta":
         return model.train()
     # 4. Shard.
@@ -214,6 +202,15 @@ def build_model(
     if sharding is not None:
         gather_weights_in_fp8(model, parts, sharding)
     return model.train()
+
+
+def _check_settings(blocks: str, recompute: object, offload: object) -> None:
+    if blocks not in ("auto", "own"):
+        raise unknown("blocks", str(blocks), ("auto", "own"), key="model.blocks")
+    if recompute not in (False, True, "mlp"):
+        raise InputError(f'recompute = {recompute!r} is not supported: use False, True, or "mlp".')
+    if not isinstance(offload, bool):
+        raise InputError(f"offload = {offload!r} is not supported: use False or True.")
 
 
 def _replacement(
@@ -244,6 +241,19 @@ def _blocks(model: nn.Module) -> tuple[Decoder | Blocks | None, list[nn.Module]]
         return model, list(model.layers)
     stack = getattr(model, "blocks", None)
     return (stack, list(stack)) if isinstance(stack, Blocks) else (None, blocks_of(model))
+
+
+def _recompute(model: nn.Module, stack: Decoder | Blocks | None, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
+    if stack is None:
+        if recompute:
+            recompute_own_code(model)
+        return
+    if recompute == "mlp":
+        recompute_mlps(stack)
+    elif recompute:
+        stack.run_block = recomputed
+    if offload:
+        stack.run_block = offloaded(stack.run_block)
 
 
 def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, seed: int) -> Values:

@@ -134,10 +134,11 @@ def parts(kind, degrees):
     for name, parameter in model.named_parameters():
         part, whole = local_shard(parameter), full(parameter)
         assert part.local.data_ptr() == parameter.to_local().data_ptr()
-        assert torch.equal(part.local, whole[part.start : part.stop])
+        stop = part.start + len(part.local)
+        assert torch.equal(part.local, whole[part.start : stop])
         if part.local.numel():
             assert whole.flatten()[part.first_element] == part.local.flatten()[0]
-        found.append((name, part.start, part.stop, part.shape))
+        found.append((name, part.start, stop, part.shape))
     return found
 
 
@@ -244,7 +245,7 @@ def own(**changes):
 def check_against(model, folder):
     part = local_shard(model.layers[5].layernorm_mlp.fc2_weight)
     with safe_open(folder / "model.safetensors", "pt") as file:
-        rows = file.get_slice("model.layers.5.mlp.down_proj.weight")[part.start : part.stop]
+        rows = file.get_slice("model.layers.5.mlp.down_proj.weight")[part.start : part.start + len(part.local)]
     assert torch.equal(part.local, rows)
 
 

@@ -14,15 +14,9 @@ from octavo.kernels import gemm
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One matrix of a model.
+    """One matrix of a model; `reason` explains why it is out of FP8, or has notes on one in FP8.
 
-    Attributes:
-        name: its module, or its parameter in a module with several.
-        kind: class of the module.
-        shape: of the parameter.
-        fp8: its products run in FP8.
-        reason: for a matrix out of FP8; for one in FP8, the pattern of its own recipe and notes on a head.
-        recipe: name of the layer's own recipe; empty for that of fp8_autocast.
+    recipe: name of the layer's own recipe; empty for that of fp8_autocast.
     """
 
     name: str

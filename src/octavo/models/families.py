@@ -56,7 +56,7 @@ class NameTable:
         return tuple(prefix + part for part in ((entry,) if isinstance(entry, str) else entry.names))
 
     def join(self, name: str) -> Join | None:
-        """How a parameter is joined; None for one that is the source's own."""
+        """The order of rows in a joined parameter; None for one matrix of the source."""
         _, entry = self._entry(name)
         return None if isinstance(entry, str) else entry.join
 

@@ -1,1 +1,1 @@
-"""How a model is spread over ranks and memory; never imports models."""
+"""Distribution of a model over ranks and memory; never imports models."""

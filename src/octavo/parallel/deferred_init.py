@@ -38,7 +38,7 @@ _MIX_1, _MIX_2, _GOLDEN = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, -0x61C886468
 
 @contextlib.contextmanager
 def delayed_init(enabled: bool = True) -> Iterator[None]:
-    """Build modules whose parameters are on the meta device and whose buffers are real.
+    """Build modules with parameters on the meta device and real buffers.
 
     A parameter moves to meta when it is registered, so that its module initialises it at no cost. `requires_grad`, ties, the
     parameter's class and attributes stay. Modules that other threads build are as usual.
@@ -57,7 +57,7 @@ def delayed_init(enabled: bool = True) -> Iterator[None]:
             return None
         if parameter.is_meta or isinstance(parameter, UninitializedParameter):
             return None
-        if getattr(parameter, "_is_hf_initialized", False):  # transformers marks so what it has read from a file
+        if getattr(parameter, "_is_hf_initialized", False):  # transformers marks tensors read from files
             raise InputError(
                 f"from_pretrained under octavo.delayed_init: the weights it reads ({name} of {type(module).__name__} was the"
                 " first) would be lost. Build the model by from_config and give the folder as load_from, or use"
@@ -67,7 +67,7 @@ def delayed_init(enabled: bool = True) -> Iterator[None]:
             on_meta[parameter] = _with_data(parameter, torch.empty_like(parameter.data, device="meta"))
         return on_meta[parameter]
 
-    # torch's annotation of the hook leaves out that what it returns is registered instead.
+    # The result of the hook is registered instead; torch's annotation leaves that out.
     handle = register_module_parameter_registration_hook(hook) if enabled else None  # type: ignore[arg-type]
     try:
         yield
@@ -97,11 +97,6 @@ class Values(Protocol):
         """Fill the named tensors, which have storage now."""
 
 
-def names_on_meta(model: nn.Module) -> list[str]:
-    """The parameters and buffers without storage, tied ones under their first name."""
-    return [name for name, tensor in named_tensors(model) if tensor.is_meta]
-
-
 def materialise(model: nn.Module, device: torch.device | str, values: Values) -> nn.Module:
     """Give a model on the meta device storage and values, in place; tensors that have them move to `device` and keep them.
 
@@ -115,7 +110,7 @@ def materialise(model: nn.Module, device: torch.device | str, values: Values) ->
     Raises:
         InputError: a parameter or buffer that `values` cannot fill, by name; the model is as before.
     """
-    names = names_on_meta(model)
+    names = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     values.check(model, names)
     _give_storage(model, torch.device(device))
     values.fill(model, names)
@@ -215,7 +210,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class FromRank0:
-    """Parameters and buffers broadcast from rank 0, one whole tensor at a time.
+    """Parameters and buffers broadcast from rank 0 of several, one whole tensor at a time.
 
     Attributes:
         load: rank 0's weights, None on the others; a tensor that is not there is sent as rank 0's model has it.
@@ -256,8 +251,7 @@ class FromRank0:
                 self.load(name, whole, 0)
             elif self.ranks.rank == 0:
                 whole.copy_(tensor)
-            if self.ranks.size > 1:
-                dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # bytes: no backend knows every dtype
+            dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # bytes: no backend knows every dtype
             part.copy_from(whole)
 
 

@@ -133,11 +133,8 @@ def _problems(asked: dict[str, int], world: int) -> list[str]:
         problems.append(f"hybrid_shard {hybrid} x tensor {tensor} = {hybrid * tensor} does not divide the world of {world}")
     resolved = hybrid or world // tensor
     whole = f"hybrid_shard {resolved}" if hybrid else f"hybrid_shard {resolved} (world {world} / tensor {tensor})"
-    if resolved % context:
-        problems.append(f"context {context} does not divide {whole}")
-    if resolved % expert:
-        problems.append(f"expert {expert} does not divide {whole}")
-    return problems
+    inner = {"context": context, "expert": expert}
+    return problems + [f"{name} {degree} does not divide {whole}" for name, degree in inner.items() if resolved % degree]
 
 
 def _degrees_error(asked: dict[str, int], world: int, problems: list[str]) -> InputError:

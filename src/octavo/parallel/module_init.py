@@ -124,7 +124,7 @@ def _stand_in(tensor: Tensor, device: str) -> Tensor:
 
 
 class _Around(nn.Module):
-    """A module as the child of one whose forward calls any function, for `functional_call`."""
+    """Parent of a module, for `functional_call`: its forward calls any function."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def _writes_of(step: _Step, parameter_of: Mapping[int, str]) -> dict[str, bool]:
 
 
 def _last_draws(steps: Sequence[_Step]) -> list[_Step]:
-    """The steps without those whose values are all drawn again later."""
+    """The steps without any whose parameters are all drawn again later."""
     kept: list[_Step] = []
     drawn: set[str] = set()
     for step in reversed(steps):

@@ -31,11 +31,6 @@ class LocalShard:
     shape: tuple[int, ...]
 
     @property
-    def stop(self) -> int:
-        """The row after the last one."""
-        return self.start + (self.local.shape[0] if self.shape else 1)
-
-    @property
     def first_element(self) -> int:
         """Index of the first element in the flattened whole."""
         return self.start * math.prod(self.shape[1:])
@@ -43,7 +38,7 @@ class LocalShard:
     @torch.no_grad()
     def copy_from(self, whole: Tensor) -> None:
         """Copy these rows out of a tensor of the whole shape, of any dtype and on any device."""
-        self.local.copy_(whole[self.start : self.stop] if self.shape else whole)
+        self.local.copy_(whole[self.start : self.start + len(self.local)] if self.shape else whole)
 
 
 @torch.no_grad()
