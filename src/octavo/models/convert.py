@@ -109,7 +109,7 @@ def conversion(spec: ModelSpec) -> Conversion:
 
 
 def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
-    """Compare the names and shapes of weights with a model, on meta or not, sharded or not; reads no weight.
+    """Compare the names and shapes of weights with a model, which may be on meta or sharded; reads no weight.
 
     Raises:
         InputError: the first weight that is missing or has another shape.
