@@ -31,8 +31,9 @@ class WeightLoader:
     def __call__(self, name: str, out: Tensor, start: int) -> None:
         """Fill `out` with the rows from `start` on of the named tensor, converted to its dtype and device."""
         parts = self._sources[name]
-        if out.dim() == 0:
-            out.copy_(self._weights.read(parts[0][0]))
+        if len(parts) == 1:  # `out` may be the source itself
+            stop = start + (out.shape[0] if out.dim() else 1)
+            out.copy_(self._weights.read(parts[0][0], start, stop).to(out.device))
             return
         period = sum(length for _, _, length in parts)
         rows = torch.arange(start, start + out.shape[0])
