@@ -185,7 +185,7 @@ class CheckpointWorker(Worker):
         stall, path = _timed(lambda: checkpointer.save(step, self.model, self.optimizer, {}, background=True))
         first, answer = _timed(self.next_loss)
         seconds = [first]
-        while checkpointer.ranks.any(not path.is_dir()):
+        while checkpointer.ranks.max(int(not path.is_dir())):
             checkpointer.poll()
             seconds.append(_timed(self._waited_step)[0])
         whole = time.perf_counter() - begun
@@ -224,7 +224,7 @@ class CheckpointWorker(Worker):
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(Path(folder), keep=1, report=print)
         self._wait()
-        self._checkpointer.ranks.any(True)
+        self._checkpointer.ranks.max(1)
         return self._checkpointer
 
     def _waited_step(self) -> None:
