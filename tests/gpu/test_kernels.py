@@ -83,7 +83,8 @@ def test_products(m, n, k, out_dtype, precise, bias, kind, a_format):
     got = gemm.scaled_mm(qa.cuda(), sa.cuda(), qb.cuda(), sb.cuda(), out_dtype=out_dtype, precise=precise, bias=moved)
     assert got.dtype == out_dtype
     error = (got.cpu().double() - want).norm() / want.norm()
-    assert error < (4e-3 if out_dtype == torch.bfloat16 or kind == "row" else 3e-4 if precise else 3e-3)
+    twice = 2 if kind == "block" and bias else 1  # the product is rounded to bf16, then its sum with the bias
+    assert error < (4e-3 * twice if out_dtype == torch.bfloat16 or kind == "row" else 3e-4 if precise else 3e-3)
 
 
 @pytest.mark.parametrize("columns", [17, 8192, 128256])
