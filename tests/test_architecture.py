@@ -126,6 +126,15 @@ def fault_of(component: str, name: str) -> str | None:
     return None
 
 
+def may_import(component: str) -> str:
+    """The sentence about imports in the docstring of a folder's `__init__`."""
+    refused = FORBIDDEN.get(component, set())
+    nearest = next(level for level in reversed(LAYERS[: LINE_OF[component]]) if not refused.issuperset(level))
+    others = sorted(name for name in refused if LINE_OF[name] < LINE_OF[nearest[0]])
+    but = f", but not {', '.join(others)}" if others else ""
+    return f"May import {', '.join(nearest)} and the levels above{but}."
+
+
 def modules_imported(source: str, modules: set[str]) -> set[str]:
     """The modules of `modules` that a source imports from, anywhere; a package stands for its `__init__`."""
     plain = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
@@ -157,6 +166,12 @@ def long_functions(source: str, limit: int = FUNCTION_LINES) -> list[str]:
 
 def by_file(path: Path) -> str:
     return str(path.relative_to(SOURCE))
+
+
+@pytest.mark.parametrize("component", [name for name in LINE_OF if (SOURCE / name).is_dir()])
+def test_a_folder_says_what_it_may_import(component):
+    docstring = ast.get_docstring(ast.parse((SOURCE / component / "__init__.py").read_text(encoding="utf-8")))
+    assert may_import(component) in " ".join(str(docstring).split("\n"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=by_file)

@@ -1,1 +1,4 @@
-"""Tensors in, tensors out: no state, no modules. `reference` defines what is correct."""
+"""Tensors in, tensors out: no state, no modules. `reference` defines what is correct.
+
+May import hardware, storage and the levels above.
+"""

@@ -1,4 +1,7 @@
-"""Layers with Transformer Engine's names, in FP8 under `octavo.fp8_autocast`; on a CPU too."""
+"""Layers with Transformer Engine's names, in FP8 under `octavo.fp8_autocast`; on a CPU too.
+
+May import fp8 and the levels above, but not config.
+"""
 
 from octavo.nn.attention import DotProductAttention, MultiheadAttention
 from octavo.nn.block import TransformerLayer

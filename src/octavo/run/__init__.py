@@ -1,1 +1,4 @@
-"""A run's folder: lock, metrics, trackers, progress, summary, resume, comparison, export."""
+"""A run's folder: lock, metrics, trackers, progress, summary, resume, comparison, export.
+
+May import checkpoint, watchdog and the levels above.
+"""

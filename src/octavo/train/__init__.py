@@ -1,1 +1,4 @@
-"""Training: run plan, loop, step, optimizer, evaluation, and the choice of layers for FP8."""
+"""Training: run plan, loop, step, optimizer, evaluation, and the choice of layers for FP8.
+
+May import run and the levels above.
+"""
