@@ -30,6 +30,7 @@ from octavo.data.prefetch import Prefetcher
 from octavo.data.prepared import PreparedData, check_vocabulary, prepare
 from octavo.dtypes import short_name, torch_dtype
 from octavo.errors import InputError, RunStopped
+from octavo.models.decoder import Decoder
 from octavo.parallel.coordination import all_ranks, writing_ranks
 from octavo.parallel.world import init, seed_everything, state
 from octavo.run.folder import RunFolder, locked, warn
@@ -42,6 +43,7 @@ from octavo.train import fp8_auto
 from octavo.train.evaluate import perplexity, validation_loss
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import build_optimizer
+from octavo.train.own_code_check import check_own_code
 from octavo.train.plan import RunPlan, check, model_options
 from octavo.train.step import TrainContext, begin_histories, train_step
 from octavo.watchdog.stopping import StopRequest
@@ -113,6 +115,14 @@ def _train_one(
             _warn_of_other_layout(latest, plan)
         context, validation = build(plan, prepared, watch)
         opened.callback(context.loader.close)
+        if not isinstance(context.model, Decoder):
+            check_own_code(
+                context.model,
+                vocab_size=plan.hf_config.vocab_size,
+                sequence_length=config.data.sequence_length,
+                documents=context.documents,
+                device=plan.device,
+            )
         if plan.recipe is not None:
             found = describe(context.model)
             share = f"{found.fp8_layers} of {len(found.layers)} matrices"
