@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from octavo.data.loader import BatchLoader, sequences_of
 from octavo.data.prepared import prepare
-from octavo.errors import InputError
+from octavo.errors import InputError, OctavoError
 
 
 @pytest.fixture
@@ -156,3 +156,13 @@ def test_documents_of_one_token_leave_nothing_to_predict(tmp_path, config):
 def test_a_sample_number_below_zero_is_a_mistake(data):
     with pytest.raises(ValueError, match="start at 0"):
         _loader(data).step(-1)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_token_file_that_has_changed_is_refused_before_the_model_sees_it(data, split):
+    tokens = np.memmap(data.folder / f"{split}.bin", "<u2", mode="r+")
+    tokens[5] = 60_000
+    tokens.flush()
+    loader = _loader(data, split, global_batch=1, micro_batch=1)
+    with pytest.raises(OctavoError, match=rf"the {split} split has the token id 60000.*has changed\. Remove"):
+        _ = [loader.step(i) for i in range(50)] if split == "train" else list(loader.validation(1000))

@@ -9,7 +9,7 @@ Sequences are copied from a memory map on request; `octavo.data.prefetch` reques
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -17,7 +17,7 @@ from octavo.data import rng
 from octavo.data.manifest import Split
 from octavo.data.packing import IGNORED, Batch, Int64, Sequences, join, pack_documents
 from octavo.data.prepared import PreparedData
-from octavo.errors import InputError
+from octavo.errors import InputError, OctavoError
 from octavo.parallel.mesh import fit_batch
 
 
@@ -52,6 +52,7 @@ class BatchLoader:
         self._sequences = sequences_of(prepared, split, sequence_length=sequence_length, packing=packing)
         if not len(self._sequences):
             raise InputError(_empty(prepared, split))
+        self._prepared, self._split = prepared, split
         self._seed = seed
         self.global_batch = global_batch
         self._rank = dp_rank
@@ -69,7 +70,7 @@ class BatchLoader:
         start = first_sample + self._rank * share
         places = (divmod(sample, len(self._sequences)) for sample in range(start, start + share))
         indices = [int(self._order(epoch)[position]) for epoch, position in places]
-        return [self._sequences.batch(indices[at : at + size]) for at in range(0, share, size)]
+        return [self._batch(indices[at : at + size]) for at in range(0, share, size)]
 
     def validation(self, batches: int) -> Iterator[Batch]:
         """This rank's part of the first `batches` micro-batches of the split, in fixed order, each sequence once.
@@ -81,10 +82,21 @@ class BatchLoader:
         total = min(batches * self.micro_batch, len(self._sequences))
         for first in range(0, total, self.micro_batch * self._ranks):
             mine = first + self._rank * self.micro_batch
-            batch = self._sequences.batch(range(mine, min(mine + self.micro_batch, total)) or [0])
+            batch = self._batch(range(mine, min(mine + self.micro_batch, total)) or [0])
             if mine >= total:
                 batch.labels.fill_(IGNORED)
             yield batch
+
+    def _batch(self, indices: Sequence[int]) -> Batch:
+        """Sequences of known token ids; of others a GPU would read beyond the embedding."""
+        batch = self._sequences.batch(indices)
+        largest, known = int(batch.input_ids.max()), self._prepared.manifest.max_token_id
+        if largest > known:
+            raise OctavoError(
+                f"the {self._split} split has the token id {largest}, and {known} was the largest when it was prepared: "
+                f"{str(self._prepared.folder)!r} has changed. Remove that folder, and `octavo prepare` makes it again."
+            )
+        return batch
 
     def _permutation(self, epoch: int) -> Int64:
         return rng.generator(self._seed, epoch).permutation(len(self._sequences))

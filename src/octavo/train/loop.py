@@ -120,7 +120,7 @@ def _train_one(
                 context.model,
                 vocab_size=plan.hf_config.vocab_size,
                 sequence_length=config.data.sequence_length,
-                documents=context.documents,
+                documents=config.data.packing == "documents",
                 device=plan.device,
             )
         if plan.recipe is not None:
