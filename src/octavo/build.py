@@ -29,6 +29,7 @@ from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.description import describe
+from octavo.models.exact import difference
 from octavo.models.families import decoder_spec
 from octavo.models.own_code import cast, compute_in, recompute_own_code, refuse_block_settings, refuse_head_settings
 from octavo.models.replace import choose_recipes, keep_frozen, recompute_mlps, replace_linears
@@ -217,7 +218,9 @@ def _replacement(
     original: nn.Module | None, config: Any, blocks: Literal["auto", "own"], *, can_fill: bool
 ) -> tuple[ModelSpec | None, bool, str]:
     """(spec of the decoder that replaces the model, True for new vision blocks, else the reason for the model's own code)."""
-    causal_lm = original is None or (hasattr(config, "model_type") and type(original).__name__.endswith("ForCausalLM"))
+    causal_lm = original is None or (
+        hasattr(config, "model_type") and any(base.__name__.endswith("ForCausalLM") for base in type(original).__mro__)
+    )
     vision = original is not None and is_vision_transformer(original)
     if blocks == "own" and (isinstance(original, Decoder) or isinstance(getattr(original, "blocks", None), Blocks)):
         raise InputError('blocks = "own": the model has Octavo\'s blocks already. Transform the model as it was before.')
@@ -227,7 +230,9 @@ def _replacement(
         return None, False, 'blocks = "own"'
     if causal_lm:
         spec, reason = decoder_spec(config)
-        return spec, False, reason
+        if spec is not None and original is not None:
+            reason = difference(original, _from_config(config, torch.float32), spec)
+        return None if reason else spec, False, reason
     assert original is not None
     if not can_fill and any(parameter.is_meta for parameter in original.parameters()):
         return None, False, "its blocks have initial values of their own: give load_from or load_state_dict_from_rank0"

@@ -1,0 +1,145 @@
+"""Octavo's decoder takes the place of a Hugging Face model only where that is what its config builds."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+import octavo
+from octavo.models.decoder import Decoder
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+ROPES = {
+    "default": {"rope_theta": 5e5},
+    "linear": {"factor": 2.0, "rope_theta": 1e4},
+    "llama3": {
+        "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16},
+}  # fmt: skip
+
+
+def llama(cls=LlamaForCausalLM, **changes):
+    return cls(LlamaConfig(**SIZES | changes))
+
+
+def transformed(model):
+    return octavo.transform(model, dtype=torch.float32, params_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}], ids=str)
+def test_what_the_config_builds_becomes_the_decoder(changes):
+    assert isinstance(transformed(llama(**changes)), Decoder)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_rotary_scaling_in_every_dtype(rope, dtype):
+    model = llama(rope_parameters={"rope_type": rope} | ROPES[rope]).to(dtype)
+    assert isinstance(transformed(model), Decoder)
+
+
+def test_loaded_copied_frozen_resized_and_used_models(tmp_path):
+    llama().save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    loaded(torch.zeros(1, 4, dtype=torch.long))
+    assert isinstance(transformed(copy.deepcopy(loaded)), Decoder)
+    assert isinstance(transformed(llama().requires_grad_(False).eval()), Decoder)
+    resized = llama()
+    resized.resize_token_embeddings(80)
+    assert isinstance(transformed(resized), Decoder)
+    mistral = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))
+    assert isinstance(transformed(mistral), Decoder)
+
+
+class Adapter(nn.Linear):
+    """LoRA as a subclass."""
+
+    def __init__(self, base):
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight = nn.Parameter(base.weight.detach(), requires_grad=False)
+        self.down = nn.Parameter(torch.randn(4, base.in_features) / 8)
+        self.up = nn.Parameter(torch.randn(base.out_features, 4) / 8)
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
+class Halved(LlamaForCausalLM):
+    """A subclass with its own forward."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits / 2
+        return output
+
+
+def change(edit):
+    def make():
+        model = llama()
+        edit(model)
+        return model
+
+    return make
+
+
+def hooked(model):
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
+
+
+CHANGED = {
+    "subclass": (lambda: llama(Halved), "Halved is not transformers' LlamaForCausalLM"),
+    "lm_head.bias": (change(lambda m: setattr(m, "lm_head", nn.Linear(32, 64))), "lm_head.bias is an extra"),
+    "tie by hand": (change(lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight)), "lm_head.weight.* tie"),
+    "shared layer": (change(lambda m: m.model.layers.__setitem__(1, m.model.layers[0])), r"layers\.1\..* tie"),
+    "adapter": (
+        change(lambda m: setattr(m.model.layers[0].self_attn, "q_proj", Adapter(m.model.layers[0].self_attn.q_proj))),
+        r"layers\.0\.self_attn\.q_proj is a Adapter",
+    ),
+    "activation": (change(lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.GELU())), "act_fn is a GELU"),
+    "scaling": (change(lambda m: setattr(m.model.layers[0].self_attn, "scaling", 0.3)), r"scaling is 0\.3"),
+    "epsilon": (change(lambda m: setattr(m.model.norm, "variance_epsilon", 0.1)), r"variance_epsilon is 0\.1"),
+    "config": (change(lambda m: setattr(m.config, "rms_norm_eps", 0.1)), r"where its config says 0\.1"),
+    "frequencies": (
+        change(lambda m: setattr(m.model.rotary_emb, "inv_freq", m.model.rotary_emb.inv_freq * 2)),
+        "rotates by other frequencies",
+    ),
+    "hook": (change(hooked), "has hooks"),
+    "checkpointing": (change(lambda m: m.activation_checkpointing_enable()), "gradient checkpointing is on"),
+    "forward": (
+        change(lambda m: setattr(m.lm_head, "forward", lambda x: nn.functional.linear(x, m.lm_head.weight) / 2)),
+        "lm_head.forward is overridden",
+    ),
+    "parameter": (change(lambda m: m.model.norm.register_parameter("own", nn.Parameter(torch.ones(1)))), "own is an extra"),
+    "max_norm": (change(lambda m: setattr(m.model.embed_tokens, "max_norm", 0.1)), r"max_norm is 0\.1"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_anything_else_keeps_its_code_and_its_numbers(name):
+    torch.manual_seed(0)
+    make, reason = CHANGED[name]
+    model = make().train()
+    ids = torch.randint(64, (2, 8))
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    want = model(ids).logits.detach()
+    out = transformed(model)
+    assert not isinstance(out, Decoder)
+    assert sum(p.numel() for p in out.parameters() if p.requires_grad) == trainable
+    torch.testing.assert_close(out(ids).logits.detach(), want, rtol=1e-5, atol=1e-6)
+    assert re.search(reason, str(octavo.describe(out)))
+
+
+def test_a_loss_of_its_own_is_kept():
+    model = llama()
+    model.loss_function = lambda **arguments: arguments["logits"].sum() * 0 + 7.0
+    out = transformed(model)
+    ids = torch.randint(64, (1, 8))
+    assert out(input_ids=ids, labels=ids).loss.item() == 7.0
