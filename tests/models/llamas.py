@@ -18,6 +18,8 @@ LLAMA3_ROPE = {
 SHAPES = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
+    "pad-token": {"pad_token_id": 5},
+    "pad-token-tied": {"pad_token_id": 96, "tie_word_embeddings": True},
     "multi-head": {"num_key_value_heads": 4},
     "one-group": {"num_key_value_heads": 1},
     "attention-bias": {"attention_bias": True},

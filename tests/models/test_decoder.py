@@ -56,6 +56,28 @@ def test_labels_of_minus_100_do_not_count(items):
     assert_same_gradients(model, reference)
 
 
+def test_the_row_of_the_pad_token_is_not_trained_and_others_are():
+    reference, model = pair(5, pad_token_id=5)
+    ids = tokens(3, 33)
+    ids[:, ::4] = 5
+    for m in (reference, model):
+        m(input_ids=ids, labels=ids).loss.backward()
+    assert_same_gradients(model, reference)
+    rows = model.embedding.weight.grad.abs().sum(1)
+    assert rows[5] == 0
+    assert (rows[ids[ids != 5]] > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_batch_without_targets_has_a_loss_and_gradients_of_zero(dtype):
+    model = transform(llama(), dtype=dtype)
+    ids = tokens(2, 9)
+    loss = model(input_ids=ids, labels=torch.full_like(ids, -100)).loss
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all((parameter.grad == 0).all() for parameter in model.parameters())
+
+
 def test_labels_give_the_loss_alone_and_no_labels_the_logits_alone():
     model = transform(llama(), dtype=torch.float32)
     ids = tokens(2, 9)

@@ -153,7 +153,7 @@ class Decoder(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         angles = self.rotary(position_ids)
-        hidden = functional.embedding(input_ids, self.embedding.weight).to(self.dtype)
+        hidden = functional.embedding(input_ids, self.embedding.weight, self.spec.padding).to(self.dtype)
         residual, delta = hidden, None
         for layer in self.layers:
             residual, delta = self.run_block(layer, residual, delta, mask, angles, is_first_microbatch)
@@ -166,6 +166,7 @@ class Decoder(nn.Module):
             num_items_in_batch = (target != IGNORED).sum()
             if joined:
                 dist.all_reduce(num_items_in_batch, group=self.data_group)
+            num_items_in_batch = num_items_in_batch.clamp(min=1)  # without a target the loss is 0, and no gradient NaN
         count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=hidden.device)
         gemms = self._fp8_head(hidden, is_first_microbatch)
         objective = self.objective if self.training else None

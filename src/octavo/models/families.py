@@ -99,6 +99,7 @@ class Family:
             activation=_first(config, "hidden_act", "activation_function"),
             gated=self.gated,
             tied=bool(config.tie_word_embeddings),
+            padding=getattr(config, "pad_token_id", None),
             initializer_range=config.initializer_range,
             rotary=dict(getattr(config, "rope_parameters", None) or {}),
             max_positions=config.max_position_embeddings,

@@ -24,6 +24,7 @@ class ModelSpec:
         attention_bias, mlp_bias: biases of both products of the attention, and of the MLP.
         attention_dropout: in training.
         tied: the output head is the embedding.
+        padding: the token whose row of the embedding is not trained, as in Hugging Face (`pad_token_id`).
         initializer_range: standard deviation of the initial matrices.
         rotary: Hugging Face's `rope_parameters`; empty for a model without.
         max_positions: of rotary scalings.
@@ -47,6 +48,7 @@ class ModelSpec:
     mlp_bias: bool = False
     attention_dropout: float = 0.0
     tied: bool = False
+    padding: int | None = None
     initializer_range: float = 0.02
     rotary: Mapping[str, Any] = field(default_factory=dict, hash=False)
     max_positions: int | None = None
