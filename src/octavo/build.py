@@ -39,7 +39,7 @@ from octavo.models.weight_files import InMemoryWeights, WeightFiles, Weights
 from octavo.models.weight_loader import WeightLoader
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
-from octavo.parallel.fsdp import Sharding, blocks_of, gather_weights_in_fp8, shard
+from octavo.parallel.fsdp import Sharding, blocks_of, check_same_weights, gather_weights_in_fp8, shard
 from octavo.parallel.mesh import Degrees
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.offload import offloaded
@@ -95,7 +95,7 @@ def transform(
 
     Raises:
         InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a parameter or
-            buffer that would have no value.
+            buffer that would have no value, weights that differ between ranks.
     """
     recipe = DelayedScaling() if recipe is None else coerce(recipe)
     if cp_comm_type not in ("all_gather", "p2p", "a2a"):
@@ -103,6 +103,8 @@ def transform(
     params_dtype = params_dtype or dtype
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype)
     training = model.training
+    if sharding is not None and load_from is None and not load_state_dict_from_rank0:
+        check_same_weights(model, all_ranks())
     return build_model(
         model,
         config=config,

@@ -229,3 +229,46 @@ def test_fsdp1_around_a_transformed_model_trains():
 def test_fsdp1_around_a_sharded_model_is_refused_with_the_replacement():
     with pytest.raises(AssertionError, match=r"is sharded already.*leave FullyShardedDataParallel out.*param_dtype"):
         ranks.run(2, wrapped_in_fsdp1, True)
+
+
+def own_weights(kind):
+    """Losses of a transformed model whose weights each rank draws after `octavo.init`, or how it is refused."""
+    import octavo
+
+    octavo.init()
+    config = sharded.llama_config(**sharded.SIZES)
+    if kind == "delayed":
+        with octavo.delayed_init():
+            model = LlamaForCausalLM(config)
+    else:
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16)) if kind == "own code" else LlamaForCausalLM(config)
+    options = {"load_state_dict_from_rank0": True} if kind == "rank 0" else {}
+    if kind == "one value":
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            model.model.norm.weight[3] += octavo.state.rank
+    try:
+        model = octavo.transform(model, dtype=torch.float32, device="cpu", **options)
+    except octavo.errors.InputError as error:
+        return str(error)
+    ids = torch.arange(32).view(2, 16) % 17
+    return model(input_ids=ids, labels=ids).loss.item()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("each its own", "model.embed_tokens.weight"), ("own code", "0.weight"), ("one value", "model.norm.weight")],
+)
+def test_ranks_with_different_weights_are_refused_with_the_ways_to_one(kind, name):
+    for message in ranks.run(2, own_weights, kind):
+        assert "hold different weights" in message
+        assert f"({name})" in message
+        assert "octavo.delayed_init()" in message
+        assert "load_state_dict_from_rank0=True" in message
+
+
+@pytest.mark.parametrize("kind", ["delayed", "rank 0"])
+def test_both_ways_to_one_set_of_weights(kind):
+    first, second = ranks.run(2, own_weights, kind)
+    assert first == second

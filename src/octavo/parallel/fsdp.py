@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from octavo.errors import InputError
 from octavo.fp8.quantizer import has_one_scale
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
+from octavo.parallel.coordination import Ranks
 from octavo.parallel.fp8_gather import gather_in_fp8
 
 
@@ -50,6 +52,37 @@ class Sharding:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = torch.float32
     reshard_after_forward: bool = True
+
+
+def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
+    """Refuse a model whose values differ between ranks, before each keeps its own shard of them. Collective.
+
+    Raises:
+        InputError: the first tensor that differs, and the two ways to one set of weights.
+    """
+    tensors = model.state_dict()
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        return  # sharded already, which `shard` refuses
+    own = {name: _digest(tensor) for name, tensor in tensors.items()}
+    for rank, digests in enumerate(ranks.all_gather(own)):
+        if digests != own:
+            name = next(name for name in [*own, *digests] if own.get(name) != digests.get(name))
+            raise InputError(
+                f"ranks {ranks.rank} and {rank} hold different weights ({name}), and shards of them would be a mixture: "
+                "octavo.init seeds each rank by itself. Build the model under octavo.delayed_init(), or take the weights of rank "
+                "0 by octavo.transform(model, load_state_dict_from_rank0=True)."
+            )
+
+
+def _digest(tensor: Tensor) -> tuple[str, ...]:
+    """Shape, dtype and sums of a tensor's bytes, which two draws of random weights do not share; of a meta tensor no sums."""
+    shape = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if tensor.is_meta:
+        return (shape,)
+    words = tensor.detach().contiguous().flatten().view(torch.uint8)
+    words = words.view(torch.int32) if words.numel() % 4 == 0 else words
+    half = words.numel() // 2
+    return shape, str(int(words[:half].sum())), str(int(words[half:].sum()))
 
 
 def shard(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding, *, summed: bool) -> None:
