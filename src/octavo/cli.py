@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,7 +105,8 @@ def train(
         from octavo.run.summary import summary_lines
         from octavo.train.loop import train as run
 
-        result = run(config, console=_console(stderr=as_json, quiet=_rank() > 0), stop=stop)
+        console = _console(stderr=as_json, quiet=_rank() > 0, on_closed=stop.output_closed)
+        result = run(config, console=console, stop=stop)
     _print_once(result.as_dict() if as_json else summary_lines(result))
 
 
@@ -240,10 +241,14 @@ def _names(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
-def _console(*, stderr: bool = False, quiet: bool = False) -> Console:
+def _console(*, stderr: bool = False, quiet: bool = False, on_closed: Callable[[], None] | None = None) -> Console:
+    """A console; `on_closed` is called in place of an exit when its pipe has lost its reader."""
     from rich.console import Console
 
-    return Console(stderr=stderr, quiet=quiet)
+    console = Console(stderr=stderr, quiet=quiet)
+    if on_closed is not None:
+        console.on_broken_pipe = on_closed  # type: ignore[method-assign]
+    return console
 
 
 def _rank() -> int:

@@ -9,6 +9,8 @@ at the end show that they do.
 import json
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -89,7 +91,7 @@ def test_killed_again_and_again(octavo, tiny_run, undisturbed):
     finish(octavo, run, undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_saves_and_exits_75(octavo, tiny_run, undisturbed, number):
     run = tiny_run(steps=STEPS, every=0)
     process = octavo("train", run.file)
@@ -104,6 +106,52 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(octavo, tiny_run, undistu
     assert f"stopped by {number.name} after step {last} of {STEPS}, saved" in process.stderr
     assert "Traceback" not in process.stderr
     finish(octavo, run, undisturbed)
+
+
+def start_piped(run, **options):
+    command = [sys.executable, "-m", "octavo", "train", str(run.file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    metrics = run.output / "metrics.jsonl"
+    while process.poll() is None and (not metrics.is_file() or metrics.read_bytes().count(b"\n") < 2):
+        time.sleep(0.002)
+    return process
+
+
+def test_a_pipe_without_a_reader_finishes_the_step_saves_and_exits_75(octavo, tiny_run, undisturbed):
+    run = tiny_run(steps=STEPS, every=0)
+    with start_piped(run) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+        assert process.wait() == 75, said
+    last = curve(run.output)[-1][0]
+    assert last < STEPS
+    assert [p.name for p in (run.output / "checkpoints").iterdir()] == [f"step-{last}"]
+    assert f"stopped by a closed output after step {last} of {STEPS}, saved" in said
+    assert "Traceback" not in said
+    finish(octavo, run, undisturbed)
+
+
+def test_both_outputs_closed_save_as_well(octavo, tiny_run, undisturbed):
+    run = tiny_run(steps=STEPS, every=0)
+    with start_piped(run) as process:
+        process.stdout.close()
+        process.stderr.close()
+        assert process.wait() == 75
+    assert [p.name for p in (run.output / "checkpoints").iterdir()] == [f"step-{curve(run.output)[-1][0]}"]
+    finish(octavo, run, undisturbed)
+
+
+def test_under_nohup_a_hangup_changes_nothing(tiny_run, undisturbed):
+    run = tiny_run(steps=STEPS, every=0)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as from nohup
+    try:
+        process = start_piped(run)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.send_signal(signal.SIGHUP)
+    _, said = process.communicate()
+    assert process.returncode == 0, said
+    assert curve(run.output) == curve(undisturbed[0].output)
 
 
 def test_the_bf16_run_beside_it_continues_too(octavo, tiny_run, undisturbed):

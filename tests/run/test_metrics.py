@@ -66,6 +66,17 @@ def test_a_line_torn_exactly_before_its_line_end_is_cut(tmp_path):
     assert [r["step"] for r in read_metrics(path)] == [1, 2]
 
 
+@pytest.mark.parametrize("damaged", [b"{]\n", b"\xff\xfe\n", b"7\n", b'{"loss": 1.0}\n', b'{"step": null}\n', b"\n"])
+def test_a_damaged_line_in_the_middle_costs_no_other(tmp_path, damaged):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 4), damaged)
+    path.write_bytes(path.read_bytes() + b"".join(encode({"step": s}).encode() + b"\n" for s in range(4, 8)))
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
+    cut(path, 5)
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4, 5]
+    assert damaged in path.read_bytes()
+
+
 def test_a_cut_to_zero_empties_the_file_and_an_absent_one_stays_absent(tmp_path):
     path = tmp_path / "metrics.jsonl"
     cut(path, 3)

@@ -69,8 +69,8 @@ def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
             name = next(name for name in [*own, *digests] if own.get(name) != digests.get(name))
             raise InputError(
                 f"ranks {ranks.rank} and {rank} hold different weights ({name}), and shards of them would be a mixture: "
-                "octavo.init seeds each rank by itself. Build the model under octavo.delayed_init(), or take the weights of rank "
-                "0 by octavo.transform(model, load_state_dict_from_rank0=True)."
+                "octavo.init seeds each rank by itself. Build the model under octavo.delayed_init(), or take those of rank 0: "
+                "octavo.transform(model, load_state_dict_from_rank0=True)."
             )
 
 

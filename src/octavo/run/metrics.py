@@ -74,12 +74,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [
         {key: _NOT_NUMBERS.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
         for _, record in _whole_lines(path)
+        if record is not None
     ]
 
 
 def cut(path: Path, last_step: int) -> None:
     """Cut the lines after `last_step`, and a torn line."""
-    kept = takewhile(lambda line: line[1]["step"] <= last_step, _whole_lines(path))
+    kept = takewhile(lambda line: line[1] is None or line[1]["step"] <= last_step, _whole_lines(path))
     end = sum(len(line) for line, _ in kept)
     if path.is_file():
         with path.open("rb+") as file:
@@ -87,16 +88,18 @@ def cut(path: Path, last_step: int) -> None:
             os.fsync(file.fileno())
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line with its record, up to a torn line."""
+def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Each line with its record, up to a torn last line; None for a damaged line between whole ones."""
     if not path.is_file():
         return
     for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            record = json.loads(line) if line.endswith(b"\n") else {}
-            record["step"]
-        except (ValueError, KeyError, TypeError):
+        if not line.endswith(b"\n"):
             return
+        try:
+            record = json.loads(line)
+            int(record["step"])
+        except (ValueError, KeyError, TypeError):
+            record = None
         yield line, record
 
 

@@ -1,12 +1,15 @@
-"""SIGTERM and SIGINT: a run that is asked to stop finishes its step, saves, and says "run me again".
+"""Signals and a closed output: a run that is asked to stop finishes its step, saves, and says "run me again".
 
 Before the first step there is nothing to save, so a signal ends the run at once, with the same exit code. From then on it
 only sets a flag that the loop reads between steps: an exception inside an optimizer step or a rename would leave it half done.
-A second SIGTERM means nothing new, since schedulers may send it twice. A second Ctrl-C interrupts at once.
+A second SIGTERM means nothing new, since schedulers may send it twice. A second Ctrl-C interrupts at once. SIGHUP (the terminal
+is gone) and a pipe without a reader count as SIGTERM; under nohup SIGHUP stays ignored.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -20,7 +23,7 @@ class _StopSignal(BaseException):
 
 
 class StopRequest:
-    """A context that handles both signals; after one before the first step its exit raises RunStopped."""
+    """A context that handles the signals; after one before the first step its exit raises RunStopped."""
 
     def __init__(self) -> None:
         self.received: str | None = None  # name of the first signal
@@ -30,8 +33,9 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is not threading.main_thread():
             return self  # Python delivers signals to the main thread only
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -46,10 +50,33 @@ class StopRequest:
         """From now on a signal waits for the end of the step."""
         self._training = True
 
+    def output_closed(self) -> None:
+        """Stop as for a signal: whoever read the output is gone."""
+        _silence_closed_outputs()
+        if threading.current_thread() is threading.main_thread():
+            self._stop("a closed output")
+        else:
+            self.received = self.received or "a closed output"  # the main thread reads it after its step
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        repeated = self.received is not None
-        if repeated and number == signal.SIGINT:
+        if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = self.received or signal.Signals(number).name
+        _silence_closed_outputs()
+        self._stop(signal.Signals(number).name)
+
+    def _stop(self, cause: str) -> None:
+        repeated = self.received is not None
+        self.received = self.received or cause
         if not self._training and not repeated:
             raise _StopSignal(f"stopped by {self.received} before the first step: nothing to save. Run the same command again.")
+
+
+def _silence_closed_outputs() -> None:
+    """Send stdout and stderr to nowhere if their pipe or terminal is closed: the next line printed would end the run."""
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)  # errors and hang-ups are always reported
+        if poll.poll(0):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
