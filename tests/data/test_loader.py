@@ -1,11 +1,14 @@
 """The same samples in the same global batches, whatever the ranks and the place where a run resumes."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.data import rng
 from octavo.data.loader import BatchLoader, sequences_of
 from octavo.data.prepared import prepare
 from octavo.errors import InputError, OctavoError
@@ -67,6 +70,27 @@ def test_a_global_batch_crosses_epochs_and_may_hold_several(data):
     wide = _loader(data, global_batch=3 * n, micro_batch=n)
     expected = [_rows(one.step(n - 2 + i))[0] for i in range(3 * n)]
     assert _rows(wide.step(n - 2)) == expected
+
+
+def test_threads_share_the_permutation_of_an_epoch(data, monkeypatch):
+    loader = _loader(data)
+    expected = _rows(_loader(data).step(0))
+    found, epochs = [], []
+    second = threading.Thread(target=lambda: found.append(_rows(loader.step(0))))
+    generator = rng.generator
+
+    def counted(seed, stream):
+        epochs.append(stream)
+        if len(epochs) == 1:  # while the first thread computes the order
+            second.start()
+            second.join(timeout=0.3)
+        return generator(seed, stream)
+
+    monkeypatch.setattr(rng, "generator", counted)
+    assert _rows(loader.step(0)) == expected
+    second.join()
+    assert found == [expected]
+    assert epochs == [0]
 
 
 @pytest.fixture(scope="module")

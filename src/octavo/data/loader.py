@@ -4,13 +4,15 @@ Sample g of a run is sequence `permutation(seed, g // n)[g % n]` of the n sequen
 resumed run, on any number of ranks and with any micro-batch, sees the same samples in the same global batches. The price is a
 permutation in memory, 8 bytes a sequence.
 
-Sequences are copied from a memory map on request; `octavo.data.prefetch` requests them early, in several threads.
+Sequences are copied from a memory map on request; `octavo.data.prefetch` requests them early, in several threads, which share
+one permutation.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 from octavo.data import rng
@@ -52,12 +54,14 @@ class BatchLoader:
         self._sequences = sequences_of(prepared, split, sequence_length=sequence_length, packing=packing)
         if not len(self._sequences):
             raise InputError(_empty(prepared, split))
-        self._prepared, self._split = prepared, split
-        self._seed = seed
+        self._prepared = prepared
+        self._split: Split = split
         self.global_batch = global_batch
         self._rank = dp_rank
         self._ranks = dp_size
-        self._order = lru_cache(maxsize=2)(self._permutation)  # a step spans two epochs at most, unless epochs are tiny
+        # A step spans two epochs at most, unless epochs are tiny.
+        self._order = lru_cache(maxsize=2)(partial(_permutation, seed, len(self._sequences)))
+        self._ordering = threading.Lock()
 
     def step(self, first_sample: int) -> list[Batch]:
         """This rank's micro-batches, a contiguous part of the global batch that begins at `first_sample`.
@@ -66,10 +70,12 @@ class BatchLoader:
         """
         if first_sample < 0:
             raise ValueError(f"sample numbers start at 0, not {first_sample}")
-        share, size = self.global_batch // self._ranks, self.micro_batch
+        share = self.global_batch // self._ranks
+        size = self.micro_batch
         start = first_sample + self._rank * share
         places = (divmod(sample, len(self._sequences)) for sample in range(start, start + share))
-        indices = [int(self._order(epoch)[position]) for epoch, position in places]
+        with self._ordering:  # one thread computes the order of an epoch, the others wait for it
+            indices = [int(self._order(epoch)[position]) for epoch, position in places]
         return [self._batch(indices[at : at + size]) for at in range(0, share, size)]
 
     def validation(self, batches: int) -> Iterator[Batch]:
@@ -98,9 +104,6 @@ class BatchLoader:
             )
         return batch
 
-    def _permutation(self, epoch: int) -> Int64:
-        return rng.generator(self._seed, epoch).permutation(len(self._sequences))
-
 
 def sequences_of(
     prepared: PreparedData, split: Split, *, sequence_length: int, packing: Literal["join", "documents"]
@@ -109,6 +112,10 @@ def sequences_of(
     tokens, offsets = prepared.tokens(split), prepared.offsets(split)
     pieces = join(len(tokens), sequence_length) if packing == "join" else pack_documents(offsets, sequence_length)
     return Sequences(tokens, pieces, sequence_length, pad_id=prepared.manifest.end_token_id or 0)
+
+
+def _permutation(seed: int, sequences: int, epoch: int) -> Int64:
+    return rng.generator(seed, epoch).permutation(sequences)
 
 
 def _empty(prepared: PreparedData, split: Split) -> str:
