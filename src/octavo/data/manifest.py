@@ -125,9 +125,11 @@ def damage(folder: Path, manifest: Manifest) -> str | None:
     """The first missing file, or file of the wrong size, as a sentence; None if there is none."""
     for name, file in manifest.files.items():
         path = folder / name
-        if not path.is_file():
+        try:
+            size = path.stat().st_size
+        except OSError:
             return f"{path} is missing"
-        if (size := path.stat().st_size) != file.size:
+        if size != file.size:
             return f"{path} has {size:,} bytes where its manifest says {file.size:,}"
     return None
 
@@ -147,7 +149,8 @@ def changes(manifest: Manifest, paths: Sequence[Path]) -> tuple[str | None, list
     for name, path in current.items():
         if name not in known:
             return f"{name} is new", []
-        before, status = known[name], path.stat()
+        before = known[name]
+        status = path.stat()
         if status.st_size != before.size:
             return f"{name} has {status.st_size:,} bytes and had {before.size:,}", []
         now = before if status.st_mtime_ns == before.mtime_ns else record(path)
