@@ -151,7 +151,9 @@ def _fp8() -> dict[str, str]:
     import torch
 
     gpus = range(torch.cuda.device_count())
-    mode = ("native" if all(map(supports_fp8, gpus)) else "bf16") if gpus else "emulated"
+    mode = "native" if all(map(supports_fp8, gpus)) else "bf16"
+    if not gpus:
+        mode = "emulated"
     return {"mode": mode, "means": FP8_MODES[mode]}
 
 
@@ -225,7 +227,7 @@ def _missing(found: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def render(found: dict[str, Any], console: Console) -> None:
-    """Print what `examine` found."""
+    """Print the findings of `examine`."""
     facts = Table.grid(padding=(0, 2))
     for title, text in _facts(found):
         facts.add_row(title, escape(text))

@@ -3,7 +3,7 @@
 One group of processes trains, saves in the foreground, then in the background. A second group, with another number of ranks
 and other weights, restores the last checkpoint. The sha256 of gathered weights, moments and FP8 state must be the same, and so
 must the next loss; otherwise the row has an error. The first save in the background allocates the pinned buffer that later ones
-reuse, so `stall_seconds` is that of the last one. The disk holds one checkpoint at a time: the 8B shape has 96 GB. Where the
+reuse, so `stall_seconds` is that of the last one. The disk holds one checkpoint at a time: the 8B shape has 96 GB. If the
 host's page cache holds the files, `restore_seconds` is the time of the cache and not of the disk.
 """
 

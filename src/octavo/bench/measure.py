@@ -1,7 +1,7 @@
 """Measures all entries on one case, in turns.
 
 Speed drifts with temperature and load, so entries take turns: each is built, warmed up and timed for half of its steps, then
-all are timed again (A B C, A B C). Between turns an entry keeps weights and optimizer states and frees its activations. Where
+all are timed again (A B C, A B C). Between turns an entry keeps weights and optimizer states and frees its activations. If
 the memory does not hold all entries, each takes both turns at once and ends; `interleaved` in the row tells the two apart.
 """
 

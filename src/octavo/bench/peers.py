@@ -67,7 +67,10 @@ class Entry:
 class Training:
     """A model with its training step, by default with PyTorch's fused AdamW.
 
-    loss: a function of inputs (token ids or images) and labels. graph: forward and backward are one CUDA graph.
+    Args:
+        loss: function of inputs (token ids or images) and labels.
+        around: makes the context manager around a forward.
+        graph: forward and backward are one CUDA graph.
     """
 
     def __init__(
@@ -79,7 +82,10 @@ class Training:
         *,
         graph: bool = False,
     ) -> None:
-        self.model, self.loss, self.around, self.graph = model, loss, around, graph
+        self.model = model
+        self.loss = loss
+        self.around = around
+        self.graph = graph
         self.optimizer = torch.optim.AdamW(model.parameters(), **ADAMW) if optimizer is None else optimizer
         self.gradients = graphed(self._loss, model.parameters()) if graph else self._gradients
 
@@ -157,7 +163,8 @@ def build_octavo(
     # With transformers' model classes, which import torchao: a broken torchao must not cost the other entries their rows.
     from octavo.build import build_model, sharding_of, transform
 
-    scaling = RECIPES[recipe](**({"fast_accumulation": fast} if fast else {})) if recipe else None
+    options = {"fast_accumulation": fast} if fast else {}  # rowwise and block scaling have no such field
+    scaling = RECIPES[recipe](**options) if recipe else None
     around = partial(fp8_autocast, enabled=scaling is not None, fp8_recipe=scaling)
     if isinstance(case, VisionCase):
         model = transform(timm_model(case, device, seed), scaling, dtype=torch.bfloat16, params_dtype=torch.float32)

@@ -87,7 +87,8 @@ class Backbone(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.head_dim, self.rope_theta = spec.head_dim, spec.rotary["rope_theta"]
+        self.head_dim = spec.head_dim
+        self.rope_theta = spec.rotary["rope_theta"]
         self.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden_size)
         self.layers = nn.ModuleList(Block(spec) for _ in range(spec.layers))
         self.norm = nn.RMSNorm(spec.hidden_size, spec.norm_eps)

@@ -167,7 +167,8 @@ def _compared(suite: Suite, entries: Sequence[str] | None, peers: Sequence[str] 
     """The entries by name; or Octavo's own with those of the groups of peers, by default all that are installed."""
     if entries or (suite.usual and peers is None):
         return [suite.entries[name] for name in entries or suite.usual]
-    found, missing = [], dict[str, list[str]]()
+    found: list[Entry] = []
+    missing: dict[str, list[str]] = {}
     for name, entry in suite.entries.items():
         if entry.package and peers is None and version(entry.package) is None:
             missing.setdefault(entry.package, []).append(name)

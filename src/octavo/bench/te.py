@@ -63,8 +63,8 @@ class VisionLayer(nn.Module):
     """A block of a vision transformer: parts, names and function of `te.TransformerLayer`, with fewer passes over memory.
 
     `te.TransformerLayer` slices the joint product into query, key and value: backward fills a tensor of zeros for each, copies
-    the gradient into it, and adds the three. It also adds the biases of the second products in separate operations, whose
-    backward sums the gradient once more.
+    the gradient into it, and adds the three. It also adds the biases of the second products in separate operations, and
+    their backward sums the gradient once more.
     """
 
     def __init__(self, case: VisionCase, eps: float, device: torch.device) -> None:

@@ -49,8 +49,11 @@ class Worker:
     """
 
     def __init__(self, entry: Entry, case: AnyCase, device: torch.device, rendezvous: str) -> None:
-        self.entry, self.case, self.rendezvous = entry, case, rendezvous
-        self.device, self.on_gpu = device, device.type == "cuda"
+        self.entry = entry
+        self.case = case
+        self.rendezvous = rendezvous
+        self.device = device
+        self.on_gpu = device.type == "cuda"
 
     def build(self, seed: int = SEED) -> dict[str, Any]:
         """Join the other ranks and build the model with weights of this seed."""
@@ -157,7 +160,8 @@ class CheckpointWorker(Worker):
         """As `Worker.build`."""
         self.case = dataclasses.replace(self.case, batch=1)
         super().build(seed)
-        self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
+        self.model = self.trainer.model
+        self.optimizer = self.trainer.optimizer
         self.common = labelled_batches(self.case, self.device)[0]
         self._checkpointer: Checkpointer | None = None
         return {}

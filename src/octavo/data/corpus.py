@@ -34,7 +34,7 @@ class Source:
     Attributes:
         files: lists its files in order; none for a data set of the Hub, since `datasets` manages those files.
         documents: starts a new iteration over its documents.
-        text: True: the documents are text; None: the first one tells; False: a data set would have to be loaded.
+        text: True: the documents are text; None: the first document has to be read; False: unknown without loading a data set.
     """
 
     files: Callable[[], Sequence[Path]]

@@ -53,12 +53,12 @@ class DocumentStore:
             InputError: text among token ids, or the reverse; text that has no UTF-8 form.
         """
         if not self.stored:
-            self._first_origin, self.tokenised = document.origin, document.text is None
+            self._first_origin = document.origin
+            self.tokenised = document.text is None
         if (document.text is None) != self.tokenised:
-            origins = (document.origin, self._first_origin) if self.tokenised else (self._first_origin, document.origin)
-            raise InputError(
-                "data.source mixes text ({}) with token ids ({}). Use two runs, or tokenise all of it.".format(*origins)
-            )
+            first, this = self._first_origin, document.origin
+            text, tokens = (this, first) if self.tokenised else (first, this)
+            raise InputError(f"data.source mixes text ({text}) with token ids ({tokens}). Use two runs, or tokenise all of it.")
         payload = self._encode(document)
         self._file.write(payload)
         self.stored += len(payload)

@@ -85,10 +85,12 @@ def pack_documents(offsets_D: npt.NDArray[Any], sequence_length: int) -> Packing
     start_P = np.concatenate([whole_start_P, rest_start_P])
     length_P = np.concatenate([np.full(len(whole_start_P), sequence_length), rest_length_P])
     bin_P = np.concatenate([np.arange(len(whole_start_P)), bin_P])
-    # The first piece of each bin, by start, and the number of its pieces.
-    _, first, counts = np.unique(bin_P[np.argsort(start_P)], return_index=True, return_counts=True)
-    order = np.lexsort((start_P, first[bin_P]))
-    return Packing(start_P[order], length_P[order], np.concatenate([[0], np.cumsum(counts[np.argsort(first)])]))
+    # Of each bin, the position of its first piece among all pieces by start, and the number of its pieces.
+    by_start = np.argsort(start_P)
+    _, first, pieces = np.unique(bin_P[by_start], return_index=True, return_counts=True)
+    order = np.lexsort((start_P, first[bin_P]))  # bins by their first piece, pieces by start
+    first_S = np.concatenate([[0], np.cumsum(pieces[np.argsort(first)])])
+    return Packing(start_P[order], length_P[order], first_S)
 
 
 def _best_fit(length_P: Int64, capacity: int) -> Int64:

@@ -32,7 +32,8 @@ class Prefetcher:
         self, loader: BatchLoader, *, workers: int = 0, device: torch.device | None = None, end: float = math.inf
     ) -> None:
         self.loader = loader
-        self._workers, self._end = workers, end
+        self._workers = workers
+        self._end = end
         self._pin = device is not None and device.type == "cuda"
         self._queue: deque[tuple[int, Future[list[Batch]]]] = deque()
         # Pinning needs a CUDA context: this device's, not one more on the first GPU.

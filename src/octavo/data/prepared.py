@@ -104,7 +104,7 @@ def prepared_or_none(config: DataConfig) -> PreparedData | None:
 
 
 def folder_of(config: DataConfig) -> Path:
-    """The folder of the prepared data of a section, whether or not it exists."""
+    """The folder of the prepared data of a section; it need not exist."""
     digest = hashlib.sha256(json.dumps(manifest.key(config), sort_keys=True).encode()).hexdigest()
     first, *others = source_names(config)
     slug = re.sub(r"[^a-z0-9]+", "-", Path(first).name.lower()).strip("-")[:40] or "data"

@@ -30,7 +30,10 @@ class StepProgress:
     """
 
     def __init__(self, console: Console, *, label: str, steps: int, done: int, every: int) -> None:
-        self.console, self.label, self.steps, self.every = console, label, steps, every
+        self.console = console
+        self.label = label
+        self.steps = steps
+        self.every = every
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
         self._live: Progress | None = None
         # Not on a quiet rank: a live line captures stdout and stderr, and would swallow other output.
