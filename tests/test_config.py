@@ -41,7 +41,7 @@ def run_file(tmp_path):
 
 
 def message(call, *arguments):
-    """What an InputError with exit code 2 says."""
+    """The message of an InputError with exit code 2."""
     with pytest.raises(InputError) as raised:
         call(*arguments)
     assert raised.value.exit_code == EXIT_INPUT

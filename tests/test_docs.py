@@ -1,4 +1,4 @@
-"""What the documents say is what the code has."""
+"""The documents agree with the code."""
 
 import json
 import re

@@ -49,7 +49,7 @@ def break_rank_1(tmp_path, monkeypatch):
 
 @pytest.fixture
 def with_torchvision(tmp_path, monkeypatch):
-    """What `SHIM` does, in the processes of entries too."""
+    """The effect of `SHIM`, in the processes of entries too."""
     folder = tmp_path / "site"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(SHIM)

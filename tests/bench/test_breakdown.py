@@ -1,4 +1,4 @@
-"""Where a step's time goes: names of kernels as they are written on a Hopper GPU, and the sums that a row keeps."""
+"""Breakdown of a step's time: names of kernels as they are written on a Hopper GPU, and the sums that a row keeps."""
 
 import importlib
 import io

@@ -1,4 +1,4 @@
-"""What a person sees: a live line on a terminal, plain lines elsewhere, and nothing that is not known."""
+"""Progress of a run: a live line on a terminal, plain lines elsewhere, and no field without a value."""
 
 import io
 import re

@@ -282,7 +282,7 @@ def measure_layers(
             failures: dict[str, str] = {}
             for library in libraries:
                 try:
-                    found = [found_tensors(library, layer, size, recipe, *one, passes) for one in drawn]
+                    found = (found_tensors(library, layer, size, recipe, *one, passes) for one in drawn)
                     medians[library.name] = _median_errors(found, expected)
                 except Exception as fault:  # a peer's failure must not cost the others their figures
                     failures[f"{library.name}_failed"] = first_line(fault)
@@ -293,9 +293,9 @@ def measure_layers(
     return rows
 
 
-def _median_errors(found: list[Tensors], expected: list[Tensors]) -> dict[str, float]:
-    """By tensor; the lists have an item for each seed."""
-    return {
-        name: statistics.median(error(one[name], other[name]) for one, other in zip(found, expected, strict=True))
-        for name in expected[0]
-    }
+def _median_errors(found: Iterable[Tensors], expected: list[Tensors]) -> dict[str, float]:
+    """By tensor; both have an item for each seed, and one of `found` is in memory at a time."""
+    errors = [
+        {name: error(one[name], tensor) for name, tensor in other.items()} for one, other in zip(found, expected, strict=True)
+    ]
+    return {name: statistics.median(seed[name] for seed in errors) for name in expected[0]}
