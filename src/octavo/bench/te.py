@@ -2,7 +2,7 @@
 
 Norms, products, activation and rotary embedding are Transformer Engine's fused kernels, attention is cuDNN's, query/key/value
 are one parameter. The Llama's embedding and output head are PyTorch's in bfloat16; its loss is one compiled kernel. Set
-`ENVIRONMENT` of `octavo.bench.peers` before the import.
+`ENVIRONMENT` of `octavo.bench.peers` before the import: Transformer Engine reads it when its modules are made.
 Shapes: B batch, T sequence, D hidden size.
 """
 

@@ -2,9 +2,9 @@
 
     python -m octavo.bench.worker SUITE ENTRY CASE DEVICE RENDEZVOUS
 
-So no entry inherits compiled code, an allocator or FP8 state from another, and a crash is a row with an error. Requests come on
-standard input as JSON objects, one a line: {"do": method, argument: value, …}. Each gets one answer on standard output: its
-figures, or {"error": text}. Output of libraries goes to standard error. Ranks meet at the file RENDEZVOUS.
+In a process of its own an entry inherits no compiled code, allocator or FP8 state from another, and a crash is a row with an
+error. Requests come on standard input as JSON objects, one a line: {"do": method, argument: value, …}. Each gets one answer on
+standard output: its figures, or {"error": text}. Output of libraries goes to standard error. Ranks meet at the file RENDEZVOUS.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class CheckpointWorker(Worker):
         return {"digests": found} if world.state.rank == 0 else {}
 
     def _ready(self, folder: str) -> Checkpointer:
-        """The checkpointer, one for all saves since it keeps the pinned buffer, once device and ranks have come here."""
+        """The checkpointer of all saves, which keeps the pinned buffer; waits for the device and for the other ranks."""
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(Path(folder), keep=1, report=print)
         self._wait()

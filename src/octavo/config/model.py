@@ -10,7 +10,7 @@ from octavo.config.section import Section
 
 
 class ModelConfig(Section):
-    """Which transformer is trained."""
+    """The transformer, its weights and its dtypes."""
 
     source: str = Field(description='A Hugging Face folder or id, or a built-in shape such as "llama-1b".')
     load: bool = Field(False, description="Start from the pretrained weights of `source` instead of random ones.")

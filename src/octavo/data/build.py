@@ -84,7 +84,8 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
 def split(documents: DocumentNumbers, config: DataConfig) -> tuple[DocumentNumbers, DocumentNumbers | None]:
     """The documents of training and of validation: round(validation_fraction · documents), chosen by the seed.
 
-    None in place of validation: the tokens of the only document are split, the last part is held out.
+    Each side has one at least. A corpus of one document has None for validation: its tokens are split, the last part is held
+    out.
     """
     count = len(documents)
     if config.validation_fraction == 0:

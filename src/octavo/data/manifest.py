@@ -138,7 +138,7 @@ def changes(manifest: Manifest, paths: Sequence[Path]) -> tuple[str | None, list
     """Compare the sources with the manifest.
 
     Returns:
-        The first change as a sentence, or None and the sources with current modification times.
+        The first change as a sentence and no sources, or None and all sources with current modification times.
     """
     known = {source.path: source for source in manifest.sources}
     current = {str(path.absolute()): path for path in paths}
