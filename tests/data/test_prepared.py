@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -261,6 +262,21 @@ def test_files_that_come_and_go_are_changes(tmp_path, config):
     (folder / "a.txt").unlink()
     with pytest.raises(InputError, match=r"a\.txt is gone"):
         prepare(config(folder / "*.txt"), on_change="error")
+
+
+def test_a_file_that_cannot_be_examined_counts_as_missing(lines, config, monkeypatch):
+    folder = prepare(config(lines)).folder
+    stat = Path.stat
+
+    def denied(path, **how):
+        if path == folder / "train.bin":
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", denied)
+        assert prepared_or_none(config(lines)) is None
+    assert prepared_or_none(config(lines)) is not None
 
 
 def test_damaged_files_are_named_and_made_again(lines, config, notices):
