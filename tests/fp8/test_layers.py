@@ -167,6 +167,14 @@ def test_under_torch_autocast_the_amax_of_a_master_weight_is_its_own():
         assert bits(found) in (bits(exact), bits(exact.bfloat16().float()))
 
 
+def test_inspect_of_a_layer_whose_first_forward_failed():
+    with octavo.fp8_autocast():
+        layer = octavo.nn.LayerNormMLP(HIDDEN, 32)  # inside: entering an autocast gives slots to earlier layers only
+        with pytest.raises(RuntimeError, match=str(HIDDEN)):
+            layer(torch.randn(3, HIDDEN - 16))
+    assert octavo.fp8.inspect(layer)["fc2"] == {}
+
+
 torch_warns_of_itself = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 """Dynamo instantiates `torch.autograd.Function` while it traces any such function."""
 

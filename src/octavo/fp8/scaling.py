@@ -360,14 +360,22 @@ def inspect(module: nn.Module) -> dict[str, Any]:
 
 def _entries(state: ModuleState) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
-    for operand, how in state.recipe.casts.items() if state.recipe is not None else ():
-        entry = entries[operand.value] = {
-            "format": how.format.name, "scale": state.observed.get(operand), "amax_history": None, "saturated": False,
-        }  # fmt: skip
+    if state.recipe is None:
+        return entries
+    for operand, how in state.recipe.casts.items():
+        entry: dict[str, Any] = {
+            "format": how.format.name,
+            "scale": state.observed.get(operand),
+            "amax_history": None,
+            "saturated": False,
+        }
         if how.delayed:
-            slot = state.slots[operand]
+            slot = state.slots.get(operand)
+            if slot is None:  # the first forward failed, or needed no cast
+                continue
             entry["scale"], entry["amax_history"] = slot.scale.clone(), slot.history.clone()
             entry["saturated"] = bool(slot.buffer.saturated[slot.index])
+        entries[operand.value] = entry
     return entries
 
 
