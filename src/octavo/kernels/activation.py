@@ -276,9 +276,16 @@ def launch(name: str, x: Tensor, block: int, quantizer: Quantizer, *, tiles: Til
 
 
 def launch_backward(
-    name: str, dy: Tensor, x: Tensor, block: int, quantizer: Quantizer,
-    *, recompute: Quantizer | None = None, bias: bool = False, tiles: Tiles | None = None,
-) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:  # fmt: skip
+    name: str,
+    dy: Tensor,
+    x: Tensor,
+    block: int,
+    quantizer: Quantizer,
+    *,
+    recompute: Quantizer | None = None,
+    bias: bool = False,
+    tiles: Tiles | None = None,
+) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
     """Run the kernel; see `activation_backward`. `tiles`: of the kernel without packing."""
     curve, gated = reference.ACTIVATIONS[name]
     x, dy = adjacent_columns(x), adjacent_columns(dy)
@@ -315,9 +322,15 @@ def activation(name: str, x: Tensor, block: int, quantizer: Quantizer) -> Quanti
 
 
 def activation_backward(
-    name: str, dy: Tensor, x: Tensor, block: int, quantizer: Quantizer,
-    *, recompute: Quantizer | None = None, bias: bool = False,
-) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:  # fmt: skip
+    name: str,
+    dy: Tensor,
+    x: Tensor,
+    block: int,
+    quantizer: Quantizer,
+    *,
+    recompute: Quantizer | None = None,
+    bias: bool = False,
+) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
     """The gradient of `activation`'s input x, computed in float32 and stored as `quantizer` says.
 
     dy: [R, F]. recompute: also the result of forward, with its bits, stored as this quantizer says. bias: also the float32 sum

@@ -86,9 +86,16 @@ class _Operands(NamedTuple):
 
 
 def mm(
-    a: Tensor, b: Tensor, out_dtype: torch.dtype, *, scales: tuple[Tensor, Tensor] | None = None, fast: bool = False,
-    bias: Tensor | None = None, out: Tensor | None = None, recurring: bool = True,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
+    fast: bool = False,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    recurring: bool = True,
+) -> Tensor:
     """a [M, K] · b [K, N] + bias on a GPU: `torch._scaled_mm` where there are scales, else `torch.mm` and `torch.addmm`.
 
     a, b: by rows or by columns; FP8 with `scales` float32 [] each (`a` by rows, `b` by columns, K and N in multiples of 16), or

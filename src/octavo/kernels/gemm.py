@@ -39,9 +39,16 @@ def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_mm(
-    a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, *, out_dtype: torch.dtype, precise: bool = False,
-    bias: Tensor | None = None, recurring: bool = True,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    precise: bool = False,
+    bias: Tensor | None = None,
+    recurring: bool = True,
+) -> Tensor:
     """(a · a_scale_inv) (b · b_scale_inv)ᵀ + bias, accumulated in float32.
 
     a: FP8 [M, C]. b: FP8 [N, C]. Scales as in `reference.dequantize`. bias: [N]. Returns [M, N] in `out_dtype`.
@@ -100,9 +107,13 @@ def high_precision_mm(
 
 
 def grouped_scaled_mm(
-    a: Sequence[Operand], b: Sequence[Operand], *, out_dtype: torch.dtype, precise: bool = False,
+    a: Sequence[Operand],
+    b: Sequence[Operand],
+    *,
+    out_dtype: torch.dtype,
+    precise: bool = False,
     biases: Sequence[Tensor | None] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`scaled_mm` of each pair, the results one below the other: [M₀ + M₁ + …, N]. A group may have no rows."""
     biases = biases or [None] * len(b)
     some = [i for i, (data, _) in enumerate(a) if data.shape[0]]
@@ -136,9 +147,14 @@ def _grouped_rows(
     )
     weights = torch.stack([x.contiguous().view(torch.uint8) for x, _ in b]).view(b[0][0].dtype)
     out = torch._scaled_grouped_mm(
-        data, weights.transpose(1, 2), scales, torch.stack([scale.flatten() for _, scale in b]),
-        offs=_ends(padded, data.device), out_dtype=torch.bfloat16, use_fast_accum=not precise,
-    )  # fmt: skip
+        data,
+        weights.transpose(1, 2),
+        scales,
+        torch.stack([scale.flatten() for _, scale in b]),
+        offs=_ends(padded, data.device),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=not precise,
+    )
     if rows != padded or any(bias is not None for bias in biases):
         parts = [part[:count] for part, count in zip(out.split(padded), rows, strict=True)]
         out = torch.cat([x if bias is None else x + bias.to(x.dtype) for x, bias in zip(parts, biases, strict=True)])
@@ -220,9 +236,14 @@ def _block_mm(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ou
     else:
         b_scale_inv = _filled(b_scale_inv.t(), pieces, b.shape[0]).t()
     out = functional.scaled_mm(
-        a, b.t(), _filled(a_scale_inv.t(), pieces, a.shape[0]).t(), scaling.BlockWise1x128,
-        b_scale_inv, scaling.BlockWise128x128 if square else scaling.BlockWise1x128, output_dtype=out_dtype,
-    )  # fmt: skip
+        a,
+        b.t(),
+        _filled(a_scale_inv.t(), pieces, a.shape[0]).t(),
+        scaling.BlockWise1x128,
+        b_scale_inv,
+        scaling.BlockWise128x128 if square else scaling.BlockWise1x128,
+        output_dtype=out_dtype,
+    )
     return out if out.shape == (rows, columns) else out[:rows, :columns].contiguous()
 
 

@@ -257,9 +257,13 @@ def attention_backward(
 
 
 def cross_entropy(
-    logits_NV: Tensor, target_N: Tensor, grad_scale: Tensor, ignore_index: int = -100,
-    label_smoothing: float = 0.0, z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits_NV: Tensor,
+    target_N: Tensor,
+    grad_scale: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """Sum of the cross entropies of real targets with softmax(logits), float32 [], and its gradient · grad_scale, like logits.
 
     The target distribution is 1 − label_smoothing on the target and label_smoothing spread evenly over all V words; z_loss is

@@ -118,9 +118,15 @@ class DotProductAttention(nn.Module):
         q, k, v = (x.permute(order) for x in (query_layer, key_layer, value_layer))
         with self.draws() if dropout else contextlib.nullcontext():
             context = functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=attention_mask, is_causal=causal and attention_mask is None, dropout_p=dropout,
-                scale=self.softmax_scale, enable_gqa=self.groups != self.heads,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                attn_mask=attention_mask,
+                is_causal=causal and attention_mask is None,
+                dropout_p=dropout,
+                scale=self.softmax_scale,
+                enable_gqa=self.groups != self.heads,
+            )
         return context.permute((2, 0, 1, 3) if self.sequence_first else (0, 2, 1, 3)).flatten(2)
 
 
@@ -166,13 +172,22 @@ class MultiheadAttention(ResidualLayer):
         )
         self.heads, self.groups, self.head_dim = num_attention_heads, self.core_attention.groups, head_dim
         self.layernorm_qkv = LayerNormLinear(
-            hidden_size, (self.heads + 2 * self.groups) * head_dim, layernorm_epsilon,
-            bias=bias if qkv_bias is None else qkv_bias, normalization=normalization, init_method=init_method, **make,
-        )  # fmt: skip
+            hidden_size,
+            (self.heads + 2 * self.groups) * head_dim,
+            layernorm_epsilon,
+            bias=bias if qkv_bias is None else qkv_bias,
+            normalization=normalization,
+            init_method=init_method,
+            **make,
+        )
         self.proj = Linear(
-            self.heads * head_dim, hidden_size, bias if proj_bias is None else proj_bias,
-            return_bias=return_bias, init_method=output_layer_init_method, **make,
-        )  # fmt: skip
+            self.heads * head_dim,
+            hidden_size,
+            bias if proj_bias is None else proj_bias,
+            return_bias=return_bias,
+            init_method=output_layer_init_method,
+            **make,
+        )
 
     def forward(
         self,

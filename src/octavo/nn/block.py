@@ -64,14 +64,27 @@ class TransformerLayer(ResidualLayer):
             "get_rng_state_tracker": get_rng_state_tracker, "params_dtype": params_dtype, "device": device,
         }  # fmt: skip
         self.self_attention = MultiheadAttention(
-            hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon,
-            num_gqa_groups=num_gqa_groups, layer_number=layer_number, attn_mask_type=self_attn_mask_type,
-            bias=bias, qkv_bias=qkv_bias, qkv_format=attn_input_format, **make,
-        )  # fmt: skip
+            hidden_size,
+            num_attention_heads,
+            kv_channels,
+            attention_dropout,
+            layernorm_epsilon,
+            num_gqa_groups=num_gqa_groups,
+            layer_number=layer_number,
+            attn_mask_type=self_attn_mask_type,
+            bias=bias,
+            qkv_bias=qkv_bias,
+            qkv_format=attn_input_format,
+            **make,
+        )
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, layernorm_epsilon,
-            bias=bias if mlp_bias is None else mlp_bias, activation=activation, **make,
-        )  # fmt: skip
+            hidden_size,
+            ffn_hidden_size,
+            layernorm_epsilon,
+            bias=bias if mlp_bias is None else mlp_bias,
+            activation=activation,
+            **make,
+        )
 
     def forward(
         self,

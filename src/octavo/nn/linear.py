@@ -339,9 +339,15 @@ class LayerNormLinear(NormedLayer):
         return (y,) if rotation is None else rotation.composed(y)
 
     def _fused(
-        self, residual: Tensor, delta: Tensor | None, norm: NormParameters,
-        dtype: torch.dtype, first: bool | None, bias: Tensor | None, rotation: Rotation | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        norm: NormParameters,
+        dtype: torch.dtype,
+        first: bool | None,
+        bias: Tensor | None,
+        rotation: Rotation | None,
+    ) -> tuple[Tensor, ...]:
         gemms = LinearGemms(self.fp8_state, self.weight, active_recipe(self.fp8_state, residual.device), dtype, first)
         return _NormLinearFunction.apply(
             residual, delta, norm.weight, norm.bias, self.weight, bias, norm.kind, norm.eps, gemms, rotation

@@ -209,9 +209,14 @@ class LayerNormMLP(NormedLayer):
         return (product(activated, self.fc2_weight, bias, self.fc2_fp8_state, dtype, first),)
 
     def _fused(
-        self, residual: Tensor, delta: Tensor | None, norm: NormParameters,
-        dtype: torch.dtype, first: bool | None, bias: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        norm: NormParameters,
+        dtype: torch.dtype,
+        first: bool | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         pairs = (self.fc1_fp8_state, self.fc1_weight), (self.fc2_fp8_state, self.fc2_weight)
         fc1, fc2 = (LinearGemms(state, weight, active_recipe(state, residual.device), dtype, first) for state, weight in pairs)
         return _NormMlpFunction.apply(
