@@ -145,8 +145,8 @@ def test_in_fp8_a_weights_gradient_in_parts_is_that_of_one_product(tokens, dtype
     found = []
     for kept, aligned in ((1 << 30, 128), (1 << 30, 32), (8 * (WORDS + 11), 32), (1, 128)):
         monkeypatch.setattr(head, "KEPT_BYTES", kept)
-        monkeypatch.setattr(head, "TURNED_BYTES", 1)
-        monkeypatch.setattr(head, "_ALIGNED", aligned)  # words of a turned piece
+        monkeypatch.setattr(head, "TRANSPOSED_BYTES", 1)
+        monkeypatch.setattr(head, "_ALIGNED", aligned)  # words of a transposed piece
         hidden, weight, target, count = drawn(dtype, tokens)
         loss = linear_cross_entropy(hidden, weight, target, count, fp8=gemms(weight, RECIPES["current"], dtype))
         loss.backward()

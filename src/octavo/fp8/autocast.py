@@ -132,7 +132,8 @@ class _Recomputing:
     """The context of a recomputation: recipe and scales of its forward."""
 
     def __init__(self) -> None:
-        self._forward, self._first = _Forward(_state.active, scaling.snapshot()), _state.first_microbatch
+        self._forward = _Forward(_state.active, scaling.snapshot())
+        self._first = _state.first_microbatch
 
     def __enter__(self) -> None:
         self._before = (_state.active, _state.first_microbatch, _state.recomputing)

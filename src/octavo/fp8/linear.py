@@ -127,7 +127,7 @@ class GroupedGemms:
         if self.recipe is None:
             dy, x = ([QuantizedTensor(part) for part in one[0].high_precision.split(self.splits)] for one in (dy, x))
         experts = zip(self.experts, dy, x, wanted, strict=True)
-        return [gemms.grad_weight(*operands, recurring=False) if want else None for gemms, *operands, want in experts]
+        return [gemms.grad_weight(dy_i, x_i, recurring=False) if want else None for gemms, dy_i, x_i, want in experts]
 
 
 def _stacked(weights: Sequence[QuantizedTensor]) -> Tensor:

@@ -49,7 +49,11 @@ class DenseOperand:
 
 
 def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
-    """The recipe of a layer's products inside the current autocast; None for products in high precision."""
+    """The recipe of a layer's products inside the current autocast; None for products in high precision.
+
+    Raises:
+        RuntimeError: the sharded weight was gathered in a form that this forward cannot read.
+    """
     recipe = state.under(autocast.current_recipe(device))
     if state.gathered is not None and not has_one_scale(recipe):
         raise RuntimeError(
@@ -109,7 +113,7 @@ class LinearQuantizer:
     def input(self, producer: Producer, *, columnwise: bool, rowwise: bool = True, recompute: bool = False) -> QuantizedTensor:
         """The input, rowwise for the output and columnwise for the weight gradient.
 
-        recompute: backward repeats the cast (`recomputed_input`) instead of reading what is cast here.
+        recompute: backward repeats the cast (`recomputed_input`) instead of reading this one.
         """
         x, scale = self._cast(Operand.INPUT, producer, rowwise=rowwise, columnwise=columnwise and self.grads)
         if recompute and scale is not None and self.grads:

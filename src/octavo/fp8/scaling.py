@@ -65,7 +65,7 @@ def _several_ranks(group: dist.ProcessGroup | None = None) -> bool:
 class ScaleBuffer:
     """Scales [n] and histories [L, n] of all tensors of one direction, one `History` policy and one device."""
 
-    @torch.inference_mode(False)  # here and in `allocate`: training goes on with what an evaluation made
+    @torch.inference_mode(False)  # here and in `allocate`: training goes on with the buffers of an evaluation
     def __init__(self, device: torch.device, policy: History) -> None:
         self.policy = policy
         self.device = device
@@ -225,8 +225,10 @@ class ModuleState:
         return slot
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
-        twin, module = copy.copy(self), self._module()
-        twin.slots, twin.weight_cache, twin.gathered, twin.observed = {}, None, None, {}
+        twin = copy.copy(self)
+        twin.slots, twin.observed = {}, {}
+        twin.weight_cache = twin.gathered = None
+        module = self._module()
         if module is not None:
             twin._module = weakref.ref(memo.get(id(module), module))
         for operand, slot in self.slots.items():
@@ -373,7 +375,8 @@ def _entries(state: ModuleState) -> dict[str, dict[str, Any]]:
             slot = state.slots.get(operand)
             if slot is None:  # the first forward failed, or needed no cast
                 continue
-            entry["scale"], entry["amax_history"] = slot.scale.clone(), slot.history.clone()
+            entry["scale"] = slot.scale.clone()
+            entry["amax_history"] = slot.history.clone()
             entry["saturated"] = bool(slot.buffer.saturated[slot.index])
         entries[operand.value] = entry
     return entries
@@ -406,7 +409,11 @@ def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: Recipe) -> None:
-    """Put records from `state_records` back after `check_state_records`, for modules in FP8 under an autocast of `recipe`."""
+    """Put records from `state_records` back, for the modules that run in FP8 under an autocast of `recipe`.
+
+    Raises:
+        InputError: as `check_state_records`, before anything is changed.
+    """
     check_state_records(model, records)
     flush()
     for name, state in states_of(model):

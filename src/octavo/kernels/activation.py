@@ -291,7 +291,8 @@ def launch_backward(
     x, dy = adjacent_columns(x), adjacent_columns(dy)
     (rows, columns), width = dy.shape, x.shape[1]
     y_quantizer = recompute or Quantizer(torch.float32, rowwise=False)
-    dx, y = allocate(quantizer, rows, width, x.device), allocate(y_quantizer, rows, columns, x.device)
+    dx = allocate(quantizer, rows, width, x.device)
+    y = allocate(y_quantizer, rows, columns, x.device)
     packed = tiles is None and rows % 4 == 0 and _packs(quantizer, recompute)
     tiles = PACKED if packed else tiles or (BACKWARD_GATED if gated else BACKWARD)
     row_tiles = triton.cdiv(rows, tiles.rows)

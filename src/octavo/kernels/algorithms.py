@@ -25,9 +25,10 @@ from octavo.kernels.timing import median_us
 
 LEAST_OPERATIONS = 2**31
 """Multiplications and additions of a product that is worth a measurement: about two microseconds."""
-MOST_SHAPES, MOST_USES = 256, 64
-"""Shapes measured in a process, each by some fifty products; uses after which a shape is given up, since its results are zeros,
-infinities or NaN, which do not tell algorithms apart."""
+MOST_SHAPES = 256
+"""Shapes measured in a process, each by some fifty products."""
+MOST_USES = 64
+"""Uses after which a shape is given up: its results are zeros, infinities or NaN, which do not tell algorithms apart."""
 _MOST_SEEN = 4096
 _FINALISTS, _ROUNDS = 3, 5
 _HIDE_CYCLES = 40_000

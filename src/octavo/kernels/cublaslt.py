@@ -26,7 +26,9 @@ _TRANS_A, _TRANS_B, _EPILOGUE, _BIAS, _A_SCALE, _B_SCALE, _FAST_ACCUM, _BIAS_TYP
 _MAX_WORKSPACE, _SPLITS = 1, 2
 """Attributes of a preference and of an algorithm: bytes of workspace, parts of the sum."""
 
-MOST_ALGORITHMS, MOST_WORKSPACE = 16, 2**20
+MOST_ALGORITHMS = 16
+MOST_WORKSPACE = 2**20
+"""Bytes."""
 ALIGNMENT = 256
 """Bytes to which cuBLAS assumes operands aligned by default."""
 
@@ -56,7 +58,7 @@ class ProductShape(NamedTuple):
 
 
 class _Algorithm(ctypes.Structure):
-    """`cublasLtMatmulHeuristicResult_t`: an algorithm, which comes first in it, and what it needs."""
+    """`cublasLtMatmulHeuristicResult_t`: an algorithm, which comes first in it, and its workspace."""
 
     _fields_ = (
         ("data", ctypes.c_uint64 * 8),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,11 +72,18 @@ def scaled_mm(
     fuses = product_dtype == torch.bfloat16 and b.shape[0] == columns
     fused_bias = bias.to(product_dtype) if bias is not None and fuses else None
     if rowwise:
-        scales = {"scale_a": a_scale_inv, "scale_b": b_scale_inv}
-        out = torch._scaled_mm(a, b.t(), **scales, bias=fused_bias, out_dtype=product_dtype, use_fast_accum=not precise)
+        out = torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a=a_scale_inv,
+            scale_b=b_scale_inv,
+            bias=fused_bias,
+            out_dtype=product_dtype,
+            use_fast_accum=not precise,
+        )
     else:
-        how: dict[str, Any] = {"fast": not precise, "bias": fused_bias, "recurring": recurring}
-        out = algorithms.mm(a, b.t(), product_dtype, scales=(a_scale_inv, b_scale_inv), **how)
+        scales = a_scale_inv, b_scale_inv
+        out = algorithms.mm(a, b.t(), product_dtype, scales=scales, fast=not precise, bias=fused_bias, recurring=recurring)
     if out.shape[1] != columns:
         out = out[:, :columns].contiguous()
     if bias is not None and fused_bias is None:

@@ -80,10 +80,11 @@ def cast_blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int) -> tup
 def update_scales(history: Tensor, scale: Tensor, fp8_max: Tensor, *, algo: str, margin: int) -> tuple[Tensor, Tensor]:
     """One step of delayed scaling for n tensors: history [L, n], scale [n], fp8_max [n] → new history and scale.
 
-    Where slot 0 is 0, nothing was cast and nothing changes. Otherwise the largest slot ("most_recent": slot 0) gives the scale
+    If slot 0 is 0, nothing was cast and nothing changes. Otherwise the largest slot ("most_recent": slot 0) gives the scale
     if it is finite and positive, and the history rolls: slot i takes slot i+1, the last one slot 0, which is cleared.
     """
-    last, moves = history[0], history[0] != 0
+    last = history[0]
+    moves = last != 0
     largest = last if algo == "most_recent" else torch.cat([history[1:], last[None]]).amax(0)
     rolled = torch.cat([torch.zeros_like(last)[None], history[2:], last[None]])[: len(history)]
     candidate = divide(fp8_max * 2.0**-margin, largest)
@@ -99,7 +100,8 @@ def norm(kind: str, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
     kind: "RMSNorm", h / √(mean(h²) + eps) · weight, with the statistics 1/σ [...]; or "LayerNorm", (h − mean) /
     √(variance + eps) · weight + bias, with mean and 1/σ [2, ...].
     """
-    h, b = h.float(), None if bias is None else bias.float()
+    h = h.float()
+    b = None if bias is None else bias.float()
     if kind == "LayerNorm":
         normed, mean, rstd = torch.native_layer_norm(h, (h.shape[-1],), weight.float(), b, eps)
         return normed, torch.stack((mean[..., 0], rstd[..., 0]))
@@ -159,7 +161,7 @@ ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "geglu": ("gelu", True),
     "geglu_tanh": ("gelu_tanh", True),
 }
-"""Curve of each activation, and whether it is gated: f(gate) · up."""
+"""Curve of each activation, and True for the gated ones: f(gate) · up."""
 
 
 def activation(name: str, x: Tensor, block: int) -> Tensor:

@@ -4,7 +4,7 @@ One read and one write each way; slicing, rotating and making contiguous would e
 gradients, in any strides, straight to the joint gradient in FP8, rowwise and columnwise.
 
 A row of the joint product is G groups of H/G query heads, their key and their value. Columns rotate in pairs half of Dr apart,
-so a tile holds two halves of a head. Where Dr < D the columns from Dr on are halved too, and their angle is 0. A program
+so a tile holds two halves of a head. If Dr < D, the columns from Dr on are halved too, with the angle 0. A program
 rotates several heads of its tokens: cosines and sines, each twice the bytes of a head, are shared.
 
 Shapes: B batch, T tokens, N = B·T, H query heads, G key-value heads, D head dimension, Dr of it rotated.
@@ -66,6 +66,7 @@ def _angles(cos_ptr, sin_ptr, angles_at, there, ROTATED: tl.constexpr, HALF: tl.
 @triton.jit
 def _column(head, KIND: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
     """First column of a head in the joint product. KIND: 0 queries, 1 keys, 2 values."""
+    # A group has H // G query heads, a key and a value: heads of a kind in it, and heads before these.
     PER_GROUP: tl.constexpr = H // G if KIND == 0 else 1
     BEFORE: tl.constexpr = 0 if KIND == 0 else H // G + KIND - 1
     return ((head // PER_GROUP) * (H // G + 2) + BEFORE + head % PER_GROUP) * D

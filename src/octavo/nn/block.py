@@ -22,10 +22,10 @@ RunBlock = Callable[..., tuple[Tensor, Tensor | None]]
 class TransformerLayer(ResidualLayer):
     """x + attention(norm(x)), then h + mlp(norm(h)). The residual stream keeps the input's dtype.
 
-    With `parallel_attention_mlp` x + attention(norm(x)) + mlp(norm'(x)). `hidden_dropout` is applied to what is added to the
-    residual stream. attn_input_format: "bshd" for hidden states [B, T, hidden], or "sbhd" for [T, B, hidden]. `bias` is that of
-    all products where `qkv_bias` and `mlp_bias` say nothing else. `init_method` fills the weights of the first product of
-    attention and MLP, `output_layer_init_method` those of the second.
+    With `parallel_attention_mlp` x + attention(norm(x)) + mlp(norm'(x)). `hidden_dropout` is that of the results of attention
+    and MLP. attn_input_format: "bshd" for hidden states [B, T, hidden], or "sbhd" for [T, B, hidden]. `bias` is that of all
+    products where `qkv_bias` and `mlp_bias` say nothing else. `init_method` fills the weights of the first product of attention
+    and MLP, `output_layer_init_method` those of the second.
     """
 
     def __init__(

@@ -28,10 +28,10 @@ CHUNK_BYTES = 1 << 30
 """Logits of one chunk: large enough that the products run at full speed."""
 KEPT_BYTES = 4 << 30
 """FP8 gradients of logits kept for one pair of products."""
-TURNED_BYTES = 1 << 25
+TRANSPOSED_BYTES = 1 << 25
 """Bytes of them that are transposed at a time."""
 _ALIGNED = 128
-"""Rows of a chunk, and words of a turned piece, are a multiple of this where there are so many: tiles have no remainder."""
+"""Rows of a chunk, and words of a transposed piece, are a multiple of this where there are so many: tiles have no remainder."""
 
 
 def linear_cross_entropy(
@@ -176,7 +176,7 @@ class _Fp8Head(_Head):
             several = self.part.stop - self.part.start < self.rows
             dtype = torch.float32 if several or self.hidden.dtype == torch.float16 else self.weight.dtype
             self.d_weight = torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device)
-        step = max(1, TURNED_BYTES // (kept.shape[0] * _ALIGNED)) * _ALIGNED
+        step = max(1, TRANSPOSED_BYTES // (kept.shape[0] * _ALIGNED)) * _ALIGNED
         for start in range(0, self.words, step):
             words = slice(start, min(start + step, self.words))
             total, turned = self.d_weight[words], transpose(kept[:, words])

@@ -110,7 +110,8 @@ class _LinearFunction(torch.autograd.Function):
         dy_q = quantizer.grad_output(operand, rowwise=want_x, columnwise=want_weight, slot_index=slot)
         dw = gemms.grad_weight(dy_q, x) if want_weight else None
         dx = unflat(gemms.grad_input(dy_q, quantizer.restored_weight(w)), ctx.shape) if want_x else None
-        return dx, dw, operand.column_sum() if want_bias else None, *(None,) * 10
+        db = operand.column_sum() if want_bias else None
+        return dx, dw, db, *(None,) * 10
 
 
 class _NormLinearFunction(torch.autograd.Function):
@@ -168,8 +169,9 @@ def init_linear_(weight: Tensor, bias: Tensor | None, init_method: Init | None) 
     """Initial values: uniform within ±1/√fan_in as PyTorch's; with `init_method` its weight and a bias of zeros."""
     if init_method is None:
         bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] else 0.0
-        for parameter in (weight,) if bias is None else (weight, bias):
-            nn.init.uniform_(parameter, -bound, bound)
+        nn.init.uniform_(weight, -bound, bound)
+        if bias is not None:
+            nn.init.uniform_(bias, -bound, bound)
         return
     with torch.no_grad():
         init_method(weight)
@@ -264,7 +266,8 @@ class NormedLayer(ResidualLayer):
         self, x: Tensor, delta: Tensor | None, first: bool | None, return_residual: bool, bias: Tensor | None, **options: Any
     ) -> Any:
         """`forward`; bias: of the last product, which is not added with `return_bias`."""
-        how = compute_dtype(x), first, None if self.return_bias else bias
+        added = None if self.return_bias else bias
+        how = (compute_dtype(x), first, added)
         norm = NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         if self.return_layernorm_output and not return_residual:
             normed = normalize(norm, x).to(compute_dtype(x))

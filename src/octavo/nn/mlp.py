@@ -69,7 +69,8 @@ class _NormMlpFunction(torch.autograd.Function):
         w2 = fc2.quantizer.weight(weight_2)
         y = fc2.output(activated, w2, bias_2)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.shape = (kind, fc1, fc2, curve, block), residual.shape
+        ctx.call = kind, fc1, fc2, curve, block
+        ctx.shape = residual.shape
         h = residual if delta is None else unflat(producer.sum, residual.shape)
         keep_hidden = (want_hidden or recompute_activated) and not recompute_hidden
         ctx.save_for_backward(

@@ -141,7 +141,10 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
 
 
 def check(layer: str, given: Mapping[str, Any], method: Callable[..., Any]) -> None:
-    """Raise an InputError unless all arguments are known and have no-op values. method: got them; its own are suggested too."""
+    """Raise an InputError unless all arguments are known and have no-op values.
+
+    method: the receiver of the arguments, whose own ones complete the suggestions for an unknown name.
+    """
     arguments = ARGUMENTS[layer]
     for name, value in given.items():
         only = arguments.get(name)
@@ -194,7 +197,11 @@ def check_mask(argument: str, name: str) -> bool:
 
 
 def cos_and_sin(rotary: Any, tokens: int, head_dim: int) -> Any:
-    """cos and sin for the first `tokens` positions of Transformer Engine's angles, float32 [T, 1, 1, D]; others as they are."""
+    """cos and sin for the first `tokens` positions of Transformer Engine's angles, float32 [T, 1, 1, D]; others as they are.
+
+    Raises:
+        InputError: the angles are too few, of another size than the heads, or different for queries and keys.
+    """
     if isinstance(rotary, tuple) and rotary[0] is rotary[1]:
         rotary = rotary[0]  # the angles of queries and of keys
     if not isinstance(rotary, Tensor):

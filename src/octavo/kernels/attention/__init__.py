@@ -1,1 +1,1 @@
-"""Attention of short sequences in Triton: forward, backward, and what launches them."""
+"""Attention of short sequences in Triton: forward, backward, and their launches."""

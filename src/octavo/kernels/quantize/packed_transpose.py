@@ -28,7 +28,10 @@ def load_row_groups(x_ptr, g, c, stride, inside):
 
 @triton.jit
 def store_packed(packed, columnwise_ptr, g, c, rows, inside):
-    """Store words [G, C] of a matrix of so many rows transposed: column c is row c of the result."""
+    """Store words [G, C] of a matrix of so many rows transposed: column c is row c of the result.
+
+    inside: by groups, not rows, so that the compiler sees equal masks of neighbours and stores several words at once.
+    """
     at = columnwise_ptr.to(tl.pointer_type(tl.int32)) + c[:, None].to(tl.int64) * (rows // 4) + g[None, :]
     tl.store(at, tl.trans(packed), mask=tl.trans(inside))
 
