@@ -201,10 +201,16 @@ def _programs(
     """Grid and constants of a launch."""
     grid = triton.cdiv(rows, tiles.tokens), triton.cdiv(heads, tiles.heads) + 2 * triton.cdiv(groups, tiles.heads)
     return grid, {
-        "H": heads, "G": groups, "D": head_dim, "ROTATED": 0 if cos is None else cos.shape[-1],
-        "HALF": triton.next_power_of_2(head_dim // 2), "MIRRORED": mirrored,
-        "TOKENS": tiles.tokens, "HEADS_EACH": tiles.heads, "num_warps": tiles.warps,
-    }  # fmt: skip
+        "H": heads,
+        "G": groups,
+        "D": head_dim,
+        "ROTATED": 0 if cos is None else cos.shape[-1],
+        "HALF": triton.next_power_of_2(head_dim // 2),
+        "MIRRORED": mirrored,
+        "TOKENS": tiles.tokens,
+        "HEADS_EACH": tiles.heads,
+        "num_warps": tiles.warps,
+    }
 
 
 def _strides(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, int]:

@@ -82,7 +82,8 @@ class GroupedLinear(nn.Module):
     ) -> Tensor | tuple[Tensor, list[Tensor | None]]:
         """inp [M, in_features], the rows of expert 0 first → [M, out_features]; leading dimensions are joined to rows.
 
-        m_splits: rows of each expert, 0 allowed; a tensor is best on the CPU.
+        m_splits: rows of each expert, 0 allowed; a tensor is best on the CPU. is_first_microbatch: `first` of
+        `LinearQuantizer`.
 
         Raises:
             InputError: the splits are not `num_gemms` numbers that add up to the rows.

@@ -29,7 +29,7 @@ CHUNK_BYTES = 1 << 30
 KEPT_BYTES = 4 << 30
 """FP8 gradients of logits kept for one pair of products."""
 TRANSPOSED_BYTES = 1 << 25
-"""Bytes of them that are transposed at a time."""
+"""Bytes of these gradients that are transposed at a time."""
 _ALIGNED = 128
 """Rows of a chunk, and words of a transposed piece, are a multiple of this where there are so many: tiles have no remainder."""
 
