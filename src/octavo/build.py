@@ -243,7 +243,7 @@ def _replacement(
 
 
 def _blocks(model: nn.Module) -> tuple[Decoder | Blocks | None, list[nn.Module]]:
-    """(the module that runs Octavo's blocks; None for a model's own code), and the blocks, each a shard group."""
+    """(the module that runs Octavo's blocks or None for a model's own code, the blocks: one shard group each)."""
     if isinstance(model, Decoder):
         return model, list(model.layers)
     stack = getattr(model, "blocks", None)

@@ -60,7 +60,8 @@ class Converted:
     """A checkpoint of a model's own code as one of the model with Octavo's blocks; it is used as a `StoredTensors`."""
 
     def __init__(self, stored: StoredTensors, model: nn.Module, way: Conversion) -> None:
-        self._stored, self._way, self._found = stored, way, stored.layout
+        self._stored, self._way = stored, way
+        self._found = stored.layout
         self._weights = {name: tuple(tensor.shape) for name, tensor in weights(model).items()}
         self._sources = dict([*self._tensors(), *self._records(model)])
         used = {theirs for source in self._sources.values() for theirs in source.names}

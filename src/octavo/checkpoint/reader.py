@@ -46,7 +46,8 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
         if isinstance(stored, Converted):
             scalars = stored.scalars(scalars)
         recipe = _recipe_from(state.pop("recipe"))
-        layout, own = stored.layout, weights(model)
+        layout = stored.layout
+        own = weights(model)
         shard_io.check_layout(path, shard_io.subset(layout, "model."), shard_io.layout_of(own))
         states: dict[str, torch.Tensor] = {}
         if optimizer is not None:

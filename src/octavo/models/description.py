@@ -1,4 +1,4 @@
-"""`describe`: the matrices of a model that run in FP8, the reason for each other one, and the kernels. Nothing is unnamed."""
+"""`describe`: the matrices of a model in FP8, each other one with the reason, and the kernels."""
 
 from __future__ import annotations
 

@@ -85,7 +85,8 @@ class Family:
 
     def read(self, config: Any) -> ModelSpec:
         """The spec of a config of this family."""
-        hidden, heads = int(config.hidden_size), _first(config, "num_attention_heads", "num_heads")
+        hidden = int(config.hidden_size)
+        heads = _first(config, "num_attention_heads", "num_heads")
         return ModelSpec(
             family=config.model_type,
             hidden_size=hidden,
@@ -154,13 +155,13 @@ _BIASES = {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 _EXPERTS = {"experts": "num_local_experts", "visited": "num_experts_per_tok"}
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(True, _RMS | _DROPOUT | _BIASES, names=_LLAMA_NAMES),
-    "mistral": Family(True, _RMS | _DROPOUT, names=_LLAMA_NAMES),
-    "mixtral": Family(True, _RMS | _EXPERTS),
-    "qwen2": Family(True, _RMS),
-    "qwen3": Family(True, _RMS),
-    "gpt_neox": Family(False, {"norm_eps": "layer_norm_eps"}, "LayerNorm"),
-    "gpt_neo": Family(False, {"norm_eps": "layer_norm_epsilon"}, "LayerNorm"),
+    "llama": Family(gated=True, keys=_RMS | _DROPOUT | _BIASES, names=_LLAMA_NAMES),
+    "mistral": Family(gated=True, keys=_RMS | _DROPOUT, names=_LLAMA_NAMES),
+    "mixtral": Family(gated=True, keys=_RMS | _EXPERTS),
+    "qwen2": Family(gated=True, keys=_RMS),
+    "qwen3": Family(gated=True, keys=_RMS),
+    "gpt_neox": Family(gated=False, keys={"norm_eps": "layer_norm_eps"}, normalization="LayerNorm"),
+    "gpt_neo": Family(gated=False, keys={"norm_eps": "layer_norm_epsilon"}, normalization="LayerNorm"),
 }
 """By Hugging Face's `model_type`."""
 

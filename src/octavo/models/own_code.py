@@ -34,7 +34,8 @@ def refuse_head_settings(model: nn.Module, fp8_head: bool | Literal["backward"],
 
 def refuse_block_settings(model: nn.Module, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
     """Raise an InputError for settings of Octavo's blocks."""
-    kind, families = _kind(model), ", ".join(DECODER_FAMILIES)
+    kind = _kind(model)
+    families = ", ".join(DECODER_FAMILIES)
     if offload:
         raise InputError(
             f"train.offload = true: {kind} keeps its own code, and only the blocks of Octavo's decoder are offloaded"

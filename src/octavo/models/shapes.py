@@ -40,6 +40,7 @@ _LLAMA3 = {
 _TIED = {"tie_word_embeddings": True}
 
 SHAPES: dict[str, dict[str, Any]] = {
+    # hidden size, intermediate size, layers, heads, key-value heads
     "llama-tiny": _sizes(256, 704, 4, 4, 2) | _TIED | {"vocab_size": 4096, "max_position_embeddings": 2048},
     # Llama-3.2-1B
     "llama-1b": _sizes(2048, 8192, 16, 32, 8) | _LLAMA3 | _TIED | {"rope_parameters": _LLAMA3_ROPE | {"factor": 32.0}},

@@ -1,4 +1,4 @@
-"""Weights by the names of their source, in memory or in safetensors files, any rows of which can be read; and files written.
+"""Reads rows of weights by the names of their source, from memory or safetensors files, and writes such files.
 
 Nothing is unpickled.
 """
@@ -52,7 +52,9 @@ class InMemoryWeights(Weights):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """A view of rows of a tensor."""
-        return self.tensors[name].detach()[start:stop] if self.shape(name) else self.tensors[name].detach()
+        shape = self.shape(name)  # explains a weight that is not there
+        tensor = self.tensors[name].detach()
+        return tensor[start:stop] if shape else tensor
 
 
 class WeightFiles(Weights):

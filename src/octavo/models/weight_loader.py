@@ -37,7 +37,8 @@ class WeightLoader:
             return
         period = sum(length for _, _, length in parts)
         rows = torch.arange(start, start + out.shape[0])
-        repetition, inside = rows // period, rows % period
+        repetition = rows // period
+        inside = rows % period  # row within the repetition
         for source, first, length in parts:
             at = ((inside >= 0) & (inside < length)).nonzero().flatten()  # this part's rows of `out`
             if at.numel():
@@ -50,7 +51,8 @@ class WeightLoader:
 
 def _sources(model: nn.Module, weights: Weights) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
     """Name → `Conversion.parts`; a model's own code has one part, of the same name."""
-    way, state = conversion_of(model), model.state_dict(keep_vars=True)
+    way = conversion_of(model)
+    state = model.state_dict(keep_vars=True)
     there = {id(tensor): name for name, tensor in reversed(state.items()) if name in weights.shapes}
     for name, tensor in state.items():
         rows = tensor.shape[0] if tensor.dim() else 1

@@ -80,9 +80,10 @@ def _shared(parameter: Any, forward: _Forward, keep: bool) -> _SharedWeight | No
     weight = _SharedWeight(parameter, state, forward, keep)
     # A weak reference: Python's garbage collector does not see a tensor that has views, so one that held the model would never
     # be freed. The hook of the block keeps the object alive.
-    tensor, alive = parameter._sharded_local_tensor, weakref.proxy(weight)
-    tensor.fsdp_pre_all_gather = functools.partial(_SharedWeight.before, alive)
-    tensor.fsdp_post_all_gather = functools.partial(_SharedWeight.after, alive)
+    proxy = weakref.proxy(weight)
+    tensor = parameter._sharded_local_tensor
+    tensor.fsdp_pre_all_gather = functools.partial(_SharedWeight.before, proxy)
+    tensor.fsdp_post_all_gather = functools.partial(_SharedWeight.after, proxy)
     parameter._init_extensions()
     return weight
 
@@ -126,7 +127,9 @@ class _SharedWeight:
         own = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
         backward = scaling.graph_task() != -1
         recipe = None if backward else self._recipe()
-        how = self.backward_how if backward else None if recipe is None else recipe.casts[Operand.WEIGHT]
+        how = None if recipe is None else recipe.casts[Operand.WEIGHT]
+        if backward:
+            how = self.backward_how
         if not backward and self.forward.grads:
             self.backward_how = how
         if how != self.how:

@@ -150,7 +150,8 @@ class _Writes(TorchDispatchMode):
         self.writes: dict[str, bool] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema, kwargs = func._schema, kwargs or {}
+        schema = func._schema
+        kwargs = kwargs or {}
         values = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
         written = [values.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         for tensor in tree_leaves(written):

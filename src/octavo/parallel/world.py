@@ -76,7 +76,8 @@ class State:
         self._owns_group = False
 
     def _describe(self, config: InitConfig, degrees: Degrees, *, rank: int, local_rank: int) -> None:
-        self.config, self.degrees = config, degrees
+        self.config = config
+        self.degrees = degrees
         self.rank, self.world_size, self.local_rank = rank, degrees.world, local_rank
         self.hybrid_shard_degree = degrees.hybrid_shard
         self.tensor_parallel_degree = self.tp_size = degrees.tensor
@@ -204,8 +205,10 @@ def _connect(degrees: Degrees, timeout: float) -> None:
     mesh = init_device_mesh(state.device.type, shape, mesh_dim_names=("replicate", "hybrid_shard", "tensor"))
     # Given a replicate dimension of size 1, FSDP2 would all-reduce every gradient over it as well.
     state.shard_mesh = mesh["hybrid_shard"] if degrees.replicate == 1 else mesh["replicate", "hybrid_shard"]
-    state.mesh, state.world_process_group = mesh, dist.group.WORLD
-    state.tp_process_group, state.rep_rank_process_group = mesh["tensor"].get_group(), mesh["replicate"].get_group()
+    state.mesh = mesh
+    state.world_process_group = dist.group.WORLD
+    state.tp_process_group = mesh["tensor"].get_group()
+    state.rep_rank_process_group = mesh["replicate"].get_group()
     # [data, context, tensor]; within a shard group, consecutive ranks form an expert group.
     layout = torch.arange(degrees.world).view(degrees.data, degrees.context, degrees.tensor)
     state.dp_process_group = _own_group(layout.permute(1, 2, 0).flatten(0, 1))

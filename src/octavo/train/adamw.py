@@ -54,7 +54,10 @@ class AdamW(torch.optim.AdamW):
             own: list[tuple[Tensor, ...]] = []
             rest: list[tuple[Tensor, ...]] = []
             for row in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
-                (own if not maxima and _kernel_takes(group, *row[:4]) else rest).append(row)
+                if not maxima and _kernel_takes(group, *row[:4]):
+                    own.append(row)
+                else:
+                    rest.append(row)
             if own:
                 self._step_by_kernel(group, own)
             if rest:
@@ -65,10 +68,20 @@ class AdamW(torch.optim.AdamW):
         """Rows of parameter, gradient, both moments and step."""
         torch._foreach_add_([row[-1] for row in rows], 1)
         beta1, beta2 = group["betas"]
-        settings = {"beta1": beta1, "beta2": beta2, **{name: group[name] for name in ("lr", "eps", "weight_decay")}}
         for param, grad, exp_avg, exp_avg_sq, step in rows:
-            count = step if step.device == param.device else step.item()
-            adamw_(param, grad, exp_avg, exp_avg_sq, step=count, grad_scale=self.grad_scale, **settings)
+            adamw_(
+                param,
+                grad,
+                exp_avg,
+                exp_avg_sq,
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=step if step.device == param.device else step.item(),
+                grad_scale=self.grad_scale,
+            )
 
     def _step_by_torch(
         self, group: dict[str, Any], rows: list[tuple[Tensor, ...]], maxima: list[Tensor], has_complex: bool

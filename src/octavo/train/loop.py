@@ -92,7 +92,8 @@ def _train_one(
     plan: RunPlan, prepared: PreparedData, folder: RunFolder, *, console: Console, stop: StopRequest, watch: Watchdog
 ) -> Summary:
     """Train one model in a locked folder, to the last step or to a signal."""
-    config, first_rank = plan.config, state.rank == 0
+    config = plan.config
+    first_rank = state.rank == 0
     watch.start()
     checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep, warn)
     checkpoints.clean()
@@ -316,7 +317,8 @@ def _steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> i
 
 def _train_step(session: _Session, step: int, checkpoint_seconds: float, stop: StopRequest) -> tuple[dict[str, Any], bool]:
     """Train a step; its metrics, and True if some rank received a signal."""
-    plan, result = session.context.plan, train_step(session.context, step, stop)
+    plan = session.context.plan
+    result = train_step(session.context, step, stop)
     rate = result.tokens / result.step_seconds
     tflops, mfu = plan.rates(rate)
     record = {

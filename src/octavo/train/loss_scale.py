@@ -47,7 +47,8 @@ class LossScale:
             if self.dynamic and self.good_steps >= GROWTH_INTERVAL:
                 self.scale, self.good_steps = min(2 * self.scale, LARGEST_SCALE), 0
             return False
-        if self.scale <= 1 if self.dynamic else self.skipped_in_a_row >= PATIENCE:
+        exhausted = self.scale <= 1 if self.dynamic else self.skipped_in_a_row >= PATIENCE
+        if exhausted:
             return False
         self.good_steps = 0
         self.skipped_in_a_row += 1

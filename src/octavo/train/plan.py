@@ -225,7 +225,10 @@ def _world() -> int:
 
 
 def _check_settings(config: RunConfig) -> None:
-    """float16 needs float32 parameters and a loss scale within float32. The config itself reads files of compiled runs too."""
+    """Refuse float16 without float32 parameters, a loss scale beyond float32, and compiled blocks.
+
+    `RunConfig` accepts train.compile = true, since it also reads the run files of compiled runs.
+    """
     if config.model.dtype == "float16" and config.model.params_dtype != "float32":
         raise InputError(
             f'model.params_dtype = "{config.model.params_dtype}": float16 trains float32 parameters. '
@@ -256,7 +259,8 @@ def _check_length(config: RunConfig, hf_config: Any) -> None:
 
 def _check_vocabulary(config: RunConfig, hf_config: Any, corpus: Corpus) -> None:
     """Refuse a tokenizer with more ids than the model, if that is known before tokenising."""
-    data, limit = config.data, hf_config.vocab_size
+    data = config.data
+    limit = hf_config.vocab_size
     size = data.vocab_size if data.tokenizer == "train" else local_vocab_size(data.tokenizer)
     if size is None or size <= limit:
         return

@@ -96,7 +96,8 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
         OctavoError: loss or gradient is not finite, and a smaller loss scale would not help; the weights are unchanged.
     """
     started = time.perf_counter()
-    config, loss_scale = context.plan.config, context.loss_scale
+    config = context.plan.config
+    loss_scale = context.loss_scale
     context.watch.step(step)
     batches = context.loader.step((step - 1) * config.train.global_batch)
     data_seconds = time.perf_counter() - started

@@ -165,7 +165,7 @@ def left(heartbeats: Mapping[int, Heartbeat]) -> Failure | None:
 
 
 def _limited(progress: Progress) -> bool:
-    """Not while loading, nor while compiling in the first step."""
+    """True if the timeout holds in this phase: loading, and compiling in the first step, take any time."""
     return progress.phase != START and not (progress.first and progress.phase in _WARM_UP)
 
 

@@ -162,8 +162,8 @@ class HeartbeatThread:
             peer.quiet += elapsed
         self._polled, self._progress = now, progress
         self._count += 1
-        process = self._host, self._pid, self._started, self.page.descriptor
-        return Heartbeat(self._count, progress, self._seconds, ended, *process)
+        page = self.page.descriptor
+        return Heartbeat(self._count, progress, self._seconds, ended, self._host, self._pid, self._started, page)
 
     def _dead_ranks(self) -> list[int]:
         return [rank for rank, peer in self._peers.items() if peer.process is not None and peer.process.ended()]

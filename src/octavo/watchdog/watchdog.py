@@ -60,7 +60,8 @@ class Watchdog:
     _count = itertools.count()
 
     def __init__(self, *, timeout: float = 600.0, grace: float = 10.0) -> None:
-        self.timeout, self.grace, self.rank, self.world = timeout, grace, state.rank, state.world_size
+        self.timeout, self.grace = timeout, grace
+        self.rank, self.world = state.rank, state.world_size
         self.progress = Progress(since=time.monotonic())
         self._first_step: int | None = None
         self._page: SharedPage | None = None
@@ -92,8 +93,15 @@ class Watchdog:
             self._advance(self.progress)
             # The prefix separates the watchdogs of one job, one after another.
             store = PrefixStore(f"octavo-watchdog-{next(self._count)}", _get_default_store().clone())  # type: ignore[attr-defined]
-            job = self.rank, self.world, self.timeout, self.grace
-            self._heartbeat = HeartbeatThread(*job, progress=lambda: self.progress, page=self._page, store=store)
+            self._heartbeat = HeartbeatThread(
+                rank=self.rank,
+                world=self.world,
+                timeout=self.timeout,
+                grace=self.grace,
+                progress=lambda: self.progress,
+                page=self._page,
+                store=store,
+            )
             try:
                 self._heartbeat.start()
             except BaseException as error:  # launchers send a signal when a rank has died
