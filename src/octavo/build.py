@@ -1,4 +1,4 @@
-"""The one order in which a model is made, so that each parallelism is written once: the body of `build_model`.
+"""Builds a model, in one order for `octavo.transform` and for runs, so that each parallelism is written once.
 
 1. replace      a known family becomes Octavo's decoder, timm's vision transformer gets Octavo's blocks, and any other module
                 Octavo's linears in place of its eligible `nn.Linear`s
@@ -9,7 +9,7 @@
 6. load         from the model itself, from a folder of weights, from rank 0, or by initialisation
 7. gather       FP8 weights travel as FP8
 
-`octavo.transform` and a run both call it. Only `transform` knows `octavo.state`; all below takes arguments.
+Both call `build_model`. Only `transform` knows `octavo.state`; all below takes arguments.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _check_settings(blocks: str, recompute: object, offload: object) -> None:
 def _replacement(
     original: nn.Module | None, config: Any, blocks: Literal["auto", "own"], *, can_fill: bool
 ) -> tuple[ModelSpec | None, bool, str]:
-    """(spec of the decoder that replaces the model, True for new vision blocks, else the reason for the model's own code)."""
+    """(spec of the decoder that replaces the model, True for new vision blocks, reason for the model's own code if neither)."""
     causal_lm = original is None or (
         hasattr(config, "model_type") and any(base.__name__.endswith("ForCausalLM") for base in type(original).__mro__)
     )

@@ -66,7 +66,7 @@ class Checkpointer:
             self._background = None
 
     def clean(self) -> None:
-        """Remove what an interrupted write or removal left behind."""
+        """Remove the leftovers of an interrupted write or removal."""
 
         def remove() -> None:
             for path in self.folder.glob(".tmp-*"):

@@ -90,7 +90,7 @@ class Conversion:
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:
-    """The conversion of a model with Octavo's blocks; None for a model's own code, whose names are the source's."""
+    """The conversion of a model with Octavo's blocks; None for a model's own code, which has the source's names."""
     found: Conversion | None = vars(model).get(_ATTACHED)
     return conversion(model.spec) if isinstance(model, Decoder) else found
 

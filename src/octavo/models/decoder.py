@@ -121,7 +121,7 @@ class Decoder(nn.Module):
         self.data_group: dist.ProcessGroup | None = None
         """Ranks that see other samples of the same step; gradients must then be summed over them."""
         self.objective = objective
-        """Of training; None for the plain cross entropy, as in an evaluation."""
+        """Training loss; None for the plain cross entropy, which every evaluation uses."""
 
     def forward(
         self,
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
         return CausalLMOutput(loss=_Joined.apply(loss, self.data_group) if joined else loss)
 
     def _fp8_head(self, hidden: Tensor, first: bool | None) -> LinearGemms | None:
-        """The products of a head that runs in FP8 here. Whatever the recipe, its operands have one scale each."""
+        """The products of a head that runs in FP8 here; its operands have one scale each under every recipe."""
         state: ModuleState | None = getattr(self.head, "fp8_state", None)
         recipe = None if state is None else active_recipe(state, hidden.device)
         if state is None or recipe is None:

@@ -2,7 +2,7 @@
 
 Only a model that is known exactly gets them: timm's own classes, without layer scale, stochastic depth, dropout or normalised
 queries, which Octavo's layer does not compute. Any other keeps its own code, and `octavo.describe` says why. The residual
-stream is of autocast's dtype, where that is on. timm is not imported here.
+stream is of autocast's dtype, if it is on. timm is not imported here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Blocks(nn.Sequential):
         self.run_block: RunBlock = TransformerLayer.forward_residual
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, hidden] → the same shape, in the dtype of PyTorch's autocast where that is on."""
+        """x [B, T, hidden] → the same shape, in the dtype of PyTorch's autocast if it is on."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))

@@ -145,7 +145,7 @@ def _read_choice(path: Path) -> dict[str, Any]:
 def cached_timings(
     pairs: Iterable[tuple[LinearShape, Recipe]], setting: Setting, timer: Timer
 ) -> dict[tuple[LinearShape, Recipe], Timing]:
-    """Timings of shapes under recipes, from the cache of this machine or else by `timer`, whose results are cached."""
+    """Timings of shapes under recipes, from the cache of this machine, or else by `timer` and then cached."""
     found: dict[tuple[LinearShape, Recipe], Timing] = {}
     for shape, recipe in sorted(set(pairs), key=repr):
         key = _key(recipe, setting)

@@ -36,7 +36,7 @@ class LossScale:
         self.skipped_in_a_row = 0
 
     def update(self, loss: float, norm: float) -> bool:
-        """Update the scale after a step and return whether to skip the step.
+        """Update the scale after a step; returns True for a step to skip.
 
         False also after an overflow where skipping would not help (a dynamic scale of 1, or too many skips in a row with a
         fixed one): the caller's own check of loss and norm then stops the run.

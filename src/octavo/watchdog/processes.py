@@ -1,4 +1,4 @@
-"""The processes of this host: their life, the last progress of a dead one, and dying with the launcher.
+"""Processes of this host: their end, their last progress, and the end of this one with its launcher.
 
 A process descriptor (`pidfd_open`) becomes readable the moment the process dies, and a shared page of memory still holds its
 last progress: a death is seen at once, without waiting for a heartbeat. Without Linux, or in a container that forbids these
