@@ -171,9 +171,14 @@ class Decoder(nn.Module):
         gemms = self._fp8_head(hidden, is_first_microbatch)
         objective = self.objective if self.training else None
         loss = linear_cross_entropy(
-            hidden.flatten(0, 1), self.head.weight, target, count,
-            objective=objective, fp8=gemms, fp8_logits=self.fp8_logits,
-        )  # fmt: skip
+            hidden.flatten(0, 1),
+            self.head.weight,
+            target,
+            count,
+            objective=objective,
+            fp8=gemms,
+            fp8_logits=self.fp8_logits,
+        )
         return CausalLMOutput(loss=_Joined.apply(loss, self.data_group) if joined else loss)
 
     def _fp8_head(self, hidden: Tensor, first: bool | None) -> LinearGemms | None:

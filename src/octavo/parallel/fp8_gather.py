@@ -89,7 +89,7 @@ def _shared(parameter: Any, forward: _Forward, keep: bool) -> _SharedWeight | No
 
 
 def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight]) -> Callable[..., None]:
-    """A hook that drops weights gathered for another autocast, early or by an earlier forward, so that FSDP2 gathers again."""
+    """A hook that drops weights prefetched or kept for another autocast, so that FSDP2 gathers them again."""
 
     def hook(*_: Any) -> None:
         group = _group(block)

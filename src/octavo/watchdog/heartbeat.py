@@ -202,8 +202,10 @@ class HeartbeatThread:
             return found
         if request is None:
             stuck = diagnosis.stuck(self._peer_heartbeats() | {self.rank: own}, self.timeout)
+            if stuck is None:
+                return None
             # A frozen rank looks stuck too, but cannot end by itself.
-            return stuck and (self._silent(stuck.ranks, (_LOST_INTERVALS - 1) * self._interval) or stuck)
+            return self._silent(stuck.ranks, (_LOST_INTERVALS - 1) * self._interval) or stuck
         if not request.uncertain:
             return request.own
         lost = self._silent(self._peers, _LOST_INTERVALS * self._interval)
