@@ -91,7 +91,7 @@ def test_killed_again_and_again(octavo, tiny_run, undisturbed):
     finish(octavo, run, undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_saves_and_exits_75(octavo, tiny_run, undisturbed, number):
     run = tiny_run(steps=STEPS, every=0)
     process = octavo("train", run.file)
@@ -141,17 +141,21 @@ def test_both_outputs_closed_save_as_well(octavo, tiny_run, undisturbed):
     finish(octavo, run, undisturbed)
 
 
-def test_under_nohup_a_hangup_changes_nothing(tiny_run, undisturbed):
+@pytest.mark.parametrize("under_nohup", [False, True])
+def test_a_hangup_saves_and_exits_75_and_under_nohup_changes_nothing(octavo, tiny_run, undisturbed, under_nohup):
     run = tiny_run(steps=STEPS, every=0)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as from nohup
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_IGN if under_nohup else signal.SIG_DFL)
     try:
         process = start_piped(run)
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, inherited)
     process.send_signal(signal.SIGHUP)
     _, said = process.communicate()
-    assert process.returncode == 0, said
-    assert curve(run.output) == curve(undisturbed[0].output)
+    assert process.returncode == (0 if under_nohup else 75), said
+    last = curve(run.output)[-1][0]
+    assert (last == STEPS) == under_nohup
+    assert (f"stopped by SIGHUP after step {last} of {STEPS}, saved" in said) != under_nohup
+    finish(octavo, run, undisturbed)
 
 
 def test_the_bf16_run_beside_it_continues_too(octavo, tiny_run, undisturbed):
