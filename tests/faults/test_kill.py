@@ -168,7 +168,7 @@ def test_the_bf16_run_beside_it_continues_too(octavo, tiny_run, undisturbed):
     process = octavo("train", run.file, "train.compare_bf16=true")
     assert process.wait() == 0
     assert f"already trained, {STEPS} of {STEPS} steps" in process.stdout
-    assert "What FP8 cost" in process.stdout
+    assert "Cost of FP8" in process.stdout
     assert curve(run.output) == curve(undisturbed[0].output)
     assert curve(run.output / "bf16") == curve(whole.output / "bf16")
     assert curve(run.output / "bf16") != curve(run.output)

@@ -91,7 +91,7 @@ def summary_lines(result: Result) -> list[str]:
             held_out = f"; validation {own.validation_loss:.4f} and {other.validation_loss:.4f}"
         dtype = short_name(result.config.model.dtype)
         lines.append(
-            f"What FP8 cost: loss {own.loss:.4f} in FP8 and {other.loss:.4f} in {dtype}, "
+            f"Cost of FP8: loss {own.loss:.4f} in FP8 and {other.loss:.4f} in {dtype}, "
             f"a gap of {result.gap_percent:+.2f}%{held_out}."
         )
     recipe = "current" if result.config.fp8.recipe != "current" else "delayed"
