@@ -7,6 +7,7 @@ from torch.nn import functional
 import octavo
 from octavo.fp8.linear import LinearGemms
 from octavo.fp8.scaling import ModuleState
+from octavo.kernels.cross_entropy import Objective, cross_entropy_
 from octavo.nn import head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -49,3 +50,16 @@ def test_loss_and_gradients(name, logits, kept_tokens, tokens, words, chunk_toke
     assert abs(loss.item() / wanted.item() - 1) < (1e-3 if recipe is None or not logits else 5e-3)
     for found, exact in ((hidden.grad, h.grad), (weight.grad, w.grad)):
         assert (found.double() - exact).norm() < (0.01 if recipe is None else 0.1) * exact.norm()
+
+
+@pytest.mark.parametrize("unknown", [-1, -7, 5000, 2**33, -(2**33)])
+def test_a_label_outside_the_vocabulary_stays_in_its_row(unknown):
+    guarded = torch.full((6, 5008), 7.0, device="cuda", dtype=torch.bfloat16)
+    logits = guarded[1:5, :5000]
+    logits.normal_()
+    target = torch.tensor([3, unknown, -100, 4999], device="cuda")
+    loss, grad = cross_entropy_(logits, target, torch.tensor(1.0, device="cuda"), Objective())
+    assert loss.isnan()
+    assert grad.high_precision.isnan().all(1).tolist() == [False, True, False, False]
+    assert grad.high_precision[[0, 2, 3]].isfinite().all()
+    assert (torch.cat([guarded[0], guarded[5], guarded[:, 5000:].flatten()]) == 7).all()

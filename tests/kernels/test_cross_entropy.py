@@ -44,6 +44,41 @@ def test_gradient_in_fp8(exact_casts, monkeypatch, rows, columns, dtype):
     torch.testing.assert_close(grad.fp8.float() * grad.scale_inv, want * 0.25, rtol=0.13, atol=2.0**-17 / E5M2.max)
 
 
+UNKNOWN = [-1, -2, -99, -101, 40, 41, 2**40, -(2**40)]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "reference",
+        pytest.param(
+            "kernel",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("unknown", UNKNOWN)
+def test_a_target_outside_the_vocabulary_gives_nan_in_its_row_alone(monkeypatch, how, unknown):
+    monkeypatch.setattr(cross_entropy, "_BLOCK", 16)
+    logits, target = case(7, 40)
+    target[4] = unknown
+    guarded = torch.full((9, 48), 7.0)  # a write beside a row would show
+    inside = guarded[1:8, :40]
+    inside.copy_(logits)
+    if how == "kernel":
+        loss, gradient = cross_entropy.launch(inside, target, torch.tensor(1.0), cross_entropy.Objective())
+        grad = gradient.high_precision
+        assert (torch.cat([guarded[0], guarded[8], guarded[:, 40:].flatten()]) == 7).all()
+    else:
+        loss, grad = reference.cross_entropy(logits, target, torch.tensor(1.0))
+    assert loss.isnan()
+    assert grad[4].isnan().all()
+    target[4] = -100
+    _, want = reference.cross_entropy(logits, target, torch.tensor(1.0))
+    others = [0, 1, 2, 3, 5, 6]
+    torch.testing.assert_close(grad[others], want[others], rtol=1e-4, atol=1e-6)
+
+
 def test_reference_equals_float64():
     logits, target = case(7, 33)
     exact = logits.double().requires_grad_()

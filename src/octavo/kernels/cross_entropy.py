@@ -58,7 +58,8 @@ def _cross_entropy(
         if SMOOTH:
             summed += tl.sum(tl.where(c < columns, x, 0.0))
     real = target != ignore_index
-    at_target = tl.where(real, target, 0)
+    known = (target >= 0) & (target < columns)
+    at_target = tl.where(known, target, 0)  # never outside the row
     picked = tl.load(start + at_target).to(tl.float32)
     log2_total = top + tl.log2(total)
     log_total = log2_total / LOG2_E
@@ -67,6 +68,7 @@ def _cross_entropy(
     if SMOOTH:
         even = smoothing / columns
         loss -= even * summed
+    loss = tl.where(known, loss, float("nan"))
     tl.store(loss_ptr + row, tl.where(real, loss, 0.0))
     if grad_scale_ptr is not None:
         if fp8_ptr is not None:
@@ -75,7 +77,7 @@ def _cross_entropy(
         else:
             scale = tl.load(grad_scale_ptr)
             out = start
-        scale = tl.where(real, scale, 0.0)
+        scale = tl.where(real, tl.where(known, scale, float("nan")), 0.0)
         factor = (1.0 + 2.0 * z_loss * log_total) * scale
         even = even * scale
         tl.debug_barrier()  # every warp has read its target's logit before any overwrites it

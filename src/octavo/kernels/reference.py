@@ -269,19 +269,22 @@ def cross_entropy(
     """Sum of the cross entropies of real targets with softmax(logits), float32 [], and its gradient · grad_scale, like logits.
 
     The target distribution is 1 − label_smoothing on the target and label_smoothing spread evenly over all V words; z_loss is
-    the weight of log²Σexp(logits), which keeps the logits near 0. Statistics are float32.
+    the weight of log²Σexp(logits), which keeps the logits near 0. Statistics are float32. A target outside the vocabulary makes
+    the loss and its row of the gradient NaN.
     """
     logits = logits_NV.float()
     real = target_N != ignore_index
-    index = target_N.clamp(min=0)[:, None]
+    unknown = real & ((target_N < 0) | (target_N >= logits.shape[1]))
+    index = torch.where(real & ~unknown, target_N, 0)[:, None]
     total = logits.logsumexp(-1)
     log_probabilities = logits - total[:, None]
     losses = -(1 - label_smoothing) * log_probabilities.gather(1, index)[:, 0]
     if label_smoothing:
         losses = losses - label_smoothing * log_probabilities.mean(-1)
-    losses = losses + z_loss * total.square()
+    losses = (losses + z_loss * total.square()).masked_fill(unknown, torch.nan)
     grad = log_probabilities.exp() * (1 + 2 * z_loss * total)[:, None] - label_smoothing / logits.shape[1]
     grad.scatter_add_(1, index, torch.full_like(index, label_smoothing - 1, dtype=torch.float32))
+    grad.masked_fill_(unknown[:, None], torch.nan)
     return (losses * real).sum(), (grad * (real[:, None] * grad_scale)).to(logits_NV.dtype)
 
 
