@@ -62,7 +62,7 @@ def transform(
     load_state_dict_from_rank0: bool = False,
     cp_comm_type: str = "all_gather",
     params_dtype: torch.dtype | None = None,
-    fp8_head: bool | Literal["backward"] = False,
+    fp8_head: bool | Literal["backward"] | None = None,
     recompute: bool | Literal["mlp"] = False,
     offload: bool = False,
     blocks: Literal["auto", "own"] = "auto",
@@ -87,20 +87,25 @@ def transform(
         load_from: a Hugging Face model folder with weights, of which each rank reads its own rows.
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
         cp_comm_type: exchange of context parallelism; without effect on one rank.
-        params_dtype: of parameters; `dtype` when absent. float32 under a bf16 `dtype` is master weights.
-        fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients (Octavo's decoder alone).
+        params_dtype: of parameters; their own when absent. float32 under a bf16 `dtype` is master weights, without which small
+            updates are rounded away.
+        fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients, which leaves the logits as
+            they are; False: none. When absent "backward" for Octavo's decoder, but for a Transformer Engine `recipe` and for
+            other models False.
         recompute: keep only each block's input for backward; "mlp": all but the first product of each MLP.
         offload: keep activations saved for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
         blocks: "own" keeps the code of a model that would get Octavo's blocks, and its names in checkpoints.
 
     Raises:
         InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a parameter or
-            buffer that would have no value, weights that differ between ranks.
+            buffer that would have no value, weights that differ between ranks, parameters of several dtypes where one is needed.
     """
     recipe = DelayedScaling() if recipe is None else coerce(recipe)
+    if fp8_head is None and not recipe.native:
+        fp8_head = False
     if cp_comm_type not in ("all_gather", "p2p", "a2a"):
         raise unknown("cp_comm_type", cp_comm_type, ("all_gather", "p2p", "a2a"))
-    params_dtype = params_dtype or dtype
+    params_dtype = params_dtype or _params_dtype(model)
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype)
     training = model.training
     if sharding is not None and load_from is None and not load_state_dict_from_rank0:
@@ -130,14 +135,14 @@ def build_model(
     source: Any,
     *,
     dtype: torch.dtype,
-    params_dtype: torch.dtype,
+    params_dtype: torch.dtype | None,
     device: torch.device | str,
     seed: int,
     config: Any = None,
     skip: Sequence[str] = (),
     layers: Mapping[str, Recipe | None] | None = None,
     excluded: Mapping[str, str] | None = None,
-    fp8_head: bool | Literal["backward"] = False,
+    fp8_head: bool | Literal["backward"] | None = None,
     objective: Objective | None = None,
     recompute: bool | Literal["mlp"] = False,
     offload: bool = False,
@@ -153,6 +158,7 @@ def build_model(
     Args:
         source: a model, with weights or on the meta device; or a Hugging Face config, for a causal language model with random
             weights by `seed` or those of `load_from`.
+        params_dtype: None for a model that keeps its own code, whose parameters keep their dtypes.
         device: "meta" fills nothing, for counting parameters.
         excluded: names of layers that stay out of FP8, each with its reason.
         objective: label smoothing and z-loss of the training loss (Octavo's decoder alone).
@@ -166,6 +172,11 @@ def build_model(
     config = source if original is None else config or getattr(original, "config", None)
     load_from = None if device.type == "meta" else load_from
     spec, vision, reason = _replacement(original, config, blocks, can_fill=bool(load_from or from_rank0))
+    if params_dtype is None and (spec is not None or vision or sharding is not None):
+        raise InputError(
+            f"params_dtype = None: {type(original).__name__} has parameters of several dtypes, and one is needed"
+            f"{' to shard it' if sharding is not None else ''}. Set params_dtype=torch.float32."
+        )
     weights = _weights(original, load_from, needed=vision or spec is not None or from_rank0 is not None)
     trains = {} if original is None else {n: p.requires_grad for n, p in original.named_parameters(remove_duplicate=False)}
 
@@ -176,9 +187,10 @@ def build_model(
         model = Decoder(config, spec, **dtypes, device="meta", fp8_head=fp8_head, objective=objective)
         keep_frozen(model, trains)
     else:
-        model = _from_config(config, params_dtype) if original is None else original
+        model = _from_config(config, params_dtype or dtype) if original is None else original
         refuse_head_settings(model, fp8_head, objective)
         if vision:
+            assert params_dtype is not None
             replace_blocks(model, params_dtype)
             keep_frozen(model, trains)
         else:
@@ -292,7 +304,20 @@ def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def sharding_of(ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype) -> Sharding | None:
+def _params_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype of a model's parameters; None if they have several."""
+    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if unknown_dtypes := found - {torch.float32, torch.bfloat16, torch.float16}:
+        raise InputError(
+            f"{type(model).__name__} has parameters of {', '.join(sorted(map(str, unknown_dtypes)))}: Octavo trains float32, "
+            "bfloat16 and float16. Set params_dtype=torch.float32, after a quantised model was dequantised."
+        )
+    return found.pop() if len(found) == 1 else None
+
+
+def sharding_of(
+    ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype | None
+) -> Sharding | None:
     """The sharding over the ranks of `octavo.init`; None for one rank."""
     if ranks.shard_mesh is None or ranks.world_size == 1:
         return None

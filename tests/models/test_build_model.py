@@ -133,7 +133,7 @@ def test_a_skip_pattern_takes_exactly_those_layers_out_of_fp8(pattern):
         loss = model(input_ids=tokens(), labels=tokens()).loss
     loss.backward()
     used = {name for name, entry in octavo.fp8.inspect(model).items() if entry}
-    assert used == set(reports) - wanted - {"embedding", "head"}
+    assert used == set(reports) - wanted - {"embedding"}
 
 
 def test_skipped_layers_compute_the_unquantised_product():
@@ -193,6 +193,8 @@ def test_compiled_blocks_train_as_eager_ones(recipe):
         ours, theirs = octavo.fp8.inspect(other), octavo.fp8.inspect(model)
         for name, entry in theirs.items():
             for operand, state in entry.items():
+                if (name, operand) == ("head", "grad_output"):  # of a known scale
+                    continue
                 assert ours[name][operand]["amax_history"].count_nonzero() == state["amax_history"].count_nonzero() == 3
                 torch.testing.assert_close(ours[name][operand]["scale"], state["scale"], rtol=0.3, atol=0)
 

@@ -103,7 +103,7 @@ def test_writing_keeps_the_config_and_copies_the_tokenizer(tmp_path):
     assert theirs.config.to_dict() == before
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-    assert written["dtype"] == "bfloat16"
+    assert written["dtype"] == "float32"
     assert written["architectures"] == ["LlamaForCausalLM"]
     for key in ("vocab_size", "hidden_size", "num_key_value_heads", "rms_norm_eps", "rope_parameters"):
         assert written[key] == before[key]

@@ -27,11 +27,11 @@ class Fp8Config(Section):
         "max", description="Which amax of the history sets the scale (delayed scaling only)."
     )
     margin: int = Field(0, ge=-64, le=64, description="Scales are divided by 2^margin (delayed scaling only).")
-    fast_accumulation: bool | Literal["input_gradient"] = Field(
-        False,
+    fast_accumulation: bool | Literal["input_gradient"] | None = Field(
+        None,
         description="Hopper's fast accumulation in backward (forward always has it). true: in both gradients, for about 0.15% "
-        'of loss after 1,000 steps. "input_gradient": in input gradients only, at no cost in loss. false: in none (delayed and '
-        "current scaling only; heads and experts stay precise).",
+        'of loss after 1,000 steps. "input_gradient", the default of delayed and current scaling, which alone have it: in input '
+        "gradients only, at no measured cost in loss. false: in none. Heads stay precise.",
     )
     use_power_2_scales: bool = Field(
         False, description="Round scales down to powers of two (current scaling only; block scaling always does)."
@@ -42,10 +42,11 @@ class Fp8Config(Section):
         description='Patterns of module names → their recipe in place of `recipe`, or "bf16" for no FP8. Later patterns win; '
         "`skip` overrides all.",
     )
-    head: bool | Literal["backward"] = Field(
-        False,
-        description='FP8 in the output head. true: all three products. "backward": the products of its gradients only, which '
-        "does not change the loss (Octavo's decoder only).",
+    head: bool | Literal["backward"] | None = Field(
+        None,
+        description='FP8 in the output head. true: all three products. "backward": the products of its gradients only; the '
+        'logits, and so the loss, are those of the bf16 head. false: none. Default: "backward" for Octavo\'s decoder, which '
+        "alone has it, and false for other models.",
     )
     emulate: bool = Field(
         False, description='Emulate FP8 (the same numbers, slowly) on GPUs without FP8 and, with `enabled` = "auto", on CPUs.'

@@ -75,6 +75,8 @@ class Recipe:
 
     casts: Mapping[Operand, Cast] = field(init=False, repr=False, compare=False)
     """The cast of each operand, the same for both products that it enters."""
+    native: bool = field(default=True, init=False, repr=False, compare=False)
+    """False for a Transformer Engine recipe, under which a head that no argument put into FP8 stays out of it."""
 
     def __post_init__(self) -> None:
         fp8_format = getattr(self, "fp8_format", Format.E4M3)
@@ -106,11 +108,11 @@ class Recipe:
 class DelayedScaling(Recipe):
     """One scale a tensor, from the largest |x| of the last `amax_history_len` steps: the cast needs one pass over the tensor.
 
-    Names and defaults are Transformer Engine's. `reduce_amax` joins the amaxes over `fp8_group`, so that all ranks that hold
-    parts of a model scale alike; without it each rank keeps its own. `fast_accumulation` takes Hopper's fast mode in backward
-    too, not in forward alone: 5 to 11% off those products. A sum over 16,384 tokens, as a weight gradient is, then loses 0.27%
-    of its norm; "input_gradient" leaves these precise. Heads and experts are precise in backward either way.
-    The README has the cost in loss.
+    Names are Transformer Engine's, and so are the defaults but for `fast_accumulation`, which takes Hopper's fast mode in
+    backward too, not in forward alone: 5 to 11% off those products. By default input gradients have it and weight gradients
+    are precise: True includes these, and a sum over 16,384 tokens then loses 0.27% of its norm; False takes it out of both.
+    Heads are precise in backward either way. `reduce_amax` joins the amaxes over `fp8_group`, so that all ranks that hold
+    parts of a model scale alike; without it each rank keeps its own.
 
     Raises:
         InputError: a history shorter than 1, an unknown algorithm, format or product.
@@ -121,7 +123,7 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True
-    fast_accumulation: FastAccumulation = False
+    fast_accumulation: FastAccumulation = "input_gradient"
     name: ClassVar[str] = "delayed"
 
     def __post_init__(self) -> None:
@@ -145,7 +147,7 @@ class CurrentScaling(Recipe):
     """
 
     fp8_format: Format = Format.HYBRID
-    fast_accumulation: FastAccumulation = False
+    fast_accumulation: FastAccumulation = "input_gradient"
     use_power_2_scales: bool = False
     name: ClassVar[str] = "current"
 
@@ -182,6 +184,8 @@ _THEIR_USUAL: dict[str, Any] = {"use_f32_scales": False, "backward_override": No
 def coerce(recipe: Any) -> Recipe:
     """`recipe` itself, or Octavo's equal of a Transformer Engine recipe object (matched by class and field names).
 
+    The equal of Transformer Engine's has its precise gradients, and is not `native`.
+
     Raises:
         InputError: the object is neither, or a format or another field asks for something that Octavo does not have.
     """
@@ -192,6 +196,8 @@ def coerce(recipe: Any) -> Recipe:
         raise unknown("FP8 recipe", type(recipe).__name__, _BY_CLASS_NAME, key="fp8_recipe")
     known = {f.name for f in dataclasses.fields(cls) if f.init}
     values = {name: getattr(recipe, name) for name in known if hasattr(recipe, name)}
+    if "fast_accumulation" in known:
+        values.setdefault("fast_accumulation", False)
     if "fp8_format" in values:
         name = getattr(values["fp8_format"], "name", str(values["fp8_format"]))
         if name not in Format.__members__:
@@ -206,4 +212,6 @@ def coerce(recipe: Any) -> Recipe:
                 f"fp8_recipe: {type(recipe).__name__}.{other.name} = {value!r}: Octavo's recipe has nothing of the kind; "
                 f"leave it at {usual!r}."
             )
-    return cls(**values)
+    equal = cls(**values)
+    object.__setattr__(equal, "native", False)
+    return equal

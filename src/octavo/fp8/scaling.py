@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from octavo.errors import InputError
 from octavo.fp8.recipe import History, Operand, Recipe
 from octavo.kernels.quantize.cast import CastResults, cast, fake_results, operator_results
+from octavo.kernels.quantize.cast_scaled import amax, scale_from_amax
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, of_one_scale
 from octavo.kernels.scales import update_scales_
 
@@ -39,6 +40,8 @@ class Slot:
         self.buffer = buffer
         self.index = index
         self.fp8_max = fp8_max
+        self.begun = False
+        """The scale is no longer the first one, 1: `ModuleState.begin` or `fill` has set it."""
         self.position = torch.tensor([buffer.number, index])
         """Number of the buffer and index in it, for `cast_delayed`: int64 [2] on the CPU."""
 
@@ -224,6 +227,15 @@ class ModuleState:
             slot = self.slots[operand]
         return slot
 
+    def begin(self, operand: Operand, recipe: Recipe, matrix: Tensor) -> None:
+        """Take an operand's first delayed scale from its own amax, in place of 1; without effect once there is a history."""
+        slot = self.slot(operand, recipe, matrix.device)
+        if not slot.begun:
+            if not (slot.history != 0).any():
+                largest = amax(matrix.detach().flatten(0, -2))
+                slot.scale.copy_(scale_from_amax(largest, slot.fp8_max / 2.0**slot.buffer.policy.margin, False))
+            slot.begun = torch.is_grad_enabled()  # an evaluation leaves the choice to training
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         twin = copy.copy(self)
         twin.slots, twin.observed = {}, {}
@@ -242,6 +254,7 @@ class ModuleState:
 def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
     """Set a slot's scale and history; of a longer history the newest entries are kept, a shorter one is padded with zeros."""
     kept = min(len(history), slot.buffer.policy.length) - 1
+    slot.begun = True
     slot.scale.copy_(scale)
     slot.history.zero_()
     slot.amax.copy_(history[0])

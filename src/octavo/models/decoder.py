@@ -68,7 +68,8 @@ class Decoder(nn.Module):
     """A causal language model by its spec; `config` is the Hugging Face config of the same model.
 
     Parameters are of `params_dtype`, the residual stream and products outside FP8 of `dtype`. With `fp8_head` the head's
-    products for a loss are FP8, with "backward" those of its gradients alone; another value is an InputError.
+    products for a loss are FP8, with "backward" those of its gradients alone. None is "backward" under Octavo's own recipes and
+    False under Transformer Engine's. Another value is an InputError.
     """
 
     def __init__(
@@ -80,14 +81,17 @@ class Decoder(nn.Module):
         params_dtype: torch.dtype,
         device: torch.device | str | None = None,
         buffer_dtype: torch.dtype = torch.float32,
-        fp8_head: bool | Literal["backward"] = False,
+        fp8_head: bool | Literal["backward"] | None = None,
         objective: Objective | None = None,
     ) -> None:
         super().__init__()
-        if fp8_head not in (False, True, "backward"):
+        if fp8_head not in (None, False, True, "backward"):
             raise InputError(
                 f'fp8_head = {fp8_head!r} is not supported: use False, True, or "backward" for its gradients alone.'
             )
+        self.fp8_head: bool | Literal["backward"] = "backward" if fp8_head is None else fp8_head
+        """The products of the head that are FP8."""
+        self.fp8_head_asked = fp8_head is not None
         self.config, self.spec, self.dtype = config, spec, dtype
         make: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
         self.embedding = nn.Embedding(spec.vocabulary, spec.hidden_size, dtype=params_dtype, device=device)
@@ -112,10 +116,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(spec.hidden_size, spec.vocabulary, bias=False, dtype=params_dtype, device=device)
         if spec.tied:
             self.head.weight = self.embedding.weight
-        if fp8_head:
+        if self.fp8_head:
             vars(self.head)["fp8_state"] = ModuleState(self.head)
-        self.fp8_logits = fp8_head != "backward"
-        """The product of a head's forward is FP8 too, where the head is."""
         self.rotary = RotaryAngles(spec, buffer_dtype)
         self.run_block: RunBlock = TransformerLayer.forward_residual
         self.data_group: dist.ProcessGroup | None = None
@@ -177,7 +179,7 @@ class Decoder(nn.Module):
             count,
             objective=objective,
             fp8=gemms,
-            fp8_logits=self.fp8_logits,
+            fp8_logits=self.fp8_head is True,
         )
         return CausalLMOutput(loss=_Joined.apply(loss, self.data_group) if joined else loss)
 
@@ -185,10 +187,14 @@ class Decoder(nn.Module):
         """The products of a head that runs in FP8 here; its operands have one scale each under every recipe."""
         state: ModuleState | None = getattr(self.head, "fp8_state", None)
         recipe = None if state is None else active_recipe(state, hidden.device)
-        if state is None or recipe is None:
+        if state is None or recipe is None or not (self.fp8_head_asked or recipe.native):
             return None
         if recipe.casts[Operand.INPUT].granularity is not Granularity.TENSOR:
             recipe = CurrentScaling()
+        if recipe.history is not None and not torch.compiler.is_compiling():
+            # A checkpoint without FP8 in its head, or the first step of a training, has no scale for these.
+            state.begin(Operand.INPUT, recipe, hidden)
+            state.begin(Operand.WEIGHT, recipe, self.head.weight)
         return LinearGemms(state, self.head.weight, recipe, compute_dtype(hidden), first)
 
 

@@ -82,9 +82,10 @@ def describe(model: nn.Module) -> Description:
 
 def _head_note(model: nn.Module, state: ModuleState) -> str:
     tensorwise = state.override is None or state.override.casts[Operand.INPUT].granularity is Granularity.TENSOR
-    logits = [] if getattr(model, "fp8_logits", True) else ["logits in high precision"]
+    logits = [] if getattr(model, "fp8_head", True) is True else ["logits in high precision"]
     scales = [] if tensorwise else ["one scale a tensor (current scaling)"]
-    return "; ".join([*logits, "gradients accumulate precisely", *scales])
+    theirs = [] if getattr(model, "fp8_head_asked", True) else ["none in FP8 under Transformer Engine's recipes"]
+    return "; ".join([*logits, "gradients accumulate precisely", *scales, *theirs])
 
 
 def _is_head(module: nn.Module, name: str) -> bool:

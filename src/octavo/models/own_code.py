@@ -17,7 +17,7 @@ _SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 """Names of the switch of recomputation in Hugging Face's models: transformers 5.2x has the first and warns of the second."""
 
 
-def refuse_head_settings(model: nn.Module, fp8_head: bool | Literal["backward"], objective: Objective | None) -> None:
+def refuse_head_settings(model: nn.Module, fp8_head: bool | Literal["backward"] | None, objective: Objective | None) -> None:
     """Raise an InputError for settings of the head of Octavo's decoder."""
     objective = objective or Objective()
     settings: dict[str, tuple[Any, str]] = {
@@ -63,10 +63,10 @@ def recompute_own_code(model: nn.Module) -> None:
     getattr(model, switch)({"use_reentrant": False})
 
 
-def cast(model: nn.Module, params_dtype: torch.dtype, buffer_dtype: torch.dtype) -> None:
-    """Cast parameters; buffers only to a lower dtype than float32: rotary tables and running means keep their precision."""
+def cast(model: nn.Module, params_dtype: torch.dtype | None, buffer_dtype: torch.dtype) -> None:
+    """Cast parameters, unless `params_dtype` is None; buffers only to a lower dtype than float32: rotary tables and running means keep their precision."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in model.parameters() if params_dtype is not None else ():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(params_dtype)
         for buffer in model.buffers() if buffer_dtype != torch.float32 else ():
@@ -79,13 +79,13 @@ def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> No
 
     The class changes and not the instance, so that a deep copy computes with its own weights.
     """
-    params_dtype = next((p.dtype for p in model.parameters()), dtype)
-    if params_dtype == dtype or device.type == "meta":
+    others = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} - {dtype}
+    if not others or device.type == "meta":
         return
     if dtype == torch.float32:
         raise InputError(
             f"{type(model).__name__} keeps its own code, which computes in the dtype of its parameters or below: with"
-            f" params_dtype {params_dtype}, dtype float32 is not possible. Use params_dtype float32."
+            f" params_dtype {others.pop()}, dtype float32 is not possible. Use params_dtype float32."
         )
     base = type(model)
 

@@ -5,6 +5,7 @@ Keys that the losses depend on may not change: one curve of two different runs i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -36,6 +37,31 @@ CHANGEABLE: dict[str, str] = {
     "launch.*": "timeouts of the watchdog",
 }
 """Patterns of keys that may differ from the run that wrote the checkpoint, each with the reason."""
+
+
+_OLDER_DEFAULTS = {"fp8.head": False, "fp8.fast_accumulation": False}
+"""Defaults of the versions whose run files leave these keys out."""
+
+
+def with_keys_of(before: RunConfig, now: RunConfig) -> tuple[RunConfig, list[str]]:
+    """A run file with the values that a run has for keys that the file leaves out; and those keys that change by it.
+
+    A key that may change keeps the file's default.
+    """
+    taken, sections = [], {}
+    for section in type(now).model_fields:
+        table = getattr(now, section)
+        update = {}
+        for name, field in type(table).model_fields.items():
+            key = f"{section}.{field.alias or name}"
+            value = getattr(getattr(before, section), name)
+            if value is None and before.fp8.enabled is not False:
+                value = _OLDER_DEFAULTS.get(key)
+            if name not in table.model_fields_set and not _may_change(key, now) and value != getattr(table, name):
+                update[name] = value
+                taken.append(f"{key} = {json.dumps(value)}")
+        sections[section] = table.model_copy(update=update)
+    return now.model_copy(update=sections), taken
 
 
 def check_resumable(

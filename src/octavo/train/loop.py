@@ -36,7 +36,7 @@ from octavo.parallel.world import init, seed_everything, state
 from octavo.run.folder import RunFolder, locked, warn
 from octavo.run.metrics import MetricsFile
 from octavo.run.progress import StepProgress
-from octavo.run.resume import check_resumable
+from octavo.run.resume import check_resumable, with_keys_of
 from octavo.run.summary import Result, Summary, summarise
 from octavo.run.trackers import Trackers
 from octavo.train import fp8_auto
@@ -69,7 +69,11 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
         ):
             before = folder.config() if folder.has_checkpoints else None  # a run without checkpoints may change
             if before is not None:
-                check_resumable(before, config, folder.path)
+                config, taken = with_keys_of(before, config)
+                if taken:
+                    plan = check(config)
+                    _say(console, f"The run continues with its own values of keys that are not set: {', '.join(taken)}.")
+                check_resumable(before, plan.config, folder.path)
                 if has_own_code(folder.checkpoints, plan.weights, writing_ranks()):
                     plan = check(config, blocks="own")
                     _say(console, "The run keeps its own code, not Octavo's blocks: its checkpoints are of it.")

@@ -75,7 +75,7 @@ class RunPlan:
         """(TFLOP/s, MFU) of a rank at this speed of all ranks together; None for an unknown family or GPU."""
         if self.flops is None:
             return None, None
-        head = 2 / 3 if self.config.fp8.head == "backward" else float(self.config.fp8.head)
+        head = 2 / 3 if self.config.fp8.head == "backward" else float(self.config.fp8.head or 0)
         fp8 = 0.0 if self.recipe is None else self.flops.layers * self._fp8_share + self.flops.head * head
         split = {"bf16": self.flops.total - fp8, "fp8": fp8}
         achieved = {precision: flop * tokens_per_second / self.degrees.world for precision, flop in split.items() if flop}
@@ -133,7 +133,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     hardware = describe_device(device)
     use, note = choose_fp8(config.fp8, recipe, hardware, native=supports_fp8(device))
     return RunPlan(
-        config=config,
+        config=_with_native_defaults(config, model),
         hf_config=hf_config,
         device=device,
         hardware=hardware,
@@ -153,17 +153,31 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
 def recipe_from_config(config: Fp8Config, name: str | None = None) -> Recipe:
     """The recipe of the [fp8] section; or the recipe `name`, with the settings of the section."""
     name = name or config.recipe
+    fast = DelayedScaling.fast_accumulation if config.fast_accumulation is None else config.fast_accumulation
     if name == "delayed":
         return DelayedScaling(
             config.margin,
             Format[config.format],
             config.amax_history_len,
             config.amax_compute_algo,
-            fast_accumulation=config.fast_accumulation,
+            fast_accumulation=fast,
         )
     if name == "current":
-        return CurrentScaling(Format[config.format], config.fast_accumulation, config.use_power_2_scales)
+        return CurrentScaling(Format[config.format], fast, config.use_power_2_scales)
     return RECIPES[name]()
+
+
+def _with_native_defaults(config: RunConfig, model: torch.nn.Module) -> RunConfig:
+    """The run with the values that its unset keys stand for, so that its run file keeps them."""
+    fp8 = config.fp8
+    if fp8.enabled is False:
+        return config
+    update: dict[str, Any] = {}
+    if fp8.head is None:
+        update["head"] = model.fp8_head if isinstance(model, Decoder) else False
+    if fp8.fast_accumulation is None and {"delayed", "current"} & {fp8.recipe, *fp8.layers.values()}:
+        update["fast_accumulation"] = DelayedScaling.fast_accumulation
+    return config.model_copy(update={"fp8": fp8.model_copy(update=update)})
 
 
 def model_options(config: RunConfig) -> dict[str, Any]:
