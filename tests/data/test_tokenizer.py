@@ -2,6 +2,7 @@
 
 import json
 import os
+import string
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from octavo.data import tokenizer
 from octavo.errors import InputError
@@ -191,3 +192,94 @@ def test_a_folder_with_python_code_is_refused_and_its_code_never_runs(tmp_path, 
     assert not mark.exists()
     assert done.stdout.startswith("refused: data.tokenizer = ")
     assert "Python code of its own" in done.stdout
+
+
+SPECIALS = ("<unk>", "<s>", "</s>", "<|endoftext|>", "[INST]", "<|im_start|>")
+
+
+def _byte_level(texts):
+    made = Tokenizer(models.BPE(ignore_merges=True))  # as Llama 3's: a word of the vocabulary is found without merges
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=[*SPECIALS], initial_alphabet=alphabet))
+    return made
+
+
+def _sentencepiece_bpe(texts):
+    made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=[*SPECIALS]))
+    return made
+
+
+def _unigram(texts):
+    made = Tokenizer(models.Unigram())
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=200, special_tokens=[*SPECIALS], unk_token="<unk>"))
+    return made
+
+
+def _word_level(texts):
+    made = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=[*SPECIALS]))
+    return made
+
+
+def _saved(made, folder):
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+@pytest.mark.parametrize("light", [True, False], ids=["tokenizers", "transformers"])
+@pytest.mark.parametrize("make", [_byte_level, _sentencepiece_bpe, _unigram, _word_level])
+def test_names_of_special_tokens_in_a_text_are_text(tmp_path, monkeypatch, make, light):
+    """As text they are what a tokenizer of the same model without special tokens makes of them."""
+    generator = np.random.default_rng()
+    words = ["alpha", "beta", "gamma", "< / > | [ ]", "end of text", "I N S T _ m start", "<", ">s", "/s"]
+    made = make([" ".join(generator.choice(words, 40)) for _ in range(50)] + [" ".join(string.printable)])
+    name = _saved(made, tmp_path / "t")
+    if not light:
+        monkeypatch.setattr(tokenizer, "_load_without_transformers", lambda folder: None)
+    encoder = tokenizer.load(name)
+    special = {made.token_to_id(token) for token in SPECIALS}
+    unknown = made.token_to_id("<unk>") if make is _word_level else -1  # a word that is not in the vocabulary
+    for token in SPECIALS:
+        for text in (token, f"alpha {token} beta", f"alpha{token}{token}beta", f"\n{token}\n"):
+            (ids,) = _ids(encoder, [text])
+            assert ids[-1] == encoder.end
+            assert not special.intersection(ids[:-1]) - {unknown}, text
+    plain = " ".join(generator.choice(words, 20))
+    assert _ids(encoder, [plain])[0][:-1] == made.encode(plain, add_special_tokens=False).ids
+
+
+def test_names_of_special_tokens_are_text_for_a_tokenizer_in_python(tmp_path):
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer(extra_ids=3).save_pretrained(tmp_path)
+    encoder = tokenizer.load(str(tmp_path))
+    text = "a</s>b<pad><extra_id_0>"
+    assert _ids(encoder, [text]) == [[*(byte + 3 for byte in text.encode()), encoder.end]]
+
+
+def test_tokens_that_are_added_but_not_special_keep_their_ids(tmp_path):
+    made = _byte_level(TEXTS)
+    made.add_tokens(["<tool>"])
+    made.add_special_tokens(["<late>"])
+    made.add_tokens(["<later>"])
+    encoder = tokenizer.load(_saved(made, tmp_path / "t"))
+    expected = [made.token_to_id("<tool>"), made.token_to_id("<later>")]
+    assert [i for i in _ids(encoder, ["a <tool> <late> <later>"])[0] if i in expected] == expected
+    assert made.token_to_id("<late>") not in _ids(encoder, ["<late>"])[0]
+
+
+def test_an_end_token_that_the_configuration_alone_names_is_no_text(tmp_path):
+    made = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<s>": 2, "<unk>": 3}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    encoder = tokenizer.load(_saved(made, tmp_path / "t"))
+    assert _ids(encoder, ["a </s> a <s>"]) == [[0, 3, 0, 3, 1]]

@@ -20,7 +20,9 @@ from octavo.data.readers import readable
 from octavo.data.tokenizer import check, tokenizer_files
 from octavo.storage import sha256_file
 
-FORMAT = 1
+FORMAT = 2
+"""Part of the key: data of an older format, encoded in another way, is not reused."""
+
 FILE = "manifest.json"
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")

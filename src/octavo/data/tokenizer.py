@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from octavo.data.special_tokens import for_texts
 from octavo.errors import InputError, first_line, nearest
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -94,7 +96,6 @@ def train(texts: Iterable[str], vocab_size: int) -> Encoder:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    tokenizer.encode_special_tokens = True
 
     def save(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Encoder:
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    return _from_backend(tokenizer, END_OF_DOCUMENT, save)
+    return _from_backend(tokenizer, END_OF_DOCUMENT, [END_OF_DOCUMENT], save)
 
 
 def load(name: str) -> Encoder:
@@ -125,6 +126,8 @@ def load(name: str) -> Encoder:
 
         # False, not absent: otherwise transformers asks on stdin whether to run the folder's code, and a pipe may say yes
         tokenizer = AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=False)
+        if not tokenizer.is_fast:
+            return _from_python(tokenizer)
     except Exception as error:
         fault = f"cannot be loaded: {first_line(error)}"
         if "trust_remote_code" in str(error):
@@ -133,15 +136,9 @@ def load(name: str) -> Encoder:
             f"data.tokenizer = {name!r} {fault}. Give a folder with a tokenizer.json, a tokenizer of the Hugging Face Hub "
             'without code of its own, or "train".'
         ) from None
-    if tokenizer.is_fast:
-        return _from_backend(tokenizer.backend_tokenizer, tokenizer.eos_token, tokenizer.save_pretrained)
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-
-    prefix, suffix = _prefix_and_suffix(tokenizer("a")["input_ids"], encode(["a"])[0], tokenizer.eos_token_id)
-    size = max(tokenizer.get_vocab().values()) + 1
-    return Encoder(size, tokenizer.eos_token_id, prefix, suffix, encode, tokenizer.save_pretrained)
+    return _from_backend(
+        tokenizer.backend_tokenizer, tokenizer.eos_token, tokenizer.all_special_tokens, tokenizer.save_pretrained
+    )
 
 
 def check(name: str) -> Path | None:
@@ -189,8 +186,9 @@ def _load_without_transformers(folder: Path) -> Encoder | None:
     if config.get("tokenizer_class") not in _GENERIC_CLASSES or any(map(config.get, _CHANGING_KEYS)):
         return None
     named = [value for key, value in config.items() if key.endswith("_token") and value and not isinstance(value, bool)]
-    named += config.get("added_tokens_decoder", {}).values()
-    if any(tokenizer.token_to_id(_content(token)) is None for token in named):
+    names = [_content(token) for token in named]
+    listed = [_content(token) for token in config.get("added_tokens_decoder", {}).values()]
+    if any(tokenizer.token_to_id(name) is None for name in (*names, *listed)):
         return None
 
     def save(target: Path) -> None:
@@ -200,16 +198,30 @@ def _load_without_transformers(folder: Path) -> Encoder | None:
                 shutil.copyfile(folder / name, target / name)
 
     eos = config.get("eos_token")
-    return _from_backend(tokenizer, _content(eos) if eos else None, save)
+    return _from_backend(tokenizer, _content(eos) if eos else None, names, save)
 
 
-def _from_backend(tokenizer: Any, eos: str | None, save: Callable[[Path], None]) -> Encoder:
+def _from_python(tokenizer: Any) -> Encoder:
+    """A tokenizer that `tokenizers` does not implement."""
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+    prefix, suffix = _prefix_and_suffix(tokenizer("a")["input_ids"], encode(["a"])[0], tokenizer.eos_token_id)
+    size = max(tokenizer.get_vocab().values()) + 1
+    return Encoder(size, tokenizer.eos_token_id, prefix, suffix, encode, tokenizer.save_pretrained)
+
+
+def _from_backend(tokenizer: Any, eos: str | None, named: Collection[str], save: Callable[[Path], None]) -> Encoder:
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    copy = cache(
+        partial(for_texts, tokenizer, named)
+    )  # takes a second for a large vocabulary, and a check of a run encodes no text
 
     def encode(texts: list[str]) -> list[list[int]]:
         # `fast` computes no offsets.
-        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in copy().encode_batch_fast(texts, add_special_tokens=False)]
 
     end = tokenizer.token_to_id(eos) if eos else None
     with_special, without = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids

@@ -1,0 +1,122 @@
+"""Special tokens: kept out of texts, and their ids in a Hugging Face config.
+
+A text may hold the name of a special token (a page about chat templates, a dump of HTML). Read as that token it would end a
+document within, or open a turn of a chat that is none. `tokenizers` can leave such names to the model, but a Unigram or a BPE
+that looks up whole words has them in its vocabulary and finds them again, so they are renamed in a copy used for texts alone.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from octavo.errors import InputError
+
+ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of a Hugging Face config that name tokens of the tokenizer."""
+
+
+def for_texts(tokenizer: Tokenizer, named: Collection[str]) -> Tokenizer:
+    """A copy with the same ids that encodes the names of special tokens as the characters they are.
+
+    Special tokens are those that the tokenizer marks, and those that its configuration names.
+    """
+    values = json.loads(tokenizer.to_str())
+    model = values["model"]
+    mark = secrets.token_hex(16)  # in no text, so that the result does not depend on it
+    marked = {token["content"] for token in values["added_tokens"] if token["special"]}
+    names = {name: f"{mark} {number}" for number, name in enumerate(sorted(marked.union(named)))}
+    for token in values["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): number for piece, number in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [merge for merge in model["merges"] if not _touches(merge, names)]
+    values["post_processor"] = None  # only for the tokens around a text
+    copy = Tokenizer.from_str(json.dumps(values))
+    copy.encode_special_tokens = True
+    return copy
+
+
+def _touches(merge: list[str] | str, names: dict[str, str]) -> bool:
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return not names.keys().isdisjoint((left, right, left + right))
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of a tokenizer as transformers reads its folder: by role, None for an absent one; and of every special token."""
+
+    bos: int | None
+    eos: int | None
+    pad: int | None
+    unknown: int | None
+    all: frozenset[int]
+
+    @classmethod
+    def of(cls, folder: Path) -> SpecialTokens:
+        """Read the folder of a tokenizer."""
+        from transformers import AutoTokenizer  # heavy
+
+        found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        added = {number for number, token in found.added_tokens_decoder.items() if token.special}
+        every = frozenset({*found.all_special_ids, *added})
+        return cls(found.bos_token_id, found.eos_token_id, found.pad_token_id, found.unk_token_id, every)
+
+    def fit(self, config: Any) -> dict[str, int | list[int] | None]:
+        """Set the bos, eos and pad ids of a Hugging Face config, or generation config, to this tokenizer's; returns them.
+
+        The tokenizer's bos is taken, and its eos is always among the eos ids. Ids of the config are kept where they are special
+        tokens of this tokenizer: a fine-tuned model has several eos ids, a pad, or a bos that its tokenizer does not name.
+        Other ids belong to another vocabulary and are removed. A bos or eos is kept as the pad only if the tokenizer calls it
+        so: the row of a pad in the embedding is not trained.
+        """
+        bos, ends, pad = (getattr(config, role, None) for role in ROLES)
+        usable = self.all - {self.unknown}
+        if self.bos is not None or bos not in usable:
+            bos = self.bos
+        kept = [end for end in _listed(ends) if end in usable and (end == self.eos or end != self.bos)]
+        if self.eos is not None and self.eos not in kept:
+            kept.append(self.eos)
+        if kept != _listed(ends):
+            ends = kept if len(kept) > 1 else kept[0] if kept else None
+        if pad is not None and pad != self.pad:
+            pad = next((one for one in (pad, self.pad) if one in usable - {self.bos, self.eos}), None)
+        fitted = dict(zip(ROLES, (bos, ends, pad), strict=True))
+        for role, value in fitted.items():
+            if getattr(config, role, None) != value:
+                setattr(config, role, value)
+        return fitted
+
+    def owns(self, config: Any) -> bool:
+        """True if every eos id of a config is a special token of this tokenizer."""
+        return self.all.issuperset(_listed(config.eos_token_id))
+
+
+def _listed(ids: int | list[int] | None) -> list[int]:
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def check_overrides(overrides: dict[str, Any], fitted: dict[str, Any]) -> None:
+    """Refuse an id of `model.config` that is not the tokenizer's.
+
+    Raises:
+        InputError: the key, its value and the tokenizer's.
+    """
+    for role, value in fitted.items():
+        if role in overrides and overrides[role] != value:
+            right = "has no such token" if value is None else f"has {value}"
+            raise InputError(
+                f"model.config.{role} = {overrides[role]}, but the run's tokenizer {right}: remove model.config.{role}, or "
+                "change data.tokenizer."
+            )
