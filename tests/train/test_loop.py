@@ -11,7 +11,8 @@ import subprocess
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
 import octavo
 from octavo.build import transform
@@ -401,3 +402,89 @@ def test_compiled_blocks_are_refused_with_the_way_out(tiny_run, capsys):
     assert main(["train", str(run.file), "train.compile=true"]) == 2
     assert 'Set train.compile = false, or "auto".' in capsys.readouterr().err
     assert not run.output.exists()
+
+
+def _with_source(run, folder, **ids):
+    """Train from a folder with these token ids in its config, instead of the built-in shape."""
+    LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        **ids,
+    ).save_pretrained(folder)
+    text = run.file.read_text()
+    run.file.write_text(f'[model]\nsource = "{folder}"\n' + text[text.index("[data]") :])
+    return folder
+
+
+def _exported(run, to):
+    """The config, generation config, model and tokenizer that transformers loads from an export."""
+    octavo.export(run.output, to)
+    model = AutoModelForCausalLM.from_pretrained(to)
+    return AutoConfig.from_pretrained(to), GenerationConfig.from_pretrained(to), model, AutoTokenizer.from_pretrained(to)
+
+
+@pytest.mark.parametrize("pad", [None, 7])
+def test_an_export_has_the_ids_of_the_trained_tokenizer_and_generation_stops(tiny_run, tmp_path, pad):
+    run = tiny_run(steps=3)
+    source = _with_source(run, tmp_path / "source", bos_token_id=318, eos_token_id=[2, 319], pad_token_id=pad)
+    GenerationConfig(bos_token_id=318, eos_token_id=[2, 319], pad_token_id=pad).save_pretrained(source)
+    assert main(["train", str(run.file)]) == 0
+    shutil.rmtree(source)
+    config, generation, model, tokenizer = _exported(run, tmp_path / "out")
+    assert tokenizer.eos_token_id == 0
+    for found in (config, generation, model.config, model.generation_config, tokenizer):
+        assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (0, 0, None)
+    for token, tokens in ((9, [5, 6, 9, 9, 9, 9]), (0, [5, 6, 0])):
+        made = model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False, sequence_bias={(token,): 1e4})
+        assert made[0].tolist() == tokens
+
+
+def test_the_row_of_the_pad_of_another_vocabulary_is_trained(tiny_run, tmp_path):
+    """Token 78 is a letter of the trained tokenizer: with and without it as the source's pad the run is the same."""
+    found = []
+    for name, pad in (("with", 78), ("without", None)):
+        run = tiny_run(name, steps=3)
+        _with_source(run, tmp_path / f"{name} source", bos_token_id=1, eos_token_id=2, pad_token_id=pad)
+        assert main(["train", str(run.file)]) == 0
+        found.append(losses(run.output))
+        weights = StoredWeights(run.output / "checkpoints" / "step-3")
+        found.append(weights["embedding.weight"])
+    assert found[0] == found[2]
+    assert torch.equal(found[1], found[3])
+
+
+def test_a_run_with_its_models_tokenizer_keeps_the_models_ids(tiny_run, tmp_path):
+    run = tiny_run(steps=2)
+    source = _with_source(run, tmp_path / "source", bos_token_id=1, eos_token_id=2, pad_token_id=4)
+    values = {
+        "bos_token_id": 1,
+        "eos_token_id": [2, 3],
+        "pad_token_id": 4,
+        "top_k": 3,
+    }  # without do_sample, as some of the Hub's
+    (source / "generation_config.json").write_text(json.dumps(values))
+    names = ["<unk>", "<s>", "</s>", "<|turn|>", "<pad>"]
+    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate([*names, "a", "scale"])}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(names)
+    made.save(str(source / "tokenizer.json"))
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|turn|>", "unk_token": "<unk>"}
+    (source / "tokenizer_config.json").write_text(json.dumps(values))
+    assert main(["train", str(run.file), f"data.tokenizer={source}"]) == 0
+    config, generation, _, tokenizer = _exported(run, tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, [2, 3], 4)
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (1, [2, 3], 4)
+    assert (generation.top_k, tokenizer.eos_token_id) == (3, 3)
+
+
+def test_an_id_of_the_run_file_that_is_not_the_tokenizers_is_refused(tiny_run, capsys):
+    run = tiny_run(steps=2)
+    assert main(["train", str(run.file), "model.config.eos_token_id=5"]) == 2
+    err = capsys.readouterr().err
+    assert "model.config.eos_token_id = 5, but the run's tokenizer has 0" in err
+    assert not (run.output / "metrics.jsonl").exists()
+    assert main(["train", str(run.file), "model.config.eos_token_id=0"]) == 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from octavo.errors import InputError, unknown
 from octavo.models.families import DECODER_FAMILIES
@@ -68,6 +68,16 @@ def _read_config(source: str) -> Any:
         ) from None
     config.__dict__.pop("auto_map", None)  # names Python files of the source, which transformers would offer to run
     return config
+
+
+def load_generation_config(source: str) -> Any | None:
+    """The generation config of a folder, or of an id with downloaded weights; None for any other source."""
+    if source in SHAPES:
+        return None
+    try:
+        return GenerationConfig.from_pretrained(source, local_files_only=True)
+    except (OSError, ValueError):
+        return None
 
 
 def weights_folder(source: str) -> Path:

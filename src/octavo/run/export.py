@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
 
 from octavo.checkpoint.manifest import newest_whole
 from octavo.checkpoint.reader import StoredWeights
 from octavo.checkpoint.writer import weights
+from octavo.data.special_tokens import SpecialTokens
 from octavo.errors import InputError, nearest
 from octavo.models.convert import Conversion, conversion_of, write_pretrained, write_weights
-from octavo.models.sources import load_config
+from octavo.models.sources import load_config, load_generation_config
 from octavo.parallel.coordination import Ranks, writing_ranks
 from octavo.run.folder import RunFolder, warn
+from octavo.storage import write_atomic
 
 
 def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
@@ -99,10 +102,27 @@ def export_run(run: Path, to: Path) -> Path:
     else:  # a run of an older version
         hf_config = load_config(config.model.source, config.model.config)
     tokenizer = folder.tokenizer if folder.tokenizer.is_dir() else None
+    generation = _fit_token_ids(hf_config, load_generation_config(str(folder.model)), tokenizer)
     stored = StoredWeights(checkpoint)
     shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in stored.layout.items()}
     write_pretrained(shapes, hf_config, to, tokenizer, read=stored.__getitem__)
+    write_atomic(to / "generation_config.json", generation.to_json_string())  # save_pretrained refuses some of the Hub's
     return checkpoint
+
+
+def _fit_token_ids(config: Any, generation: Any | None, tokenizer: Path | None) -> Any:
+    """Give a config the ids of the run's tokenizer; returns the generation config, with the same ids.
+
+    That of the model's source is kept if its eos ids are the tokenizer's: another vocabulary has other ids to stop at.
+    """
+    tokens = SpecialTokens.of(tokenizer) if tokenizer is not None else None
+    if tokens is not None:
+        tokens.fit(config)
+    if generation is None or (tokens is not None and not tokens.owns(generation)):
+        return GenerationConfig.from_model_config(config)
+    if tokens is not None:
+        tokens.fit(generation)
+    return generation
 
 
 def _check_empty(to: Path) -> None:

@@ -21,6 +21,7 @@ from octavo._version import __version__
 from octavo.checkpoint.manifest import step_folders
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
+from octavo.models.sources import load_generation_config
 from octavo.storage import FolderLock, write_atomic
 
 _PACKAGES = ("torch", "transformers", "triton", "safetensors", "numpy", "tokenizers", "datasets")
@@ -36,7 +37,7 @@ class RunFolder:
         self.environment = path / "environment.json"  # versions, device, code and command of each start
         self.metrics = path / "metrics.jsonl"  # one object a step
         self.checkpoints = path / "checkpoints"  # step-N/
-        self.model = path / "model"  # config.json of Hugging Face, for an export without model.source
+        self.model = path / "model"  # Hugging Face's config and generation config, for an export without model.source
         self.tokenizer = path / "tokenizer"  # a copy, for an export without the prepared data
 
     @property
@@ -59,10 +60,13 @@ class RunFolder:
         return None
 
     def record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str) -> None:
-        """Write the run file, the Hugging Face config, the environment and the tokenizer."""
+        """Write the run file, the Hugging Face config, the source's generation config, the environment and the tokenizer."""
         write_atomic(self.run_file, config.to_toml())
         self.model.mkdir(exist_ok=True)
         write_atomic(self.model / "config.json", hf_config.to_json_string())
+        generation = load_generation_config(config.model.source)
+        if generation is not None:
+            write_atomic(self.model / "generation_config.json", generation.to_json_string())
         starts = json.loads(self.environment.read_text())["starts"] if self.environment.is_file() else []
         write_atomic(self.environment, json.dumps({"starts": [*starts, _environment(device)]}, indent=1) + "\n")
         if tokenizer is not None and not self.tokenizer.exists():

@@ -7,6 +7,7 @@ resume if there is no checkpoint, so that metrics and weights always agree.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
 import resource
@@ -28,6 +29,7 @@ from octavo.data.loader import BatchLoader
 from octavo.data.packing import Batch
 from octavo.data.prefetch import Prefetcher
 from octavo.data.prepared import PreparedData, check_vocabulary, prepare
+from octavo.data.special_tokens import SpecialTokens, check_overrides
 from octavo.dtypes import short_name, torch_dtype
 from octavo.errors import InputError, RunStopped
 from octavo.models.decoder import Decoder
@@ -83,6 +85,9 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
                 _check_bf16_folder(RunFolder(bf16_plan.config.output), bf16_plan.config)  # before the steps in FP8
             prepared = _prepare_on_ranks(config, console, on_change="error" if before is not None else "rebuild")
             check_vocabulary(prepared, plan.hf_config.vocab_size)
+            plan = _with_token_ids(plan, prepared, console, resumed=before is not None)
+            if bf16_plan is not None:
+                bf16_plan = dataclasses.replace(bf16_plan, hf_config=plan.hf_config)
             summary = _train_one(plan, prepared, folder, console=console, stop=stop, watch=watch)
             bf16_summary = None
             if bf16_plan is not None:
@@ -90,6 +95,20 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
                     _check_bf16_folder(bf16_folder, bf16_plan.config)
                     bf16_summary = _train_one(bf16_plan, prepared, bf16_folder, console=console, stop=stop, watch=watch)
     return Result(folder.path, config, summary, bf16_summary)
+
+
+def _with_token_ids(plan: RunPlan, prepared: PreparedData, console: Console, *, resumed: bool) -> RunPlan:
+    """The plan with the bos, eos and pad ids of the run's tokenizer in its Hugging Face config."""
+    if prepared.tokenizer_folder is None:
+        return plan
+    config = copy.deepcopy(plan.hf_config)
+    ids = SpecialTokens.of(prepared.tokenizer_folder).fit(config)
+    if not resumed:
+        check_overrides(plan.config.model.config, ids)
+    pad = ids["pad_token_id"]
+    if pad is not None and pad == prepared.manifest.end_token_id:
+        _say(console, f"The end token is also the pad (pad_token_id = {pad}): its row of the embedding is not trained.")
+    return dataclasses.replace(plan, hf_config=config)
 
 
 def _train_one(
