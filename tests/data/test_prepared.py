@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from octavo.config.data import DataConfig
-from octavo.data import build
+from octavo.data import build, document_store, pieces
 from octavo.data.loader import sequences_of
 from octavo.data.prepared import check_vocabulary, folder_of, prepare, prepared_or_none
 from octavo.errors import InputError, OctavoError
@@ -343,10 +344,39 @@ def test_a_tokenizer_learns_from_training_documents_alone(lines, config, monkeyp
     assert 1000 < sum(len(text.encode()) for text in learned) <= 2000
 
 
+def test_one_long_document_is_sampled_in_pieces_and_the_sample_is_said(tmp_path, config, monkeypatch, notices):
+    """Whether it is one file or many, first or last: no piece is larger than the limit, and the sample is spread over all."""
+    learned = []
+    train = build.tokenizer.train
+    monkeypatch.setattr(build.tokenizer, "train", lambda texts, size: train(learned.extend(texts) or learned, size))
+    monkeypatch.setattr(pieces, "PIECE", 500)
+    monkeypatch.setattr(document_store, "PIECE", 500)
+    monkeypatch.setattr(pieces, "_SEPARATOR_BYTES", 100)
+    monkeypatch.setattr(build.tokenizer, "TRAINING_BYTES", 20_000)
+    long = " ".join(f"{number} ü漢" for number in range(10_000))
+    for name, text in (("a", "short one"), ("b", long), ("c", "short two")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    section = config(tmp_path / "*.txt", validation_fraction=0)
+    first = prepare(section, console=notices)
+    assert all(len(text.encode()) <= 600 and text in long + "short one short two" for text in learned)
+    assert 19_000 < sum(len(text.encode()) for text in learned) <= 20_000
+    seen = [int(text.split()[0]) for text in learned if "short" not in text]
+    assert seen == sorted(seen)
+    assert seen[0] < 2500
+    assert seen[-1] > 7500
+    assert re.search(r"random sample of 0\.0 MB of the 0\.1 MB", notices.export_text())
+    again = prepare(config(tmp_path / "*.txt", validation_fraction=0, folder=str(tmp_path / "again")), console=notices)
+    assert again.manifest.fingerprint == first.manifest.fingerprint
+    learned.clear()
+    monkeypatch.setattr(build.tokenizer, "TRAINING_BYTES", 10**6)
+    prepare(config(tmp_path / "*.txt", validation_fraction=0, seed=1), console=notices)
+    assert "".join(learned) == f"short one{long}short two"  # below the bound all text counts
+
+
 PREPARE = """
 import json, sys, time
 from octavo.config.data import DataConfig
-from octavo.data import build
+from octavo.data import build, document_store, pieces
 from octavo.data.prepared import prepare
 values = json.loads(sys.argv[1])
 if len(sys.argv) > 2:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from octavo.data import tokenizer
+from octavo.data import pieces, tokenizer
 from octavo.errors import InputError
 
 TEXTS = ["the cat sat on the mat, the cat\n", "def f(x):\n    return x + 1\n", "naïve 漢字 😀 the end"] * 20
@@ -65,7 +65,7 @@ def test_a_text_cannot_end_its_own_document(trained):
 
 
 def test_long_texts_come_in_pieces_that_join_to_the_same_document(trained, saved, monkeypatch):
-    monkeypatch.setattr(tokenizer, "_PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(pieces, "PIECE", 50)
     monkeypatch.setattr(tokenizer, "_BATCH_CHARACTERS", 120)
     long = "".join(TEXTS) + "x" * 130
     decoder = Tokenizer.from_file(str(saved / "tokenizer.json"))
@@ -210,7 +210,9 @@ def _byte_level(texts):
 def _sentencepiece_bpe(texts):
     made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=[*SPECIALS]))
+    made.pre_tokenizer = None  # as Llama 2's: no token has a space within, and nothing splits the text
     return made
 
 
@@ -283,3 +285,38 @@ def test_an_end_token_that_the_configuration_alone_names_is_no_text(tmp_path):
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     encoder = tokenizer.load(_saved(made, tmp_path / "t"))
     assert _ids(encoder, ["a </s> a <s>"]) == [[0, 3, 0, 3, 1]]
+
+
+@pytest.mark.parametrize("make", [_byte_level, _sentencepiece_bpe, _unigram, _word_level])
+def test_a_document_in_pieces_has_the_ids_of_the_whole(tmp_path, monkeypatch, make):
+    generator = np.random.default_rng()
+    words = ["alpha", "beta,", "gamma\n", "delta.\n\n", "  epsilon", "(zeta", "1234567", "x\ty", "\n    eta()"]
+    made = make([" ".join(generator.choice(words, 40)) for _ in range(50)])
+    text = " ".join(generator.choice(words, 3000))
+    monkeypatch.setattr(pieces, "PIECE", 1500)
+    encoder = tokenizer.load(_saved(made, tmp_path / "t"))
+    assert len(list(encoder.stream([text]))) > 8
+    assert _ids(encoder, [text])[0] == [*made.encode(text, add_special_tokens=False).ids, encoder.end]
+
+
+def test_a_document_without_separators_in_pieces_has_the_ids_of_the_whole(trained, monkeypatch):
+    generator = np.random.default_rng()
+    text = "".join(generator.choice(["the", "cat", "漢字", "on", "x"], 20_000))
+    (whole,) = _ids(trained, [text])
+    monkeypatch.setattr(pieces, "PIECE", 5000)
+    assert len(list(trained.stream([text]))) > 8
+    assert _ids(trained, [text]) == [whole]
+
+
+def test_words_without_end_are_cut_for_training_and_others_are_not():
+    generator = np.random.default_rng()
+    limit = pieces.LONGEST_WORD
+    lengths = [*generator.integers(1, limit, 20), limit, limit + 1, 3 * limit, 5 * limit + 7]
+    text = "".join(letter * n for letter, n in zip("a \n" * 8, lengths, strict=True)) + " "
+    parts = list(pieces.bounded_words(text))
+    assert "".join(parts) == text
+    ordinary = " ".join("w" * n for n in lengths[:-3])
+    assert list(pieces.bounded_words(ordinary)) == [ordinary]
+    endless = "漢" * (3 * limit + 1)
+    assert [len(part) for part in pieces.bounded_words(f"a {endless} b")] == [2 + limit, limit, limit, 3]
+    assert [len(part) for part in pieces.bounded_words("x" + " " * 2 * limit)] == [1 + limit, limit]

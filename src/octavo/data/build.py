@@ -21,7 +21,7 @@ from octavo._version import __version__
 from octavo.config.data import DataConfig
 from octavo.data import manifest, rng, tokenizer
 from octavo.data.corpus import Corpus
-from octavo.data.document_store import DocumentNumbers, DocumentStore, collect
+from octavo.data.document_store import DocumentNumbers, DocumentStore, Ranges, collect
 from octavo.data.manifest import Counts, Manifest, Split
 from octavo.data.tokenizer import Chunk, Encoder
 from octavo.errors import InputError
@@ -115,19 +115,22 @@ def _encoder(
         )
     if named is not None or documents.tokenised:
         return named
-    sample = _sample(documents, train, config.seed)
-    texts = progress.track(documents.texts(sample), total=len(sample), description="training the tokenizer")
+    sample = _sample(documents.pieces(train), config.seed, progress.console)
+    texts = progress.track(documents.text_pieces(sample), total=len(sample), description="training the tokenizer")
     return tokenizer.train(texts, config.vocab_size)
 
 
-def _sample(documents: DocumentStore, numbers: DocumentNumbers, seed: int) -> DocumentNumbers:
-    """All training documents, or a random sample of TRAINING_BYTES at most (at least one document)."""
-    sizes = documents.sizes(numbers)
+def _sample(pieces: Ranges, seed: int, console: Console) -> Ranges:
+    """All pieces of the training documents, or a random sample of TRAINING_BYTES at most; says so."""
+    sizes = pieces[:, 1] - pieces[:, 0]
     if sizes.sum() <= tokenizer.TRAINING_BYTES:
-        return numbers
-    order = rng.generator(seed, rng.TOKENIZER).permutation(len(numbers))
+        return pieces
+    order = rng.generator(seed, rng.TOKENIZER).permutation(len(pieces))
     fitting = max(int(np.searchsorted(np.cumsum(sizes[order]), tokenizer.TRAINING_BYTES, side="right")), 1)
-    return numbers[np.sort(order[:fitting])]
+    chosen = np.sort(order[:fitting])
+    taken, whole = sizes[chosen].sum() / 1e6, sizes.sum() / 1e6
+    console.print(f"The tokenizer is trained on a random sample of {taken:,.1f} MB of the {whole:,.1f} MB.", highlight=False)
+    return pieces[chosen]
 
 
 def _write_tokens(

@@ -16,11 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.data import rng
+from octavo.data.pieces import PIECE, piece_ends
 from octavo.data.readers import Document
 from octavo.errors import InputError
 
 DocumentNumbers = npt.NDArray[np.int64]
 """Documents of a store, by number."""
+
+Ranges = npt.NDArray[np.int64]
+"""[P, 2] first byte and end of texts in a store."""
 
 
 class DocumentStore:
@@ -71,14 +75,28 @@ class DocumentStore:
         if self.stored:
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def sizes(self, numbers: DocumentNumbers) -> npt.NDArray[np.int64]:
-        """Bytes of each of these documents."""
+    def pieces(self, numbers: DocumentNumbers) -> Ranges:
+        """[P, 2] first byte and end of the pieces of these documents' texts."""
+        assert self._map is not None
         offsets = np.asarray(self._offsets, np.int64)
-        return offsets[numbers + 1] - offsets[numbers]
+        whole = np.stack([offsets[numbers], offsets[numbers + 1]], axis=1)
+        if (whole[:, 1] - whole[:, 0] <= PIECE).all():
+            return whole
+        found = array("q")
+        for start, end in whole.tolist():
+            for cut in piece_ends(self._map, start, end):
+                found.extend((start, cut))
+                start = cut
+        return np.asarray(found, np.int64).reshape(-1, 2)
 
     def texts(self, numbers: DocumentNumbers) -> Iterator[str]:
         """The texts of these documents."""
         return (payload.decode() for payload in self._payloads(numbers))
+
+    def text_pieces(self, ranges: Ranges) -> Iterator[str]:
+        """The texts at these ranges of bytes."""
+        assert self._map is not None
+        return (self._map[start:end].decode() for start, end in ranges.tolist())
 
     def token_ids(self, numbers: DocumentNumbers) -> Iterator[npt.NDArray[np.uint32]]:
         """The token ids of these documents."""

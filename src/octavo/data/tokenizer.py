@@ -20,15 +20,15 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from octavo.data.pieces import bounded_words, encodable
 from octavo.data.special_tokens import for_texts
 from octavo.errors import InputError, first_line, nearest
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TRAINING_BYTES = 50_000_000
-"""Largest sample for training a BPE: merges settle long before, and training time grows with the text."""
+"""Largest sample for training a BPE: merges settle long before, and time and memory of training grow with the text."""
 
 _BATCH_CHARACTERS = 2**20
-_PIECE_CHARACTERS = 2**20
 _GENERIC_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 _CHANGING_KEYS = ("add_bos_token", "add_eos_token", "split_special_tokens", "auto_map", "extra_special_tokens")
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
@@ -60,12 +60,13 @@ class Encoder:
     def stream(self, texts: Iterable[str]) -> Iterator[Chunk]:
         """The chunks of each text, in order.
 
-        Texts of more than a million characters are cut at line ends to bound memory; a token across a cut becomes two. The
-        first piece has the prefix, the last one the suffix.
+        Texts of more than a million characters are cut to bound memory, where the tokenizer gives the same ids for the whole.
+        If it does so at no place, they are cut at a line end, or anywhere, and the tokens at the cut differ. The first piece
+        has the prefix, the last one the suffix.
         """
         batch: list[tuple[str, bool, bool]] = []
         size = 0
-        for piece in chain.from_iterable(map(_pieces, texts)):
+        for piece in chain.from_iterable(encodable(text, self.encode_batch) for text in texts):
             batch.append(piece)
             size += len(piece[0])
             if size >= _BATCH_CHARACTERS:
@@ -83,8 +84,9 @@ class Encoder:
 def train(texts: Iterable[str], vocab_size: int) -> Encoder:
     """Train a byte-level BPE with at most `vocab_size` tokens, the end token included; fewer if the text has fewer merges.
 
-    The caller bounds the text (TRAINING_BYTES). The same texts give the same tokenizer. The end token's name in a text is
-    encoded as ordinary characters, so that a text cannot end its own document.
+    The caller bounds all texts (TRAINING_BYTES) and each of them (PIECE); long words are cut here. The same texts give the
+    same tokenizer. The end token's name in a text is encoded as ordinary characters, so that a text cannot end its own
+    document.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -95,7 +97,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Encoder:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer=trainer)
+    tokenizer.train_from_iterator(chain.from_iterable(map(bounded_words, texts)), trainer=trainer)
 
     def save(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -240,16 +242,6 @@ def _prefix_and_suffix(whole: list[int], inner: list[int], end: int | None) -> t
     if end is not None and suffix[-1:] != (end,):
         suffix = (*suffix, end)
     return tuple(whole[:start]), suffix
-
-
-def _pieces(text: str) -> Iterator[tuple[str, bool, bool]]:
-    """(piece, is the first, is the last)."""
-    start = 0
-    while len(text) - start > _PIECE_CHARACTERS:
-        cut = text.rfind("\n", start, start + _PIECE_CHARACTERS) + 1 or start + _PIECE_CHARACTERS
-        yield text[start:cut], start == 0, False
-        start = cut
-    yield text[start:], start == 0, True
 
 
 def _content(token: Any) -> str:
