@@ -239,3 +239,22 @@ def test_values_are_read_as_json_writes_them(tmp_path, config):
     write_lines(tmp_path / "c.jsonl", [{"text": value} for value in values])
     assert _texts(config(tmp_path / "c.jsonl")) == values
     assert json.loads((tmp_path / "c.jsonl").read_text().splitlines()[2])["text"] == values[2]
+
+
+def test_a_source_that_is_named_twice_is_refused(tmp_path, lines, config):
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(lines)
+    cases = (
+        [str(lines), str(lines)],
+        [str(tmp_path / "c*.jsonl"), str(lines)],
+        [str(lines), str(link)],
+        ["owner/texts", "owner/texts"],
+        ["python:docstrings", "python:docstrings"],
+    )
+    for names in cases:
+        with pytest.raises(InputError, match=r"data\.source names .* twice, by .*Name it once in data\.source"):
+            Corpus(config(names))
+    (tmp_path / "other").mkdir()
+    same_name = tmp_path / "other" / lines.name
+    same_name.write_text(lines.read_text())
+    assert len(_texts(config([str(lines), str(same_name)]))) == 120

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from octavo.config.data import DataConfig
 from octavo.data import build, document_store, pieces
@@ -344,6 +344,23 @@ def test_a_tokenizer_learns_from_training_documents_alone(lines, config, monkeyp
     assert 1000 < sum(len(text.encode()) for text in learned) <= 2000
 
 
+def test_what_a_named_tokenizer_leaves_out_is_said(tmp_path, lines, config, notices):
+    made = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "fox": 70_000}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path / "t"
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    data = prepare(config(lines, tokenizer=str(folder)), console=notices)
+    assert (data.manifest.end_token_id, data.manifest.dtype, data.manifest.max_token_id) == (None, "uint32", 70_000)
+    said = notices.export_text()
+    assert "data.vocab_size = 350 has no effect" in said
+    assert "no end token (eos_token): nothing stands between documents" in said
+    Tokenizer(models.BPE()).save(str(folder / "tokenizer.json"))
+    with pytest.raises(InputError, match="the tokenizer has no tokens"):
+        prepare(config(lines, tokenizer=str(folder)))
+
+
 def test_one_long_document_is_sampled_in_pieces_and_the_sample_is_said(tmp_path, config, monkeypatch, notices):
     """Whether it is one file or many, first or last: no piece is larger than the limit, and the sample is spread over all."""
     learned = []
@@ -360,11 +377,11 @@ def test_one_long_document_is_sampled_in_pieces_and_the_sample_is_said(tmp_path,
     first = prepare(section, console=notices)
     assert all(len(text.encode()) <= 600 and text in long + "short one short two" for text in learned)
     assert 19_000 < sum(len(text.encode()) for text in learned) <= 20_000
-    seen = [int(text.split()[0]) for text in learned if "short" not in text]
+    seen = [int(re.search(r"\d+", text)[0]) for text in learned if "short" not in text]
     assert seen == sorted(seen)
     assert seen[0] < 2500
     assert seen[-1] > 7500
-    assert re.search(r"random sample of 0\.0 MB of the 0\.1 MB", notices.export_text())
+    assert re.search(r"random sample of the text: 0\.0 of 0\.1 MB", notices.export_text())
     again = prepare(config(tmp_path / "*.txt", validation_fraction=0, folder=str(tmp_path / "again")), console=notices)
     assert again.manifest.fingerprint == first.manifest.fingerprint
     learned.clear()

@@ -488,3 +488,19 @@ def test_an_id_of_the_run_file_that_is_not_the_tokenizers_is_refused(tiny_run, c
     assert "model.config.eos_token_id = 5, but the run's tokenizer has 0" in err
     assert not (run.output / "metrics.jsonl").exists()
     assert main(["train", str(run.file), "model.config.eos_token_id=0"]) == 0
+
+
+def test_validation_without_a_split_is_refused_before_any_work(tiny_run, capsys):
+    run = tiny_run(steps=2)
+    none = "data.validation_fraction=0"
+    assert main(["train", str(run.file), none, "train.validate_every=1"]) == 2
+    assert "train.validate_every = 1, but data.validation_fraction = 0" in capsys.readouterr().err
+    assert not run.output.exists()
+
+
+def test_weights_with_a_tokenizer_trained_here_are_said(tiny_run, tmp_path, capsys):
+    run = tiny_run(steps=2)
+    source = _with_source(run, tmp_path / "source", bos_token_id=1, eos_token_id=2)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)).save_pretrained(source)
+    assert main(["train", str(run.file), "model.load=true"]) == 0
+    assert f"data.tokenizer = {str(source)!r} has theirs" in capsys.readouterr().err.replace("\n", " ")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -113,14 +114,21 @@ def _encoder(
             f"data.source holds token id {documents.max_id}, but data.tokenizer = {config.tokenizer!r} ends at "
             f"{named.vocab_size - 1}. Name the tokenizer that made the ids."
         )
-    if named is not None or documents.tokenised:
+    if documents.tokenised:
         return named
-    sample = _sample(documents.pieces(train), config.seed, progress.console)
+    say = partial(progress.console.print, style="yellow", highlight=False, soft_wrap=True, markup=False)
+    if named is not None:
+        if config.vocab_size != DataConfig.model_fields["vocab_size"].default:
+            say(f'data.vocab_size = {config.vocab_size} has no effect: it is for data.tokenizer = "train".')
+        if named.end is None and not named.suffix:
+            say(f"data.tokenizer = {config.tokenizer!r} has no end token (eos_token): nothing stands between documents.")
+        return named
+    sample = _sample(documents.pieces(train), config.seed, say)
     texts = progress.track(documents.text_pieces(sample), total=len(sample), description="training the tokenizer")
     return tokenizer.train(texts, config.vocab_size)
 
 
-def _sample(pieces: Ranges, seed: int, console: Console) -> Ranges:
+def _sample(pieces: Ranges, seed: int, say: Callable[[str], None]) -> Ranges:
     """All pieces of the training documents, or a random sample of TRAINING_BYTES at most; says so."""
     sizes = pieces[:, 1] - pieces[:, 0]
     if sizes.sum() <= tokenizer.TRAINING_BYTES:
@@ -129,7 +137,7 @@ def _sample(pieces: Ranges, seed: int, console: Console) -> Ranges:
     fitting = max(int(np.searchsorted(np.cumsum(sizes[order]), tokenizer.TRAINING_BYTES, side="right")), 1)
     chosen = np.sort(order[:fitting])
     taken, whole = sizes[chosen].sum() / 1e6, sizes.sum() / 1e6
-    console.print(f"The tokenizer is trained on a random sample of {taken:,.1f} MB of the {whole:,.1f} MB.", highlight=False)
+    say(f"The tokenizer is trained on a random sample of the text: {taken:,.1f} of {whole:,.1f} MB.")
     return pieces[chosen]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -46,11 +46,13 @@ class Corpus:
     """All sources of a `[data]` section, in the order given.
 
     Raises:
-        InputError: a file is missing, a glob matches nothing, or a kind of file is not supported.
+        InputError: a file is missing or named twice, a glob matches nothing, or a kind of file is not supported.
     """
 
     def __init__(self, config: DataConfig) -> None:
-        self._sources = [_find(name, config) for name in source_names(config)]
+        names = source_names(config)
+        self._sources = [_find(name, config) for name in names]
+        _check_distinct(dict(zip(names, self._sources, strict=True)), names)
 
     @property
     def files(self) -> list[Path]:
@@ -72,6 +74,21 @@ class Corpus:
             return source.text
         first = next(source.documents(), None)
         return first is not None and first.text is not None
+
+
+def _check_distinct(sources: Mapping[str, Source], names: Sequence[str]) -> None:
+    """Refuse a document source that is read twice: its documents would be in training and in validation."""
+    owner: dict[str, str] = {}
+    for name in names:
+        files = () if name in _PYTHON else sources[name].files()
+        for read in [str(path.resolve()) for path in files] or [name]:
+            if read in owner:
+                by = f"by {owner[read]!r} and by {name!r}" if owner[read] != name else f"by {name!r}"
+                raise InputError(
+                    f"data.source names {read!r} twice, {by}: its documents would be trained twice and stand in training and "
+                    "validation at once. Name it once in data.source."
+                )
+            owner[read] = name
 
 
 def identity(name: str) -> str:

@@ -120,8 +120,7 @@ def load(name: str) -> Encoder:
         InputError: it does not exist or cannot be loaded.
     """
     folder = check(name)
-    encoder = _load_without_transformers(folder) if folder else None
-    if encoder:
+    if folder and (encoder := _load_without_transformers(folder)):
         return encoder
     try:
         from transformers import AutoTokenizer
@@ -215,6 +214,9 @@ def _from_python(tokenizer: Any) -> Encoder:
 
 
 def _from_backend(tokenizer: Any, eos: str | None, named: Collection[str], save: Callable[[Path], None]) -> Encoder:
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise InputError("data.tokenizer: the tokenizer has no tokens. Give the folder of a trained one.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     copy = cache(
@@ -228,8 +230,7 @@ def _from_backend(tokenizer: Any, eos: str | None, named: Collection[str], save:
     end = tokenizer.token_to_id(eos) if eos else None
     with_special, without = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
     prefix, suffix = _prefix_and_suffix(with_special, without, end)
-    size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    return Encoder(size, end, prefix, suffix, encode, save)
+    return Encoder(max(vocabulary.values()) + 1, end, prefix, suffix, encode, save)
 
 
 def _prefix_and_suffix(whole: list[int], inner: list[int], end: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

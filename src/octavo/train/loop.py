@@ -102,7 +102,13 @@ def _with_token_ids(plan: RunPlan, prepared: PreparedData, console: Console, *, 
     if prepared.tokenizer_folder is None:
         return plan
     config = copy.deepcopy(plan.hf_config)
-    ids = SpecialTokens.of(prepared.tokenizer_folder).fit(config)
+    tokens = SpecialTokens.of(prepared.tokenizer_folder)
+    if plan.weights_folder is not None and (plan.config.data.tokenizer == "train" or not tokens.owns(config)):
+        source = plan.config.model.source
+        _say(
+            console, f"The weights of {source} know other tokens than this tokenizer's. data.tokenizer = {source!r} has theirs."
+        )
+    ids = tokens.fit(config)
     if not resumed:
         check_overrides(plan.config.model.config, ids)
     pad = ids["pad_token_id"]

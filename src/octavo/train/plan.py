@@ -239,7 +239,7 @@ def _world() -> int:
 
 
 def _check_settings(config: RunConfig) -> None:
-    """Refuse float16 without float32 parameters, a loss scale beyond float32, and compiled blocks.
+    """Refuse float16 without float32 parameters, a loss scale beyond float32, validation on nothing, and compiled blocks.
 
     `RunConfig` accepts train.compile = true, since it also reads the run files of compiled runs.
     """
@@ -253,6 +253,11 @@ def _check_settings(config: RunConfig) -> None:
         raise InputError(
             f"train.loss_scale = {scale:g}: a loss scale must be above 0 and at most 2**60. Set train.loss_scale to a power of "
             'two such as 1024, or to "dynamic".'
+        )
+    if config.train.validate_every and config.data.validation_fraction == 0:
+        raise InputError(
+            f"train.validate_every = {config.train.validate_every}, but data.validation_fraction = 0 holds nothing out. Set "
+            "data.validation_fraction above 0, such as 0.05, or train.validate_every = 0."
         )
     if config.train.compile is True:
         raise InputError(
