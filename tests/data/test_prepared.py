@@ -350,13 +350,16 @@ def test_what_a_named_tokenizer_leaves_out_is_said(tmp_path, lines, config, noti
     folder = tmp_path / "t"
     folder.mkdir()
     made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}')
     data = prepare(config(lines, tokenizer=str(folder)), console=notices)
     assert (data.manifest.end_token_id, data.manifest.dtype, data.manifest.max_token_id) == (None, "uint32", 70_000)
     said = notices.export_text()
+    unknown = int((data.tokens("train") == 0).sum())
+    assert f"{unknown:,} of {len(data.tokens('train')):,} tokens are the unknown token" in said
     assert "data.vocab_size = 350 has no effect" in said
     assert "no end token (eos_token): nothing stands between documents" in said
     Tokenizer(models.BPE()).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(InputError, match="the tokenizer has no tokens"):
         prepare(config(lines, tokenizer=str(folder)))
 

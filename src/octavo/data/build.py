@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -30,6 +30,11 @@ from octavo.storage import write_atomic
 
 _LONGEST_TOKEN = 32
 """With `max_tokens`, reading stops at this many bytes a token: more than the average of any real text."""
+
+_UNKNOWN_SHARE = 0.01
+"""A larger share of unknown tokens is said."""
+
+_NOTICE: dict[str, Any] = {"style": "yellow", "highlight": False, "soft_wrap": True, "markup": False}
 
 
 def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) -> Manifest:
@@ -116,7 +121,7 @@ def _encoder(
         )
     if documents.tokenised:
         return named
-    say = partial(progress.console.print, style="yellow", highlight=False, soft_wrap=True, markup=False)
+    say = partial(progress.console.print, **_NOTICE)
     if named is not None:
         if config.vocab_size != DataConfig.model_fields["vocab_size"].default:
             say(f'data.vocab_size = {config.vocab_size} has no effect: it is for data.tokenizer = "train".')
@@ -163,9 +168,16 @@ def _write_tokens(
             found: Iterator[Chunk] = ((ids, True) for ids in documents.token_ids(numbers))
         else:
             found = encoder.stream(documents.texts(numbers))
+        unknown = written = 0
         for ids, ends in found:
             progress.advance(task, int(ends))
+            written += len(ids)
+            if encoder is not None and encoder.unknown is not None:
+                unknown += int((ids == encoder.unknown).sum())
             yield ids, ends
+        if unknown > _UNKNOWN_SHARE * written:
+            share = f"{unknown:,} of {written:,} tokens are the unknown token"
+            progress.console.print(f"{share}: data.tokenizer = {config.tokenizer!r} lacks this text.", **_NOTICE)
 
     vocabulary = encoder.vocab_size if encoder else documents.max_id + 1
     writers = {name: _Writer(folder, name, "uint16" if vocabulary <= 2**16 else "uint32") for name in manifest.SPLITS}

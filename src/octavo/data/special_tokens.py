@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from octavo.errors import InputError
+from octavo.errors import InputError, first_line
 
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of a Hugging Face config that name tokens of the tokenizer."""
@@ -26,8 +26,14 @@ def for_texts(tokenizer: Tokenizer, named: Collection[str]) -> Tokenizer:
     """A copy with the same ids that encodes the names of special tokens as the characters they are.
 
     Special tokens are those that the tokenizer marks, and those that its configuration names.
+
+    Raises:
+        InputError: the tokenizer has parts in Python.
     """
-    values = json.loads(tokenizer.to_str())
+    try:
+        values = json.loads(tokenizer.to_str())
+    except Exception as error:  # tokenizers raises plain Exception
+        raise InputError(f"data.tokenizer cannot be copied: {first_line(error)}. Give another tokenizer.") from None
     model = values["model"]
     mark = secrets.token_hex(16)  # in no text, so that the result does not depend on it
     marked = {token["content"] for token in values["added_tokens"] if token["special"]}
@@ -82,7 +88,7 @@ class SpecialTokens:
         so: the row of a pad in the embedding is not trained.
         """
         bos, ends, pad = (getattr(config, role, None) for role in ROLES)
-        usable = self.all - {self.unknown}
+        usable = self.all - ({self.unknown} - {self.bos, self.eos})
         if self.bos is not None or bos not in usable:
             bos = self.bos
         kept = [end for end in _listed(ends) if end in usable and (end == self.eos or end != self.bos)]

@@ -45,6 +45,7 @@ class Encoder:
     Attributes:
         vocab_size: one more than the largest id.
         end: id of the end token; None if there is none.
+        unknown: id of the token for text that the vocabulary lacks; None if there is none, or if it is the end token.
         prefix, suffix: ids around every document; the suffix includes the end token.
         encode_batch: texts → ids, without special tokens.
         save: write a folder for `transformers.AutoTokenizer.from_pretrained`.
@@ -52,6 +53,7 @@ class Encoder:
 
     vocab_size: int
     end: int | None
+    unknown: int | None
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
     encode_batch: Callable[[list[str]], list[list[int]]]
@@ -110,7 +112,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Encoder:
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    return _from_backend(tokenizer, END_OF_DOCUMENT, [END_OF_DOCUMENT], save)
+    return _from_backend(tokenizer, END_OF_DOCUMENT, None, [END_OF_DOCUMENT], save)
 
 
 def load(name: str) -> Encoder:
@@ -137,8 +139,9 @@ def load(name: str) -> Encoder:
             f"data.tokenizer = {name!r} {fault}. Give a folder with a tokenizer.json, a tokenizer of the Hugging Face Hub "
             'without code of its own, or "train".'
         ) from None
+    named = tokenizer.all_special_tokens
     return _from_backend(
-        tokenizer.backend_tokenizer, tokenizer.eos_token, tokenizer.all_special_tokens, tokenizer.save_pretrained
+        tokenizer.backend_tokenizer, tokenizer.eos_token, tokenizer.unk_token, named, tokenizer.save_pretrained
     )
 
 
@@ -198,8 +201,8 @@ def _load_without_transformers(folder: Path) -> Encoder | None:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, target / name)
 
-    eos = config.get("eos_token")
-    return _from_backend(tokenizer, _content(eos) if eos else None, names, save)
+    eos, unknown = (_content(config[key]) if config.get(key) else None for key in ("eos_token", "unk_token"))
+    return _from_backend(tokenizer, eos, unknown, names, save)
 
 
 def _from_python(tokenizer: Any) -> Encoder:
@@ -210,18 +213,19 @@ def _from_python(tokenizer: Any) -> Encoder:
 
     prefix, suffix = _prefix_and_suffix(tokenizer("a")["input_ids"], encode(["a"])[0], tokenizer.eos_token_id)
     size = max(tokenizer.get_vocab().values()) + 1
-    return Encoder(size, tokenizer.eos_token_id, prefix, suffix, encode, tokenizer.save_pretrained)
+    unknown = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else None
+    return Encoder(size, tokenizer.eos_token_id, unknown, prefix, suffix, encode, tokenizer.save_pretrained)
 
 
-def _from_backend(tokenizer: Any, eos: str | None, named: Collection[str], save: Callable[[Path], None]) -> Encoder:
+def _from_backend(
+    tokenizer: Any, eos: str | None, unk: str | None, named: Collection[str], save: Callable[[Path], None]
+) -> Encoder:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise InputError("data.tokenizer: the tokenizer has no tokens. Give the folder of a trained one.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    copy = cache(
-        partial(for_texts, tokenizer, named)
-    )  # takes a second for a large vocabulary, and a check of a run encodes no text
+    copy = cache(partial(for_texts, tokenizer, named))  # on use: a second for a large vocabulary, and a check encodes nothing
 
     def encode(texts: list[str]) -> list[list[int]]:
         # `fast` computes no offsets.
@@ -230,7 +234,8 @@ def _from_backend(tokenizer: Any, eos: str | None, named: Collection[str], save:
     end = tokenizer.token_to_id(eos) if eos else None
     with_special, without = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
     prefix, suffix = _prefix_and_suffix(with_special, without, end)
-    return Encoder(max(vocabulary.values()) + 1, end, prefix, suffix, encode, save)
+    unknown = tokenizer.token_to_id(unk) if unk and unk != eos else None
+    return Encoder(max(vocabulary.values()) + 1, end, unknown, prefix, suffix, encode, save)
 
 
 def _prefix_and_suffix(whole: list[int], inner: list[int], end: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
