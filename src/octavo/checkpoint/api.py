@@ -27,12 +27,16 @@ import torch
 from torch import nn
 
 from octavo.checkpoint import manifest
+from octavo.checkpoint.manifest import OpenCheckpoint
+from octavo.checkpoint.opened import Damaged
 from octavo.checkpoint.pinned_buffer import PinnedBuffer
 from octavo.checkpoint.reader import restore
 from octavo.checkpoint.writer import aside, remove_checkpoint, take_snapshot, write_snapshot
-from octavo.errors import InputError
+from octavo.errors import InputError, OctavoError
 from octavo.parallel.coordination import Ranks, all_ranks, writing_ranks
 from octavo.storage import fsync_folder
+
+_ATTEMPTS = 3  # to open a checkpoint that is being replaced
 
 
 @dataclass
@@ -155,7 +159,7 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
             not a checkpoint.
         OctavoError: the disk is full, or another rank failed.
     """
-    path, ranks = Path(path).absolute(), writing_ranks()
+    path, ranks = Path(path).resolve(), writing_ranks()
     with ranks.sharing_errors():
         for key, value in extra.items():
             try:
@@ -175,21 +179,28 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
     the same bits. Over ranks every rank calls it; their number and the layout of the model may differ from those of the save.
 
     Raises:
-        InputError: there is no checkpoint at `path`, or it is of another model; nothing was changed.
-        OctavoError: the checkpoint is damaged.
+        InputError: there is no checkpoint at `path`, or it is of another model or optimizer; nothing was changed.
+        OctavoError: the checkpoint is damaged, or is being replaced; nothing was changed.
     """
-    path, ranks = Path(path).absolute(), writing_ranks()
-
-    def verify() -> None:
-        _finish_replacement(path)
-        if not path.is_dir():
-            raise InputError(f"octavo.load: there is no checkpoint at {path}.")
-        manifest.verify(path)
-
-    ranks.on_rank_0(verify)
-    state = restore(path, model, optimizer, ranks)
+    state = restore(Path(path).resolve(), model, optimizer, writing_ranks(), _open_saved)
     extra: dict[str, Any] = state.get("extra", {})
     return extra
+
+
+def _open_saved(path: Path) -> OpenCheckpoint:
+    """The checkpoint at `path`; in the middle of a replacement, or after a kill there, the new one under its temporary name.
+
+    Nothing is renamed: the save may go on, and the folder may be read-only.
+    """
+    failure: OctavoError = InputError(f"octavo.load: there is no checkpoint at {path}.")
+    for _ in range(_ATTEMPTS):
+        for folder in [path, *_unfinished_replacements(path)]:
+            if folder.is_dir():
+                try:
+                    return OpenCheckpoint(folder)
+                except Damaged as damaged:  # or replaced at this moment
+                    failure = damaged
+    raise failure
 
 
 def _prepare_target(path: Path) -> None:
@@ -203,16 +214,20 @@ def _prepare_target(path: Path) -> None:
 
 
 def _finish_replacement(path: Path) -> None:
-    """Rename the new checkpoint, whole under its temporary name, into place after a kill between the two renames.
+    """Rename the new checkpoint, whole under its temporary name, into place after a kill between the two renames."""
+    for folder in _unfinished_replacements(path)[:1]:
+        folder.rename(path)
+        fsync_folder(path.parent)
+
+
+def _unfinished_replacements(path: Path) -> list[Path]:
+    """Whole new checkpoints under a temporary name, after the first of the two renames of a replacement.
 
     An old one alone is left by a kill after both renames: if `path` does not exist then, its owner has deleted it.
     """
     if path.exists() or not (aside(path) / manifest.MANIFEST).is_file():
-        return
-    whole = [folder for folder, _ in _temporaries(path) if (folder / manifest.MANIFEST).is_file()]
-    if whole:
-        whole[0].rename(path)
-        fsync_folder(path.parent)
+        return []
+    return [folder for folder, _ in _temporaries(path) if (folder / manifest.MANIFEST).is_file()]
 
 
 def _temporaries(path: Path) -> list[tuple[Path, int]]:

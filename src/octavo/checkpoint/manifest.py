@@ -1,8 +1,9 @@
-"""The manifest of a checkpoint: every file with its size and sha256, written last.
+"""The manifest of a checkpoint: every file with its size and sha256, and every tensor with its dtype and shape; written last.
 
 DCP leaves no mark of completion: a folder with a missing shard loads without an error, and files of an older save mix in. So
 every checkpoint has a fresh folder, and nothing is loaded before every file was verified, which costs about a second a GiB. The
-manifest contains its own sha256, so that a flipped bit there is found as well.
+manifest contains its own sha256, so that a flipped bit there is found as well. Manifests of older versions have no `ranks` and
+no `tensors`.
 """
 
 from __future__ import annotations
@@ -13,65 +14,163 @@ import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from octavo._version import __version__
+from octavo.checkpoint.opened import Damaged, OpenFolder, allow_open_files
 from octavo.errors import InputError, OctavoError
 from octavo.storage import sha256_file, write_atomic
 
 MANIFEST = "manifest.json"
+STATE = "state.json"
 FORMAT = "octavo-checkpoint"
 FORMAT_VERSION = 1
+TENSORS = ".safetensors"
 _READERS = 8  # files hashed in parallel: each takes a core
 _STEP_FOLDER = re.compile(r"step-(\d+)")
+_RANDOM = re.compile(r"random-(\d+)\.json")
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class Damaged(OctavoError):
-    """A checkpoint differs from its manifest; the message names the file and the difference."""
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
 
 
-def write_manifest(folder: Path, step: int | None, known: Mapping[str, dict[str, Any]] | None = None) -> None:
+class FileEntry(_Record):
+    """Size in bytes and sha256 of a file."""
+
+    size: Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class TensorEntry(_Record):
+    """Safetensors' name of the dtype, and the global shape, of a tensor."""
+
+    dtype: str
+    shape: list[Count]
+
+
+class Manifest(_Record):
+    """A manifest, after a check of its types.
+
+    Attributes:
+        step: of a run; None for a checkpoint of `octavo.save`.
+        files: by name, the manifest itself left out.
+        ranks: number of ranks that saved; None in a manifest of an older version, as `tensors`.
+        tensors: all tensors of the files together.
+        sha256: of the content: it identifies the save.
+    """
+
+    step: Count | None
+    files: dict[str, FileEntry]
+    ranks: Annotated[int, Field(ge=1)] | None = None
+    tensors: dict[str, TensorEntry] | None = None
+    sha256: str
+
+    @property
+    def shards(self) -> list[str]:
+        """Names of the tensor files."""
+        return [name for name in self.files if name.endswith(TENSORS)]
+
+    @property
+    def random_ranks(self) -> set[int]:
+        """Ranks above 0 with a file of random states."""
+        return {int(match[1]) for name in self.files if (match := _RANDOM.fullmatch(name))}
+
+
+class OpenCheckpoint:
+    """A checkpoint with its folder open and its manifest read; a context that closes it.
+
+    Raises:
+        Damaged: there is no manifest, or it contradicts itself.
+        InputError: this version does not read the checkpoint's format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.folder = OpenFolder(path)
+        self.manifest = _parse(self.folder.read(MANIFEST), path)
+        allow_open_files(len(self.manifest.files))
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.folder.__exit__()
+
+    def verify(self) -> None:
+        """Compare every file with the manifest.
+
+        Raises:
+            Damaged: a file is missing, unexpected, of another size, or its bytes differ.
+        """
+        for name in self.folder.names():
+            # An unexpected file of these would belong to another save.
+            if (name.endswith(TENSORS) or _RANDOM.fullmatch(name)) and name not in self.manifest.files:
+                raise Damaged(f"{self.path / name} does not belong to the checkpoint")
+        self._compare(list(self.manifest.files))
+
+    def verify_opened(self) -> None:
+        """Compare with the manifest every file that was read; one that has not changed is not read again."""
+        self._compare([name for name in self.folder.opened if name != MANIFEST])
+
+    def _compare(self, names: list[str]) -> None:
+        files = self.manifest.files
+        for name in names:
+            size = self.folder.stamp(name).size
+            if size != files[name].size:
+                raise Damaged(f"{self.path / name} has {size:,} bytes instead of {files[name].size:,}")
+        with ThreadPoolExecutor(_READERS) as readers:
+            for name, found in zip(names, readers.map(self.folder.sha256, names), strict=True):
+                if found != files[name].sha256:
+                    readers.shutdown(wait=False, cancel_futures=True)
+                    raise Damaged(f"{self.path / name} has other content than was written (its sha256 differs)")
+
+    def json(self, name: str) -> Any:
+        """The content of a JSON file of the manifest."""
+        if name not in self.manifest.files:
+            raise Damaged(f"{self.path / name} is not in the manifest")
+        try:
+            return parse_json(self.folder.read(name))
+        except ValueError as error:
+            raise Damaged(f"{self.path / name} is not JSON ({error})") from None
+
+
+def write_manifest(
+    folder: Path,
+    step: int | None,
+    known: Mapping[str, dict[str, Any]] | None = None,
+    *,
+    ranks: int | None = None,
+    tensors: Mapping[str, dict[str, Any]] | None = None,
+) -> None:
     """Write the manifest of `folder`, which completes the checkpoint.
 
-    `known` has the entries of files that each rank hashed while it wrote them.
+    `known` has the entries of files that each rank hashed while it wrote them, `tensors` those of all tensors.
     """
     files = dict(known or {})
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name not in files:
             files[name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
-    files = dict(sorted(files.items()))
-    content = {"format": FORMAT, "format_version": FORMAT_VERSION, "octavo": __version__, "step": step, "files": files}
+    content: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION, "octavo": __version__, "step": step}
+    content |= {"ranks": ranks, "files": dict(sorted(files.items()))}
+    content |= {"tensors": None if tensors is None else dict(sorted(tensors.items()))}
     write_atomic(folder / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n")
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, after every file was compared with it.
+def verify(folder: Path) -> None:
+    """Compare every file of a checkpoint with its manifest.
 
     Raises:
         Damaged: a file is missing, unexpected, of another size, or its bytes differ.
         InputError: this version does not read the checkpoint's format.
     """
-    manifest = _read_manifest(folder)
-    files: dict[str, dict[str, Any]] = manifest["files"]
-    for name, entry in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise Damaged(f"{path} is missing")
-        size = path.stat().st_size
-        if size != entry["size"]:
-            raise Damaged(f"{path} has {size:,} bytes instead of {entry['size']:,}")
-    with ThreadPoolExecutor(_READERS) as readers:
-        sums = readers.map(lambda name: sha256_file(folder / name), files)
-        for (name, entry), found in zip(files.items(), sums, strict=True):
-            if found != entry["sha256"]:
-                readers.shutdown(wait=False, cancel_futures=True)
-                raise Damaged(f"{folder / name} has other content than was written (its sha256 differs)")
-    # An unexpected tensor file would be loaded with the others.
-    for path in folder.glob("*.safetensors"):
-        if path.name not in files:
-            raise Damaged(f"{path} does not belong to the checkpoint")
-    return manifest
+    with OpenCheckpoint(folder) as checkpoint:
+        checkpoint.verify()
 
 
 def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
@@ -108,27 +207,66 @@ def newest_whole(checkpoints: Path, report: Callable[[str], None]) -> tuple[Path
     return None, []
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _parse(text: bytes, folder: Path) -> Manifest:
+    """A manifest, after a check that it does not contradict itself."""
     path = folder / MANIFEST
-    if not path.is_file():
-        raise Damaged(f"{path} is missing")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        content = {key: manifest[key] for key in manifest if key != "sha256"}
-        whole = manifest["sha256"] == _digest(content)
+        found = parse_json(text)
+        content = {key: found[key] for key in found if key != "sha256"}
+        whole = found["sha256"] == _digest(content)
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{path} is not a manifest ({error})") from None
     if not whole:
         raise Damaged(f"{path} has other content than was written (its sha256 differs)")
-    if content["format"] != FORMAT or content["format_version"] > FORMAT_VERSION:
+    version = content.get("format_version")
+    if type(version) is not int or version < 1:
+        raise Damaged(f"{path} is not a manifest (its format_version is {version!r})")
+    if content.get("format") != FORMAT or version > FORMAT_VERSION:
         raise InputError(
-            f"{folder} is of format {content['format']} {content['format_version']}, written by Octavo {content['octavo']}; "
+            f"{folder} is of format {content.get('format')} {version}, written by Octavo {content.get('octavo')}; "
             f"this is Octavo {__version__}, which reads {FORMAT} up to {FORMAT_VERSION}. Install that version or newer."
         )
+    try:
+        manifest = Manifest.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise Damaged(f"{path} contradicts itself: {where}: {first['msg']}") from None
+    if fault := _fault(manifest):
+        raise Damaged(f"{path} contradicts itself: {fault}")
     match = _STEP_FOLDER.fullmatch(folder.name)
-    if match and content["step"] is not None and content["step"] != int(match[1]):
-        raise Damaged(f"{path} says step {content['step']}: the folder was renamed")
-    return content
+    if match and manifest.step is not None and manifest.step != int(match[1]):
+        raise Damaged(f"{path} says step {manifest.step}: the folder was renamed")
+    return manifest
+
+
+def _fault(manifest: Manifest) -> str | None:
+    """A contradiction between the entries; None if there is none."""
+    for name in manifest.files:
+        if "/" in name or "\0" in name or name in ("", ".", "..", MANIFEST):
+            return f"{name!r} names no file of the folder"
+    if STATE not in manifest.files:
+        return f"{STATE} is not among its files"
+    ranks, others = manifest.ranks or len(manifest.random_ranks) + 1, manifest.random_ranks
+    if others != set(range(1, ranks)):
+        return f"{ranks} ranks saved, and the random states are of ranks {sorted(others | {0})}"
+    return None
+
+
+def parse_json(text: bytes) -> Any:
+    """JSON in UTF-8 with each key once; a ValueError for anything else."""
+    try:
+        return json.loads(text.decode(), object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -68,6 +68,26 @@ def group_scalars(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any
     return [{k: v for k, v in group.items() if k != "params" and isinstance(v, plain)} for group in groups]
 
 
+def check_class(path: Path, optimizer: torch.optim.Optimizer, saved: str | None, groups: list[dict[str, Any]]) -> None:
+    """Refuse the states of an optimizer of another class.
+
+    `saved` is the name of the class; None in a checkpoint of an older version: then the settings of its `groups` are compared,
+    of which a scheduler or another version of PyTorch may add some on one side.
+
+    Raises:
+        InputError: the optimizer is of another class.
+    """
+    own = type(optimizer).__name__
+    known = optimizer.defaults.keys()
+    strangers = [group for group in groups if not (group.keys() <= known or known <= group.keys())]
+    if own != saved if saved is not None else strangers:
+        was = saved or f"one with {', '.join(sorted(strangers[0].keys() - known))}"
+        raise InputError(
+            f"checkpoint {path} has the state of another optimizer: {was}, and this is {own}. Build the optimizer that was "
+            "saved, or load without the optimizer."
+        )
+
+
 def allocate_states(
     path: Path,
     model: nn.Module,

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.checkpoint.shard_io import Layout, StoredTensors, empty_tensors, subset
+from octavo.checkpoint.shard_io import Layout, empty_tensors, subset
+from octavo.checkpoint.stored import StoredTensors
 from octavo.checkpoint.writer import weights
 from octavo.errors import InputError
 from octavo.fp8.recipe import Operand

@@ -1,25 +1,29 @@
 """Reads a checkpoint: its state into a model and an optimizer, or its weights one by one.
 
-Everything is compared with the model before anything is loaded, so that a checkpoint that does not fit changes nothing. The
-files are not verified here: `octavo.checkpoint.manifest` does that.
+Every file is compared with the manifest and read through the same descriptors, and all ranks read the same save. The state is
+read beside the model's and compared with it, and takes its place once every rank has all of its part: a checkpoint that is
+damaged or does not fit changes nothing. During a restore weights take their memory twice, as later with their gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
 
 from octavo.checkpoint import manifest, optimizer_state, shard_io
+from octavo.checkpoint.manifest import OpenCheckpoint
+from octavo.checkpoint.opened import Damaged, Stamp, trust
 from octavo.checkpoint.own_code import Converted, as_model_has_it
-from octavo.checkpoint.rng_state import restore_random, seed_new_rank
-from octavo.checkpoint.writer import STATE, weights
-from octavo.errors import OctavoError
+from octavo.checkpoint.rng_state import check_random, restore_random, seed_new_rank
+from octavo.checkpoint.stored import StoredTensors, open_tensors
+from octavo.checkpoint.writer import weights
+from octavo.errors import InputError, OctavoError
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import check_state_records, load_state_records
 from octavo.parallel.coordination import Ranks
@@ -27,70 +31,181 @@ from octavo.parallel.coordination import Ranks
 
 def read_state(path: Path) -> dict[str, Any]:
     """The scalars of a checkpoint."""
-    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-    return state
+    with OpenCheckpoint(path) as checkpoint:
+        return _state_of(checkpoint)
 
 
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, Any]:
-    """Load a verified checkpoint into a model and its optimizer, random states last; returns its scalars. Collective.
+def restore(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ranks: Ranks,
+    opened: Callable[[Path], OpenCheckpoint] = OpenCheckpoint,
+) -> dict[str, Any]:
+    """Load a checkpoint into a model and its optimizer, random states last; returns its scalars. Collective.
 
     Raises:
         InputError: it is of another model or optimizer; nothing was changed.
+        OctavoError: it is damaged, or is being replaced; nothing was changed.
     """
-    found = ranks.on_rank_0(lambda: shard_io.open_shards(path))
+    with contextlib.ExitStack() as closing:
+        with ranks.sharing_errors():
+            checkpoint = closing.enter_context(opened(path))
+        _agree(checkpoint, ranks)
+        pieces = ranks.on_rank_0(lambda: open_tensors(checkpoint).pieces)
+        with ranks.sharing_errors():
+            loaded = _Loaded(checkpoint, StoredTensors(checkpoint.folder, pieces), model, optimizer, ranks.rank)
+        with ranks.sharing_errors():
+            loaded.read()
+            checkpoint.verify_opened()  # after the reads: what was read is what was verified
     with ranks.sharing_errors():
-        state = read_state(path)
-        stored = as_model_has_it(found, model, state.pop("blocks", None))
-        groups = state.pop("groups")
-        scalars: optimizer_state.Scalars = state.pop("optimizer", {})
-        if isinstance(stored, Converted):
-            scalars = stored.scalars(scalars)
-        recipe = _recipe_from(state.pop("recipe"))
-        layout = stored.layout
-        own = weights(model)
-        shard_io.check_layout(path, shard_io.subset(layout, "model."), shard_io.layout_of(own))
-        states: dict[str, torch.Tensor] = {}
-        if optimizer is not None:
-            saved = shard_io.subset(layout, "optimizer.")
-            states = optimizer_state.allocate_states(path, model, optimizer, saved, groups, scalars)
-        random_rank = ranks.rank if f"random.{ranks.rank}.cpu" in layout else 0
-        fp8, random = (shard_io.empty_tensors(shard_io.subset(layout, prefix)) for prefix in ("fp8.", f"random.{random_rank}."))
-        if recipe is not None:
-            check_state_records(model, fp8)
-    with ranks.sharing_errors():
-        sections = {"model": own, "optimizer": states, "fp8": fp8, f"random.{random_rank}": random}
-        stored.read({f"{section}.{name}": tensor for section, held in sections.items() for name, tensor in held.items()})
-    with ranks.sharing_errors():
-        if recipe is not None:
-            load_state_records(model, fp8, recipe)
-        if optimizer is not None:
-            optimizer_state.install_states(model, optimizer, states, groups, scalars)
-        random_scalars = state.pop("random")
-        if random_rank:
-            random_scalars = json.loads((path / f"random-{random_rank}.json").read_text(encoding="utf-8"))
-        restore_random(random, random_scalars)
-        if random_rank != ranks.rank:
-            seed_new_rank(random, ranks.rank)
+        loaded.install()
+    return loaded.state
+
+
+def _agree(checkpoint: OpenCheckpoint, ranks: Ranks) -> None:
+    """Verify the files on rank 0, and raise on every rank if they have not opened the same save."""
+    if len(set(ranks.all_gather(checkpoint.manifest.sha256))) > 1:
+        raise OctavoError(f"checkpoint {checkpoint.path} was replaced while the ranks opened it: load it again.")
+
+    def verify() -> dict[Stamp, str]:
+        checkpoint.verify()
+        return checkpoint.folder.known()
+
+    trust(ranks.on_rank_0(verify))
+
+
+class _State(BaseModel):
+    """The entries of `state.json` that every checkpoint has, with their types."""
+
+    model_config = ConfigDict(strict=True)
+    step: int | None = None
+    random: dict[str, Any]
+    groups: list[dict[str, Any]]
+    optimizer: dict[str, dict[str, bool | int | float | Literal["inf", "-inf", "nan"] | None]] = {}
+    optimizer_class: str | None = None
+    recipe: dict[str, Any] | None
+    blocks: str | None = None
+    extra: dict[str, Any] = {}
+
+
+def _state_of(checkpoint: OpenCheckpoint) -> dict[str, Any]:
+    """The scalars of rank 0."""
+    path = checkpoint.path / manifest.STATE
+    state: dict[str, Any] = checkpoint.json(manifest.STATE)
+    try:
+        known = _State.model_validate(state)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise Damaged(f"{path} is not the state of a checkpoint: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if "step" in state and known.step != checkpoint.manifest.step:
+        raise Damaged(f"{path} is of step {known.step}, and its manifest of step {checkpoint.manifest.step}")
     return state
 
 
-def _recipe_from(record: dict[str, Any] | None) -> recipes.Recipe | None:
+class _Loaded:
+    """The state of a checkpoint beside a model and its optimizer: compared with them, read, then installed.
+
+    Raises:
+        InputError: it is of another model or optimizer.
+        Damaged: it contradicts itself.
+    """
+
+    def __init__(
+        self,
+        checkpoint: OpenCheckpoint,
+        stored: StoredTensors,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        rank: int,
+    ) -> None:
+        path, self.state = checkpoint.path, _state_of(checkpoint)
+        self._model, self._optimizer, self._rank = model, optimizer, rank
+        self._stored = as_model_has_it(stored, model, self.state.pop("blocks", None))
+        self._groups = self.state.pop("groups")
+        self._scalars: optimizer_state.Scalars = self.state.pop("optimizer", {})
+        if isinstance(self._stored, Converted):
+            self._scalars = self._stored.scalars(self._scalars)
+        self._recipe = _recipe_from(path, self.state.pop("recipe"))
+        layout = self._stored.layout
+        own = weights(model)
+        shard_io.check_layout(path, shard_io.subset(layout, "model."), shard_io.layout_of(own))
+        if empty := [name for name, tensor in own.items() if tensor.is_meta]:
+            raise InputError(f"{empty[0]} has no values yet, so none can be loaded into it: materialise the model first.")
+        self._weights = {name: torch.empty_like(tensor) for name, tensor in own.items()}
+        self._states: dict[str, torch.Tensor] = {}
+        kind = self.state.pop("optimizer_class", None)
+        if optimizer is not None:
+            optimizer_state.check_class(path, optimizer, kind, self._groups)
+            saved = shard_io.subset(layout, "optimizer.")
+            self._states = optimizer_state.allocate_states(path, model, optimizer, saved, self._groups, self._scalars)
+        self._random_rank = rank if f"random.{rank}.cpu" in layout else 0
+        self._fp8 = shard_io.empty_tensors(shard_io.subset(layout, "fp8."))
+        self._random = shard_io.empty_tensors(shard_io.subset(layout, f"random.{self._random_rank}."))
+        if self._recipe is not None:
+            check_state_records(model, self._fp8)
+        self._random_scalars = self.state.pop("random")
+        if self._random_rank:
+            self._random_scalars = checkpoint.json(f"random-{self._random_rank}.json")
+        self._path = path
+
+    def read(self) -> None:
+        """Read all tensors, and check those with a meaning of their own."""
+        random = f"random.{self._random_rank}"
+        sections = {"model": self._weights, "optimizer": self._states, "fp8": self._fp8, random: self._random}
+        into = {f"{section}.{name}": tensor for section, held in sections.items() for name, tensor in held.items()}
+        self._stored.read(into)
+        for name in {name.rpartition(".")[0] for name in self._fp8}:
+            scale, history = (self._fp8.get(f"{name}.{kind}") for kind in ("scale", "amax_history"))
+            if scale is None or history is None or scale.ndim or history.ndim != 1 or not len(history):
+                raise Damaged(f"{self._path} has no scale [] and amax history [length] of {name}")
+        try:
+            check_random(self._random, self._random_scalars)
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise Damaged(f"the random states of {self._path} are none ({error})") from None
+
+    def install(self) -> None:
+        """Give the model and the optimizer the state that was read, and restore the random states."""
+        with torch.no_grad():
+            for name, tensor in weights(self._model).items():
+                tensor.copy_(self._weights[name])
+        if self._recipe is not None:
+            load_state_records(self._model, self._fp8, self._recipe)
+        if self._optimizer is not None:
+            optimizer_state.install_states(self._model, self._optimizer, self._states, self._groups, self._scalars)
+        restore_random(self._random, self._random_scalars)
+        if self._random_rank != self._rank:
+            seed_new_rank(self._random, self._rank)
+
+
+def _recipe_from(path: Path, record: dict[str, Any] | None) -> recipes.Recipe | None:
     if record is None:
         return None
-    values = {k: recipes.Format[v] if k == "fp8_format" else v for k, v in record.items() if k != "name"}
-    return recipes.RECIPES[record["name"]](**values)
+    try:
+        values = {k: recipes.Format[v] if k == "fp8_format" else v for k, v in record.items() if k != "name"}
+        return recipes.RECIPES[record["name"]](**values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"{path} has no recipe that this version knows: {record} ({error})") from None
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
-    """The weights of a checkpoint by parameter name, each read whole onto the CPU when it is looked up."""
+    """The weights of a checkpoint by parameter name, each read whole onto the CPU when it is looked up; the files are verified.
+
+    Raises:
+        Damaged: the checkpoint differs from its manifest.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._stored = shard_io.open_shards(path)
+        checkpoint = OpenCheckpoint(path)
+        checkpoint.verify()
+        self._checkpoint = checkpoint
+        self._stored = open_tensors(checkpoint)
         self.layout = shard_io.subset(self._stored.layout, "model.")
 
     def __getitem__(self, name: str) -> torch.Tensor:
         (tensor,) = shard_io.empty_tensors({name: self.layout[name]}).values()
         self._stored.read({f"model.{name}": tensor})
+        self._checkpoint.verify_opened()
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -106,7 +221,7 @@ def has_own_code(checkpoints: Path, wanted: shard_io.Layout, ranks: Ranks) -> bo
     def look() -> bool:
         for _, path in manifest.step_folders(checkpoints):
             with contextlib.suppress(OctavoError, OSError):
-                return wanted.keys().isdisjoint(shard_io.subset(shard_io.open_shards(path).layout, "model."))
+                return wanted.keys().isdisjoint(_stored_weights(path))
         return False
 
     return ranks.on_rank_0(look)
@@ -114,5 +229,9 @@ def has_own_code(checkpoints: Path, wanted: shard_io.Layout, ranks: Ranks) -> bo
 
 def check_stored_weights(path: Path, wanted: shard_io.Layout, ranks: Ranks) -> None:
     """Compare a checkpoint's weights with those of a model, and refuse others by name. Collective."""
-    stored = ranks.on_rank_0(lambda: shard_io.open_shards(path).layout)
-    shard_io.check_layout(path, shard_io.subset(stored, "model."), wanted)
+    shard_io.check_layout(path, ranks.on_rank_0(lambda: _stored_weights(path)), wanted)
+
+
+def _stored_weights(path: Path) -> shard_io.Layout:
+    with OpenCheckpoint(path) as checkpoint:
+        return shard_io.subset(open_tensors(checkpoint).layout, "model.")

@@ -37,6 +37,21 @@ def random_scalars() -> dict[str, Any]:
     }
 
 
+def check_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
+    """Try the results of `random_tensors` and `random_scalars` on generators made for it; any error: they are none."""
+    version, words, gauss = scalars["python"]
+    random.Random().setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = scalars["numpy"]
+    np.random.RandomState().set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    for name, value in tensors.items():
+        if name == "cpu":
+            torch.Generator().set_state(value)
+        elif value.dtype != torch.uint8 or value.ndim != 1:
+            raise ValueError(f"{name} is {value.dtype} {list(value.shape)}")
+    if "cpu" not in tensors:
+        raise ValueError("cpu is missing")
+
+
 def restore_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
     """Restore the results of `random_tensors` and `random_scalars`; a CUDA state is ignored without CUDA."""
     version, words, gauss = scalars["python"]

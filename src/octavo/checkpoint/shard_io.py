@@ -1,8 +1,8 @@
-"""Tensor files: DCP's planners over safetensors, without pickle in either direction.
+"""Writes tensor files: DCP's planners over safetensors, without pickle.
 
 Each rank writes one file with its pieces; a piece that several ranks hold is written by one of them, chosen by DCP's planner.
-The files are those of DCP's Hugging Face storage, whose reader reshards. Its writer is not used, because it makes each file in
-memory first; here tensors are written one by one, without a second copy of the state.
+The files are those of DCP's Hugging Face storage. Its writer is not used, because it makes each file in memory first; here
+tensors are written one by one, without a second copy of the state. `octavo.checkpoint.stored` reads them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_local_save_plan,
-)
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
@@ -39,13 +32,13 @@ from octavo.storage import free_bytes
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Global shape and dtype of each tensor, by name."""
 
-FileEntries = dict[str, dict[str, Any]]
-"""Size and sha256 of each file, by name: entries of a manifest."""
+Entries = dict[str, dict[str, Any]]
+"""Entries of a manifest, by name: size and sha256 of a file, or dtype and shape of a tensor."""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _HEADER_BYTES = 512  # upper bound of a tensor's entry in a safetensors header, name and offsets included
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -71,7 +64,7 @@ def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
         InputError: safetensors does not have the dtype.
     """
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise InputError(f"{name} is of {tensor.dtype}, which safetensors does not hold: a checkpoint cannot keep it.")
     pieces = []
     for item in create_default_local_save_plan(dict(tensors), is_coordinator=True).items:
@@ -98,7 +91,7 @@ def deduplicate(pieces: Sequence[TensorPiece], ranks: Ranks) -> list[TensorPiece
     return [piece for piece in pieces if piece.item.index in own]
 
 
-def write_shard(folder: Path, pieces: Sequence[TensorPiece], rank: int = 0, step: int | None = None) -> FileEntries:
+def write_shard(folder: Path, pieces: Sequence[TensorPiece], rank: int = 0, step: int | None = None) -> Entries:
     """Write pieces as one safetensors file, synced; returns its manifest entry. No file if there are no pieces."""
     if not pieces:
         return {}
@@ -109,7 +102,7 @@ def write_shard(folder: Path, pieces: Sequence[TensorPiece], rank: int = 0, step
     end = 0
     for piece in ordered:
         begin, end = end, end + piece.data.nbytes
-        shape, dtype = list(piece.data.shape), _DTYPES[piece.data.dtype]
+        shape, dtype = list(piece.data.shape), DTYPES[piece.data.dtype]
         header[piece.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -133,6 +126,15 @@ def write_shard(folder: Path, pieces: Sequence[TensorPiece], rank: int = 0, step
     return {name: {"size": size, "sha256": digest.hexdigest()}}
 
 
+def tensor_entries(pieces: Sequence[TensorPiece]) -> Entries:
+    """Safetensors' dtype and the global shape of each tensor, by name: entries of a manifest."""
+    found: Entries = {}
+    for piece in pieces:
+        assert piece.item.tensor_data is not None, piece.name
+        found[piece.name] = {"dtype": DTYPES[piece.data.dtype], "shape": list(piece.item.tensor_data.size)}
+    return found
+
+
 def raw(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in row-major order, on the CPU."""
     whole = tensor.detach().cpu().contiguous()  # may keep the stride of a one-element tensor, which blocks a view as bytes
@@ -142,41 +144,6 @@ def raw(tensor: torch.Tensor) -> memoryview:
 def bytes_needed(pieces: Sequence[TensorPiece]) -> int:
     """Upper bound of the size of `write_shard`'s file."""
     return sum(piece.data.nbytes for piece in pieces) + _HEADER_BYTES * (len(pieces) + 1)
-
-
-@dataclass(frozen=True)
-class StoredTensors:
-    """The tensors in the shards of a folder; made by `open_shards`."""
-
-    folder: Path
-    metadata: Metadata
-
-    @property
-    def layout(self) -> Layout:
-        """Names, global shapes and dtypes."""
-        entries = cast(dict[str, TensorStorageMetadata], self.metadata.state_dict_metadata)
-        return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
-
-    def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Fill the tensors of `into` in place, by name; of a DTensor only this rank's slices are read. Not collective."""
-        if not into:
-            return
-        wanted = {name: self.metadata.state_dict_metadata[name] for name in into}
-        metadata = Metadata(state_dict_metadata=wanted, storage_data=self.metadata.storage_data)
-        reader = HuggingFaceStorageReader(str(self.folder))
-        reader.set_up_storage_reader(metadata, is_coordinator=False)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(into), metadata, is_coordinator=False)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        reader.read_data(planner.finish_plan(plan), planner).wait()
-
-
-def open_shards(folder: Path) -> StoredTensors:
-    """The tensors in the shards of `folder`; reads the headers alone."""
-    try:
-        return StoredTensors(folder, HuggingFaceStorageReader(str(folder)).read_metadata())
-    except SafetensorError as error:
-        raise OctavoError(f"the tensor files of {folder} cannot be read: {error}") from None
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:

@@ -22,6 +22,7 @@ from torch import nn
 
 from octavo.checkpoint import manifest, shard_io
 from octavo.checkpoint.failpoints import failpoint
+from octavo.checkpoint.manifest import STATE
 from octavo.checkpoint.optimizer_state import group_scalars, named_states, state_scalars
 from octavo.checkpoint.pinned_buffer import PinnedBuffer
 from octavo.checkpoint.rng_state import random_scalars, random_tensors
@@ -30,8 +31,6 @@ from octavo.fp8.scaling import state_records, states_of
 from octavo.models.convert import conversion_of
 from octavo.parallel.coordination import Ranks
 from octavo.storage import fsync_folder, fsync_tree, write_atomic
-
-STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ def take_snapshot(
                 **state,
                 "random": scalars,
                 "groups": group_scalars(optimizer),
+                "optimizer_class": None if optimizer is None else type(optimizer).__name__,
                 "optimizer": state_scalars(model, optimizer),
                 "recipe": _recipe_record(model),
                 "blocks": None if (way := conversion_of(model)) is None else way.layout,
@@ -109,7 +109,9 @@ def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | Non
     def finish() -> None:
         try:
             with shard_io.explaining_full_disk(path.parent, snapshot.bytes_needed):
-                _finish(temporary, path, snapshot.texts, entries, step)
+                _write_rest(temporary, snapshot.texts, step)
+                manifest.write_manifest(temporary, step, files, ranks=ranks.size, tensors=tensors)
+                _put_in_place(temporary, path, step)
         except BaseException:
             remove()  # before the other ranks raise
             raise
@@ -119,7 +121,9 @@ def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | Non
         if ranks.rank:
             for name, text in snapshot.texts.items():
                 write_atomic(temporary / name, text)
-    entries = {name: entry for each in ranks.gather(own_entries) for name, entry in each.items()}
+    gathered = ranks.gather((own_entries, shard_io.tensor_entries(snapshot.pieces)))
+    files = {name: entry for each, _ in gathered for name, entry in each.items()}
+    tensors = {name: entry for _, each in gathered for name, entry in each.items()}
     ranks.on_rank_0(finish)
 
 
@@ -133,16 +137,19 @@ def _make_temporary(path: Path, bytes_needed: int) -> str:
     return temporary.name
 
 
-def _finish(temporary: Path, path: Path, texts: Mapping[str, str], entries: shard_io.FileEntries, step: int | None) -> None:
-    """After all tensors: write scalars and manifest, and put the new folder in place of the old."""
+def _write_rest(temporary: Path, texts: Mapping[str, str], step: int | None) -> None:
+    """After all tensors: write the scalars of rank 0."""
     failpoint("after-shards", step)
     for name, text in texts.items():
         write_atomic(temporary / name, text)
     failpoint("before-manifest", step)
-    manifest.write_manifest(temporary, step, entries)
+
+
+def _put_in_place(temporary: Path, path: Path, step: int | None) -> None:
+    """Put a whole new folder in the place of the old."""
     fsync_tree(temporary)
     failpoint("before-rename", step)
-    replaced = _set_aside(path) if path.exists() else None
+    replaced = _set_aside(path) if path.exists() or path.is_symlink() else None
     try:
         temporary.rename(path)
     except BaseException:
@@ -152,15 +159,16 @@ def _finish(temporary: Path, path: Path, texts: Mapping[str, str], entries: shar
     fsync_folder(path.parent)
     failpoint("after-rename", step)
     if replaced is not None:
-        shutil.rmtree(replaced)
+        _remove(replaced)
 
 
 def remove_checkpoint(path: Path, step: int | None = None) -> None:
     """Remove a checkpoint, renamed first: a half-removed folder must not look like a damaged checkpoint."""
     hidden = _set_aside(path)
-    (hidden / manifest.MANIFEST).unlink(missing_ok=True)
+    if not hidden.is_symlink():
+        (hidden / manifest.MANIFEST).unlink(missing_ok=True)
     failpoint("while-pruning", step)
-    shutil.rmtree(hidden)
+    _remove(hidden)
 
 
 def aside(path: Path) -> Path:
@@ -170,10 +178,18 @@ def aside(path: Path) -> Path:
 
 def _set_aside(path: Path) -> Path:
     hidden = aside(path)
-    if hidden.exists():
-        shutil.rmtree(hidden)
+    if hidden.exists() or hidden.is_symlink():
+        _remove(hidden)
     path.rename(hidden)
     return hidden
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder; of a symbolic link the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _recipe_record(model: nn.Module) -> dict[str, Any] | None:

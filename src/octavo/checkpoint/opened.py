@@ -1,0 +1,160 @@
+"""Open files of a checkpoint, verified and read through the same descriptors.
+
+A path may name another file at its next use: another job saves under the same name, or an old checkpoint is removed. So a
+folder is opened once, each file once inside of it, and both stay open. Bytes are read rather than mapped: a file cut short by
+another process is then an error and no signal. A file written to in place is found by its stamp, which the kernel maintains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import resource
+import stat
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from octavo.errors import OctavoError
+
+_BLOCK = 1 << 20  # bytes of a read for a checksum
+_LARGEST_READ = 1 << 30  # the kernel reads 2 GiB at most at once
+_SETTLED = 2_000_000_000  # ns: a younger file may change again under the same time stamp
+_SPARE_DESCRIPTORS = 256  # for all else that a process opens
+
+
+class Damaged(OctavoError):
+    """A checkpoint differs from its manifest, or contradicts itself; the message names the file and the difference."""
+
+
+class Stamp(NamedTuple):
+    """The kernel's record of a file's content, the same on all hosts of a file system; times in ns."""
+
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+
+_digests: dict[Stamp, str] = {}
+"""The sha256 of files by stamp: a file is not hashed again for its restore, nor by the other ranks."""
+
+
+class OpenFolder:
+    """A folder, and the files opened in it by name, each at its first use. They are closed with it, or as a context.
+
+    Raises:
+        Damaged: the folder or, in each method, the file is missing, or is no file.
+        OctavoError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        descriptors: dict[str, int] = {}
+        self._descriptors = descriptors
+        self._close = weakref.finalize(self, _close, descriptors)
+        with _explaining(path):
+            descriptors["."] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __enter__(self) -> OpenFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    @property
+    def opened(self) -> list[str]:
+        """Names of the open files."""
+        return [name for name in self._descriptors if name != "."]
+
+    def names(self) -> list[str]:
+        """Names of all files and folders inside, sorted."""
+        with _explaining(self.path), os.scandir(self._descriptors["."]) as entries:
+            return sorted(entry.name for entry in entries)
+
+    def stamp(self, name: str) -> Stamp:
+        """The stamp of a file as it is now."""
+        with _explaining(self.path / name):
+            found = os.fstat(self._descriptor(name))
+        return Stamp(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    def read(self, name: str) -> bytes:
+        """A whole file."""
+        content = bytearray(self.stamp(name).size)
+        self.read_into(name, memoryview(content), 0)
+        return bytes(content)
+
+    def read_into(self, name: str, block: memoryview, start: int) -> None:
+        """Fill a block of bytes from the byte `start` of a file on."""
+        done = 0
+        with _explaining(self.path / name):
+            descriptor = self._descriptor(name)
+            while done < len(block):
+                count = os.preadv(descriptor, [block[done : done + _LARGEST_READ]], start + done)
+                if count == 0:
+                    raise Damaged(f"{self.path / name} ends before byte {start + len(block):,}")
+                done += count
+
+    def sha256(self, name: str) -> str:
+        """The hexadecimal SHA-256 of a file."""
+        before = self.stamp(name)
+        if before in _digests:
+            return _digests[before]
+        digest, block = hashlib.sha256(), memoryview(bytearray(min(_BLOCK, before.size)))
+        for start in range(0, before.size, _BLOCK):
+            part = block[: min(_BLOCK, before.size - start)]
+            self.read_into(name, part, start)
+            digest.update(part)
+        settled = time.time_ns() - max(before.modified, before.changed) > _SETTLED
+        if settled and self.stamp(name) == before:
+            _digests[before] = digest.hexdigest()
+        return digest.hexdigest()
+
+    def known(self) -> dict[Stamp, str]:
+        """The SHA-256 of the open files that have one by their stamp, for `trust` on other ranks."""
+        stamps = [self.stamp(name) for name in self.opened]
+        return {stamp: _digests[stamp] for stamp in stamps if stamp in _digests}
+
+    def _descriptor(self, name: str) -> int:
+        if name not in self._descriptors:
+            # Not to wait for the writer of a pipe.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            descriptor = os.open(name, flags, dir_fd=self._descriptors["."])
+            if self._descriptors.setdefault(name, descriptor) != descriptor:  # another thread was faster
+                os.close(descriptor)
+            elif not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise Damaged(f"{self.path / name} is not a file")
+        return self._descriptors[name]
+
+
+def trust(known: dict[Stamp, str]) -> None:
+    """Take the SHA-256 of files that another rank has hashed."""
+    _digests.update(known)
+
+
+def allow_open_files(number: int) -> None:
+    """Raise the soft limit of open files, as far as the hard one allows, so that so many files can be open beside others."""
+    needed = number + _SPARE_DESCRIPTORS
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if limit not in (unlimited, most) and limit < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if most == unlimited else min(needed, most), most))
+
+
+@contextlib.contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damaged(f"{path} is missing") from None
+    except (OSError, ValueError) as error:  # a ValueError: a name with a null byte
+        raise OctavoError(f"{path} cannot be read: {error}") from None
+
+
+def _close(descriptors: dict[str, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+    descriptors.clear()
