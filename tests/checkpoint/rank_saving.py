@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import torch
 import torch.distributed as dist
+from changed_files import change
 from llamas import llama_config
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -18,12 +19,14 @@ import octavo
 from octavo.build import build_model
 from octavo.checkpoint import shard_io
 from octavo.checkpoint.api import Checkpointer
+from octavo.checkpoint.manifest import OpenCheckpoint
 from octavo.checkpoint.reader import read_state, restore
 from octavo.checkpoint.writer import collect
 from octavo.errors import InputError, OctavoError
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import DelayedScaling
 from octavo.parallel import world
+from octavo.parallel.coordination import writing_ranks
 
 SIZES = {"vocab_size": 17, "hidden_size": 9, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4}
 SIZES |= {"intermediate_size": 21, "attention_bias": True}
@@ -270,3 +273,90 @@ def killed_together(folder, failpoint):
     os.environ |= {"OCTAVO_FAILPOINT": failpoint, "OCTAVO_FAILPOINT_STEP": "2"}
     checkpoints.save(2, model, optimizer, {}, background=True)
     checkpoints.wait()
+
+
+def save_for_changes(folder):
+    """A checkpoint of all ranks; the bytes of its files by name."""
+    model, optimizer = sharded()
+    train(model, optimizer, 2)
+    octavo.save(folder / "c", model, optimizer, schedule={"step": 2, "rates": [0.5, 0.25]})
+    return hashes(model, optimizer), {path.name: path.read_bytes() for path in (folder / "c").iterdir()}
+
+
+def settings(optimizer):
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def load_changed(folder, files, seeds):
+    """Load the checkpoint with each change over another state: the state before and after each load, and the error or None."""
+    model, optimizer = sharded(seed=5)
+    train(model, optimizer, 1, first=77)
+    before = hashes(model, optimizer), settings(optimizer), drawn_later()
+    found = []
+    for seed in seeds:
+        path = folder / f"{seed}" / "c"
+        if world.state.rank == 0:
+            path.mkdir(parents=True)
+            for name, content in change(files, seed).items():
+                (path / name).write_bytes(content)
+        if dist.is_initialized():
+            dist.barrier()
+        random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        error = extra = None
+        try:
+            extra = octavo.load(path, model, optimizer)
+        except OctavoError as raised:
+            error = raised
+        after = hashes(model, optimizer), settings(optimizer), drawn_later()
+        found.append((seed, error, extra, after))
+        if error is None:  # back to the state before
+            model, optimizer = sharded(seed=5)
+            train(model, optimizer, 1, first=77)
+            random.setstate(random_states[0])
+            np.random.set_state(random_states[1])
+            torch.set_rng_state(random_states[2])
+    return before, found
+
+
+def drawn_later():
+    """The random numbers that would come next."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    found = drawn()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    return found
+
+
+def load_refused(path, opened=OpenCheckpoint):
+    """The error of a load over another state, and True if nothing of it was changed."""
+    model, optimizer = sharded(seed=5)
+    train(model, optimizer, 1, first=77)
+    before = hashes(model, optimizer), settings(optimizer), drawn_later()
+    error = said(restore, path, model, optimizer, writing_ranks(), opened)
+    return error, before == (hashes(model, optimizer), settings(optimizer), drawn_later())
+
+
+def load_while_replaced(folder, kind):
+    """Another save takes the place of the first, or of its files, between the two ranks."""
+    for name, steps in (("c", 1), ("d", 2)):
+        model, optimizer = sharded(seed=steps)
+        train(model, optimizer, steps)
+        octavo.save(folder / name, model, optimizer)
+
+    def opened(path):
+        if world.state.rank == 0:
+            checkpoint = OpenCheckpoint(path)
+            dist.barrier()
+            return checkpoint
+        dist.barrier()
+        if kind == "folder":
+            path.rename(folder / "old")
+            (folder / "d").rename(path)
+        checkpoint = OpenCheckpoint(path)
+        for name in checkpoint.manifest.shards:
+            if kind == "file":  # of this rank: rank 0 has verified its own
+                checkpoint.folder._descriptors[name] = os.open(folder / "d" / name, os.O_RDONLY)
+        return checkpoint
+
+    return load_refused(folder / "c", opened)

@@ -57,6 +57,7 @@ class Manifest(_Record):
     """A manifest, after a check of its types.
 
     Attributes:
+        octavo: the version that wrote it.
         step: of a run; None for a checkpoint of `octavo.save`.
         files: by name, the manifest itself left out.
         ranks: number of ranks that saved; None in a manifest of an older version, as `tensors`.
@@ -64,6 +65,7 @@ class Manifest(_Record):
         sha256: of the content: it identifies the save.
     """
 
+    octavo: str
     step: Count | None
     files: dict[str, FileEntry]
     ranks: Annotated[int, Field(ge=1)] | None = None
@@ -247,6 +249,8 @@ def _fault(manifest: Manifest) -> str | None:
             return f"{name!r} names no file of the folder"
     if STATE not in manifest.files:
         return f"{STATE} is not among its files"
+    if (manifest.ranks is None) != (manifest.tensors is None):
+        return "of ranks and tensors one is missing"
     ranks, others = manifest.ranks or len(manifest.random_ranks) + 1, manifest.random_ranks
     if others != set(range(1, ranks)):
         return f"{ranks} ranks saved, and the random states are of ranks {sorted(others | {0})}"

@@ -21,6 +21,9 @@ from octavo.errors import InputError
 Scalars = dict[str, dict[str, Any]]
 """Numbers and None of an optimizer's states, by parameter and state."""
 
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names"}
+"""Settings that PyTorch's schedulers, or names given to an optimizer, add to its groups."""
+
 
 def _held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The model's parameters in the optimizer, by name."""
@@ -71,20 +74,18 @@ def group_scalars(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any
 def check_class(path: Path, optimizer: torch.optim.Optimizer, saved: str | None, groups: list[dict[str, Any]]) -> None:
     """Refuse the states of an optimizer of another class.
 
-    `saved` is the name of the class; None in a checkpoint of an older version: then the settings of its `groups` are compared,
-    of which a scheduler or another version of PyTorch may add some on one side.
+    `saved` is the name of the class; None in a checkpoint of an older version: then no setting of its `groups` may be unknown.
 
     Raises:
         InputError: the optimizer is of another class.
     """
     own = type(optimizer).__name__
-    known = optimizer.defaults.keys()
-    strangers = [group for group in groups if not (group.keys() <= known or known <= group.keys())]
+    known = {key for group in optimizer.param_groups for key in group} | _OF_SCHEDULERS
+    strangers = sorted({key for group in groups for key in group} - known)
     if own != saved if saved is not None else strangers:
-        was = saved or f"one with {', '.join(sorted(strangers[0].keys() - known))}"
         raise InputError(
-            f"checkpoint {path} has the state of another optimizer: {was}, and this is {own}. Build the optimizer that was "
-            "saved, or load without the optimizer."
+            f"checkpoint {path} has the state of another optimizer: {saved or 'one with ' + ', '.join(strangers)}, and this is "
+            f"{own}. Build the optimizer that was saved, or load without the optimizer."
         )
 
 
