@@ -22,7 +22,7 @@ from octavo.errors import OctavoError
 
 _BLOCK = 1 << 20  # bytes of a read for a checksum
 _LARGEST_READ = 1 << 30  # the kernel reads 2 GiB at most at once
-_SETTLED = 2_000_000_000  # ns: a younger file may change again under the same time stamp
+_SETTLED = 2_000_000_000  # ns: the coarsest clock of a file system, within which a file may change under the same stamp
 _SPARE_DESCRIPTORS = 256  # for all else that a process opens
 
 
@@ -53,6 +53,7 @@ class OpenFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._digests: dict[Stamp, str] = {}
         descriptors: dict[str, int] = {}
         self._descriptors = descriptors
         self._close = weakref.finalize(self, _close, descriptors)
@@ -99,18 +100,20 @@ class OpenFolder:
                 done += count
 
     def sha256(self, name: str) -> str:
-        """The hexadecimal SHA-256 of a file."""
-        before = self.stamp(name)
-        if before in _digests:
-            return _digests[before]
-        digest, block = hashlib.sha256(), memoryview(bytearray(min(_BLOCK, before.size)))
-        for start in range(0, before.size, _BLOCK):
-            part = block[: min(_BLOCK, before.size - start)]
+        """The hexadecimal SHA-256 of a file, computed once for each stamp."""
+        stamp, now = self.stamp(name), time.time_ns()
+        digest = self._digests.get(stamp) or _digests.get(stamp) or self._hash(name, stamp.size)
+        self._digests[stamp] = digest
+        if now - max(stamp.modified, stamp.changed) > _SETTLED:
+            _digests[stamp] = digest
+        return digest
+
+    def _hash(self, name: str, size: int) -> str:
+        digest, block = hashlib.sha256(), memoryview(bytearray(min(_BLOCK, size)))
+        for start in range(0, size, _BLOCK):
+            part = block[: min(_BLOCK, size - start)]
             self.read_into(name, part, start)
             digest.update(part)
-        settled = time.time_ns() - max(before.modified, before.changed) > _SETTLED
-        if settled and self.stamp(name) == before:
-            _digests[before] = digest.hexdigest()
         return digest.hexdigest()
 
     def known(self) -> dict[Stamp, str]:
