@@ -195,7 +195,7 @@ def bench(
     ] = None,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Also record the time of a step by kind of kernel.")] = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="A .json file, or a folder for one file a workload.")
+        Path | None, typer.Option(metavar="PATH", help="A .json file, or a folder for one new file a workload; here if absent.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a sharded model (on a CPU: ranks); all if absent.")] = None,

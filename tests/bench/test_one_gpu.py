@@ -285,3 +285,45 @@ def rendered(results: dict) -> str:
     text = io.StringIO()
     render(results, Console(file=text, width=160))
     return text.getvalue()
+
+
+def test_results_are_written_where_the_user_is_and_never_over_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    published = tmp_path / "benchmarks" / "one-gpu-tiny.json"
+    published.write_text("published")
+    said = []
+    asked = {"cases": ["tiny"], "entries": ["torch-bf16"], "steps": 1, "warmup": 0, "device": "cpu"}
+    run_suite("one-gpu", **asked, command="octavo bench")
+    first = (tmp_path / "one-gpu-tiny.json").read_text()
+    assert published.read_text() == "published"
+    for output in (None, tmp_path / "benchmarks"):
+        with pytest.raises(InputError, match=r"one-gpu-tiny\.json: results are there already"):
+            run_suite("one-gpu", **asked, output=output, command="octavo bench", say=said.append)
+    assert not said  # before anything is measured
+    assert (tmp_path / "one-gpu-tiny.json").read_text() == first
+    assert published.read_text() == "published"
+    run_suite("one-gpu", **asked, output=published, command="octavo bench by name", say=said.append)
+    assert json.loads(published.read_text())["command"] == "octavo bench by name"
+    assert f"replaces {published}" in said
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("folder.json", "a folder, and a name in .json is a file"),
+        ("text.txt", "a file, and its name does not end in .json"),
+        ("text.txt/results.json", "not a folder that this user can write to"),
+        ("text.txt/results", "not a folder that this user can write to"),
+    ],
+)
+def test_results_that_could_not_be_written_are_refused_before_a_run(tmp_path, output, message):
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "text.txt").write_text("")
+    said = []
+    with pytest.raises(InputError, match=message):
+        run_suite(
+            "one-gpu", cases=["tiny"], entries=["torch-bf16"], device="cpu", output=tmp_path / output,
+            command="octavo bench", say=said.append,
+        )  # fmt: skip
+    assert not said

@@ -1,5 +1,7 @@
 """Which peers stand beside Octavo's entries; Transformer Engine's entries, with a package in its place that has its names."""
 
+import dataclasses
+import inspect
 import math
 import os
 import subprocess
@@ -7,14 +9,19 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from octavo.bench import run
+from octavo import build
+from octavo.bench import peers, run
 from octavo.bench.cases import ALL_CASES, CASES, VISION_CASES
 from octavo.bench.peers import ENTRIES, PEERS, build_octavo
 from octavo.bench.run import run_suite
 from octavo.bench.suites import SUITES
 from octavo.cli import main
+from octavo.config.fp8 import Fp8Config
 from octavo.errors import InputError
+from octavo.fp8 import recipe
+from octavo.fp8.autocast import fp8_autocast
 
 CPU = torch.device("cpu")
 ONE_GPU = SUITES["one-gpu"]
@@ -100,14 +107,15 @@ def transformer_engine(tmp_path, monkeypatch):
 
 def test_transformer_engines_entries_train(tmp_path, transformer_engine):
     results = run_suite(
-        "one-gpu", cases=["tiny"], entries=["te-bf16", "te-delayed", "te-current"], steps=2, warmup=1,
+        "one-gpu", cases=["tiny"], entries=["te-bf16", "te-delayed", "te-delayed-fp8-head", "te-current"], steps=2, warmup=1,
         output=tmp_path, device="cpu", command="octavo bench",
     )  # fmt: skip
     for figures in results["rows"]:
         assert "error" not in figures, figures
         assert abs(figures["loss"] - math.log(512)) < 0.2
     losses = [figures["loss"] for figures in results["rows"]]
-    assert len(set(losses)) == 3  # FP8 by two recipes, and none
+    assert len(set(losses)) == 4  # FP8 by two recipes, one of them with the head too, and none
+    assert [figures["head"] for figures in results["rows"]] == ["bf16", "bf16", "fp8", "bf16"]
     assert results["machine"]["peers"] == {"transformer-engine": None}
 
 
@@ -159,13 +167,14 @@ def test_peers_that_are_installed_stand_beside_octavo(monkeypatch):
     assert names == [*OWN, "torch-bf16"]
     assert said == [
         "torchao is not installed: without ao-tensorwise, ao-rowwise",
-        "transformer-engine is not installed: without te-bf16, te-delayed, te-current",
+        "transformer-engine is not installed: without te-bf16, te-delayed, te-delayed-fp8-head, te-current",
     ]
 
 
 def test_peers_are_chosen_by_group(monkeypatch):
     # What is asked for and not installed has a row, which says so.
-    assert compared(monkeypatch, set(), peers=["te"]) == ([*OWN, "te-bf16", "te-delayed", "te-current"], [])
+    te = ["te-bf16", "te-delayed", "te-delayed-fp8-head", "te-current"]
+    assert compared(monkeypatch, set(), peers=["te"]) == ([*OWN, *te], [])
     assert compared(monkeypatch, set(), peers=["torchao", "bf16"])[0] == [*OWN, "torch-bf16", "ao-tensorwise", "ao-rowwise"]
     assert compared(monkeypatch, set(), peers=[])[0] == OWN
     assert compared(monkeypatch, set(), entries=["te-bf16", "octavo-bf16"])[0] == ["te-bf16", "octavo-bf16"]
@@ -243,3 +252,83 @@ def test_the_head_trains_in_fp8_too():
     losses = [float(trainer.step(ids, ids)) for _ in range(8)]
     assert abs(losses[0] - math.log(case.spec.vocabulary)) < 0.2
     assert losses[-1] < losses[0]
+
+
+SOURCES = {"config", "device", "load_from", "load_state_dict_from_rank0", "from_rank0", "excluded", "objective", "averaged"}
+"""Arguments that say where a model comes from or what it learns, and no setting of its steps on one GPU."""
+RANKS = {"cp_comm_type"}
+
+
+def names_of(function):
+    return set(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "vision"),
+    [(name, vision) for name in OWN if name != "octavo-default" for vision in sorted({False, ENTRIES[name].vision})],
+)
+def test_entries_pass_every_setting_so_that_they_keep_their_meaning_under_other_defaults(monkeypatch, name, vision):
+    entry, given, asked = ENTRIES[name], {}, set()
+    whole, wrap = build.build_model, build.transform
+
+    def record(function, keep):
+        def call(source, *arguments, **settings):
+            given[function.__name__] = settings
+            return keep(source, *arguments, **settings)
+
+        return call
+
+    def model_with_loss(source, *arguments, **settings):
+        return torch.nn.Linear(2, 2)
+
+    monkeypatch.setattr(build, "build_model", record(whole, whole))
+    monkeypatch.setattr(build, "transform", record(wrap, model_with_loss))
+    monkeypatch.setattr(peers, "timm_model", lambda case, device, seed: None)
+    monkeypatch.setattr(peers, "fp8_autocast", lambda **settings: asked.update(settings))
+    for kind in recipe.RECIPES.values():
+        monkeypatch.setitem(peers.RECIPES, kind.name, recording(kind, given))
+    trainer = entry.build(VISION_CASES["tiny-vit"] if vision else CASES["tiny"], CPU, False)
+    trainer.around()
+    function = wrap if vision else whole
+    assert names_of(function) - SOURCES - RANKS - {"model", "source", "recipe"} <= given[function.__name__].keys()
+    assert asked == names_of(fp8_autocast)
+    if entry.layers == "fp8":
+        kind, settings = given["recipe"]
+        assert settings.keys() == {field.name for field in dataclasses.fields(kind) if field.init}
+        fast = {"-fast-input": "input_gradient", "-fast": True}
+        wanted = next((value for part, value in fast.items() if part in name), False)
+        assert settings.get("fast_accumulation", False) == wanted
+    model = given[function.__name__]
+    assert model["params_dtype"] == (torch.float32 if vision else torch.bfloat16)
+    assert model["fp8_head"] == ("backward" if name.endswith("head-backward") else name.endswith("head"))
+
+
+def recording(kind, given):
+    @dataclasses.dataclass(frozen=True)
+    class Recorded(kind):
+        def __init__(self, **settings):
+            given["recipe"] = kind, settings
+            super().__init__(**settings)
+
+    return Recorded
+
+
+def test_the_default_entry_is_a_transform_with_no_setting_named():
+    case, entry = CASES["tiny"], ENTRIES["octavo-default"]
+    trainer = entry.build(case, CPU, False, seed=3)
+    torch.manual_seed(3)
+    model = build.transform(AutoModelForCausalLM.from_config(case.hf_config()).train())
+    optimizer = torch.optim.AdamW(model.parameters(), **peers.ADAMW)
+    for _ in range(3):
+        ids = torch.randint(case.spec.vocabulary, (case.batch, case.sequence_length))
+        with fp8_autocast():
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(trainer.step(ids, ids)) == float(loss.detach())
+    for ours, theirs in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    head = Fp8Config().head
+    assert (entry.head, entry.head_forward) == ("fp8" if head else "bf16", "bf16" if head == "backward" else None)

@@ -11,18 +11,19 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from octavo.bench.cases import AnyCase, VisionCase
+from octavo.bench.cases import AnyCase, Case, VisionCase
 from octavo.bench.plain import PlainLlama
 from octavo.bench.vision import Around, Classifier, replace_blocks, timm_model, under_autocast
+from octavo.config.fp8 import Fp8Config
 from octavo.fp8.autocast import fp8_autocast
-from octavo.fp8.recipe import RECIPES, FastAccumulation
+from octavo.fp8.recipe import RECIPES, FastAccumulation, Format, Recipe
 from octavo.parallel.world import state
 from octavo.train.adamw import AdamW
 from octavo.train.graphed import graphed
@@ -32,6 +33,21 @@ SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "fused": True}
 SEED = 0
 ENVIRONMENT = {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0"}
 """For Transformer Engine: cuDNN's attention, even where another one is installed."""
+RECIPE_SETTINGS: dict[str, dict[str, Any]] = {
+    "delayed": {
+        "margin": 0,
+        "fp8_format": Format.HYBRID,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+        "reduce_amax": True,
+    },
+    "current": {"fp8_format": Format.HYBRID, "use_power_2_scales": False},
+    "rowwise": {},
+    "block": {},
+}
+"""All fields of the recipes but `fast_accumulation`. Entries name every setting: a new default is `octavo-default`'s alone."""
+MODEL_SETTINGS: dict[str, Any] = {"skip": (), "layers": {}, "recompute": False, "offload": False, "blocks": "auto"}
+"""Arguments of `octavo.transform` and `build_model` that are the same in all entries."""
 PEERS = {"bf16": "torch-", "torchao": "ao-", "te": "te-"}
 """Groups of peers (`--peers`) and the prefix of their entries' names."""
 
@@ -130,8 +146,19 @@ def build_plain(
     return Training(model, loss)
 
 
-def build_te(case: AnyCase, device: torch.device, compiled: bool, *, recipe: str | None = None, seed: int = SEED) -> Training:
-    """Transformer Engine's layers, as blocks of timm's model too; in FP8 by a recipe of `octavo.bench.te.RECIPES`."""
+def build_te(
+    case: AnyCase,
+    device: torch.device,
+    compiled: bool,
+    *,
+    recipe: str | None = None,
+    fp8_head: bool = False,
+    seed: int = SEED,
+) -> Training:
+    """Transformer Engine's layers, as blocks of timm's model too; in FP8 by a recipe of `octavo.bench.te.RECIPES`.
+
+    With `fp8_head` the output head of the Llama is its layer too.
+    """
     os.environ.update(ENVIRONMENT)
     from octavo.bench import te
 
@@ -140,7 +167,7 @@ def build_te(case: AnyCase, device: torch.device, compiled: bool, *, recipe: str
         replace_blocks(model, lambda eps: te.VisionLayer(case, eps, device))
         return Training(model, Classifier(model), under_autocast(device, te.autocast(recipe)), _sgd(model))
     torch.manual_seed(seed)
-    model = te.TeLlama(case.spec, case.sequence_length, device, compiled=compiled)
+    model = te.TeLlama(case.spec, case.sequence_length, device, compiled=compiled, fp8_head=fp8_head)
     return Training(model, model, te.autocast(recipe))
 
 
@@ -163,26 +190,51 @@ def build_octavo(
     # With transformers' model classes, which import torchao: a broken torchao must not cost the other entries their rows.
     from octavo.build import build_model, sharding_of, transform
 
-    options = {"fast_accumulation": fast} if fast else {}  # rowwise and block scaling have no such field
-    scaling = RECIPES[recipe](**options) if recipe else None
-    around = partial(fp8_autocast, enabled=scaling is not None, fp8_recipe=scaling)
+    scaling = _recipe(recipe, fast) if recipe else None
+    around = partial(fp8_autocast, enabled=scaling is not None, fp8_recipe=scaling, fp8_group=None, emulate=False)
+    dtypes: dict[str, Any] = {"dtype": torch.bfloat16, "params_dtype": params_dtype}
     if isinstance(case, VisionCase):
-        model = transform(timm_model(case, device, seed), scaling, dtype=torch.bfloat16, params_dtype=torch.float32)
+        dtypes["params_dtype"] = torch.float32
+        model = transform(timm_model(case, device, seed), scaling, **dtypes, fp8_head=False, **MODEL_SETTINGS)
         return Training(model, Classifier(model), around, _sgd(model), graph=True)
     model = build_model(
         case.hf_config(),
-        dtype=torch.bfloat16,
-        params_dtype=params_dtype,
+        **dtypes,
+        buffer_dtype=torch.float32,
         device=device,
         seed=seed,
-        sharding=sharding_of(state, scaling, dtype=torch.bfloat16, params_dtype=params_dtype),
+        sharding=sharding_of(state, scaling, **dtypes),
         fp8_head=head,
+        **MODEL_SETTINGS,
     )
+    return Training(model, _loss_of(model), around, AdamW(model.parameters(), **ADAMW))
 
+
+def build_default(case: Case, device: torch.device, compiled: bool, *, seed: int = SEED) -> Training:
+    """Hugging Face's model in float32 through `octavo.transform` and `octavo.fp8_autocast`, with no setting named."""
+    from transformers import AutoModelForCausalLM
+
+    from octavo.build import transform
+
+    torch.manual_seed(seed)
+    with device:
+        theirs = AutoModelForCausalLM.from_config(case.hf_config())
+    model = transform(theirs.train())
+    return Training(model, _loss_of(model), fp8_autocast, AdamW(model.parameters(), **ADAMW))
+
+
+def _recipe(name: str, fast: FastAccumulation) -> Recipe:
+    """A recipe of `octavo.recipe` with every field given; rowwise and block scaling have no `fast_accumulation`."""
+    has_fast = any(field.name == "fast_accumulation" for field in fields(RECIPES[name]))
+    return RECIPES[name](**RECIPE_SETTINGS[name], **({"fast_accumulation": fast} if has_fast else {}))
+
+
+def _loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
-        return model(input_ids=input_ids, labels=labels).loss
+        found: Tensor = model(input_ids=input_ids, labels=labels).loss
+        return found
 
-    return Training(model, loss, around, AdamW(model.parameters(), **ADAMW))
+    return loss
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -191,14 +243,18 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def _octavo(name: str, recipe: str | None = None, *, head: bool | Literal["backward"] = False, **how: Any) -> Entry:
     build = partial(build_octavo, recipe=recipe, head=head, **how)
-    head_forward = "bf16" if head == "backward" else None
-    layers = "fp8" if recipe else "bf16"
-    return Entry(name, layers, "fp8" if head else "bf16", build, vision=not head, head_forward=head_forward)
+    return Entry(name, "fp8" if recipe else "bf16", build=build, vision=not head, **_precisions(head))
+
+
+def _precisions(head: bool | Literal["backward"]) -> dict[str, Any]:
+    """`Entry`'s precisions of a head under `fp8.head`."""
+    return {"head": "fp8" if head else "bf16", "head_forward": "bf16" if head == "backward" else None}
 
 
 ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for entry in (
+        Entry("octavo-default", "fp8", build=build_default, **_precisions(Fp8Config.model_fields["head"].default)),
         _octavo("octavo-bf16"),
         _octavo("octavo-delayed", "delayed"),
         _octavo("octavo-delayed-fast", "delayed", fast=True),
@@ -216,6 +272,7 @@ ENTRIES: dict[str, Entry] = {
         Entry("ao-rowwise", "fp8", "bf16", partial(build_plain, float8="rowwise"), "torchao", vision=True),
         Entry("te-bf16", "bf16", "bf16", build_te, "transformer-engine", vision=True),
         Entry("te-delayed", "fp8", "bf16", partial(build_te, recipe="delayed"), "transformer-engine", vision=True),
+        Entry("te-delayed-fp8-head", "fp8", "fp8", partial(build_te, recipe="delayed", fp8_head=True), "transformer-engine"),
         Entry("te-current", "fp8", "bf16", partial(build_te, recipe="current"), "transformer-engine", vision=True),
     )
 }

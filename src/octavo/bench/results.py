@@ -24,12 +24,16 @@ from octavo.bench.cases import ALL_CASES, AnyCase, VisionCase
 from octavo.bench.measure import Measurement as Measured
 from octavo.bench.measure import Target
 from octavo.bench.peers import Entry
+from octavo.errors import InputError
 from octavo.hardware import driver_version
 from octavo.plan.flops import mfu
 from octavo.storage import write_atomic
 
 LOG_WIDTH = 160
 """Maximum width outside a terminal, where rich assumes 80 columns and would cut figures off."""
+
+_WHOLE = ("kernels", "products", "layers")
+"""Suites with one file for all workloads."""
 
 Columns = tuple[tuple[str, str, str, float], ...]
 """Title, key of the row, format and factor of the figure."""
@@ -147,24 +151,51 @@ def commit() -> str | None:
     return found.stdout.strip()
 
 
+def check_output(suite: str, workloads: Sequence[str], output: Path) -> None:
+    """Refuse an `output` that `write` could not write, or where it would replace results that are not named, before a run.
+
+    Raises:
+        InputError: names the file or folder in the way.
+    """
+    as_file = output.suffix == ".json"
+    if output.exists() and output.is_dir() == as_file:
+        what = "a folder, and a name in .json is a file" if as_file else "a file, and its name does not end in .json"
+        raise InputError(f"--output {output} is {what}: give another name.")
+    files = [output] if as_file else _files(suite, workloads, output)
+    if there := [str(path) for path in files if path.exists() and not as_file]:
+        raise InputError(
+            f"{', '.join(there)}: results are there already and are not replaced. Give a new folder, or a file by name, "
+            f"such as --output {there[0]}."
+        )
+    folder = files[0].absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"--output {output}: {folder} is not a folder that this user can write to. Give another one.")
+
+
 def write(results: dict[str, Any], output: Path) -> list[Path]:
     """Write a run: into `output` if that is a .json file, else into that folder as SUITE-WORKLOAD.json, one a workload.
 
     Kernels, products and layers are one file each.
     """
+    workloads = _by_workload(results)
     if output.suffix == ".json":
         files = {output: results}
-    elif results["suite"] in ("kernels", "products", "layers"):
-        files = {output / f"{results['suite']}.json": results}
+    elif results["suite"] in _WHOLE:
+        files = {_files(results["suite"], [], output)[0]: results}
     else:
-        files = {
-            output / f"{results['suite']}-{workload}.json": {**results, "rows": rows}
-            for workload, rows in _by_workload(results).items()
-        }
+        paths = _files(results["suite"], list(workloads), output)
+        files = {path: {**results, "rows": rows} for path, rows in zip(paths, workloads.values(), strict=True)}
     for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
     return list(files)
+
+
+def _files(suite: str, workloads: Sequence[str], folder: Path) -> list[Path]:
+    """The files of a run in a folder."""
+    return [folder / f"{suite}.json"] if suite in _WHOLE else [folder / f"{suite}-{workload}.json" for workload in workloads]
 
 
 def _by_workload(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -18,14 +18,13 @@ from octavo.bench.layers.suite import OCTAVO, measure_layers, transformer_engine
 from octavo.bench.measure import Target, measure_case
 from octavo.bench.peers import ENTRIES, PEERS, Entry
 from octavo.bench.products import measure_products
-from octavo.bench.results import document, render, row, version, write
+from octavo.bench.results import check_output, document, render, row, version, write
 from octavo.bench.suites import SUITES, Suite
 from octavo.errors import InputError, unknown
 from octavo.hardware import describe_device
 
 __all__ = ["render", "run_suite"]
 
-FOLDER = Path("benchmarks")
 CPU_RANKS = 2
 """Default number of ranks on a CPU for suites of several."""
 PROFILED_STEPS = 3
@@ -61,7 +60,7 @@ def run_suite(
         entries: exactly these; None: Octavo's own, or the suite's default, and peers. A failed entry has a row with "error".
         peers: groups from `PEERS` beside Octavo's entries; None: all that are installed.
         steps, warmup: timed steps of each entry, at least 1, and steps before them; None: the suite's numbers.
-        output: a .json file, or a folder for one file a workload; None: `benchmarks/`.
+        output: a .json file, replaced if it exists; or a folder for one new file a workload; None: the current folder.
         folder: parent folder of temporary checkpoints; None: beside the output.
         command: the command line, for the record.
         say: takes progress messages, a line each.
@@ -70,13 +69,13 @@ def run_suite(
         The document that was written, with the rows of all cases.
 
     Raises:
-        InputError: an unknown suite, case, entry, peer or device, a number of GPUs that is not there, or a suite that needs
-            a GPU where there is none.
+        InputError: an unknown suite, case, entry, peer or device, a number of GPUs that is not there, a suite that needs a
+            GPU where there is none, or results that are there already.
     """
     chosen = _choose(suite, cases, entries, peers)
     target = _target(chosen, device, gpus)
     _check_gpu(chosen, target, breakdown)
-    output = output or FOLDER
+    output = output or Path()
     how: dict[str, Any] = {
         "steps": chosen.steps if steps is None else steps,
         "warmup": chosen.warmup if warmup is None else warmup,
@@ -97,10 +96,15 @@ def run_suite(
     measurements: Iterable[list[dict[str, Any]]]
     if chosen.entries:
         compared = _compared(chosen, entries, peers, say)
-        measurements = (measure(case, able) for case, able in _plan(chosen, cases, compared, target, say))
+        plan = _plan(chosen, cases, compared, target, say)
+        check_output(suite, [case.name for case, _ in plan], output)
+        measurements = (measure(case, able) for case, able in plan)
     else:
+        check_output(suite, [], output)
         compared, found = _measure_here(chosen, cases or chosen.cases, target, **how)
         measurements = [found]
+    if output.is_file():
+        say(f"replaces {output}")
     rows: list[dict[str, Any]] = []
     for found in measurements:
         rows += found

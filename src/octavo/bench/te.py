@@ -1,8 +1,9 @@
 """Transformer Engine's peers in their fastest arrangement on one GPU: a Llama, and blocks of a vision transformer.
 
 Norms, products, activation and rotary embedding are Transformer Engine's fused kernels, attention is cuDNN's, query/key/value
-are one parameter. The Llama's embedding and output head are PyTorch's in bfloat16; its loss is one compiled kernel. Set
-`ENVIRONMENT` of `octavo.bench.peers` before the import: Transformer Engine reads it when its modules are made.
+are one parameter. The Llama's embedding is PyTorch's in bfloat16; its output head is PyTorch's too, or a `te.Linear` inside the
+autocast; its loss is one compiled kernel. Set `ENVIRONMENT` of `octavo.bench.peers` before the import: Transformer Engine reads
+it when its modules are made.
 Shapes: B batch, T sequence, D hidden size.
 """
 
@@ -21,6 +22,7 @@ from transformer_engine.pytorch.utils import SplitAlongDim
 
 from octavo.bench.cases import VisionCase
 from octavo.bench.plain import STD, next_token_loss
+from octavo.errors import InputError
 from octavo.models.spec import ModelSpec
 
 RECIPES = {
@@ -28,6 +30,8 @@ RECIPES = {
     "delayed": lambda: DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max"),
     "current": Float8CurrentScaling,
 }
+HEAD_ROWS = 16
+"""Transformer Engine's multiple for dimensions of FP8 operands."""
 
 
 def autocast(recipe: str | None) -> Callable[[], contextlib.AbstractContextManager[Any]]:
@@ -81,10 +85,21 @@ class VisionLayer(nn.Module):
 
 
 class TeLlama(nn.Module):
-    """A Llama with its loss; parameters in bfloat16, weights drawn from N(0, 0.02²)."""
+    """A Llama with its loss; parameters in bfloat16, weights drawn from N(0, 0.02²).
 
-    def __init__(self, spec: ModelSpec, sequence_length: int, device: torch.device, *, compiled: bool) -> None:
+    Raises:
+        InputError: an FP8 head with rows that Transformer Engine cannot multiply in FP8.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, sequence_length: int, device: torch.device, *, compiled: bool, fp8_head: bool = False
+    ) -> None:
         super().__init__()
+        if fp8_head and spec.vocabulary % HEAD_ROWS:
+            raise InputError(
+                f"Transformer Engine's head in FP8 needs a multiple of {HEAD_ROWS} rows, and the vocabulary has "
+                f"{spec.vocabulary}: use te-delayed, whose head is in bf16."
+            )
         make: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         init = partial(nn.init.normal_, std=STD)
         self.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden_size, **make)
@@ -112,7 +127,10 @@ class TeLlama(nn.Module):
             for _ in range(spec.layers)
         )
         self.norm = te.RMSNorm(spec.hidden_size, eps=spec.norm_eps, **make)
-        self.lm_head = nn.Linear(spec.hidden_size, spec.vocabulary, bias=False, **make)
+        if fp8_head:
+            self.lm_head = te.Linear(spec.hidden_size, spec.vocabulary, bias=False, params_dtype=torch.bfloat16, device=device)
+        else:
+            self.lm_head = nn.Linear(spec.hidden_size, spec.vocabulary, bias=False, **make)
         if spec.tied:
             self.lm_head.weight = self.embed_tokens.weight
         for weight in {self.embed_tokens.weight, self.lm_head.weight}:

@@ -33,7 +33,12 @@ HISTORY = 16
 """Steps; the same as in `octavo.bench.te`."""
 SETTLING = HISTORY + 4
 """Steps until the history holds no amax from a step with unsettled scales."""
-RECIPES = {"bf16": None, "delayed": DelayedScaling(amax_history_len=HISTORY), "current": CurrentScaling()}
+RECIPES = {
+    "bf16": None,
+    # Precise, as Transformer Engine's are by default.
+    "delayed": DelayedScaling(amax_history_len=HISTORY, fast_accumulation=False),
+    "current": CurrentScaling(fast_accumulation=False),
+}
 ROPE_BASE = 500_000.0
 
 Tensors = dict[str, Tensor]
