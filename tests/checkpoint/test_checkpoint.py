@@ -87,6 +87,52 @@ def test_save_and_load_continue_with_the_same_bits(tmp_path):
     assert found == wanted
 
 
+def test_a_load_leaves_nothing_of_the_state_before(tmp_path):
+    def fresh(seed):
+        torch.manual_seed(seed)
+        model = transform(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)), params_dtype=torch.float32)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train(model, optimizer, seed):
+        for number in range(3):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed + number)) * (1 + number)
+            with fp8_autocast(fp8_recipe=RECIPES["delayed"]):
+                model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: tensor.clone() for name, tensor in collect(model, optimizer).items()}
+
+    model, optimizer = fresh(0)
+    save(tmp_path / "c", model, optimizer)  # before the first step: no moments, no histories
+    wanted = train(model, optimizer, 10)
+    other, other_optimizer = fresh(1)
+    train(other, other_optimizer, 20)
+    load(tmp_path / "c", other, other_optimizer)
+    assert not other_optimizer.state
+    same(train(other, other_optimizer, 10), wanted)
+
+
+def test_parameters_in_another_group_are_refused(tmp_path):
+    def grouped(*names):
+        model = Net()
+        own = dict(model.named_parameters())
+        groups = [{"params": [own[name] for name in group], "weight_decay": 0.1 * n} for n, group in enumerate(names)]
+        return model, torch.optim.AdamW(groups, fused=True)
+
+    decayed, others = ["embedding.weight", "hidden.weight"], ["hidden.bias"]
+    model, optimizer = grouped(decayed, others)
+    step(model, optimizer)
+    save(tmp_path / "c", model, optimizer)
+    load(tmp_path / "c", *grouped(decayed[::-1], others))
+    other, other_optimizer = grouped(others, decayed)
+    step(other, other_optimizer)
+    before = {name: tensor.clone() for name, tensor in collect(other, other_optimizer).items()}
+    with pytest.raises(InputError, match=r"embedding.weight in the optimizer's parameter group 0, and here it is in group 1"):
+        load(tmp_path / "c", other, other_optimizer)
+    same(collect(other, other_optimizer), before)
+    assert [group["weight_decay"] for group in other_optimizer.param_groups] == [0.0, 0.1]
+
+
 RECIPES = {
     "delayed": DelayedScaling(margin=1, amax_history_len=3, amax_compute_algo="most_recent"),
     "one step": DelayedScaling(amax_history_len=1),

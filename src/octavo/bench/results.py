@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +151,10 @@ def commit() -> str | None:
     return found.stdout.strip()
 
 
-def check_output(suite: str, workloads: Sequence[str], output: Path) -> None:
+def check_output(suite: str, workloads: Sequence[str], output: Path, say: Callable[[str], None]) -> None:
     """Refuse an `output` that `write` could not write, or where it would replace results that are not named, before a run.
+
+    `say` is told of a file that will be replaced.
 
     Raises:
         InputError: names the file or folder in the way.
@@ -167,6 +169,8 @@ def check_output(suite: str, workloads: Sequence[str], output: Path) -> None:
             f"{', '.join(there)}: results are there already and are not replaced. Give a new folder, or a file by name, "
             f"such as --output {there[0]}."
         )
+    if as_file and output.exists():
+        say(f"replaces {output}")
     folder = files[0].absolute().parent
     while not folder.exists():
         folder = folder.parent
@@ -179,12 +183,12 @@ def write(results: dict[str, Any], output: Path) -> list[Path]:
 
     Kernels, products and layers are one file each.
     """
-    workloads = _by_workload(results)
     if output.suffix == ".json":
         files = {output: results}
     elif results["suite"] in _WHOLE:
         files = {_files(results["suite"], [], output)[0]: results}
     else:
+        workloads = _by_workload(results)
         paths = _files(results["suite"], list(workloads), output)
         files = {path: {**results, "rows": rows} for path, rows in zip(paths, workloads.values(), strict=True)}
     for path, content in files.items():

@@ -97,14 +97,12 @@ def run_suite(
     if chosen.entries:
         compared = _compared(chosen, entries, peers, say)
         plan = _plan(chosen, cases, compared, target, say)
-        check_output(suite, [case.name for case, _ in plan], output)
+        check_output(suite, [case.name for case, _ in plan], output, say)
         measurements = (measure(case, able) for case, able in plan)
     else:
-        check_output(suite, [], output)
+        check_output(suite, [], output, say)
         compared, found = _measure_here(chosen, cases or chosen.cases, target, **how)
         measurements = [found]
-    if output.is_file():
-        say(f"replaces {output}")
     rows: list[dict[str, Any]] = []
     for found in measurements:
         rows += found

@@ -71,6 +71,31 @@ def group_scalars(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any
     return [{k: v for k, v in group.items() if k != "params" and isinstance(v, plain)} for group in groups]
 
 
+def group_names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[list[str]]:
+    """The names of the parameters in each group."""
+    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+    groups = optimizer.param_groups if optimizer is not None else []
+    return [[names[p] for p in group["params"] if p in names] for group in groups]
+
+
+def check_groups(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[list[str]]) -> None:
+    """Refuse a checkpoint with a parameter in another group: it would train with the settings of that one.
+
+    `saved` are the `group_names` of the checkpoint; empty in one of an older version.
+
+    Raises:
+        InputError: names a parameter and both groups.
+    """
+    own = {name: number for number, names in enumerate(group_names(model, optimizer)) for name in names}
+    for number, names in enumerate(saved):
+        for name in names:
+            if own.get(name, number) != number:
+                raise InputError(
+                    f"checkpoint {path} has {name} in the optimizer's parameter group {number}, and here it is in group "
+                    f"{own[name]}: give the optimizer its groups in the order of the saved one."
+                )
+
+
 def check_class(path: Path, optimizer: torch.optim.Optimizer, saved: str | None, groups: list[dict[str, Any]]) -> None:
     """Refuse the states of an optimizer of another class.
 
@@ -132,7 +157,8 @@ def install_states(
     groups: list[dict[str, Any]],
     scalars: Scalars,
 ) -> None:
-    """Give the optimizer the filled tensors of `allocate_states`, the settings of its groups, and the scalars."""
+    """Replace the states by the filled tensors of `allocate_states` and the scalars, and the settings of the groups."""
+    optimizer.state.clear()
     held = _held_parameters(model, optimizer)
     # A fused or capturable kernel reads the step count on the parameter's device.
     on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}

@@ -25,7 +25,7 @@ from octavo.checkpoint.stored import StoredTensors, open_tensors
 from octavo.checkpoint.writer import weights
 from octavo.errors import InputError, OctavoError
 from octavo.fp8 import recipe as recipes
-from octavo.fp8.scaling import check_state_records, load_state_records
+from octavo.fp8.scaling import check_state_records, load_state_records, reset_states
 from octavo.parallel.coordination import Ranks
 
 
@@ -84,6 +84,7 @@ class _State(BaseModel):
     groups: list[dict[str, Any]]
     optimizer: dict[str, dict[str, bool | int | float | Literal["inf", "-inf", "nan"] | None]] = {}
     optimizer_class: str | None = None
+    group_names: list[list[str]] = []
     recipe: dict[str, Any] | None
     blocks: str | None = None
     extra: dict[str, Any] = {}
@@ -134,9 +135,11 @@ class _Loaded:
             raise InputError(f"{empty[0]} has no values yet, so none can be loaded into it: materialise the model first.")
         self._weights = {name: torch.empty_like(tensor) for name, tensor in own.items()}
         self._states: dict[str, torch.Tensor] = {}
-        kind = self.state.pop("optimizer_class", None)
+        kind, names = self.state.pop("optimizer_class", None), self.state.pop("group_names", [])
         if optimizer is not None:
             optimizer_state.check_class(path, optimizer, kind, self._groups)
+            if self._stored is stored:  # with the model's own names
+                optimizer_state.check_groups(path, model, optimizer, names)
             saved = shard_io.subset(layout, "optimizer.")
             self._states = optimizer_state.allocate_states(path, model, optimizer, saved, self._groups, self._scalars)
         self._random_rank = rank if f"random.{rank}.cpu" in layout else 0
@@ -168,7 +171,8 @@ class _Loaded:
         """Give the model and the optimizer the state that was read, and restore the random states."""
         with torch.no_grad():
             for name, tensor in weights(self._model).items():
-                tensor.copy_(self._weights[name])
+                tensor.copy_(self._weights.pop(name))
+        reset_states(self._model)
         if self._recipe is not None:
             load_state_records(self._model, self._fp8, self._recipe)
         if self._optimizer is not None:

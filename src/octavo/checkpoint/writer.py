@@ -23,7 +23,7 @@ from torch import nn
 from octavo.checkpoint import manifest, shard_io
 from octavo.checkpoint.failpoints import failpoint
 from octavo.checkpoint.manifest import STATE
-from octavo.checkpoint.optimizer_state import group_scalars, named_states, state_scalars
+from octavo.checkpoint.optimizer_state import group_names, group_scalars, named_states, state_scalars
 from octavo.checkpoint.pinned_buffer import PinnedBuffer
 from octavo.checkpoint.rng_state import random_scalars, random_tensors
 from octavo.fp8 import recipe as recipes
@@ -80,6 +80,7 @@ def take_snapshot(
                 **state,
                 "random": scalars,
                 "groups": group_scalars(optimizer),
+                "group_names": group_names(model, optimizer),
                 "optimizer_class": None if optimizer is None else type(optimizer).__name__,
                 "optimizer": state_scalars(model, optimizer),
                 "recipe": _recipe_record(model),

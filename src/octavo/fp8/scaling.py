@@ -421,6 +421,15 @@ def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
             raise InputError(f"{name} has no weights yet: materialise the model before its FP8 state is loaded.")
 
 
+def reset_states(model: nn.Module) -> None:
+    """Give every slot of a model its first scale and an empty history, and forget the FP8 weights of an earlier micro-batch."""
+    flush()
+    for _, state in states_of(model):
+        state.weight_cache = None
+        for slot in state.slots.values():
+            fill(slot, torch.ones(()), torch.zeros(1))
+
+
 def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: Recipe) -> None:
     """Put records from `state_records` back, for the modules that run in FP8 under an autocast of `recipe`.
 
