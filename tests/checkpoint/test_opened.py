@@ -169,6 +169,8 @@ def test_a_run_prunes_the_link_to_a_checkpoint_and_not_the_checkpoint(tmp_path):
     (checkpoints.folder / "step-1").rename(tmp_path / "step-1")
     (checkpoints.folder / "step-1").symlink_to(tmp_path / "step-1")
     checkpoints.save(2, model, None, {})
+    (checkpoints.folder / ".tmp-old-step-1").symlink_to(tmp_path / "step-1")  # of a removal that was killed
+    checkpoints.clean()
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-2"]
     manifest.verify(tmp_path / "step-1")
 

@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from octavo.checkpoint.manifest import OpenCheckpoint
 from octavo.checkpoint.opened import Damaged
 from octavo.checkpoint.pinned_buffer import PinnedBuffer
 from octavo.checkpoint.reader import restore
-from octavo.checkpoint.writer import aside, remove_checkpoint, take_snapshot, write_snapshot
+from octavo.checkpoint.writer import aside, remove_checkpoint, remove_tree, take_snapshot, write_snapshot
 from octavo.errors import InputError, OctavoError
 from octavo.parallel.coordination import Ranks, all_ranks, writing_ranks
 from octavo.storage import fsync_folder
@@ -74,7 +73,7 @@ class Checkpointer:
 
         def remove() -> None:
             for path in self.folder.glob(".tmp-*"):
-                shutil.rmtree(path)
+                remove_tree(path)
 
         self.io_ranks.on_rank_0(remove)
 
@@ -210,7 +209,7 @@ def _prepare_target(path: Path) -> None:
     _finish_replacement(path)
     for leftover in [*(folder for folder, pid in _temporaries(path) if not _runs_elsewhere(pid)), aside(path)]:
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(leftover)
+            remove_tree(leftover)
 
 
 def _finish_replacement(path: Path) -> None:

@@ -160,7 +160,7 @@ def _put_in_place(temporary: Path, path: Path, step: int | None) -> None:
     fsync_folder(path.parent)
     failpoint("after-rename", step)
     if replaced is not None:
-        _remove(replaced)
+        remove_tree(replaced)
 
 
 def remove_checkpoint(path: Path, step: int | None = None) -> None:
@@ -169,7 +169,7 @@ def remove_checkpoint(path: Path, step: int | None = None) -> None:
     if not hidden.is_symlink():
         (hidden / manifest.MANIFEST).unlink(missing_ok=True)
     failpoint("while-pruning", step)
-    _remove(hidden)
+    remove_tree(hidden)
 
 
 def aside(path: Path) -> Path:
@@ -180,12 +180,12 @@ def aside(path: Path) -> Path:
 def _set_aside(path: Path) -> Path:
     hidden = aside(path)
     if hidden.exists() or hidden.is_symlink():
-        _remove(hidden)
+        remove_tree(hidden)
     path.rename(hidden)
     return hidden
 
 
-def _remove(path: Path) -> None:
+def remove_tree(path: Path) -> None:
     """Remove a folder; of a symbolic link the link alone."""
     if path.is_symlink():
         path.unlink()
