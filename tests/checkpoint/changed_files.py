@@ -34,7 +34,7 @@ ODD = (
 def change(files, seed):
     """`files` (bytes by name) with a change; the same for the same seed."""
     draw = random.Random(seed)
-    files = dict(files)
+    files = dict(sorted(files.items()))
     shards = sorted(name for name in files if name.endswith(".safetensors"))
     content = json.loads(files["manifest.json"])
     kind = draw.choice(["manifest", "manifest", "header", "header", "offsets", "file"])

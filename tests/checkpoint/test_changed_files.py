@@ -25,4 +25,4 @@ def test_a_changed_checkpoint_loads_exactly_or_is_refused_on_all_ranks_with_noth
                 assert after == before, (seed, error)
     for each in zip(*(found for _, found in answers), strict=True):
         assert len({(type(error) is type(None), getattr(error, "exit_code", None)) for _, error, *_ in each}) == 1
-    assert 0 < loaded < len(seeds) * loading / 3
+    assert 0 < loaded < len(seeds) * loading / 2  # changes without a meaning, such as of the version that wrote it
