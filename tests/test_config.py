@@ -1,15 +1,20 @@
 """Run files: what is read, what overrides change, what every mistake is answered with, and that `to_toml` reads back equal."""
 
+import dataclasses
 import math
 import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.config.effects import idle_keys, without_effect
+from octavo.config.fp8 import KEYS_OF_RECIPES
 from octavo.config.run import RunConfig, known_keys
 from octavo.errors import EXIT_INPUT, InputError
+from octavo.fp8.recipe import RECIPES
 
 MINIMAL = """\
 [model]
@@ -65,11 +70,11 @@ def test_defaults(run_file):
 
 
 def test_what_is_said_is_kept(run_file):
-    run_file.write_text(MINIMAL + 'output = "elsewhere/x"\nmicro_batch = 2\n[fp8]\nenabled = false\nskip = ["layers.0.*"]\n')
+    run_file.write_text(MINIMAL + 'output = "elsewhere/x"\nmicro_batch = 2\n[fp8]\nenabled = "auto"\nskip = ["layers.0.*"]\n')
     config = RunConfig.from_file(str(run_file))
     assert config.train.output == "elsewhere/x"
     assert config.train.micro_batch == 2
-    assert config.fp8.enabled is False
+    assert config.fp8.enabled == "auto"
     assert config.fp8.skip == ["layers.0.*"]
 
 
@@ -88,12 +93,23 @@ def test_every_field_has_a_description():
             assert inner.description.endswith((".", ")"))
 
 
-def test_known_keys_are_the_keys_of_the_resolved_file():
-    written = tomllib.loads(RunConfig.from_dict(values(model__config={"a": 1}, train__output="x")).to_toml())
+def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
+    config = RunConfig.from_dict(values(model__config={"a": 1}, train__output="x"))
+    written = tomllib.loads(config.to_toml())
     found = {f"{section}.{key}" for section, table in written.items() for key in table}
-    unset = {"data.subset", "data.max_documents", "data.max_tokens", "parallel.param_dtype", "train.micro_batch"}
+    unset = {"data.max_documents", "data.max_tokens", "parallel.param_dtype", "train.micro_batch"}
     unset |= {"fp8.head", "fp8.fast_accumulation"}
-    assert found | unset == set(known_keys())
+    idle = {
+        "data.text_field",
+        "data.subset",
+        "data.split",
+        "fp8.use_power_2_scales",
+        "train.loss_scale",
+        "parallel.cp_comm_type",
+    }
+    assert found | unset | idle == set(known_keys())
+    assert {each.key for each in without_effect(config)} == idle
+    assert not found & idle
     assert len(known_keys()) == len(set(known_keys()))
 
 
@@ -116,6 +132,12 @@ def test_values_are_immutable():
         ({"xyzzy__lr": 1.0}, ["unknown section xyzzy", "model, data, parallel, fp8, optimizer, train, checkpoint, log"]),
         ({"train__steps": "ten"}, ["train.steps", "'ten'", "integer"]),
         ({"train__steps": 0}, ["train.steps = 0", "greater than or equal to 1"]),
+        ({"train__steps": True}, ["train.steps = True", "integer"]),
+        ({"optimizer__lr": True}, ["optimizer.lr = True", "number"]),
+        ({"optimizer__lr": "1e-3"}, ["optimizer.lr = '1e-3'", "number"]),
+        ({"optimizer__betas": ["0.9", True]}, ["optimizer.betas", "number"]),
+        ({"data__source": ""}, ["data.source = ''", "at least 1 character"]),
+        ({"train__output": ""}, ["train.output = ''", "at least 1 character"]),
         ({"train__steps": 1.5}, ["train.steps = 1.5", "integer"]),
         ({"data__source": 3}, ["data.source = 3", "string"]),
         ({"data__validation_fraction": 1.0}, ["data.validation_fraction = 1.0", "less than 1"]),
@@ -195,13 +217,119 @@ def test_a_margin_is_bounded():
         assert f"fp8.margin = {margin}" in message(RunConfig.from_dict, values(fp8__margin=margin))
 
 
-def test_keys_without_effect_under_a_recipe_say_so_and_are_no_mistake():
-    """A preset's history stays in the file when the command line asks for another recipe."""
-    assert RunConfig.from_dict(values(fp8__recipe="rowwise", fp8__amax_history_len=32)).fp8.recipe == "rowwise"
+FIELDS = {"format": "fp8_format"}
+"""Fields of the recipe classes under another name than the key's."""
+IDLE = [
+    (
+        {"fp8__recipe": "current", "fp8__amax_history_len": 16},
+        ["fp8.amax_history_len = 16", 'fp8.recipe = "current"', '"delayed"'],
+    ),
+    ({"fp8__recipe": "current", "fp8__margin": 1}, ["fp8.margin = 1", 'fp8.recipe = "current"']),
+    ({"fp8__recipe": "rowwise", "fp8__format": "E4M3"}, ["fp8.format", '"rowwise"', '"delayed" or "current"']),
+    ({"fp8__recipe": "block", "fp8__fast_accumulation": True}, ["fp8.fast_accumulation = true", '"block"']),
+    ({"fp8__use_power_2_scales": True}, ["fp8.use_power_2_scales = true", '"delayed"', '= "current"']),
+    ({"fp8__enabled": False, "fp8__recipe": "block"}, ['fp8.recipe = "block"', "fp8.enabled = false"]),
+    ({"fp8__enabled": False, "fp8__skip": ["*"]}, ['fp8.skip = ["*"]', "fp8.enabled = false"]),
+    ({"fp8__enabled": False, "train__compare_bf16": True}, ["train.compare_bf16 = true", "fp8.enabled = false"]),
+    ({"train__loss_scale": 2.0}, ["train.loss_scale = 2.0", 'model.dtype = "bfloat16"', '"float16"']),
+    ({"optimizer__schedule": "constant", "optimizer__min_lr_fraction": 0.5}, ["optimizer.min_lr_fraction = 0.5", '"constant"']),
+    ({"data__validation_fraction": 0.0, "train__validate_every": 5}, ["train.validate_every = 5", "validation_fraction = 0.0"]),
+    ({"data__validation_fraction": 0.0, "train__validate_batches": 5}, ["train.validate_batches = 5"]),
+    ({"data__tokenizer": "gpt2", "data__vocab_size": 999}, ["data.vocab_size = 999", 'data.tokenizer = "gpt2"']),
+    ({"data__text_field": "body"}, ['data.text_field = "body"', 'data.source = "text.txt"']),
+    ({"data__source": ["a.jsonl", "b.parquet"], "data__split": "test"}, ['data.split = "test"', "a data set"]),
+    ({"parallel__cp_comm_type": "p2p"}, ['parallel.cp_comm_type = "p2p"', "context_parallel_degree = 1"]),
+    ({"checkpoint__async": True, "checkpoint__every": 0}, ["checkpoint.async = true", "checkpoint.every = 0"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), IDLE, ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "")
+def test_a_key_without_effect_is_refused_with_the_key_that_decides(changes, words, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(tomli_w.dumps(values(**changes)))
+    for said in (message(RunConfig.from_dict, values(**changes)), message(RunConfig.from_file, file)):
+        for word in words:
+            assert word in said, f"{word!r} is not in: {said}"
+        assert said.count("no effect") == 1
+
+
+def test_the_keys_of_each_recipe_are_the_fields_of_its_class():
+    for name, recipe in RECIPES.items():
+        fields = {field.name for field in dataclasses.fields(recipe) if field.init} - {"reduce_amax"}
+        assert {FIELDS.get(key, key) for key in KEYS_OF_RECIPES[name]} == fields
     fields = RunConfig.model_fields["fp8"].annotation.model_fields
-    for key in ("amax_history_len", "amax_compute_algo", "margin"):
-        assert fields[key].description.endswith("(delayed scaling only).")
-    assert fields["format"].description.endswith("(delayed and current scaling only).")
+    assert all(fields[key].description.endswith("(delayed scaling only).") for key in ("amax_history_len", "margin"))
+
+
+def test_a_key_has_an_effect_if_a_layer_has_the_recipe_for_it():
+    config = RunConfig.from_dict(values(fp8__recipe="block", fp8__layers={"a": "delayed"}, fp8__margin=3))
+    assert config.fp8.margin == 3
+    assert tomllib.loads(config.to_toml())["fp8"]["margin"] == 3
+
+
+@pytest.mark.parametrize("override", [f"fp8.recipe={name}" for name in RECIPES] + ["fp8.enabled=false"])
+@pytest.mark.parametrize("recipe", [*RECIPES])
+def test_another_recipe_on_the_command_line_brings_its_own_settings(recipe, override, run_file, capsys):
+    """Of a preset, of the resolved file of a run, and of one with every key, as older versions wrote it."""
+    margin = {"margin": 3, "amax_history_len": 32} if recipe == "delayed" else {}
+    run_file.write_text(MINIMAL + tomli_w.dumps({"fp8": {"recipe": recipe, "format": "HYBRID", **margin}}))
+    config = RunConfig.from_file(run_file)
+    every = config.model_dump(mode="json", exclude_none=True)
+    resolved = [config.to_toml(), tomli_w.dumps(every), run_file.read_text()]
+    capsys.readouterr()
+    for text in resolved:
+        run_file.write_text(text)
+        found = RunConfig.from_file(run_file, [override])
+        found.tell_notes()
+        said = capsys.readouterr().err
+        kept = override == "fp8.recipe=delayed"
+        assert found.fp8.margin == (margin.get("margin", 0) if kept else 0)
+        left_out = len(margin) * (not kept) + (override == "fp8.enabled=false" and recipe != "delayed")
+        assert said.count("It is left out.") == left_out
+        assert ("fp8.margin = 3" in said) == bool(margin and not kept)
+        assert not idle_keys(found)
+    if override != "fp8.recipe=delayed":
+        assert "fp8.margin = 2" in message(RunConfig.from_file, run_file, [override, "fp8.margin=2"])
+
+
+def test_an_older_file_of_a_run_with_a_key_without_effect_is_read(run_file, capsys):
+    run_file.write_text(MINIMAL + '[fp8]\nrecipe = "current"\nmargin = 3\n')
+    assert "fp8.margin = 3" in message(RunConfig.from_file, run_file)
+    (run_file.parent / "environment.json").write_text("{}")
+    config = RunConfig.from_file(run_file)
+    config.tell_notes()
+    assert config.fp8.margin == 0
+    assert "fp8.margin = 3" in capsys.readouterr().err
+    (run_file.parent / "environment.json").unlink()
+    assert RunConfig.from_file(run_file, recorded=True).fp8.margin == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["optimizer.warmup_steps=10"], ["optimizer.warmup_steps = 10", "never falls"]),
+        (["train.validate_every=11"], ["train.validate_every = 11", "train.steps = 10"]),
+        (["checkpoint.every=11"], ["checkpoint.every = 11"]),
+        (["log.every=11"], ["log.every = 11"]),
+        (["parallel.reduce_dtype=bfloat16"], ['parallel.reduce_dtype = "bfloat16"', "one rank"]),
+        (["launch.timeout=5"], ["launch.timeout = 5.0", "one rank"]),
+        (["optimizer.warmup_steps=9", "train.validate_every=10", "checkpoint.every=10", "log.every=10"], []),
+        (["checkpoint.every=100", "data.validation_fraction=0.0"], []),
+    ],
+    ids=lambda value: value[0] if value and "=" in value[0] and " " not in value[0] else "",
+)
+def test_a_plausible_mistake_is_said_once_on_stderr(overrides, words, run_file, capsys, monkeypatch):
+    config = RunConfig.from_file(run_file, overrides)
+    assert capsys.readouterr().err == ""  # a run that is refused gets one message
+    config.tell_notes()
+    config.tell_notes()
+    said = capsys.readouterr().err
+    assert said.count("\n") == bool(words)
+    assert all(word in said for word in words)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    RunConfig.from_file(run_file, overrides).tell_notes()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_missing_file_is_answered_with_the_nearest(run_file, tmp_path):
@@ -268,6 +396,7 @@ def test_mistakes_in_overrides(run_file):
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+WORD = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 SCALARS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6)
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
@@ -277,17 +406,17 @@ POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 @given(
     st.fixed_dictionaries(
         {
-            "model__source": TEXT,
-            "model__config": st.dictionaries(TEXT, JSON, max_size=4),
-            "data__source": TEXT | st.lists(TEXT, max_size=3),
+            "model__source": WORD,
+            "model__config": st.dictionaries(WORD, JSON, max_size=4),
+            "data__source": WORD | st.lists(WORD, max_size=3),
             "data__max_tokens": st.none() | st.integers(2),
-            "fp8__skip": st.lists(TEXT, max_size=3),
-            "fp8__enabled": st.booleans() | st.just("auto"),
+            "fp8__skip": st.lists(WORD, max_size=3),
+            "fp8__enabled": st.sampled_from([True, "auto"]),
             "fp8__margin": st.integers(-8, 8),
             "optimizer__lr": POSITIVE,
             "optimizer__eps": POSITIVE,
             "optimizer__betas": st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=2),
-            "train__output": st.none() | TEXT,
+            "train__output": st.none() | WORD,
             "train__steps": st.integers(1, 2**63 - 1),
             "log__trackers": st.lists(st.sampled_from(["wandb", "trackio"]), max_size=2),
         }
@@ -304,7 +433,7 @@ def test_to_toml_reads_back_equal(changes):
 @pytest.mark.parametrize("text", ["a\x7fb", "é", 'a\u2028b\n"c"\\\t\x00', "\U0001f600 x", ""])
 @pytest.mark.parametrize("where", ["value", "key", "inner key"])
 def test_any_text_survives_to_toml(text, where):
-    table = {"value": {"k": text}, "key": {text: 1}, "inner key": {"k": {text: [text]}}}[where]
+    table = {"value": {"k": text}, "key": {f"k{text}": 1}, "inner key": {"k": {text: [text]}}}[where]
     config = RunConfig.from_dict(values(model__config=table))
     assert tomllib.loads(config.to_toml())["model"]["config"] == table
 

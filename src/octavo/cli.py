@@ -117,6 +117,7 @@ def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fa
     from octavo.data.prepared import prepare as run
 
     prepared = run(config.data, console=_console(stderr=as_json, quiet=_rank() > 0))
+    config.tell_notes()
     counts = {name: split.tokens for name, split in prepared.manifest.splits.items()}
     result = {
         "folder": str(prepared.folder),

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from llamas import llama_config
-from transformers import GPTNeoConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPTNeoConfig, LlamaForCausalLM
 
 from octavo.build import build_model
 from octavo.errors import EXIT_INPUT, InputError
@@ -68,6 +68,52 @@ def test_a_path_that_does_not_exist_is_no_shape(path):
 
 def test_an_unknown_override_is_answered_with_the_nearest():
     refused(("'hiden_size'", "Did you mean 'hidden_size'", "model.config"), "llama-tiny", {"hiden_size": 32})
+
+
+def test_an_override_of_one_rotary_key_keeps_the_others():
+    before = dict(load_config("llama-1b").rope_parameters)
+    for key, value in (("factor", 8.0), ("rope_theta", 1234.5), ("low_freq_factor", 2.0)):
+        asked = {"rope_parameters": {key: value}}
+        assert load_config("llama-1b", asked).rope_parameters == before | {key: value}
+        assert asked == {"rope_parameters": {key: value}}
+    linear = {"rope_type": "linear", "factor": 4.0}
+    kept = {"rope_theta": before["rope_theta"]}
+    assert load_config("llama-1b", {"rope_parameters": linear}).rope_parameters == kept | linear
+    assert load_config("llama-1b", {"rope_parameters": {"rope_type": "default"}}).rope_parameters == kept | {
+        "rope_type": "default"
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"rope_parameters": {"factor": 2.0}}, ("rope_parameters.factor = 2.0", "no effect", 'rope_type = "default"')),
+        ({"rope_parameters": {"rope_theta": -1.0}}, ("rope_theta = -1.0", "above 0")),
+        ({"num_hidden_layers": 0}, ("num_hidden_layers = 0", "at least 1")),
+        ({"num_key_value_heads": -1}, ("num_key_value_heads = -1",)),
+        ({"hidden_size": 0}, ("hidden_size = 0",)),
+        ({"vocab_size": 0}, ("vocab_size = 0",)),
+        ({"head_dim": -16}, ("head_dim = -16",)),
+        ({"num_hidden_layers": True}, ("num_hidden_layers", "bool")),
+        ({"hidden_size": "64"}, ("hidden_size", "'64'")),
+        ({"rms_norm_eps": float("nan")}, ("rms_norm_eps = nan", "finite")),
+        ({"rms_norm_eps": -1e-5}, ("rms_norm_eps = -1e-05", "at least 0")),
+        ({"attention_dropout": float("inf")}, ("attention_dropout",)),
+        ({"dtype": "float16"}, ("model.config.dtype = 'float16'", "model.dtype")),
+        ({"model_type": "gpt2"}, ("model.config.model_type", "model.source")),
+        ({"rope_scaling": {"factor": 2.0}}, ("model.config.rope_scaling", "rope_parameters")),
+        ({"output_attentions": True}, ("model.config.output_attentions", "no effect")),
+        ({"to_dict": 3}, ("'to_dict'",)),
+    ],
+)
+def test_an_override_without_effect_or_without_sense_is_refused(overrides, words):
+    refused(words, "llama-tiny", overrides)
+
+
+def test_sizes_of_other_names_are_checked_too(tmp_path):
+    GPT2Config(n_layer=0).save_pretrained(tmp_path)
+    refused(("n_layer = 0", "at least 1"), str(tmp_path))
+    assert load_config(str(tmp_path), {"num_hidden_layers": 3}).n_layer == 3
 
 
 @pytest.mark.parametrize(

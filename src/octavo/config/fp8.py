@@ -8,6 +8,14 @@ from pydantic import Field
 
 from octavo.config.section import Section
 
+KEYS_OF_RECIPES: dict[str, tuple[str, ...]] = {
+    "delayed": ("format", "amax_history_len", "amax_compute_algo", "margin", "fast_accumulation"),
+    "current": ("format", "fast_accumulation", "use_power_2_scales"),
+    "rowwise": (),
+    "block": (),
+}
+"""The settings of each recipe: the fields of its class in `octavo.fp8.recipe`, which would import torch."""
+
 
 class Fp8Config(Section):
     """Products in 8-bit floating point, and their scales."""

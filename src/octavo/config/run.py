@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from octavo.config.checkpoint import CheckpointConfig
 from octavo.config.data import DataConfig
+from octavo.config.effects import Idle, idle_keys, settled, shown, warnings, without_effect
 from octavo.config.fp8 import Fp8Config
 from octavo.config.launch import LaunchConfig
 from octavo.config.log import LogConfig
@@ -35,6 +38,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    _notes: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="after")
     def _check_warmup(self) -> RunConfig:
@@ -43,12 +47,22 @@ class RunConfig(Section):
             raise ValueError(f"optimizer.warmup_steps = {warmup} is more than train.steps = {steps}: use at most {steps}")
         return self
 
+    @model_validator(mode="after")
+    def _refuse_idle_keys(self, info: ValidationInfo) -> RunConfig:
+        if not info.context and (idle := idle_keys(self)):
+            raise ValueError(_refusal(self, idle))
+        return self
+
     @classmethod
-    def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    def from_file(cls, path: str | Path, overrides: Sequence[str] = (), *, recorded: bool = False) -> RunConfig:
         """Read a run file and apply `section.key=value` overrides.
 
+        A key of the file that an override of another key leaves without effect is left out, which `tell_notes` says: another
+        recipe brings its own settings. So is any such key of a run's own file, which older versions wrote with all keys, and of
+        a file that is `recorded`.
+
         Raises:
-            InputError: the file is missing, is not TOML, or has an invalid key or value.
+            InputError: the file is missing, is not TOML, or has an invalid key or value, or one without effect.
         """
         path = Path(path)
         if not path.is_file():
@@ -67,16 +81,40 @@ class RunConfig(Section):
         train = values.get("train")
         if isinstance(train, dict):
             train.setdefault("output", f"runs/{path.stem}")
-        return cls.from_dict(values, where=str(path))
+        config = cls.from_dict(values, where=str(path), context={"idle": "allowed"})
+        given = {".".join(part.strip() for part in override.partition("=")[0].split(".")[:2]) for override in overrides}
+        recorded_by_run = recorded or (path.parent / "environment.json").is_file()
+        idle = idle_keys(config)
+        kept = [each for each in idle if each.key in given or not (recorded_by_run or given.intersection(each.by))]
+        if kept:
+            raise InputError(f"{path}: {_refusal(config, kept)}")
+        settled_config = settled(config, idle)
+        left_out = [f"{path}: {shown(config, each.key)} {each.why}. It is left out." for each in idle]
+        settled_config._notes = [*left_out, *warnings(settled_config, one_rank=os.environ.get("WORLD_SIZE", "1") == "1")]
+        return settled_config
+
+    def tell_notes(self) -> None:
+        """Print, once and on rank 0, what `from_file` left out and what may be a mistake; for a run that is accepted."""
+        notes, self._notes = self._notes, []
+        if os.environ.get("RANK", "0") in ("", "0"):
+            sys.stderr.writelines(f"octavo: {note}\n" for note in notes)
 
     def to_toml(self) -> str:
-        """The run file with every key; reading it back gives an equal RunConfig."""
-        return tomli_w.dumps(_without_none(self.model_dump()))
+        """The run file with every key that has an effect; reading it back gives an equal RunConfig."""
+        tables = self.model_dump()
+        for each in without_effect(self):
+            section, _, key = each.key.partition(".")
+            del tables[section][key]
+        return tomli_w.dumps(_without_none(tables))
 
     @property
     def output(self) -> Path:
         """The run's folder."""
         return Path(self.train.output or "runs/run")
+
+
+def _refusal(config: RunConfig, idle: Sequence[Idle]) -> str:
+    return "; ".join(f"{shown(config, each.key)} {each.why}" for each in idle) + ". Remove one of the two."
 
 
 def known_keys() -> list[str]:

@@ -14,14 +14,20 @@ class Section(BaseModel):
     """A table of the run file: unknown keys are errors, values are immutable."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), strict=True, allow_inf_nan=False, serialize_by_alias=True
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        strict=True,
+        allow_inf_nan=False,
+        str_min_length=1,
+        serialize_by_alias=True,
     )
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, where: str = "configuration") -> Self:
-        """Validate a table; one InputError reports all faults."""
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "configuration", context: Any = None) -> Self:
+        """Validate a table; one InputError reports all faults. context: for validators."""
         try:
-            return cls.model_validate(dict(values))
+            return cls.model_validate(dict(values), context=context)
         except ValidationError as error:
             raise InputError(f"{where}: {_explain(cls, error)}") from None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,28 @@ from octavo.errors import InputError, unknown
 from octavo.models.families import DECODER_FAMILIES
 from octavo.models.shapes import SHAPES
 from octavo.models.weight_files import INDEX
+
+_SIZES = frozenset(
+    (
+        *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
+        *("vocab_size", "max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok", "num_layers"),
+    )
+)
+"""Keys of Hugging Face's configs that count something a model has at least one of."""
+_DTYPE = "model.dtype and model.params_dtype are the dtypes of a run"
+_NOT_OF_THE_MODEL = {
+    "model_type": "model.source is of one family, and other keys belong to another",
+    "dtype": _DTYPE,
+    "torch_dtype": _DTYPE,
+    "rope_scaling": "its name in this version of transformers is rope_parameters",
+} | dict.fromkeys(
+    (
+        *("architectures", "transformers_version", "output_hidden_states", "output_attentions", "return_dict", "problem_type"),
+        *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "num_labels", "_name_or_path"),
+    ),
+    "it has no effect on a causal language model in training",
+)
+"""Keys of a Hugging Face config that would change nothing, or something else than asked; each with the reason."""
 
 
 def load_config(source: str, overrides: Mapping[str, Any] | None = None) -> Any:
@@ -26,20 +50,71 @@ def load_config(source: str, overrides: Mapping[str, Any] | None = None) -> Any:
         config = AutoConfig.for_model(values.pop("model_type"), **values)
     else:
         config = _read_config(source)
-    known = config.to_dict()
-    for key in overrides or {}:
-        if key not in known and not hasattr(config, key):
-            raise unknown("key of model.config", key, [k for k in known if not k.startswith("_")], key="model.config")
     if overrides:
-        values = known | dict(overrides)
-        model_type = values.pop("model_type")
-        if "head_dim" not in overrides and {"hidden_size", "num_attention_heads"} & set(overrides):
-            values.pop("head_dim", None)  # derived from the two that changed
-        try:
-            config = AutoConfig.for_model(model_type, **values)
-        except Exception as error:  # transformers validates with several exception types of its own
-            raise InputError(f"model.config: {_first_line(error)}") from None
+        config = _overridden(config, overrides)
+    _check_sizes(config)
     return config
+
+
+def _overridden(config: Any, overrides: Mapping[str, Any]) -> Any:
+    known = config.to_dict()
+    settable = [key for key in known if not key.startswith("_") and key not in _NOT_OF_THE_MODEL]
+    for key in overrides:
+        if key in _NOT_OF_THE_MODEL and known.get(key) != overrides[key]:
+            raise InputError(f"model.config.{key} = {overrides[key]!r}: {_NOT_OF_THE_MODEL[key]}. Remove it.")
+        if key not in (*known, *config.attribute_map) and key not in vars(config):
+            raise unknown("key of model.config", key, settable, key="model.config")
+    values = known | {key: _joined(known.get(key), value) for key, value in overrides.items()}
+    model_type = values.pop("model_type")
+    if "head_dim" not in overrides and {"hidden_size", "num_attention_heads"} & set(overrides):
+        values.pop("head_dim", None)  # derived from the two that changed
+    try:
+        found = AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # transformers validates with several exception types of its own
+        raise InputError(f"model.config: {_first_line(error)}") from None
+    rope = overrides.get("rope_parameters")
+    if isinstance(rope, dict):
+        _check_rope(rope, found.rope_parameters)
+    return found
+
+
+def _joined(old: Any, new: Any) -> Any:
+    """A value with an override: a table keeps its other keys, but another rotary scaling brings its own."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return copy.deepcopy(new)  # transformers writes into it
+    if new.get("rope_type", old.get("rope_type")) != old.get("rope_type"):
+        old = {key: value for key, value in old.items() if key in ("rope_theta", "partial_rotary_factor")}
+    return old | {key: _joined(old.get(key), value) for key, value in new.items()}
+
+
+def _check_rope(asked: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Refuse keys of `rope_parameters` that its type does not read: without scaling all but the base."""
+    if any(isinstance(value, dict) for value in asked.values()):  # one table for each kind of layer
+        for kind, table in asked.items():
+            _check_rope(table if isinstance(table, dict) else {}, found[kind])
+        return
+    ignored = set(asked) - {"rope_type", "rope_theta", "partial_rotary_factor"}
+    if ignored and found.get("rope_type") == "default":
+        key = sorted(ignored)[0]
+        raise InputError(
+            f'model.config.rope_parameters.{key} = {asked[key]!r} has no effect with rope_type = "default", which scales '
+            'nothing. Set model.config.rope_parameters.rope_type too, such as to "linear" or "yarn".'
+        )
+    theta = found.get("rope_theta")
+    if theta is not None and not (0 < theta < math.inf):
+        raise InputError(f"model.config.rope_parameters.rope_theta = {theta}: use a number above 0, such as 10000.0.")
+
+
+def _check_sizes(config: Any) -> None:
+    """Refuse sizes below 1, which transformers accepts, and numbers that are not finite."""
+    for key, value in config.to_dict().items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"model.config.{key} = {value}: use a finite number.")
+        name = {own: common for common, own in config.attribute_map.items()}.get(key, key)
+        if name in _SIZES and isinstance(value, int) and value < 1:
+            raise InputError(f"model.config.{key} = {value}: a size of a model is at least 1.")
+        if key.endswith(("norm_eps", "norm_epsilon")) and isinstance(value, float) and value < 0:
+            raise InputError(f"model.config.{key} = {value}: use a number of at least 0, such as 1e-5.")
 
 
 def _read_config(source: str) -> Any:

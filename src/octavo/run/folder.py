@@ -52,7 +52,7 @@ class RunFolder:
             InputError: there are checkpoints but no run file.
         """
         if self.run_file.is_file():
-            return RunConfig.from_file(self.run_file)
+            return RunConfig.from_file(self.run_file, recorded=True)
         if self.has_checkpoints:
             raise InputError(
                 f"{self.checkpoints} has checkpoints, but {self.run_file} is missing: put it back, or set another train.output."

@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from octavo.config.effects import idle_keys, settled
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 
@@ -78,7 +79,7 @@ def check_resumable(
     Raises:
         InputError: for each changed key, its old and new value.
     """
-    old, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
+    old, new = (_flat(settled(c, idle_keys(c)).model_dump(mode="json")) for c in (before, now))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not _may_change(key, now)]
     if not changed:
         return

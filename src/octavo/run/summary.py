@@ -94,11 +94,13 @@ def summary_lines(result: Result) -> list[str]:
             f"Cost of FP8: loss {own.loss:.4f} in FP8 and {other.loss:.4f} in {dtype}, "
             f"a gap of {result.gap_percent:+.2f}%{held_out}."
         )
-    recipe = "current" if result.config.fp8.recipe != "current" else "delayed"
+    fp8 = result.config.fp8
+    recipe = "current" if fp8.recipe != "current" else "delayed"
+    other_run = ("fp8.enabled=true", "fp8") if fp8.enabled is False else (f"fp8.recipe={recipe}", recipe)
     folder = str(result.folder)
     commands = (
         ["export", folder, "--to", f"{folder}/export"],
-        ["train", f"{folder}/run.toml", f"fp8.recipe={recipe}", f"train.output={folder}-{recipe}"],
+        ["train", f"{folder}/run.toml", other_run[0], f"train.output={folder}-{other_run[1]}"],
         ["doctor"],
     )
     return [*lines, "", "Next:", *(f"  {shlex.join(['octavo', *command])}" for command in commands)]

@@ -131,6 +131,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     rank = rank_variable("LOCAL_RANK", 0)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     hardware = describe_device(device)
+    config.tell_notes()
     use, note = choose_fp8(config.fp8, recipe, hardware, native=supports_fp8(device))
     return RunPlan(
         config=_with_native_defaults(config, model),
