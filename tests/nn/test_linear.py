@@ -66,8 +66,50 @@ def test_master_weights_give_the_input_dtype_and_keep_their_own(make):
     y.backward(torch.ones_like(y))
     assert x.grad.dtype == torch.bfloat16
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in layer.parameters())
-    exact = copy.deepcopy(layer).double()(x.detach().double())
-    torch.testing.assert_close(y.double(), exact, rtol=2**-6, atol=2**-6)
+    exact = copy.deepcopy(layer)(x.detach().float())
+    torch.testing.assert_close(y.float(), exact, rtol=2**-6, atol=2**-6)
+
+
+HIDDEN = 32
+LAYERS = {
+    "Linear": (lambda: octavo.nn.Linear(HIDDEN, 16), ()),
+    "LayerNormLinear": (lambda: octavo.nn.LayerNormLinear(HIDDEN, 16), ()),
+    "LayerNormMLP": (lambda: octavo.nn.LayerNormMLP(HIDDEN, 48), ()),
+    "RMSNorm": (lambda: octavo.nn.RMSNorm(HIDDEN), ()),
+    "LayerNorm": (lambda: octavo.nn.LayerNorm(HIDDEN), ()),
+    "GroupedLinear": (lambda: octavo.nn.GroupedLinear(2, HIDDEN, 16), ([3, 5],)),
+    "TransformerLayer": (lambda: octavo.nn.TransformerLayer(HIDDEN, 48, 2), ()),
+}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_input_of_another_dtype_or_size_is_refused_by_name(name, fp8):
+    make, others = LAYERS[name]
+    layer, shape = make(), (2, 4, HIDDEN)
+    with octavo.fp8_autocast(enabled=fp8):
+        for dtype in (torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float64):
+            if dtype == torch.float64 and name == "Linear" and not fp8:
+                continue
+            with pytest.raises(InputError, match=f"(an FP8 layer|{name}|LayerNormLinear) got an input of {dtype}"):
+                layer(torch.ones(shape).to(dtype), *others)
+        for size in (HIDDEN // 2, HIDDEN * 2):
+            with pytest.raises(InputError, match=f"got an input of shape .*{size}.*must be {HIDDEN}"):
+                layer(plain.fresh(2, 4, size), *others)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            assert layer(plain.fresh(*shape).to(dtype), *others).dtype == dtype
+
+
+def test_float64_is_for_linear_outside_of_fp8():
+    layer, x = octavo.nn.Linear(HIDDEN, 16).double(), plain.fresh(4, HIDDEN).double()
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_attention_refuses_other_dtypes_by_name():
+    attention = octavo.nn.DotProductAttention(2, 16)
+    q = plain.fresh(1, 4, 2, 16)
+    with pytest.raises(InputError, match=r"DotProductAttention got an input of torch[.]int64"):
+        attention(q, q.long(), q)
 
 
 @pytest.mark.parametrize("make", [octavo.nn.Linear, octavo.nn.LayerNormLinear])

@@ -7,7 +7,7 @@ import sharded
 import torch
 import torch.distributed as dist
 from llamas import llama_config
-from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
 
 import ranks
 from octavo.build import build_model, transform
@@ -45,6 +45,16 @@ def neo_config():
     )
 
 
+def gpt2_config():
+    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2Config(
+        **{"vocab_size": 17, "n_embd": 20, "n_layer": 3, "n_head": 2, "n_positions": 32, **drop},
+        bos_token_id=0,
+        eos_token_id=0,
+        loss_type="ForCausalLM",
+    )
+
+
 def build(kind, frozen):
     """A model as `octavo train` makes it (its loss is divided by all targets), or as a loop of one's own does (means)."""
     if kind == "summed neo":
@@ -55,7 +65,11 @@ def build(kind, frozen):
         freeze(model, frozen)
         return model
     torch.manual_seed(0)
-    model = GPTNeoForCausalLM(neo_config()) if kind == "neo" else LlamaForCausalLM(llama_config(**sharded.SIZES))
+    model = {
+        "neo": lambda: GPTNeoForCausalLM(neo_config()),
+        "gpt2": lambda: GPT2LMHeadModel(gpt2_config()),
+        "llama": lambda: LlamaForCausalLM(llama_config(**sharded.SIZES)),
+    }[kind]()
     freeze(model, frozen)
     return transform(model.train(), dtype=torch.float32, device="cpu")
 
@@ -98,6 +112,8 @@ CASES = [
     ("neo", {"hybrid_shard_degree": 1}, "nothing", None),
     ("neo", {}, "some", None),
     ("neo", {}, "whole blocks", {"reshard_after_forward": False}),
+    ("gpt2", {}, "nothing", None),
+    ("gpt2", {}, "some", {"reshard_after_forward": False}),
     ("summed neo", {}, "nothing", None),
     ("summed neo", {}, "some", None),
     ("llama", {}, "some", None),
@@ -115,11 +131,15 @@ def test_two_ranks_equal_one(kind, degrees, frozen, settings, fp8):
     first, second = ranks.run(2, train, kind, degrees, fp8, frozen, settings)
     for (loss, norm, gradients), a, b in zip(steps, first[0], second[0], strict=True):
         assert a[:2] == b[:2]
-        assert a[0] == pytest.approx(loss, rel=1e-5)
+        # GPT-2's weights of 0.02 move by half of themselves in a step, and casts of sums in another order round elsewhere.
+        wide = 10 if kind == "gpt2" and fp8 else 1
+        assert a[0] == pytest.approx(loss, rel=1e-5 * wide)
         assert a[1] == pytest.approx(norm, rel=1e-2 if fp8 else 1e-5)
         assert a[2].keys() == gradients.keys()
         for name, gradient in gradients.items():
-            assert (a[2][name] - gradient).norm() <= (2e-2 if fp8 else 1e-4) * gradient.norm() + 1e-9, name
+            assert (a[2][name] - gradient).norm() <= (2e-2 if fp8 else 1e-4) * wide**0.5 * gradient.norm() + 1e-9, name
+    for name, gradient in steps[0][2].items():
+        assert (first[0][0][2][name] - gradient).norm() <= 2e-4 * gradient.norm() + 1e-9, name
     for name, weight in weights.items():
         assert torch.equal(first[1][name], second[1][name]), name
         if name not in steps[0][2]:

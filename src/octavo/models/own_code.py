@@ -38,7 +38,8 @@ def refuse_block_settings(model: nn.Module, recompute: bool | Literal["mlp"], *,
     families = ", ".join(DECODER_FAMILIES)
     if offload:
         raise InputError(
-            f"train.offload = true: {kind} keeps its own code, and only the blocks of Octavo's decoder are offloaded"
+            f"train.offload = true (or parallel.sm_activation_offloading): {kind} keeps its own code, and only the blocks of"
+            " Octavo's decoder are offloaded"
             f" ({families}). Use train.recompute = true instead."
         )
     if recompute == "mlp":

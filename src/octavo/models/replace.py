@@ -8,21 +8,25 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D as PlainConv1D
 
 from octavo.errors import InputError, nearest
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState, states_of
+from octavo.models.conv1d import Conv1D
 from octavo.models.convert import conversion_of
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import LayerNormMLP
 
 
 def replace_linears(model: nn.Module) -> None:
-    """Turn each plain `nn.Linear` into Octavo's, in place; an output head stays as it is."""
+    """Turn each plain `nn.Linear`, and Hugging Face's `Conv1D`, into Octavo's, in place; an output head stays as it is."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     for module in model.modules():
         if type(module) is nn.Linear and module is not head:
             Linear.from_linear(module)
+        elif type(module) is PlainConv1D:
+            Conv1D.from_conv1d(module)
 
 
 def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> None:

@@ -23,6 +23,7 @@ from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
 from octavo.nn.linear import compute_dtype, init_linear_, product
+from octavo.nn.norm import check_input
 from octavo.nn.te_arguments import Draws, Init, Tracker, check
 
 
@@ -90,6 +91,7 @@ class GroupedLinear(nn.Module):
         """
         if te_arguments:
             check("GroupedLinear.forward", te_arguments, GroupedLinear.forward)
+        check_input(self, inp, self.in_features)
         x = inp.reshape(-1, self.in_features)
         splits = self._splits(m_splits, x.shape[0])
         biases: list[Tensor | None] = [None] * self.num_gemms if self.return_bias else self.biases

@@ -15,18 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from octavo.errors import unknown
+from octavo.errors import InputError, unknown
 from octavo.fp8 import autocast
 from octavo.fp8.linear import LinearGemms, saved_input
 from octavo.fp8.quantizer import DenseOperand, Producer, active_recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.norm import (
+    FLOATS,
     NORMS,
     NormParameters,
     NormProducer,
     ResidualLayer,
     backward_through_norm,
+    check_input,
     flat,
     normalize,
     promoted,
@@ -51,6 +53,8 @@ def product(
     if recipe is None:
         bias = None if bias is None else bias.to(out_dtype)
         return functional.linear(x.to(out_dtype), weight.to(out_dtype), bias)
+    if x.dtype == torch.float64:
+        raise InputError(f"an FP8 layer got an input of torch.float64: use {', '.join(map(str, FLOATS))}, or leave FP8.")
     gemms = LinearGemms(state, weight, recipe, out_dtype, first)
     quantizer = gemms.quantizer
     # The casts stand outside of the autograd function: a compiler allows no writes to a layer's FP8 state inside of it.
@@ -228,6 +232,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """input [..., in_features] → [..., out_features]; is_first_microbatch: `first` of `LinearQuantizer`."""
+        check_input(self, input, self.weight.shape[1], (*FLOATS, torch.float64))  # float64 as PyTorch's layer, outside of FP8
         bias = None if self.return_bias else self.bias
         y = product(input, self.weight, bias, self.fp8_state, compute_dtype(input), is_first_microbatch)
         return results(y, self.bias, None, return_bias=self.return_bias)
@@ -266,6 +271,9 @@ class NormedLayer(ResidualLayer):
         self, x: Tensor, delta: Tensor | None, first: bool | None, return_residual: bool, bias: Tensor | None, **options: Any
     ) -> Any:
         """`forward`; bias: of the last product, which is not added with `return_bias`."""
+        check_input(self, x, self.layer_norm_weight.shape[0])
+        if delta is not None:
+            check_input(self, delta, self.layer_norm_weight.shape[0])
         added = None if self.return_bias else bias
         how = (compute_dtype(x), first, added)
         norm = NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)

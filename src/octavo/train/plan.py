@@ -121,7 +121,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
         hf_config,
         dtype=torch_dtype(config.model.params_dtype),
         device=torch.device("meta"),
-        offload=config.train.offload,
+        offload=config.train.offload or config.parallel.sm_activation_offloading,
         blocks=blocks,
         **model_options(config),
     )
@@ -131,8 +131,13 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     rank = rank_variable("LOCAL_RANK", 0)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     hardware = describe_device(device)
-    config.tell_notes()
     use, note = choose_fp8(config.fp8, recipe, hardware, native=supports_fp8(device))
+    layers = _layers(model, recipe)
+    if config.fp8.enabled is not False and not config.fp8.head and (why := _without_fp8_layers(layers, hf_config)):
+        if config.fp8.enabled is True:
+            raise InputError(f"fp8.enabled = true, but {why}. Set fp8.enabled = false, or change fp8.skip and fp8.layers.")
+        use, note = False, f"no FP8: {why}"
+    config.tell_notes()
     return RunPlan(
         config=_with_native_defaults(config, model),
         hf_config=hf_config,
@@ -141,7 +146,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
         degrees=degrees,
         recipe=recipe if use else None,
         fp8_note=note,
-        layers=_layers(model, recipe),
+        layers=layers,
         micro_batch=micro_batch,
         accumulation=accumulation,
         flops=_token_flops(hf_config, config.data.sequence_length),
@@ -202,6 +207,15 @@ def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
         if (weight := state.weight) is not None and not (isinstance(model, Decoder) and name == "head"):
             found[name] = Fp8Layer((weight.shape[0], weight.shape[1]), state.under(recipe))
     return found
+
+
+def _without_fp8_layers(layers: Mapping[str, Fp8Layer], hf_config: Any) -> str:
+    """Why no matrix runs in FP8; empty if one does."""
+    if any(layer.recipe is not None for layer in layers.values()):
+        return ""
+    if not layers:
+        return f"the model ({hf_config.model_type}) has no linear layer that Octavo replaces"
+    return f"fp8.skip and fp8.layers leave out all {len(layers)} matrices that could run in FP8"
 
 
 def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: bool) -> tuple[bool, str]:

@@ -1,0 +1,42 @@
+"""GPT-2's linear layer in FP8: Hugging Face's `Conv1D`, whose weight is [in_features, out_features].
+
+State dicts, checkpoints and exports keep that layout. The casts read the transposed view, and autograd turns the gradient back.
+Such a weight is gathered in its own dtype: rows of a shard are columns of the product's operand.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D as PlainConv1D
+
+from octavo.fp8.quantizer import active_recipe
+from octavo.fp8.scaling import ModuleState
+from octavo.nn.linear import compute_dtype, product
+from octavo.nn.norm import check_input
+
+
+class Conv1D(PlainConv1D):
+    """y = x · weight + bias. weight: [in_features, out_features]; bias: [out_features]. Outside of FP8 it is Hugging Face's."""
+
+    @classmethod
+    def from_conv1d(cls, layer: PlainConv1D) -> Conv1D:
+        """Turn Hugging Face's layer into this class where it stands: parameters, ties, hooks and references stay valid."""
+        layer.__class__ = cls
+        new = cast(Conv1D, layer)
+        new.fp8_state = ModuleState(new, "transposed_weight")
+        return new
+
+    @property
+    def transposed_weight(self) -> Tensor:
+        """The weight as products take it, a view [out_features, in_features]."""
+        return self.weight.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] → [..., out_features]."""
+        if active_recipe(self.fp8_state, x.device) is None:
+            y: Tensor = super().forward(x)
+            return y
+        check_input(self, x, self.weight.shape[0])
+        return product(x, self.transposed_weight, self.bias, self.fp8_state, compute_dtype(x), None)
