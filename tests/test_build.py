@@ -368,3 +368,66 @@ def test_what_was_frozen_stays_frozen():
     }
     model.get_parameter(frozen[1]).requires_grad_(True)
     refused([frozen[2], "are one parameter"], transform, model, dtype=torch.float32)
+
+
+def linears():
+    return nn.Sequential(nn.Linear(16, 16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dtype": torch.int64}, ["dtype = torch.int64", "torch.bfloat16"]),
+        ({"params_dtype": torch.float64}, ["params_dtype = torch.float64"]),
+        ({"dtype": "bfloat16"}, ["dtype = 'bfloat16'"]),
+        ({"skip": "*.proj"}, ["skip = '*.proj'", "list"]),
+        ({"skip": [3]}, ["skip = [3]"]),
+        ({"layers": ["0"]}, ["layers = ['0']", "dict"]),
+        ({"layers": {"0": "delayed"}}, ["'delayed'", "octavo.recipe.DelayedScaling()"]),
+        ({"recipe": octavo.recipe.CurrentScaling}, ["CurrentScaling", "octavo.recipe.DelayedScaling()"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_an_argument_of_the_wrong_kind_is_refused_and_changes_nothing(arguments, words):
+    model = linears()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(InputError) as raised:
+        octavo.transform(model, **arguments)
+    assert all(word in str(raised.value) for word in words), raised.value
+    assert type(model[0]) is nn.Linear
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_without_a_layer_for_fp8_is_told():
+    with pytest.warns(UserWarning, match="Conv2d has no linear layer"):
+        octavo.transform(nn.Conv2d(3, 3, 3))
+    with pytest.raises(InputError, match="got int"):
+        octavo.transform(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: octavo.recipe.DelayedScaling(amax_history_len=2.5), "amax_history_len = 2.5"),
+        (lambda: octavo.recipe.DelayedScaling(amax_history_len=True), "amax_history_len = True"),
+        (lambda: octavo.recipe.DelayedScaling(amax_history_len="4"), "amax_history_len = '4'"),
+        (lambda: octavo.recipe.DelayedScaling(margin=1.5), "margin = 1.5"),
+        (lambda: octavo.recipe.DelayedScaling(margin=65), "margin = 65"),
+        (lambda: octavo.recipe.DelayedScaling(reduce_amax="no"), "reduce_amax = 'no'"),
+        (lambda: octavo.recipe.CurrentScaling(use_power_2_scales=1), "use_power_2_scales = 1"),
+        (lambda: octavo.recipe.CurrentScaling(fp8_format="E4M3"), "unknown FP8 format 'E4M3'.*octavo.recipe.Format.E4M3"),
+        (lambda: octavo.fp8_autocast("no").__enter__(), "enabled = 'no'"),
+        (lambda: octavo.fp8_autocast(emulate=1).__enter__(), "emulate = 1"),
+        (lambda: octavo.fp8_autocast(fp8_group=3).__enter__(), "fp8_group = 3"),
+        (lambda: octavo.graphed(lambda: None, linears().parameters(), warmup=1.5), "warmup = 1.5"),
+        (lambda: octavo.graphed(lambda: None, []), "of the loss, and parameters"),
+        (lambda: octavo.graphed(lambda: None, linears()), "of the loss, and parameters"),
+        (lambda: octavo.graphed(3, linears().parameters()), "of the loss, and parameters"),
+        (lambda: octavo.init(3), "got int"),
+        (lambda: octavo.init({"random_seed": 2**63}), "random_seed"),
+        (lambda: octavo.init(timeout=-1), "timeout = -1"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(make, words):
+    with pytest.raises(InputError, match=words):
+        make()

@@ -15,6 +15,7 @@ Both call `build_model`. Only `transform` knows `octavo.state`; all below takes 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, unknown
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
+from octavo.fp8.scaling import states_of
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.description import describe
@@ -37,6 +39,7 @@ from octavo.models.spec import ModelSpec
 from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
 from octavo.models.weight_files import InMemoryWeights, WeightFiles, Weights
 from octavo.models.weight_loader import WeightLoader
+from octavo.nn.norm import FLOATS
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
 from octavo.parallel.fsdp import Sharding, blocks_of, check_same_weights, gather_weights_in_fp8, shard
@@ -98,19 +101,21 @@ def transform(
 
     Raises:
         InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a parameter or
-            buffer that would have no value, weights that differ between ranks, parameters of several dtypes where one is needed.
+            buffer that would have no value, weights that differ between ranks, parameters of several dtypes where one is
+            needed.
     """
     recipe = DelayedScaling() if recipe is None else coerce(recipe)
     if fp8_head is None and not recipe.native:
         fp8_head = False
     if cp_comm_type not in ("all_gather", "p2p", "a2a"):
         raise unknown("cp_comm_type", cp_comm_type, ("all_gather", "p2p", "a2a"))
+    _check_arguments(model, dtype, params_dtype, skip, layers)
     params_dtype = params_dtype or _params_dtype(model)
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype)
     training = model.training
     if sharding is not None and load_from is None and not load_state_dict_from_rank0:
         check_same_weights(model, all_ranks())
-    return build_model(
+    transformed = build_model(
         model,
         config=config,
         dtype=dtype,
@@ -129,6 +134,9 @@ def transform(
         averaged=True,
         blocks=blocks,
     ).train(training)
+    if next(states_of(transformed), None) is None:
+        warnings.warn(f"octavo.transform: {type(model).__name__} has no linear layer that can run in FP8.", stacklevel=2)
+    return transformed
 
 
 def build_model(
@@ -219,6 +227,19 @@ def build_model(
     return model.train()
 
 
+def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layers: Any) -> None:
+    """Refuse arguments of `transform` of the wrong kind."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"octavo.transform got {type(model).__name__}: give a torch.nn.Module.")
+    for name, given in (("dtype", dtype), ("params_dtype", params_dtype)):
+        if given not in (FLOATS if name == "dtype" else (None, *FLOATS)):
+            raise InputError(f"{name} = {given!r} is not supported: use {', '.join(map(str, FLOATS))}.")
+    if isinstance(skip, str) or not all(isinstance(pattern, str) for pattern in skip):
+        raise InputError(f'skip = {skip!r} is not a list of patterns: use a list of text, such as ["layers.0.*"].')
+    if layers is not None and not isinstance(layers, Mapping):
+        raise InputError(f"layers = {layers!r} is not a table: use a dict of pattern → recipe, or None for high precision.")
+
+
 def _check_settings(blocks: str, recompute: object, offload: object) -> None:
     if blocks not in ("auto", "own"):
         raise unknown("blocks", str(blocks), ("auto", "own"), key="model.blocks")
@@ -307,10 +328,10 @@ def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
 def _params_dtype(model: nn.Module) -> torch.dtype | None:
     """The dtype of a model's parameters; None if they have several."""
     found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if unknown_dtypes := found - {torch.float32, torch.bfloat16, torch.float16}:
+    if others := found.difference(FLOATS):
         raise InputError(
-            f"{type(model).__name__} has parameters of {', '.join(sorted(map(str, unknown_dtypes)))}: Octavo trains float32, "
-            "bfloat16 and float16. Set params_dtype=torch.float32, after a quantised model was dequantised."
+            f"{type(model).__name__} has parameters of {', '.join(sorted(map(str, others)))}: Octavo trains "
+            f"{', '.join(map(str, FLOATS))}. Set params_dtype=torch.float32; a quantised model has to be dequantised first."
         )
     return found.pop() if len(found) == 1 else None
 

@@ -50,4 +50,6 @@ class ParallelConfig(Section):
 class InitConfig(ParallelConfig):
     """Argument of `octavo.init`: the keys of [parallel], and a seed."""
 
-    random_seed: int = Field(12345, ge=0, description="Seed of every generator: random_seed + r on data-parallel rank r.")
+    random_seed: int = Field(
+        12345, ge=0, le=2**63 - 1, description="Seed of every generator: random_seed + r on data-parallel rank r."
+    )

@@ -82,9 +82,13 @@ class Recipe:
         fp8_format = getattr(self, "fp8_format", Format.E4M3)
         fast = getattr(self, "fast_accumulation", False)
         if not isinstance(fp8_format, Format):
-            raise unknown("FP8 format", str(fp8_format), Format.__members__, key="fp8.format")
+            known = ", ".join(f"octavo.recipe.{kind}" for kind in Format)
+            raise InputError(f"unknown FP8 format {fp8_format!r}: use one of {known}. Change fp8.format.")
         if not isinstance(fast, bool) and fast != "input_gradient":
             raise unknown("accumulation", str(fast), ("True", "False", "input_gradient"), key="fp8.fast_accumulation")
+        for name in ("reduce_amax", "use_power_2_scales"):
+            if not isinstance(value := getattr(self, name, False), bool):
+                raise InputError(f"{type(self).__name__}: {name} = {value!r} is neither True nor False.")
         activation, weight = self.granularities
         how = {"delayed": self.history is not None, "power_of_two": getattr(self, "use_power_2_scales", False)}
         casts = {
@@ -115,7 +119,7 @@ class DelayedScaling(Recipe):
     parts of a model scale alike; without it each rank keeps its own.
 
     Raises:
-        InputError: a history shorter than 1, an unknown algorithm, format or product.
+        InputError: a history shorter than 1, a margin beyond ±64, an unknown algorithm, format or product.
     """
 
     margin: int = 0
@@ -128,8 +132,11 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.amax_history_len < 1:
-            raise InputError(f"fp8.amax_history_len = {self.amax_history_len}: a history has at least 1 step; use 1 or more.")
+        length, margin = self.amax_history_len, self.margin
+        if type(length) is not int or length < 1:
+            raise InputError(f"fp8.amax_history_len = {length!r}: a history has at least 1 step; use 1 or more.")
+        if type(margin) is not int or not -64 <= margin <= 64:
+            raise InputError(f"fp8.margin = {margin!r}: scales are divided by 2^margin; use a whole number from -64 to 64.")
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise unknown("amax algorithm", str(self.amax_compute_algo), ("max", "most_recent"), key="fp8.amax_compute_algo")
 
@@ -192,6 +199,10 @@ def coerce(recipe: Any) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     cls = _BY_CLASS_NAME.get(type(recipe).__name__)
+    if isinstance(recipe, str | type):
+        raise InputError(
+            f"fp8_recipe is a {type(recipe).__name__}, {recipe!r}: give one such as octavo.recipe.DelayedScaling()."
+        )
     if cls is None:
         raise unknown("FP8 recipe", type(recipe).__name__, _BY_CLASS_NAME, key="fp8_recipe")
     known = {f.name for f in dataclasses.fields(cls) if f.init}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import random
 import tomllib
@@ -162,6 +163,8 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
         InputError: an unknown key, or degrees that do not fit the number of ranks; nothing was started.
     """
     chosen = _read(config)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise InputError(f"octavo.init: timeout = {timeout!r} is not a number of seconds above 0 (usual: 600).")
     world, rank, local = _rank_numbers()
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if world > 1 and missing and not dist.is_initialized():
@@ -258,6 +261,8 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> InitConfig:
         return InitConfig()
     if isinstance(config, Mapping):
         return InitConfig.from_dict(config, where="octavo.init")
+    if not isinstance(config, str | Path):
+        raise InputError(f"octavo.init got {type(config).__name__}: give a dict, the path of a TOML or JSON file, or nothing.")
     path = Path(config)
     try:
         text = path.read_text(encoding="utf-8")

@@ -91,8 +91,12 @@ def graphed(loss: Callable[..., Tensor], parameters: Iterable[Tensor], *, warmup
     Inputs keep their shapes and dtypes. Each call gives the same numbers as an eager one. On a CPU all calls are eager.
 
     Raises:
-        InputError: from a call with gradients left from the last one, or with inputs of other shapes or dtypes.
+        InputError: no function or no parameters; from a call with gradients left from the last one, or with inputs of other
+            shapes or dtypes.
     """
-    if warmup < 1:
+    if type(warmup) is not int or warmup < 1:
         raise InputError(f"warmup = {warmup}: at least 1 call must run before one is recorded (usual: {WARM_UP}).")
+    parameters = list(parameters)
+    if not callable(loss) or not parameters or not all(isinstance(parameter, Tensor) for parameter in parameters):
+        raise InputError("octavo.graphed takes a function of the loss, and parameters: graphed(loss, model.parameters()).")
     return Graphed(loss, parameters, warmup)
