@@ -200,8 +200,9 @@ def coerce(recipe: Any) -> Recipe:
         return recipe
     cls = _BY_CLASS_NAME.get(type(recipe).__name__)
     if isinstance(recipe, str | type):
+        kind = type(recipe).__name__
         raise InputError(
-            f"fp8_recipe is a {type(recipe).__name__}, {recipe!r}: give one such as octavo.recipe.DelayedScaling()."
+            f"FP8 recipe {recipe!r} is a {kind}: give an object, such as octavo.recipe.DelayedScaling() (fp8_recipe)."
         )
     if cls is None:
         raise unknown("FP8 recipe", type(recipe).__name__, _BY_CLASS_NAME, key="fp8_recipe")

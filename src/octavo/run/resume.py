@@ -93,6 +93,31 @@ def check_resumable(
     )
 
 
+def check_same_model(recorded: Path, hf_config: Any) -> None:
+    """Check that the source of a continued run still has the Hugging Face config that the run began with.
+
+    Raises:
+        InputError: for each changed key, its old and new value.
+    """
+    if not recorded.is_file():
+        return
+    old, new = _flat(json.loads(recorded.read_text(encoding="utf-8"))), _flat(json.loads(hf_config.to_json_string()))
+    changed = [key for key in sorted({*old} & {*new} - _PROVENANCE) if old[key] != new[key]]
+    if changed:
+        shown = "; ".join(f"{key} was {_show(old[key])} and is now {_show(new[key])}" for key in changed)
+        raise InputError(
+            f"the model of the run is not the one that it began with ({recorded}): {shown}. Put model.source and model.config "
+            "back as they were, or set another train.output."
+        )
+
+
+_PROVENANCE = {
+    *("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),  # the tokenizer's, which the fingerprint of the data covers
+}
+"""Keys of a Hugging Face config that do not change the model."""
+
+
 def _may_change(key: str, config: RunConfig) -> bool:
     if key == "train.steps":
         return config.optimizer.schedule == "constant"

@@ -38,7 +38,7 @@ from octavo.parallel.world import init, seed_everything, state
 from octavo.run.folder import RunFolder, locked, warn
 from octavo.run.metrics import MetricsFile
 from octavo.run.progress import StepProgress
-from octavo.run.resume import check_resumable, with_keys_of
+from octavo.run.resume import check_resumable, check_same_model, with_keys_of
 from octavo.run.summary import Result, Summary, summarise
 from octavo.run.trackers import Trackers
 from octavo.train import fp8_auto
@@ -128,6 +128,8 @@ def _train_one(
     checkpoints.clean()
     latest = checkpoints.latest()
     done = _steps_done(latest, plan, prepared)
+    if latest is not None:
+        all_ranks().on_rank_0(lambda: check_same_model(folder.model / "config.json", plan.hf_config))
     label = "fp8" if plan.recipe is not None else short_name(config.model.dtype)
     if done == config.train.steps:
         _say(console, f"{label}: already trained, {done} of {done} steps, in {folder.path}")

@@ -1,0 +1,68 @@
+"""Checks of a run before any work: FP8 without an FP8 matrix, offloading, and GPT-2 under every recipe."""
+
+import pytest
+from transformers import GPT2Config
+
+from octavo.cli import main
+from octavo.config.run import RunConfig
+from octavo.errors import InputError
+from octavo.models.sources import load_config
+from octavo.train.plan import check
+
+
+def plan(run, *overrides):
+    return check(RunConfig.from_file(run.file, overrides))
+
+
+@pytest.mark.parametrize("override", ['fp8.skip=["*"]', 'fp8.layers={"*" = "bf16"}'])
+def test_fp8_without_an_fp8_matrix_is_refused_and_auto_says_it(override, tiny_run):
+    run = tiny_run()
+    with pytest.raises(InputError, match=r"fp8\.enabled = true, but fp8\.skip and fp8\.layers leave out all 8 matrices"):
+        plan(run, override)
+    found = plan(run, override, "fp8.enabled=auto", "fp8.emulate=true")
+    assert found.recipe is None
+    assert found.fp8_note == "no FP8: fp8.skip and fp8.layers leave out all 8 matrices that could run in FP8"
+    assert plan(run, override, "fp8.head=backward").recipe is not None
+
+
+def test_offloading_by_either_key_is_refused_for_own_code_before_work(tiny_run):
+    for key in ("train.offload", "parallel.sm_activation_offloading"):
+        with pytest.raises(InputError, match=key):
+            plan(tiny_run(key), f"{key}=true", "model.blocks=own")
+
+
+def test_gpt2_trains_in_fp8_and_its_resolved_file_takes_every_recipe(tiny_run, tmp_path, capsys):
+    size = {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    GPT2Config(**size, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM").save_pretrained(tmp_path / "gpt2")
+    run = tiny_run(steps=3)
+    arguments = [str(run.file), f"model.source={tmp_path / 'gpt2'}", "model.config={}", "optimizer.warmup_steps=1"]
+    assert main(["train", *arguments]) == 0
+    assert "8 of 11 matrices run in FP8" in capsys.readouterr().out
+    resolved = run.output / "run.toml"
+    for recipe in ("current", "rowwise", "block", "delayed"):
+        output = tmp_path / recipe
+        assert main(["train", str(resolved), f"fp8.recipe={recipe}", f"train.output={output}"]) == 0
+        err = capsys.readouterr().err
+        assert ("fp8.amax_history_len = 4" in err) == (recipe != "delayed")
+        for other in ("delayed", "current", "rowwise", "block"):
+            again = RunConfig.from_file(output / "run.toml", [f"fp8.recipe={other}", "train.output=x"])
+            assert again.fp8.recipe == other
+        assert main(["train", str(output / "run.toml")]) == 0
+        assert "already trained" in capsys.readouterr().out
+
+
+def test_a_run_does_not_continue_with_another_config_of_the_source(tiny_run, tmp_path, capsys):
+    """Sizes are compared with the weights; a rotary base, say, leaves them alone."""
+    source = tmp_path / "llama"
+    load_config("llama-tiny", {"vocab_size": 320, "rope_parameters": {"rope_theta": 5000.0}}).save_pretrained(source)
+    run = tiny_run(steps=3)
+    arguments = [str(run.file), f"model.source={source}", "model.config={}", "optimizer.schedule=constant"]
+    assert main(["train", *arguments, "train.steps=2"]) == 0
+    assert main(["train", *arguments]) == 0
+    path = source / "config.json"
+    path.write_text(path.read_text().replace("5000.0", "6000.0"))
+    capsys.readouterr()
+    assert main(["train", *arguments, "train.steps=4"]) == 2
+    err = capsys.readouterr().err
+    assert "rope_parameters.rope_theta was 5000.0 and is now 6000.0" in err
+    assert err.count("\n") == 1
