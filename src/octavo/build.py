@@ -34,11 +34,12 @@ from octavo.models.description import describe
 from octavo.models.exact import difference
 from octavo.models.families import decoder_spec
 from octavo.models.own_code import cast, compute_in, recompute_own_code, refuse_block_settings, refuse_head_settings
+from octavo.models.published import keep_float32_buffers
 from octavo.models.replace import choose_recipes, keep_frozen, recompute_mlps, replace_linears
 from octavo.models.spec import ModelSpec
 from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
-from octavo.models.weight_files import InMemoryWeights, WeightFiles, Weights
-from octavo.models.weight_loader import WeightLoader
+from octavo.models.weight_files import DEQUANTISE, InMemoryWeights, Weights
+from octavo.models.weight_loader import WeightLoader, folder_weights
 from octavo.nn.norm import FLOATS
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
@@ -185,7 +186,7 @@ def build_model(
             f"params_dtype = None: {type(original).__name__} has parameters of several dtypes, and one is needed"
             f"{' to shard it' if sharding is not None else ''}. Set params_dtype=torch.float32."
         )
-    weights = _weights(original, load_from, needed=vision or spec is not None or from_rank0 is not None)
+    weights = _weights(original, config, load_from, needed=vision or spec is not None or from_rank0 is not None)
     trains = {} if original is None else {n: p.requires_grad for n, p in original.named_parameters(remove_duplicate=False)}
 
     # 1. Replace.
@@ -253,6 +254,8 @@ def _replacement(
     original: nn.Module | None, config: Any, blocks: Literal["auto", "own"], *, can_fill: bool
 ) -> tuple[ModelSpec | None, bool, str]:
     """(spec of the decoder that replaces the model, True for new vision blocks, reason for the model's own code if neither)."""
+    if getattr(original, "hf_quantizer", None) is not None:
+        raise InputError(f"the weights of this {type(original).__name__} are quantised. {DEQUANTISE}")
     causal_lm = original is None or (
         hasattr(config, "model_type") and any(base.__name__.endswith("ForCausalLM") for base in type(original).__mro__)
     )
@@ -306,10 +309,10 @@ def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None,
     return CounterInit(seed, model.spec.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
 
 
-def _weights(original: nn.Module | None, load_from: str | Path | None, *, needed: bool) -> Weights | None:
+def _weights(original: nn.Module | None, config: Any, load_from: str | Path | None, *, needed: bool) -> Weights | None:
     """A folder of weights, or a model's own tensors where they are `needed` to fill others; None for neither."""
     if load_from is not None:
-        return WeightFiles(load_from)
+        return folder_weights(load_from, original, config)
     if original is None or not needed or any(parameter.is_meta for parameter in original.parameters()):
         return None
     return InMemoryWeights(dict(original.state_dict()))
@@ -322,6 +325,7 @@ def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
     config.use_cache = False
     with delayed_init():
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    keep_float32_buffers(model, dtype)
     return model
 
 

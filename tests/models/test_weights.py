@@ -12,7 +12,7 @@ from octavo.build import build_model, transform
 from octavo.errors import EXIT_INPUT, InputError
 from octavo.models import weight_files
 from octavo.models.convert import check_names_and_shapes, conversion, write_pretrained
-from octavo.models.weight_files import WeightFiles
+from octavo.models.weight_files import INDEX, WeightFiles
 
 
 def same_bits(one, other):
@@ -247,3 +247,135 @@ def test_a_folder_for_weights_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     to = tmp_path / "file" / "inner"
     refused((str(to), "cannot be made", "another folder"), write_pretrained, {}, llama_config(), to)
+
+
+def shards(folder, *, seed=0, **changes):
+    """A model saved in shards; returns it and its index."""
+    model = llama(seed, **changes)
+    model.save_pretrained(folder, max_shard_size=20_000)
+    return model, json.loads((folder / INDEX).read_text())
+
+
+def check_bits(folder, model):
+    """What is loaded is that model, which is also what transformers loads."""
+    same_bits(parameters(AutoModelForCausalLM.from_pretrained(folder)), parameters(model))
+    built = build(model.config, folder)
+    same_bits(hugging_face(parameters(built), built.spec), parameters(model))
+
+
+def test_one_file_comes_before_an_index(tmp_path):
+    _, index = shards(tmp_path, seed=1)
+    model = llama(2)
+    save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    check_bits(tmp_path, model)
+    (tmp_path / next(iter(index["weight_map"].values()))).unlink()
+    check_bits(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    "other", ["adapter_model", "consolidated", "ema", "zz", "model-00001-of-00009", "model.fp16", "0/model", "pytorch_model"]
+)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_other_files_in_the_folder_are_not_read(tmp_path, other, sharded):
+    model = llama(3)
+    model.save_pretrained(tmp_path, max_shard_size=20_000 if sharded else "5GB")
+    (tmp_path / "0").mkdir()
+    save_file(llama(4).state_dict(), tmp_path / f"{other}.safetensors", {"format": "pt"})
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    check_bits(tmp_path, model)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_the_file_that_a_config_names_comes_first(tmp_path, sharded):
+    other = llama(5)
+    other.save_pretrained(tmp_path, max_shard_size=20_000 if sharded else "5GB")
+    name = "other.safetensors.index.json" if sharded else "other.safetensors"
+    (tmp_path / (INDEX if sharded else "model.safetensors")).rename(tmp_path / name)
+    save_file(llama(6).state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+    check_bits(tmp_path, other)
+    for wrong, word in (
+        ("../x.safetensors", "no safetensors file"),
+        ("x.bin", "no safetensors file"),
+        ("x.safetensors", "missing"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": wrong}))
+        refused((repr(wrong) if word != "missing" else wrong, "transformers_weights", word), WeightFiles, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.fp16.safetensors", ("rename",)),
+        ("consolidated.safetensors", ("rename",)),
+        ("adapter_model.safetensors", ("adapter_model.safetensors",)),
+        ("unet/model.safetensors", ("Give the folder",)),
+        ("model.gguf", ("model.gguf",)),
+        ("pytorch_model.bin.index.json", ()),
+        ("sub/pytorch_model.bin", ("pickle", "save_pretrained")),
+        ("consolidated.00.pth", ("pickle",)),
+    ],
+)
+def test_a_folder_without_the_files_of_transformers_is_refused(tmp_path, name, words):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    save_file(llama().state_dict(), tmp_path / name, {"format": "pt"})
+    refused(("no model.safetensors and no", *words), build, llama_config(), tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/model.safetensors", "a/../../x.safetensors", "x.bin"])
+def test_an_index_with_a_path_out_of_the_folder_is_refused(tmp_path, file):
+    model, index = shards(tmp_path)
+    index["weight_map"]["model.norm.weight"] = file
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    refused((repr(file), INDEX, "model.norm.weight"), build, model.config, tmp_path)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [], {"model.norm.weight": 3}])
+def test_an_index_without_a_map_is_refused(tmp_path, weight_map):
+    model, index = shards(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps(index | {"weight_map": weight_map}))
+    refused((INDEX, "damaged"), build, model.config, tmp_path)
+
+
+def test_an_index_and_shards_of_two_saves_are_refused(tmp_path):
+    model, index = shards(tmp_path)
+    where = index["weight_map"]
+    one, other = sorted(set(where.values()))[:2]
+    name = next(name for name, file in where.items() if file == one)
+    for changes in ({name: other}, {"model.layers.9.mlp.up_proj.weight": one}):
+        (tmp_path / INDEX).write_text(json.dumps(index | {"weight_map": where | changes}))
+        refused((next(iter(changes)), "two saves"), build, model.config, tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    save_file(load_file(tmp_path / other) | {name: torch.zeros(3)}, tmp_path / other, {"format": "pt"})
+    refused((name, one, other, "two saves"), build, model.config, tmp_path)
+
+
+def test_an_adapter_is_refused(source):
+    theirs, folder = source()
+    (folder / "adapter_config.json").write_text("{}")
+    refused(("adapter_config.json", "merge"), build, theirs.config, folder)
+
+
+def test_a_checkpoint_of_a_run_is_no_model_folder(tmp_path):
+    save_file(llama().state_dict(), tmp_path / "shard-00001-model-00001-of-00001.safetensors")
+    refused(("distributed checkpoint", "octavo export"), build, llama_config(), tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_named(source):
+    theirs, folder = source()
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    refused(("model.safetensors", "git lfs pull"), build, theirs.config, folder)
+
+
+def test_a_snapshot_of_links_is_read(tmp_path):
+    model, _ = shards(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for number, path in enumerate(sorted((tmp_path / "blobs").iterdir())):
+        blob = path.rename(path.with_name(str(number)))
+        (tmp_path / "snapshot" / path.name).symlink_to(f"../blobs/{blob.name}")
+    check_bits(tmp_path / "snapshot", model)
+
+
+def test_an_id_of_the_hub_is_no_folder():
+    refused(("'owner/name'", "hf download"), build, llama_config(), "owner/name")

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import PreTrainedModel
 
 from octavo.errors import InputError
 from octavo.models.decoder import Decoder
 from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
+from octavo.models.published import causal_lm_on_meta, groups, published
 from octavo.models.spec import ModelSpec
-from octavo.models.weight_files import Weights, save_shards
+from octavo.models.weight_files import DEQUANTISE, QUANTIZED_KEYS, Weights, kind_of, save_shards
 from octavo.nn.mlp import gate_up_block
 
 _ATTACHED = "octavo_conversion"
@@ -109,10 +110,10 @@ def conversion(spec: ModelSpec) -> Conversion:
 
 
 def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
-    """Compare the names and shapes of weights with a model, which may be on meta or sharded; reads no weight.
+    """Compare names, shapes and kinds of dtypes of weights with a model, which may be on meta or sharded; reads no weight.
 
     Raises:
-        InputError: the first weight that is missing or has another shape.
+        InputError: the first weight that is missing, has another shape, or is of another kind, such as quantised.
     """
     way = conversion_of(model)
     state = model.state_dict(keep_vars=True)
@@ -123,8 +124,24 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
         # The shape alone: taking a sharded matrix apart would gather it.
         shape = torch.empty(tensor.shape, device="meta")
         for theirs, part in ({name: shape} if way is None else way.split(name, shape)).items():
-            if (found := weights.shape(theirs)) != tuple(part.shape):
-                raise InputError(f"{theirs}: the weights have shape {found}, the config asks for {tuple(part.shape)}.")
+            if theirs in weights.optional:
+                continue
+            found = weights.shape(theirs)
+            _check_kind(theirs, weights, tensor.dtype)
+            if found != tuple(part.shape):
+                raise InputError(
+                    f"{theirs}: the weights have shape {found}, the config asks for {tuple(part.shape)}. Give the config that"
+                    " belongs to the weights (a vocabulary that was resized or padded: vocab_size in model.config)."
+                )
+
+
+def _check_kind(name: str, weights: Weights, dtype: torch.dtype) -> None:
+    kind = weights.kinds[name]
+    if kind != kind_of(dtype):
+        raise InputError(
+            f"{name} in {weights.owner} is of kind {kind}, where the model has {str(dtype).removeprefix('torch.')}: values"
+            f" cannot be taken as they are.{'' if kind == 'complex' else ' ' + DEQUANTISE}"
+        )
 
 
 def write_pretrained(
@@ -134,6 +151,7 @@ def write_pretrained(
     tokenizer_folder: Path | None = None,
     *,
     read: Callable[[str], Tensor] | None = None,
+    model: PreTrainedModel | None = None,
 ) -> None:
     """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, bit for bit.
 
@@ -143,13 +161,17 @@ def write_pretrained(
         folder: new, or empty.
         tokenizer_folder: its files are copied beside the weights.
         read: as in `write_weights`.
+        model: with its own code, of which the tensors are; when absent the causal language model of the config.
     """
     spec = decoder_spec(config)[0] if "embedding.weight" in tensors else None
-    folder = write_weights(tensors, folder, None if spec is None else conversion(spec), read=read)
+    reference = causal_lm_on_meta(config) if model is None else model
+    folder = write_weights(tensors, folder, reference if spec is None else conversion(spec), read=read)
     config = type(config).from_dict(config.to_dict())
-    config.dtype = next(iter(tensors.values())).dtype
-    if not config.architectures:
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    for key in QUANTIZED_KEYS:  # of the source
+        vars(config).pop(key, None)
+    parameters = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+    config.dtype = max(parameters, key=lambda dtype: dtype.itemsize)
+    config.architectures = [type(reference).__name__.removeprefix("FSDP")]  # of a sharded model
     config.save_pretrained(folder)
     for path in sorted(tokenizer_folder.iterdir()) if tokenizer_folder else ():
         if path.is_file() and path.name not in ("config.json", "generation_config.json"):
@@ -159,7 +181,7 @@ def write_pretrained(
 def write_weights(
     tensors: Mapping[str, Tensor],
     folder: str | Path,
-    way: Conversion | None,
+    way: Conversion | PreTrainedModel | None,
     *,
     read: Callable[[str], Tensor] | None = None,
 ) -> Path:
@@ -168,7 +190,8 @@ def write_weights(
     Args:
         tensors: under Octavo's names.
         folder: new, or empty.
-        way: to the source; None for names that are the source's.
+        way: to the source; a model of transformers, for the names that it is published with; None for names that are the
+            source's.
         read: gives the values of `tensors` on the meta device, for each file when it is written, so that only one file's are in
             memory; a tensor with parts in two files is read twice.
     """
@@ -180,11 +203,20 @@ def write_weights(
     except OSError as error:
         raise InputError(f"{str(folder)!r} cannot be made: {error.strerror or error}. Give another folder.") from None
 
-    def theirs(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        return {name: tensor} if way is None else way.split(name, tensor)
+    def theirs(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if isinstance(way, PreTrainedModel):
+            return published(way, group)
+        if way is None:
+            return dict(group)
+        return {source: part for name, tensor in group.items() for source, part in way.split(name, tensor).items()}
 
     # The shapes alone, without reading: matrices are taken apart on the meta device.
-    pieces = {name: theirs(name, torch.empty_like(tensor, device="meta")) for name, tensor in tensors.items()}
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    if isinstance(way, PreTrainedModel):
+        ignored = set(way._keys_to_ignore_on_save or ())
+        shapes = {name: tensor for name, tensor in shapes.items() if name not in ignored}
+    together = groups(way, shapes) if isinstance(way, PreTrainedModel) else [(name,) for name in shapes]
+    pieces = {names: theirs({name: shapes[name] for name in names}) for names in together}
     values = read or tensors.__getitem__
-    save_shards(pieces, lambda name: theirs(name, values(name)), folder)
+    save_shards(pieces, lambda names: theirs({name: values(name) for name in names}), folder)
     return folder

@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 from octavo.errors import InputError, unknown
 from octavo.models.families import DECODER_FAMILIES
 from octavo.models.shapes import SHAPES
-from octavo.models.weight_files import INDEX
+from octavo.models.weight_files import INDEX, QUANTIZED_KEYS
 
 _SIZES = frozenset(
     (
@@ -142,6 +142,8 @@ def _read_config(source: str) -> Any:
             f"{', '.join(SHAPES)}."
         ) from None
     config.__dict__.pop("auto_map", None)  # names Python files of the source, which transformers would offer to run
+    for key in QUANTIZED_KEYS:  # of the source's weights, which are then refused; not of this model's
+        config.__dict__.pop(key, None)
     return config
 
 

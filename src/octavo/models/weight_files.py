@@ -1,23 +1,40 @@
 """Reads rows of weights by the names of their source, from memory or safetensors files, and writes such files.
 
-Nothing is unpickled.
+A folder's files are taken in transformers' order: the file that its config names, else `model.safetensors`, else the index with
+the shards that it lists. Other files are not looked at. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octavo.errors import InputError
+from octavo.errors import InputError, first_line
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD_BYTES = 5 << 30
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+QUANTIZED_KEYS = ("quantization_config", "compression_config")
+"""Keys of a config that give the format of quantised weights."""
+_QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files beside the weights that do so (ModelOpt, AutoGPTQ, AutoAWQ)."""
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_LFS_POINTER = b"version https://git-lfs"
+DEQUANTISE = (
+    "Octavo reads no scales of quantised weights. Dequantise them with transformers: from_pretrained(folder,"
+    " quantization_config=FineGrainedFP8Config(dequantize=True)) for FP8, from_pretrained(folder).dequantize() for"
+    " bitsandbytes; then save_pretrained to a new folder, and give that."
+)
 
 
 class Weights(ABC):
@@ -25,16 +42,20 @@ class Weights(ABC):
 
     Attributes:
         shapes: of every tensor.
+        kinds: "float" (of 16 bits or more), "integer", "complex", or a dtype of fewer bits by its name.
+        optional: names of a model's tensors that need not be there; they keep their values.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], owner: str, mistake: str) -> None:
-        self.shapes = shapes
-        self._owner, self._mistake = owner, mistake  # for the message of a missing tensor
+    optional: frozenset[str] = frozenset()
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str], owner: str, mistake: str) -> None:
+        self.shapes, self.kinds = shapes, kinds
+        self.owner, self._mistake = owner, mistake  # for the message of a missing tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; an InputError if there is none of that name."""
         if name not in self.shapes:
-            raise InputError(f"{self._owner} has no weight {name!r}: it is not {self._mistake}.")
+            raise InputError(f"{self.owner} has no weight {name!r}: it is not {self._mistake}.")
         return self.shapes[name]
 
     @abstractmethod
@@ -42,12 +63,26 @@ class Weights(ABC):
         """Rows `start` to `stop` of a tensor; all of one without dimensions."""
 
 
+def kind_of(dtype: torch.dtype | str) -> str:
+    """The kind of a dtype, of torch's or by its name in a safetensors file; as in `Weights.kinds`."""
+    if isinstance(dtype, torch.dtype):
+        if dtype.is_complex:
+            return "complex"
+        if not dtype.is_floating_point:
+            return "integer"
+        return "float" if dtype.itemsize > 1 else str(dtype).removeprefix("torch.")
+    if dtype in ("F64", "F32", "F16", "BF16"):
+        return "float"
+    return "complex" if dtype.startswith("C") else "integer" if dtype.startswith(("BOOL", "I", "U")) else dtype
+
+
 class InMemoryWeights(Weights):
     """Weights of a model in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        super().__init__(shapes, "the model", "of the family that its config names")
+        kinds = {name: kind_of(tensor.dtype) for name, tensor in tensors.items()}
+        super().__init__(shapes, kinds, "the model", "of the family that its config names")
         self.tensors = tensors
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -58,36 +93,51 @@ class InMemoryWeights(Weights):
 
 
 class WeightFiles(Weights):
-    """The safetensors of a Hugging Face model folder.
+    """The safetensors of a Hugging Face model folder, under their names on disk.
 
     Raises:
-        InputError: the folder has none (a pickled checkpoint is not read).
+        InputError: the folder has none that transformers would load, or they are damaged, quantised, an adapter's, or pickles.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise InputError(f"no folder {str(folder)!r} with weights: give a local Hugging Face model folder.")
-        index = self.folder / INDEX
-        files = _files_of(index) if index.is_file() else []
-        files = files or sorted(path.name for path in self.folder.glob("*.safetensors"))
-        if not files:
-            pickled = next(self.folder.glob("*.bin"), None)
-            hint = f" {pickled.name} is a pickle, which Octavo never opens: convert it to safetensors." if pickled else ""
-            raise InputError(f"{self.folder} has no .safetensors files.{hint}")
+            raise InputError(
+                f"no folder {str(folder)!r} with weights: give a local Hugging Face model folder. For a model of the Hub run hf"
+                " download first, which prints its folder."
+            )
+        config = _json_object(self.folder / "config.json") if (self.folder / "config.json").is_file() else {}
+        _refuse_other_formats(self.folder, config)
+        name = _entry(self.folder, config.get("transformers_weights"))
+        listed = _weight_map(self.folder / name) if name.endswith(".json") else None
         self.where: dict[str, str] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        for file in files:
+        kinds: dict[str, str] = {}
+        for file in [name] if listed is None else sorted(set(listed.values())):
             if not (self.folder / file).is_file():
-                raise InputError(f"{self.folder / file} is missing, though {INDEX} names it: copy the whole model folder.")
+                raise InputError(f"{self.folder / file} is missing, though {name} names it: copy the whole model folder.")
             try:
                 with safe_open(self.folder / file, "pt") as opened:
-                    self.where.update(dict.fromkeys(opened.keys(), file))
-                    shapes.update((name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys())  # noqa: SIM118
+                    for tensor in opened.keys():  # noqa: SIM118
+                        if tensor in self.where:
+                            raise InputError(
+                                f"{self.folder}: {tensor} is in {self.where[tensor]} and in {file}, both named by {name}: the"
+                                " shards are of two saves. Copy the whole model folder again."
+                            )
+                        part = opened.get_slice(tensor)
+                        self.where[tensor] = file
+                        shapes[tensor], kinds[tensor] = tuple(part.get_shape()), kind_of(part.get_dtype())
             except SafetensorError as error:
-                raise InputError(f"{self.folder / file} is damaged ({error}): copy it again.") from None
-
-        super().__init__(shapes, str(self.folder), "a checkpoint of this model")
+                raise InputError(f"{self.folder / file} is damaged ({error}): {_copy_again(self.folder / file)}.") from None
+            except OSError as error:
+                raise InputError(f"{self.folder / file} cannot be read: {error.strerror or error}.") from None
+        for tensor, file in (listed or {}).items():
+            if self.where.get(tensor) != file:
+                raise InputError(
+                    f"{self.folder / name} says that {tensor} is in {file}, where it is not: index and shards are of two saves."
+                    " Copy the whole model folder again."
+                )
+        super().__init__(shapes, kinds, str(self.folder), "a checkpoint of this model")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows of a tensor, on the CPU."""
@@ -97,34 +147,124 @@ class WeightFiles(Weights):
             return opened.get_slice(name)[start:stop] if dimensions else opened.get_tensor(name)
 
 
-def _files_of(index: Path) -> list[str]:
+def _json_object(path: Path) -> dict[str, Any]:
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{index} is damaged ({type(error).__name__}: {error}): copy it again.") from None
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise InputError(f"{path} is damaged ({first_line(error)}): copy it again.") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path} is damaged (no JSON object): copy it again.")
+    return values
 
 
-def save_shards(pieces: Mapping[str, Mapping[str, Tensor]], read: Callable[[str], Mapping[str, Tensor]], folder: Path) -> None:
+def _copy_again(path: Path) -> str:
+    with path.open("rb") as file:
+        pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    return "it is a pointer of git LFS, run git lfs pull" if pointer else "copy it again"
+
+
+def _refuse_other_formats(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise an InputError for a folder with quantised weights, an adapter, or the shards of a distributed checkpoint."""
+    for key in QUANTIZED_KEYS:
+        if config.get(key):
+            method = config[key].get("quant_method", "unknown") if isinstance(config[key], dict) else config[key]
+            raise InputError(
+                f"{folder}: config.json has a {key} (quant_method {method!r}): its weights are quantised. {DEQUANTISE}"
+            )
+    for name in _QUANTIZED_FILES:
+        if (folder / name).is_file():
+            raise InputError(f"{folder}: {name} says that its weights are quantised. {DEQUANTISE}")
+    if (folder / "adapter_config.json").is_file():
+        raise InputError(
+            f"{folder} has an adapter (adapter_config.json), which transformers would add to the weights and Octavo does not:"
+            " merge it first (peft's merge_and_unload(), then save_pretrained), or give the folder of the base model."
+        )
+    if any(_DISTRIBUTED.fullmatch(path.name) for path in folder.iterdir()):
+        raise InputError(
+            f"{folder} is a distributed checkpoint (shard-…-model-…): export a run with octavo export RUN --to FOLDER, or save"
+            " a model of transformers by save_pretrained, and give that folder."
+        )
+
+
+def _entry(folder: Path, named: Any) -> str:
+    """The file of the weights, or the index of the files; `named` by the config or None."""
+    if named is not None:
+        if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")) or not _inside(named):
+            raise InputError(
+                f"{folder}: config.json has transformers_weights = {named!r}, which is no safetensors file of the folder."
+            )
+        if not (folder / named).is_file():
+            raise InputError(f"{folder / named} is missing, though config.json names it (transformers_weights).")
+        return named
+    found = next((name for name in (SINGLE, INDEX) if (folder / name).is_file()), None)
+    if found is not None:
+        return found
+    others = sorted(
+        p for pattern in ("*", "*/*") for p in folder.glob(pattern) if p.suffix in (".safetensors", ".gguf", *_PICKLES)
+    )
+    names = [path.relative_to(folder).as_posix() for path in others]
+    there = f" There {'are' if len(names) > 1 else 'is'} {some(names)}." if names else ""
+    pickled = next((name for name in names if name.endswith(_PICKLES)), None)
+    if pickled:
+        there += (
+            f" {pickled} is a pickle, which Octavo never opens: convert it to safetensors (transformers' from_pretrained, then"
+            " save_pretrained)."
+        )
+    elif names:
+        there += " Give the folder of the weights, or rename the file if it has the whole model."
+    raise InputError(f"{folder} has no {SINGLE} and no {INDEX}, the files that transformers loads.{there}")
+
+
+def _inside(name: str) -> bool:
+    """A relative path without "..": links inside a folder may lead out of it, as the Hub's cache has them."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor → shard."""
+    listed = _json_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
+        raise InputError(f"{index} is damaged (no weight_map of tensors and files): copy it again.")
+    for tensor, file in listed.items():
+        if not _inside(file) or not file.endswith(".safetensors"):
+            raise InputError(f"{index} says that {tensor} is in {file!r}, which is no safetensors file inside the folder.")
+    return listed
+
+
+def some(names: Iterable[str]) -> str:
+    """The first names, and the number of the others."""
+    first = list(names)
+    return ", ".join(first[:4]) + (f" and {len(first) - 4} more" if len(first) > 4 else "")
+
+
+def save_shards(
+    pieces: Mapping[tuple[str, ...], Mapping[str, Tensor]],
+    read: Callable[[tuple[str, ...]], Mapping[str, Tensor]],
+    folder: Path,
+) -> None:
     """Write tensors in files of at most `_SHARD_BYTES` (or one tensor), with an index if there are several.
 
-    `pieces` has the result of `read` for each name, on the meta device.
+    `pieces` has the result of `read` for each group of names, on the meta device.
     """
-    shards: list[dict[str, list[str]]] = [{}]  # for each file the arguments of `read`, and the tensors to take of each result
+    shards: list[dict[tuple[str, ...], list[str]]] = [
+        {}
+    ]  # for each file the arguments of `read`, and the tensors to take of each result
     size = total = 0
-    for name, parts in pieces.items():
+    for group, parts in pieces.items():
         for theirs, part in parts.items():
             if shards[-1] and size + part.nbytes > _SHARD_BYTES:
                 shards.append({})
                 size = 0
-            shards[-1].setdefault(name, []).append(theirs)
+            shards[-1].setdefault(group, []).append(theirs)
             size += part.nbytes
             total += part.nbytes
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         content: dict[str, Tensor] = {}
-        for name, wanted in shard.items():
-            values = read(name)
+        for group, wanted in shard.items():
+            values = read(group)
             content |= {theirs: values[theirs].detach().cpu().contiguous() for theirs in wanted}
         save_file(content, folder / file, metadata={"format": "pt"})
         where.update(dict.fromkeys(content, file))

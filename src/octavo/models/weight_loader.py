@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.models.convert import check_names_and_shapes, conversion_of
-from octavo.models.weight_files import Weights
+from octavo.models.decoder import Decoder
+from octavo.models.published import PublishedWeights, causal_lm_on_meta
+from octavo.models.weight_files import WeightFiles, Weights
+
+
+def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = None) -> Weights:
+    """The weights of a Hugging Face folder as transformers would load them, held against a model; reads headers alone.
+
+    Args:
+        model: that is to be filled, before or after its blocks were replaced; None for the causal language model of `config`.
+        config: the Hugging Face config, where there is no model, or the model is Octavo's decoder.
+
+    Raises:
+        InputError: the folder is not of this model, or transformers would load it by other means than its safetensors.
+    """
+    files = WeightFiles(folder)
+    if model is None or isinstance(model, Decoder):
+        model = causal_lm_on_meta(config)
+    elif conversion_of(model) is not None:
+        return files
+    weights = PublishedWeights(files, model)
+    check_names_and_shapes(model, weights)
+    return weights
 
 
 class WeightLoader:
@@ -55,6 +79,8 @@ def _sources(model: nn.Module, weights: Weights) -> Iterator[tuple[str, list[tup
     state = model.state_dict(keep_vars=True)
     there = {id(tensor): name for name, tensor in reversed(state.items()) if name in weights.shapes}
     for name, tensor in state.items():
+        if name in weights.optional:
+            continue
         rows = tensor.shape[0] if tensor.dim() else 1
         if way is not None:
             yield name, way.parts(way.tied.get(name, name), rows)

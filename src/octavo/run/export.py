@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from octavo.checkpoint.manifest import newest_whole
 from octavo.checkpoint.reader import StoredWeights
@@ -54,10 +54,13 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
             )
         config = None
     ranks.on_rank_0(lambda: _check_empty(to))
-    _write_gathered(weights(model_or_path), config, way, to, ranks)
+    own_code = model_or_path if isinstance(model_or_path, PreTrainedModel) else None
+    _write_gathered(weights(model_or_path), config, own_code or way, to, ranks)
 
 
-def _write_gathered(tensors: Mapping[str, torch.Tensor], config: Any, way: Conversion | None, to: Path, ranks: Ranks) -> None:
+def _write_gathered(
+    tensors: Mapping[str, torch.Tensor], config: Any, way: Conversion | PreTrainedModel | None, to: Path, ranks: Ranks
+) -> None:
     """Write on rank 0, which broadcasts each tensor's name, so that all ranks join the gather; None is the end."""
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
 
@@ -69,7 +72,7 @@ def _write_gathered(tensors: Mapping[str, torch.Tensor], config: Any, way: Conve
         if config is None:
             write_weights(shapes, to, way, read=gathered)
         else:
-            write_pretrained(shapes, config, to, read=gathered)
+            write_pretrained(shapes, config, to, read=gathered, model=way if isinstance(way, PreTrainedModel) else None)
         return None
 
     while (name := ranks.on_rank_0(write)) is not None:  # on rank 0, `write` returns None at the end

@@ -29,11 +29,10 @@ from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, R
 from octavo.fp8.scaling import states_of
 from octavo.hardware import Device, describe_device, supports_fp8
 from octavo.kernels.cross_entropy import Objective
-from octavo.models.convert import check_names_and_shapes
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
 from octavo.models.sources import load_config, weights_folder
-from octavo.models.weight_files import WeightFiles
+from octavo.models.weight_loader import folder_weights
 from octavo.parallel.mesh import DEGREES, Degrees, fit_batch, fit_degrees
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
@@ -127,7 +126,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     )
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
-        check_names_and_shapes(model, WeightFiles(folder))
+        folder_weights(folder, model, hf_config)
     rank = rank_variable("LOCAL_RANK", 0)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     hardware = describe_device(device)

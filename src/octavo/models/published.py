@@ -1,0 +1,247 @@
+"""Weights under the names of transformers' models, from and to those of published folders, by transformers' own conversions.
+
+A published folder may name its tensors otherwise than the model (`LayerNorm.gamma`, a missing or an added `model.`), or have in
+parts a tensor that the model has joined (the matrices of experts). transformers has renamings and converters for each model:
+`from_pretrained` applies them, and `save_pretrained` their reverse. Here they are applied to headers first, so that a folder is
+refused before any weight is read, and then to the tensors of one converter at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from octavo.errors import InputError, first_line
+from octavo.models.weight_files import DEQUANTISE, WeightFiles, Weights, some
+
+_QUANTISED_NAME = re.compile(
+    r"\.(weight_(scale\w*|packed|shape|global_scale)|weight\.(absmax|quant_\w+|quant_state\S*)|q(weight|zeros)|scales|SCB|input_scale)$"
+)
+"""Names of what lies beside a quantised weight."""
+_ROWS = 1 << 14
+"""Rows of a tied weight that are compared at a time."""
+
+
+def causal_lm_on_meta(config: Any) -> PreTrainedModel:
+    """Hugging Face's causal language model of a config, all of it on the meta device: for names and shapes."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+    return model
+
+
+def keep_float32_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Make the buffers float32 that `from_pretrained` keeps so in a model of `dtype`, such as a router's correction."""
+    plan = model._get_dtype_plan(dtype)
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent and buffer.is_floating_point() and any(re.search(pattern, name) for pattern in plan):
+            buffer.data = buffer.data.float()
+
+
+class PublishedWeights(Weights):
+    """The weights of a folder under the names of a model, as transformers' `from_pretrained` would load them.
+
+    A tied tensor is there under each of its names. Tensors that the model does not have are named on stderr, as transformers
+    does, if they are modules of their own (the head of another task).
+
+    Raises:
+        InputError: tensors are quantised, lie in a block of the model that does not have them, are one weight twice, or cannot
+            be converted; or tied weights differ.
+    """
+
+    def __init__(self, files: WeightFiles, model: nn.Module) -> None:
+        self._files, self._model = files, model
+        state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+        self._sources: dict[str, str] = {}  # name → tensor in the files
+        self._parts: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}  # first result → its converter and tensors
+        self._made_by: dict[str, str] = {}  # name → first result of its converter
+        self._last: tuple[str, dict[str, Tensor]] = ("", {})  # several results of one converter are read after each other
+        unused = self._match(state)
+        shapes = {name: files.shapes[theirs] for name, theirs in self._sources.items()}
+        kinds = {name: files.kinds[theirs] for name, theirs in self._sources.items()}
+        for first, (_, parts) in self._parts.items():
+            sources = [theirs for names in parts.values() for theirs in names]
+            kind = next((kind for kind in map(files.kinds.__getitem__, sources) if kind != "float"), "float")
+            for name, made in self._convert(first, lambda theirs: torch.empty(files.shapes[theirs], device="meta")).items():
+                shapes[name], kinds[name], self._made_by[name] = tuple(made.shape), kind, first
+        super().__init__(shapes, kinds, files.owner, "a checkpoint of this model")
+        self._tie(state)
+        info = SimpleNamespace(missing_keys=state.keys() - shapes.keys(), unexpected_keys=set(unused))
+        missing = frozenset(info.missing_keys)
+        if isinstance(model, PreTrainedModel):
+            model._adjust_missing_and_unexpected_keys(info)
+        self.optional = missing - info.missing_keys
+        computed = {name for name, _ in model.named_buffers()}  # of earlier versions, which kept them in files
+        self._refuse_or_name(
+            state, {name: theirs for name, theirs in unused.items() if name in info.unexpected_keys - computed}
+        )
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows of a tensor, on the CPU; of a converted one all parts are read."""
+        shape = self.shape(name)  # explains a weight that is not there
+        if name in self._sources:
+            return self._files.read(self._sources[name], start, stop)
+        first = self._made_by[name]
+        if self._last[0] != first:
+            self._last = ("", {})  # first, so that only one is in memory
+            self._last = (first, self._convert(first, self._files.read))
+        tensor = self._last[1][name]
+        return tensor[start:stop] if shape else tensor
+
+    def _match(self, state: Mapping[str, Tensor]) -> dict[str, str]:
+        """Find the tensors of the files for each of the model's, in transformers' order; returns those without a place."""
+        model, unused = self._model, {}
+        transforms = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        prefix = getattr(model, "base_model_prefix", None) or None
+        for theirs in sorted(self._files.shapes, key=dot_natural_key):
+            name, pattern = rename_source_key(theirs, renamings, converters, prefix, dict(state))
+            if name not in state and theirs in state:
+                name, pattern = rename_source_key(theirs, [], [], prefix, dict(state))
+            if name not in state:
+                unused[name] = theirs
+                continue
+            if name in self._sources or (name in self._parts and pattern is None):
+                other = self._sources.get(name) or next(iter(self._parts[name][1].values()))[0]
+                raise InputError(f"{self._files.owner}: {other} and {theirs} are both the weight {name}. Remove one of them.")
+            if pattern is None:
+                self._sources[name] = theirs
+            else:
+                _, parts = self._parts.setdefault(name, (converter_of[pattern], {}))
+                parts.setdefault(pattern, []).append(theirs)
+        return unused
+
+    def _convert(self, first: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The results of one converter."""
+        converter, parts = self._parts[first]
+        converter = copy.deepcopy(converter)
+        for pattern, names in parts.items():
+            for theirs in names:
+                converter.add_tensor(first, theirs, pattern, read(theirs))
+        try:
+            made = converter.convert(first, model=self._model, config=self._model.config)
+        except Exception as error:  # operations of transformers raise what torch does
+            named = some([theirs for names in parts.values() for theirs in names])
+            raise InputError(f"{self._files.owner}: {named} cannot be joined to {first}: {first_line(error)}.") from None
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def _tie(self, state: Mapping[str, Tensor]) -> None:
+        """Give each name of a tied weight the one that is there."""
+        tied: dict[int, list[str]] = {}
+        for name, tensor in state.items():
+            tied.setdefault(id(tensor), []).append(name)
+        shapes, kinds = dict(self.shapes), dict(self.kinds)
+        for names in tied.values():
+            there = [name for name in names if name in self.shapes]
+            for name in there[1:]:
+                self._check_equal(there[0], name)
+            for name in names if there else ():
+                if name not in there:
+                    shapes[name], kinds[name] = self.shapes[there[0]], self.kinds[there[0]]
+                    where = self._sources if there[0] in self._sources else self._made_by
+                    where[name] = where[there[0]]
+        self.shapes, self.kinds = shapes, kinds
+
+    def _check_equal(self, one: str, other: str) -> None:
+        """Raise an InputError if two tied weights differ in shape, dtype or any value."""
+        rows = max([1, *self.shape(one)[:1]])
+        equal = self.shape(one) == self.shape(other)
+        for start in range(0, rows, _ROWS) if equal else ():
+            parts = [self.read(name, start, start + _ROWS) for name in (one, other)]
+            equal = equal and parts[0].dtype == parts[1].dtype and torch.equal(*parts)
+        if not equal:
+            raise InputError(
+                f"{self.owner}: {one} and {other} differ, but the model ties them. If the head has weights of its own, set"
+                " tie_word_embeddings = false (model.config); else remove one of the two tensors."
+            )
+
+    def _refuse_or_name(self, state: Mapping[str, Tensor], unused: Mapping[str, str]) -> None:
+        quantised = [theirs for theirs in unused.values() if _QUANTISED_NAME.search(theirs)]
+        if quantised:
+            raise InputError(f"{self.owner}: {some(quantised)}: the weights are quantised. {DEQUANTISE}")
+        modules = {prefix for name in state for prefix in _prefixes(name)}
+        base = getattr(self._model, "base_model_prefix", "")
+        for name, theirs in unused.items():
+            # A mask or a number of an earlier version has no effect on the model; a matrix has.
+            small = self._files.kinds[theirs] == "integer" or self._files.shapes[theirs] in ((), (1,))
+            if not small and any(_belongs(full, modules) for full in (name, f"{base}.{name}")):
+                raise InputError(
+                    f"{self.owner}: {theirs} is not part of the model that the config describes, and the modules around it are:"
+                    " it would be lost. Correct the config; or, if that is meant, let transformers leave it out"
+                    " (from_pretrained, then save_pretrained) and give the new folder."
+                )
+        if unused:
+            _say(f"{self.owner}: {some(sorted(unused.values()))}: not part of {type(self._model).__name__}, and not loaded.")
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:length]) for length in range(1, len(parts)))
+
+
+def _belongs(name: str, modules: set[str]) -> bool:
+    """True for a tensor in one of the modules, in a numbered block of them, or in a further block."""
+    around = max((prefix for prefix in _prefixes(name) if prefix in modules), key=len, default="")
+    if not around:
+        return False
+    rest = name.removeprefix(f"{around}.")
+    return "." not in rest or any(part.isdigit() for part in [*around.split("."), rest.split(".")[0]])
+
+
+@functools.cache
+def _say(message: str) -> None:
+    """Once in a process, and on the first rank alone."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"octavo: {message}\n")
+
+
+def published(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a model under the names, and in the parts, in which transformers saves them.
+
+    All tensors of a converter must be there: those of a group of `groups`.
+    """
+    return dict(revert_weight_conversion(model, dict(tensors)))
+
+
+def groups(model: PreTrainedModel, shapes: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    """The names of a model's tensors, those together that one converter takes together when they are saved.
+
+    Args:
+        shapes: the tensors, on the meta device.
+    """
+    transforms = getattr(model, "_weight_conversions", None)  # from_pretrained leaves those that it used
+    if transforms is None:
+        transforms = [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)]
+    reverse = [transform.reverse_transform() for transform in transforms[::-1]]
+    converters = [transform for transform in reverse if isinstance(transform, WeightConverter)]
+    together: dict[str, list[str]] = {}
+    for name in shapes:
+        first, pattern = rename_source_key(name, [], converters)
+        together.setdefault(name if pattern is None else first, []).append(name)
+    found = [tuple(names) for names in together.values()]
+    apart = [published(model, {name: shapes[name] for name in names}) for names in found]
+    merged = {name: tensor.shape for tensors in apart for name, tensor in tensors.items()}
+    whole = {name: tensor.shape for name, tensor in published(model, shapes).items()}
+    # Some renamings depend on the names around: such a model is written from memory.
+    return found if merged == whole and sum(map(len, apart)) == len(whole) else [tuple(shapes)]
