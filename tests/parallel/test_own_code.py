@@ -7,14 +7,25 @@ import sharded
 import torch
 import torch.distributed as dist
 from llamas import llama_config
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import ranks
 from octavo.build import build_model, transform
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import DelayedScaling
 from octavo.parallel import world
+from octavo.parallel.deferred_init import delayed_init
 from octavo.parallel.fsdp import accumulate
+from octavo.run.export import export
 from octavo.train.optimizer import clip_grad_norm_
 
 pytestmark = ranks.alone
@@ -144,3 +155,36 @@ def test_two_ranks_equal_one(kind, degrees, frozen, settings, fp8):
         assert torch.equal(first[1][name], second[1][name]), name
         if name not in steps[0][2]:
             assert torch.equal(first[1][name], weight), name
+
+
+def load_and_export(source, target):
+    """Fill a Mixtral from a folder, this rank's rows of the experts alone, and write it again; returns its whole weights."""
+    if dist.is_initialized():
+        world.init({})
+    with delayed_init():
+        model = MixtralForCausalLM(MixtralConfig.from_pretrained(source))
+    model = transform(model, dtype=torch.float32, device="cpu", load_from=source)
+    export(model, target)
+    return {name: sharded.full(p) for name, p in model.named_parameters()}
+
+
+def test_experts_are_joined_from_their_files_and_parted_again_on_ranks(tmp_path):
+    sizes = {
+        "vocab_size": 17,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 32,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 5}
+    torch.manual_seed(3)
+    theirs = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    theirs.save_pretrained(tmp_path / "source")
+    published = load_file(tmp_path / "source" / "model.safetensors")
+    assert "model.layers.1.block_sparse_moe.experts.4.w3.weight" in published
+    for loaded in ranks.run(2, load_and_export, tmp_path / "source", tmp_path / "target"):
+        for name, parameter in theirs.named_parameters():
+            assert torch.equal(loaded[name], parameter), name
+    written = load_file(tmp_path / "target" / "model.safetensors")
+    assert written.keys() == published.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in published.items())

@@ -11,6 +11,7 @@ import subprocess
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
@@ -192,6 +193,22 @@ def test_export_writes_what_hugging_face_loads_to_the_bit(tiny_run, tmp_path, ca
     capsys.readouterr()
     assert main(["export", str(run.output), "--to", str(tmp_path / "out")]) == 2
     assert "not empty" in capsys.readouterr().err
+
+
+def test_a_run_from_a_published_folder_is_exported_as_it_was_published(tiny_run, tmp_path):
+    sizes = {"vocab_size": 320, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1, "num_experts": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts_per_tok": 2}
+    source = tmp_path / "source"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes, **heads)).save_pretrained(source)
+    run = tiny_run(steps=1)
+    text = run.file.read_text()
+    run.file.write_text(f'[model]\nsource = "{source}"\nload = true\n' + text[text.index("[data]") :])
+    assert main(["train", str(run.file), "optimizer.lr=1e-30", "optimizer.warmup_steps=0"]) == 0
+    assert main(["export", str(run.output), "--to", str(tmp_path / "out")]) == 0
+    published, written = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    assert "model.layers.0.mlp.experts.3.down_proj.weight" in published
+    assert written.keys() == published.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in published.items())
 
 
 def test_export_of_a_model_in_memory(tmp_path):
