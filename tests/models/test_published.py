@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertForMaskedLM, Llam
 import octavo
 from octavo.build import build_model, transform
 from octavo.errors import EXIT_INPUT, InputError
-from octavo.models import published, weight_files
+from octavo.models import weight_files
 from octavo.models.sources import load_config
 
 COMMON = {
@@ -245,7 +245,7 @@ def test_tensors_that_the_model_would_lose_are_refused(edited, name, shape):
     ],
 )
 def test_heads_of_other_tasks_are_named_and_left_out(edited, capsys, kind, name, shape):
-    published._say.cache_clear()
+    weight_files.say.cache_clear()
     _, folder = edited(lambda tensors: tensors | {name: torch.ones(shape)}, kind)
     check_loads_as_transformers(folder)
     err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("octavo: ")]
@@ -266,7 +266,7 @@ def test_heads_of_other_tasks_are_named_and_left_out(edited, capsys, kind, name,
     ],
 )
 def test_buffers_of_earlier_versions_are_left_out(edited, capsys, kind, name, tensor):
-    published._say.cache_clear()
+    weight_files.say.cache_clear()
     _, folder = edited(lambda tensors: tensors | {name: tensor}, kind)
     check_loads_as_transformers(folder)
     assert "octavo:" not in capsys.readouterr().err
@@ -278,7 +278,7 @@ def test_two_tensors_for_one_weight_are_refused(edited):
 
 
 def test_a_base_model_is_filled_from_a_folder_with_a_head(edited, capsys):
-    published._say.cache_clear()
+    weight_files.say.cache_clear()
     config, folder = edited(dict)
     with octavo.delayed_init():
         base = LlamaModel(config)
@@ -328,6 +328,30 @@ def test_other_floating_dtypes_are_converted_as_transformers_does(edited, dtype)
     _, folder = edited(lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()})
     check_loads_as_transformers(folder)
     check_loads_as_transformers(folder, torch.bfloat16)
+
+
+@pytest.mark.parametrize("blocks", ["auto", "own"])
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
+def test_a_value_beyond_the_range_of_the_dtype_is_refused(edited, name, blocks):
+    def change(tensors):
+        tensors[name].view(-1)[-1] = -70000.0
+        return tensors
+
+    config, folder = edited(change)
+    narrow = {"dtype": torch.float16, "blocks": blocks}
+    refused(("7e+04", "fp16", "6.55e+04", "params_dtype"), build, config, folder, **narrow)
+    build(config, folder, torch.bfloat16, blocks=blocks)
+
+
+def test_infinite_values_are_kept(edited):
+    def change(tensors):
+        tensors["model.norm.weight"][:2] = torch.tensor([torch.inf, torch.nan])
+        return tensors
+
+    config, folder = edited(change)
+    weight = build(config, folder, torch.float16, blocks="own").model.norm.weight
+    assert weight[0].isinf()
+    assert weight[1].isnan()
 
 
 @pytest.mark.parametrize(
@@ -380,3 +404,40 @@ def test_a_config_of_another_class_is_not_kept_in_an_export(tmp_path):
     config = AutoConfig.for_model("llama", **FAMILIES["llama"], architectures=["LlamaForSequenceClassification"])
     octavo.export(transform(LlamaForCausalLM(config)), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_config_with_other_heads_than_the_folders_is_refused(edited):
+    config, folder = edited(dict, num_key_value_heads=4)
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 8, 8, 4  # the same shapes
+    refused(("num_attention_heads = 4", "8"), build, config, folder)
+    for model in (LlamaForCausalLM(config), LlamaModel(config)):
+        refused(("num_attention_heads = 4", "8"), transform, model, load_from=folder)
+
+
+def test_other_differences_between_configs_are_named(edited, capsys):
+    weight_files.say.cache_clear()
+    config, folder = edited(dict)
+    transform(LlamaForCausalLM(config), load_from=folder)
+    assert "octavo:" not in capsys.readouterr().err
+    config.rms_norm_eps = 0.5
+    config.attention_dropout = 0.5
+    transform(LlamaForCausalLM(config), load_from=folder)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("octavo:")]
+    assert len(said) == 1
+    assert "rms_norm_eps = 1e-06 (the model's config: 0.5)" in said[0]
+    assert "dropout" not in said[0]
+
+
+def test_tensors_of_a_module_without_config_are_held_against_it_as_well(tmp_path, capsys):
+    weight_files.say.cache_clear()
+
+    def stack():
+        return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 16))
+
+    model = stack()
+    save_file(model.state_dict() | {"head.weight": torch.ones(2, 16)}, tmp_path / "model.safetensors")
+    same_bits(dict(transform(stack(), dtype=torch.float32, load_from=tmp_path).state_dict()), dict(model.state_dict()))
+    assert "head.weight: not part of Sequential" in capsys.readouterr().err
+    for name in ("2.weight", "1.scale"):
+        save_file(model.state_dict() | {name: torch.ones(16, 16)}, tmp_path / "model.safetensors")
+        refused((name, "not part of the model"), transform, stack(), load_from=tmp_path)

@@ -9,10 +9,7 @@ refused before any weight is read, and then to the tensors of one converter at a
 from __future__ import annotations
 
 import copy
-import functools
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -60,8 +57,10 @@ def keep_float32_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
 class PublishedWeights(Weights):
     """The weights of a folder under the names of a model, as transformers' `from_pretrained` would load them.
 
-    A tied tensor is there under each of its names. Tensors that the model does not have are named on stderr, as transformers
-    does, if they are modules of their own (the head of another task).
+    A tied tensor is there under each of its names.
+
+    Attributes:
+        unused: tensors of the files in modules that the model does not have, such as the head of another task.
 
     Raises:
         InputError: tensors are quantised, lie in a block of the model that does not have them, are one weight twice, or cannot
@@ -91,9 +90,9 @@ class PublishedWeights(Weights):
             model._adjust_missing_and_unexpected_keys(info)
         self.optional = missing - info.missing_keys
         computed = {name for name, _ in model.named_buffers()}  # of earlier versions, which kept them in files
-        self._refuse_or_name(
-            state, {name: theirs for name, theirs in unused.items() if name in info.unexpected_keys - computed}
-        )
+        lost = {name: theirs for name, theirs in unused.items() if name in info.unexpected_keys - computed}
+        self._refuse_parts(state, lost)
+        self.unused = sorted(lost.values())
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows of a tensor, on the CPU; of a converted one all parts are read."""
@@ -176,7 +175,8 @@ class PublishedWeights(Weights):
                 " tie_word_embeddings = false (model.config); else remove one of the two tensors."
             )
 
-    def _refuse_or_name(self, state: Mapping[str, Tensor], unused: Mapping[str, str]) -> None:
+    def _refuse_parts(self, state: Mapping[str, Tensor], unused: Mapping[str, str]) -> None:
+        """Raise an InputError for scales of quantised weights, and for tensors that a block of the model does not have."""
         quantised = [theirs for theirs in unused.values() if _QUANTISED_NAME.search(theirs)]
         if quantised:
             raise InputError(f"{self.owner}: {some(quantised)}: the weights are quantised. {DEQUANTISE}")
@@ -191,8 +191,6 @@ class PublishedWeights(Weights):
                     " it would be lost. Correct the config; or, if that is meant, let transformers leave it out"
                     " (from_pretrained, then save_pretrained) and give the new folder."
                 )
-        if unused:
-            _say(f"{self.owner}: {some(sorted(unused.values()))}: not part of {type(self._model).__name__}, and not loaded.")
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -203,17 +201,10 @@ def _prefixes(name: str) -> Iterator[str]:
 def _belongs(name: str, modules: set[str]) -> bool:
     """True for a tensor in one of the modules, in a numbered block of them, or in a further block."""
     around = max((prefix for prefix in _prefixes(name) if prefix in modules), key=len, default="")
-    if not around:
-        return False
     rest = name.removeprefix(f"{around}.")
+    if not around:
+        return rest.split(".")[0].isdigit() and any(module.isdigit() for module in modules)
     return "." not in rest or any(part.isdigit() for part in [*around.split("."), rest.split(".")[0]])
-
-
-@functools.cache
-def _say(message: str) -> None:
-    """Once in a process, and on the first rank alone."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"octavo: {message}\n")
 
 
 def published(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,8 +6,11 @@ the shards that it lists. Other files are not looked at. Nothing is unpickled.
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
@@ -230,6 +233,13 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not _inside(file) or not file.endswith(".safetensors"):
             raise InputError(f"{index} says that {tensor} is in {file!r}, which is no safetensors file inside the folder.")
     return listed
+
+
+@functools.cache
+def say(message: str) -> None:
+    """Write a line to stderr, once in a process and on the first rank alone."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"octavo: {message}\n")
 
 
 def some(names: Iterable[str]) -> str:

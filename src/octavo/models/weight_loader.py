@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from octavo.dtypes import short_name
+from octavo.errors import InputError
 from octavo.models.convert import check_names_and_shapes, conversion_of
 from octavo.models.decoder import Decoder
 from octavo.models.published import PublishedWeights, causal_lm_on_meta
-from octavo.models.weight_files import WeightFiles, Weights
+from octavo.models.sources import load_config
+from octavo.models.weight_files import WeightFiles, Weights, say, some
+
+_NO_PART = re.compile(
+    r"^_|_token_id$|dropout|pdrop|^(use_cache|dtype|architectures|transformers_version|initializer_range|pretraining_tp|output_.*"
+    r"|return_dict|id2label|label2id|problem_type|tokenizer_class|tie_word_embeddings|is_encoder_decoder)$"
+)
+"""Keys of a config without a part in the forward of trained weights, or that are looked at elsewhere."""
 
 
 def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = None) -> Weights:
@@ -26,13 +37,44 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
         InputError: the folder is not of this model, or transformers would load it by other means than its safetensors.
     """
     files = WeightFiles(folder)
+    given = isinstance(model, PreTrainedModel)
     if model is None or isinstance(model, Decoder):
         model = causal_lm_on_meta(config)
-    elif conversion_of(model) is not None:
+    if conversion_of(model) is not None:  # timm's, whose names are those of the files
         return files
+    if isinstance(model, PreTrainedModel) and (files.folder / "config.json").is_file():
+        _compare_configs(model.config, files.folder, name_all=given)
     weights = PublishedWeights(files, model)
     check_names_and_shapes(model, weights)
+    if weights.unused:
+        say(f"{folder}: {some(weights.unused)}: not part of {type(model).__name__}, and not loaded.")
     return weights
+
+
+def _compare_configs(config: Any, folder: Path, *, name_all: bool) -> None:
+    """Refuse a config that parts the same matrices into other heads than the folder's; name other differences on stderr.
+
+    Args:
+        name_all: False where the config is the folder's, with keys that were changed on purpose.
+    """
+    try:
+        theirs = load_config(str(folder))
+    except InputError:  # of a family that transformers does not have, or of timm
+        return
+    if theirs.model_type != config.model_type:
+        return  # names and shapes say whether it is the same model
+    for key in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        own, stored = getattr(config, key, None), getattr(theirs, key, None)
+        if own != stored and None not in (own, stored):
+            raise InputError(
+                f"{folder}: its config.json has {key} = {stored}, and the model's config has {own}: the weights were trained"
+                f" for other heads. Set {key} = {stored}."
+            )
+    known, ours = theirs.to_dict(), config.to_dict()
+    others = [key for key in sorted(known.keys() & ours.keys()) if known[key] != ours[key] and not _NO_PART.search(key)]
+    if others and name_all:
+        said = ", ".join(f"{key} = {known[key]} (the model's config: {ours[key]})" for key in others[:4])
+        say(f"{folder}: its config.json has {said}. The model keeps its own.")
 
 
 class WeightLoader:
@@ -57,7 +99,9 @@ class WeightLoader:
         parts = self._sources[name]
         if len(parts) == 1:  # `out` may be the source itself
             stop = start + (out.shape[0] if out.dim() else 1)
-            out.copy_(self._weights.read(parts[0][0], start, stop).to(out.device))
+            values = self._weights.read(parts[0][0], start, stop).to(out.device)
+            out.copy_(values)
+            _check_range(parts[0][0], values, out)
             return
         period = sum(length for _, _, length in parts)
         rows = torch.arange(start, start + out.shape[0])
@@ -69,8 +113,23 @@ class WeightLoader:
                 # In the source they follow each other: one read for all, and one way to the device.
                 theirs = (first + repetition * length + inside)[at]
                 values = self._weights.read(source, int(theirs[0]), int(theirs[-1]) + 1).to(out.device)
-                out.index_copy_(0, at.to(out.device), values.to(out.dtype))
+                converted = values.to(out.dtype)
+                _check_range(source, values, converted)
+                out.index_copy_(0, at.to(out.device), converted)
             inside = inside - length  # begins at 0 in the next part
+
+
+def _check_range(name: str, values: Tensor, converted: Tensor) -> None:
+    """Raise an InputError if finite values became infinite in a dtype of a smaller range."""
+    if not (values.is_floating_point() and converted.is_floating_point()):
+        return
+    largest = torch.finfo(converted.dtype).max
+    if largest < torch.finfo(values.dtype).max / 2 and bool((converted.isinf() & values.isfinite()).any()):
+        value = values[values.isfinite()].abs().max().item()
+        raise InputError(
+            f"{name} has a value of {value:.4g}, and the largest of {short_name(converted.dtype)} is {largest:.4g}: take"
+            " params_dtype bfloat16 or float32."
+        )
 
 
 def _sources(model: nn.Module, weights: Weights) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
