@@ -169,7 +169,8 @@ def write_pretrained(
     config = type(config).from_dict(config.to_dict())
     for key in QUANTIZED_KEYS:  # of the source
         vars(config).pop(key, None)
-    parameters = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+    buffers = {name for name, _ in reference.named_buffers()}  # which have dtypes of their own
+    parameters = [tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point() and name not in buffers]
     config.dtype = max(parameters, key=lambda dtype: dtype.itemsize)
     config.architectures = [type(reference).__name__.removeprefix("FSDP")]  # of a sharded model
     config.save_pretrained(folder)

@@ -84,7 +84,7 @@ class PublishedWeights(Weights):
                 shapes[name], kinds[name], self._made_by[name] = tuple(made.shape), kind, first
         super().__init__(shapes, kinds, files.owner, "a checkpoint of this model")
         self._tie(state)
-        info = SimpleNamespace(missing_keys=state.keys() - shapes.keys(), unexpected_keys=set(unused))
+        info = SimpleNamespace(missing_keys=state.keys() - self.shapes.keys(), unexpected_keys=set(unused))
         missing = frozenset(info.missing_keys)
         if isinstance(model, PreTrainedModel):
             model._adjust_missing_and_unexpected_keys(info)
@@ -106,7 +106,7 @@ class PublishedWeights(Weights):
         tensor = self._last[1][name]
         return tensor[start:stop] if shape else tensor
 
-    def _match(self, state: Mapping[str, Tensor]) -> dict[str, str]:
+    def _match(self, state: dict[str, Tensor]) -> dict[str, str]:
         """Find the tensors of the files for each of the model's, in transformers' order; returns those without a place."""
         model, unused = self._model, {}
         transforms = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
@@ -115,9 +115,9 @@ class PublishedWeights(Weights):
         converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         prefix = getattr(model, "base_model_prefix", None) or None
         for theirs in sorted(self._files.shapes, key=dot_natural_key):
-            name, pattern = rename_source_key(theirs, renamings, converters, prefix, dict(state))
+            name, pattern = rename_source_key(theirs, renamings, converters, prefix, state)
             if name not in state and theirs in state:
-                name, pattern = rename_source_key(theirs, [], [], prefix, dict(state))
+                name, pattern = rename_source_key(theirs, [], [], prefix, state)
             if name not in state:
                 unused[name] = theirs
                 continue

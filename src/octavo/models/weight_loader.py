@@ -42,27 +42,29 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
         model = causal_lm_on_meta(config)
     if conversion_of(model) is not None:  # timm's, whose names are those of the files
         return files
-    if isinstance(model, PreTrainedModel) and (files.folder / "config.json").is_file():
-        _compare_configs(model.config, files.folder, name_all=given)
+    described = isinstance(model, PreTrainedModel) and (files.folder / "config.json").is_file()
+    others = _differences(model.config, files.folder) if described else ""
     weights = PublishedWeights(files, model)
     check_names_and_shapes(model, weights)
+    if others and given:  # the config of a run is the folder's, with keys that were changed on purpose
+        say(f"{folder}: its config.json has {others}. The model keeps its own.")
     if weights.unused:
         say(f"{folder}: {some(weights.unused)}: not part of {type(model).__name__}, and not loaded.")
     return weights
 
 
-def _compare_configs(config: Any, folder: Path, *, name_all: bool) -> None:
-    """Refuse a config that parts the same matrices into other heads than the folder's; name other differences on stderr.
+def _differences(config: Any, folder: Path) -> str:
+    """The keys of a folder's config.json that differ from a config, with both values; empty if none has a part in the forward.
 
-    Args:
-        name_all: False where the config is the folder's, with keys that were changed on purpose.
+    Raises:
+        InputError: the config parts the same matrices into other heads.
     """
     try:
         theirs = load_config(str(folder))
     except InputError:  # of a family that transformers does not have, or of timm
-        return
+        return ""
     if theirs.model_type != config.model_type:
-        return  # names and shapes say whether it is the same model
+        return ""  # names and shapes say whether it is the same model
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim"):
         own, stored = getattr(config, key, None), getattr(theirs, key, None)
         if own != stored and None not in (own, stored):
@@ -72,9 +74,7 @@ def _compare_configs(config: Any, folder: Path, *, name_all: bool) -> None:
             )
     known, ours = theirs.to_dict(), config.to_dict()
     others = [key for key in sorted(known.keys() & ours.keys()) if known[key] != ours[key] and not _NO_PART.search(key)]
-    if others and name_all:
-        said = ", ".join(f"{key} = {known[key]} (the model's config: {ours[key]})" for key in others[:4])
-        say(f"{folder}: its config.json has {said}. The model keeps its own.")
+    return ", ".join(f"{key} = {known[key]} (the model's config: {ours[key]})" for key in others[:4])
 
 
 class WeightLoader:
