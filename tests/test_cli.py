@@ -49,7 +49,6 @@ KEYS = {
     "a number out of range": (["train.steps=0"], ["train.steps = 0", "greater than or equal to 1"]),
     "an override that is none": (["train.steps"], ["override 'train.steps' is not section.key=value"]),
     "sequence length 1": (["data.sequence_length=1"], ["data.sequence_length = 1", "at least 2"]),
-    "a warm-up longer than the run": (["optimizer.warmup_steps=9"], ["warmup_steps = 9", "use at most 8"]),
     "micro-batch that does not divide": (["train.micro_batch=3"], ["train.micro_batch = 3", "2 or 4", "train.micro_batch"]),
     "degrees that do not fit": (["parallel.tensor_parallel_degree=2"], ["tensor 2 does not divide the world of 1"]),
     "expert degree": (

@@ -134,8 +134,9 @@ def warnings(config: RunConfig, *, one_rank: bool) -> Iterator[str]:
     steps, warmup = config.train.steps, config.optimizer.warmup_steps
     if warmup >= steps:
         yield (
-            f"optimizer.warmup_steps = {warmup} lasts the whole run of train.steps = {steps}: the rate rises to its peak at "
-            "the last step and never falls. Lower optimizer.warmup_steps unless that is meant."
+            f"optimizer.warmup_steps = {warmup} lasts the whole run of train.steps = {steps}: the rate rises to "
+            f"{config.optimizer.lr * steps / warmup:g} at the last step and never falls. Lower optimizer.warmup_steps unless "
+            "that is meant."
         )
     for key, what in (
         ("train.validate_every", "the only validation is at the end"),

@@ -38,8 +38,8 @@ class Fp8Config(Section):
     fast_accumulation: bool | Literal["input_gradient"] | None = Field(
         None,
         description="Hopper's fast accumulation in backward (forward always has it). true: in both gradients, for about 0.15% "
-        'of loss after 1,000 steps. "input_gradient", the default of delayed and current scaling, which alone have it: in input '
-        "gradients only, at no measured cost in loss. false: in none. Heads stay precise.",
+        'of loss after 1,000 steps. "input_gradient": in input gradients only, at no measured cost in loss. false: in none. '
+        'Delayed and current scaling alone have it, by default "input_gradient". Heads stay precise.',
     )
     use_power_2_scales: bool = Field(
         False, description="Round scales down to powers of two (current scaling only; block scaling always does)."

@@ -41,13 +41,6 @@ class RunConfig(Section):
     _notes: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="after")
-    def _check_warmup(self) -> RunConfig:
-        warmup, steps = self.optimizer.warmup_steps, self.train.steps
-        if warmup > steps:
-            raise ValueError(f"optimizer.warmup_steps = {warmup} is more than train.steps = {steps}: use at most {steps}")
-        return self
-
-    @model_validator(mode="after")
     def _refuse_idle_keys(self, info: ValidationInfo) -> RunConfig:
         if not info.context and (idle := idle_keys(self)):
             raise ValueError(_refusal(self, idle))

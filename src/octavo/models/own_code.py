@@ -65,7 +65,10 @@ def recompute_own_code(model: nn.Module) -> None:
 
 
 def cast(model: nn.Module, params_dtype: torch.dtype | None, buffer_dtype: torch.dtype) -> None:
-    """Cast parameters, unless `params_dtype` is None; buffers only to a lower dtype than float32: rotary tables and running means keep their precision."""
+    """Cast parameters, unless `params_dtype` is None.
+
+    Buffers are cast only to a lower dtype than float32: rotary tables and running means keep their precision.
+    """
     with torch.no_grad():
         for parameter in model.parameters() if params_dtype is not None else ():
             if parameter.is_floating_point():

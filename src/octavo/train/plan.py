@@ -132,7 +132,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     hardware = describe_device(device)
     use, note = choose_fp8(config.fp8, recipe, hardware, native=supports_fp8(device))
     layers = _layers(model, recipe)
-    if config.fp8.enabled is not False and not config.fp8.head and (why := _without_fp8_layers(layers, hf_config)):
+    if config.fp8.enabled is not False and (why := _without_fp8_layers(model, recipe, hf_config)):
         if config.fp8.enabled is True:
             raise InputError(f"fp8.enabled = true, but {why}. Set fp8.enabled = false, or change fp8.skip and fp8.layers.")
         use, note = False, f"no FP8: {why}"
@@ -208,13 +208,14 @@ def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
     return found
 
 
-def _without_fp8_layers(layers: Mapping[str, Fp8Layer], hf_config: Any) -> str:
+def _without_fp8_layers(model: torch.nn.Module, recipe: Recipe, hf_config: Any) -> str:
     """Why no matrix runs in FP8; empty if one does."""
-    if any(layer.recipe is not None for layer in layers.values()):
+    states = [state for _, state in states_of(model)]
+    if any(state.under(recipe) is not None for state in states):
         return ""
-    if not layers:
+    if not states:
         return f"the model ({hf_config.model_type}) has no linear layer that Octavo replaces"
-    return f"fp8.skip and fp8.layers leave out all {len(layers)} matrices that could run in FP8"
+    return f"fp8.skip and fp8.layers leave out all {len(states)} matrices that could run in FP8"
 
 
 def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: bool) -> tuple[bool, str]:
