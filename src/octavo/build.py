@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, unknown
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
-from octavo.fp8.scaling import states_of
+from octavo.fp8.scaling import states_of, use_own_buffers
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.description import describe
@@ -210,6 +210,7 @@ def build_model(
         compute_in(model, dtype, device)
     # 2. Choose.
     choose_recipes(model, layers=layers, skip=skip, excluded=excluded)
+    use_own_buffers(model)
     # 3. Recompute, offload.
     stack, parts = _blocks(model)
     _recompute(model, stack, recompute, offload=offload)

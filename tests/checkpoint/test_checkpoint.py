@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import random
 import re
@@ -28,6 +29,7 @@ from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling
 from octavo.fp8.scaling import state_records
 from octavo.parallel.coordination import Ranks
+from octavo.train.adamw import AdamW
 
 
 def bits(tensor):
@@ -488,6 +490,49 @@ def test_numbers_that_an_optimizer_keeps_come_back(tmp_path):
     half = Counting([other.weight])
     with pytest.raises(InputError, match="a parameter that the optimizer does not hold"):
         load(tmp_path / "numbers", other, half)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_settings_of_parameter_groups_come_back_exactly(tmp_path, kind, dtype):
+    def build(rate):
+        model = nn.Linear(2, 3)
+        groups = [{"params": [model.weight], "lr": torch.tensor(rate, dtype=dtype)}, {"params": [model.bias], "lr": rate}]
+        return model, kind(groups, betas=(0.8, 0.9), foreach=False, fused=False)
+
+    model, optimizer = build(torch.rand(()).item())
+    optimizer.param_groups[0] |= {"initial_lr": optimizer.param_groups[0]["lr"].clone(), "name": "matrix", "limit": math.inf}
+    optimizer.param_groups[1] |= {"nested": (1, [0.5, None], True), "order": torch.arange(4).view(2, 2)}
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "c", model, optimizer)
+    other, fresh = build(0.5)
+    fresh.param_groups[1]["nested"] = (0, [0, 0], 0)
+    held = fresh.param_groups[0]["lr"]
+    load(tmp_path / "c", other, fresh)
+    for group, saved in zip(fresh.param_groups, optimizer.param_groups, strict=True):
+        assert group.keys() == saved.keys()
+        for key in saved.keys() - {"params"}:
+            assert type(group[key]) is type(saved[key])
+            if isinstance(saved[key], torch.Tensor):
+                assert group[key].dtype == saved[key].dtype
+                assert torch.equal(group[key], saved[key])
+            else:
+                assert group[key] == saved[key]
+    assert fresh.param_groups[0]["lr"] is held
+    swapped = kind([{"params": [other.bias]}, {"params": [other.weight]}])
+    with pytest.raises(InputError, match=r"parameter group 0 of its optimizer .* Build the groups as the saved ones were"):
+        load(tmp_path / "c", other, swapped)
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, torch.zeros(100), print], ids=["dict", "large", "function"])
+def test_settings_that_cannot_be_kept_are_refused(tmp_path, value):
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0]["odd"] = value
+    with pytest.raises(InputError, match="setting 'odd' of parameter group 0 is of type"):
+        save(tmp_path / "c", model, optimizer)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("value", [[torch.ones(1)], "text", {"a": 1}], ids=lambda value: type(value).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import functools
@@ -18,6 +19,7 @@ import octavo
 import octavo.fp8.autocast
 
 WIDTH = 16
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # nested reentrant checkpoints
 
 
 def layers():
@@ -41,15 +43,45 @@ def whole(model, x):
     return x
 
 
-def recomputed(each, **arguments):
+def recomputed(each, *, use_reentrant=False, **arguments):
     """Forward with each layer, or the network as a whole, checkpointed."""
 
     def forward(model, x):
         for layer in model if each else [model]:
-            x = checkpoint(layer, x, use_reentrant=False, **arguments)
+            x = checkpoint(layer, x, use_reentrant=use_reentrant, **arguments)
         return x
 
     return forward
+
+
+def nested(outer, inner, **arguments):
+    """The network as a whole, and each layer in it, checkpointed, reentrant or not."""
+
+    def layered(model, x):
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=inner, **arguments)
+        return x
+
+    return lambda model, x: checkpoint(functools.partial(layered, model), x, use_reentrant=outer)
+
+
+class Repeated(torch.autograd.Function):
+    """A reentrant checkpoint as other libraries have it."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        y.backward(gradient)
+        return None, x.grad
 
 
 def train(forward, recipe, inside, evaluate=False):
@@ -82,6 +114,14 @@ WAYS = {
     "the whole": recomputed(False),
     "each layer, told": recomputed(True, context_fn=octavo.fp8.autocast.recomputing),
     "the whole, told": recomputed(False, context_fn=octavo.fp8.autocast.recomputing),
+    "each layer, reentrant": recomputed(True, use_reentrant=True),
+    "the whole, reentrant": recomputed(False, use_reentrant=True, preserve_rng_state=False),
+    "nested": nested(False, False),
+    "nested, reentrant": nested(True, True),
+    "reentrant within": nested(False, True),
+    "reentrant around": nested(True, False),
+    "told within, reentrant": nested(True, False, context_fn=octavo.fp8.autocast.recomputing),
+    "by another library": Repeated.apply,
 }
 
 
@@ -126,23 +166,107 @@ def test_recomputation_after_a_later_forward_uses_its_own_forwards_scales(way, w
     assert all(itertools.starmap(same_bits, zip(found[1][0], found[0][0], strict=True)))
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_recomputation_of_micro_batches_uses_the_kept_weight(told):
+def shared(model, x, run):
+    """The first layer in two checkpoints and outside, the gradients of each of another size."""
+    first, *others = model
+    x = run(first, x) * 8
+    x = run(first, torch.tanh(x))
+    return whole(others, first(x * 3))
+
+
+def with_contexts(model, x, run):
+    """Autocasts that end within the checkpoint, one of another recipe and one without FP8."""
+
+    def contexts(x):
+        with octavo.fp8_autocast(enabled=False):
+            x = model[0](x)
+        x = model[1](x)
+        with octavo.fp8_autocast(fp8_recipe=octavo.recipe.CurrentScaling()):
+            return model[2](x)
+
+    return run(contexts, x)
+
+
+def a_context_of_its_own(model, x, run):
+    """The outermost autocast begins and ends within the checkpoint, twice."""
+
+    def contexts(x):
+        with octavo.fp8_autocast(fp8_recipe=delayed()):
+            x = model[0](x)
+        with octavo.fp8_autocast(fp8_recipe=delayed()):
+            return whole(model[1:], x)
+
+    return run(contexts, x)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("forward", [shared, with_contexts, a_context_of_its_own])
+def test_contexts_and_uses_within_a_checkpoint(forward, use_reentrant):
     found = []
-    context = {"context_fn": octavo.fp8.autocast.recomputing} if told else {}
+    for run in (lambda function, x: function(x), functools.partial(checkpoint, use_reentrant=use_reentrant)):
+        model, results, states = layers(), [], []
+        for x, g in batches():
+            x.requires_grad_()
+            if forward is a_context_of_its_own:
+                y = forward(model, x, run)
+            else:
+                with octavo.fp8_autocast(fp8_recipe=delayed()):
+                    y = forward(model, x, run)
+            y.backward(g)
+            results += [y, x.grad, *gradients(model).values()]
+            states.append(snapshot(model))
+        found.append((results, states))
+    assert found[1][1] == found[0][1]
+    assert all(itertools.starmap(same_bits, zip(found[1][0], found[0][0], strict=True)))
+
+
+def test_a_backward_that_fails_loses_no_amax_of_the_next():
+    """In a reentrant checkpoint too, whose backward is one within another."""
+    scales = []
+    for run in (lambda layer, x: layer(x), functools.partial(checkpoint, use_reentrant=True)):
+        model, ((x, g), (other, _), _) = layers(), batches()
+        x.requires_grad_()
+        with octavo.fp8_autocast(fp8_recipe=delayed()):
+            y = run(model, x)
+        handle = model[0].weight.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            y.backward(g * 100)
+        handle.remove()
+        with octavo.fp8_autocast(fp8_recipe=delayed()):
+            y = run(model, other.requires_grad_())
+        y.backward(g)
+        scales.append(snapshot(model))
+    assert scales[0] == scales[1]
+    assert scales[0]["2.fc2.grad_output"][1][-1] == torch.tensor(100 * g.abs().max().item()).view(torch.int32)
+
+
+@pytest.mark.parametrize("order", ["each", "last"])
+@pytest.mark.parametrize("way", ["told", "found", "reentrant"])
+@pytest.mark.parametrize("by", ["argument", "context"])
+def test_recomputation_of_micro_batches_uses_the_kept_weight(by, way, order):
+    """The first micro-batch by the layer's argument or the loop's context; backward after each or after the last."""
+    found = []
+    context = {"use_reentrant": way == "reentrant"} | ({"context_fn": octavo.fp8.autocast.recomputing} if way == "told" else {})
     for recompute in (False, True):
         torch.manual_seed(6)
         layer, results = octavo.nn.Linear(WIDTH, WIDTH), []
         for _ in range(2):
+            waiting = []
             for number, (x, g) in enumerate(batches()):
                 x.requires_grad_()
-                with octavo.fp8_autocast(fp8_recipe=delayed()):
-                    if recompute:
-                        y = checkpoint(layer, x, is_first_microbatch=number == 0, use_reentrant=False, **context)
-                    else:
-                        y = layer(x, is_first_microbatch=number == 0)
-                y.backward(g)
-                results += [y, x.grad, *gradients(layer).values()]
+                first = number == 0 if by == "argument" else None
+                micro = octavo.fp8.autocast.microbatch(number == 0) if by == "context" else contextlib.nullcontext()
+                with micro, octavo.fp8_autocast(fp8_recipe=delayed()):
+                    y = checkpoint(layer, x, first, **context) if recompute else layer(x, first)
+                waiting.append((x, y, g))
+                with torch.no_grad(), octavo.fp8_autocast(fp8_recipe=octavo.recipe.CurrentScaling()):
+                    layer(x * 10)
+                if order == "last" and number < 2:
+                    continue
+                for x_of, y_of, g_of in waiting:
+                    y_of.backward(g_of)
+                    results += [y_of, x_of.grad, *gradients(layer).values()]
+                waiting = []
             with torch.no_grad():
                 layer.weight.mul_(1.7)
         found.append((results, snapshot(layer)))

@@ -4,7 +4,8 @@ import pytest
 import torch
 from llamas import llama, llama_config, tokens
 from torch import nn
-from transformers import GPTNeoConfig
+from torch.utils.checkpoint import checkpoint
+from transformers import GPTNeoConfig, LlamaForCausalLM
 
 import octavo
 from octavo.build import build_model, describe, transform
@@ -167,3 +168,12 @@ def test_a_mistral_with_a_window_keeps_its_code_and_describe_says_why():
     assert (type(kept).__name__, describe(kept).own_code) == ("MistralForCausalLM", 'blocks = "own"')
     with pytest.raises(InputError, match=r"unknown blocks 'theirs'"):
         transform(llama(), blocks="theirs")
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_head_in_fp8_inside_a_checkpoint_is_refused(use_reentrant):
+    model = transform(LlamaForCausalLM(llama_config()), fp8_head="backward")
+    ids = torch.randint(16, (1, 8))
+    one = torch.ones(1, requires_grad=True)
+    with octavo.fp8_autocast(), pytest.raises(InputError, match=r"fp8\.head .*Checkpoint the blocks alone"):
+        checkpoint(lambda one: model(input_ids=ids, labels=ids).loss * one, one, use_reentrant=use_reentrant)

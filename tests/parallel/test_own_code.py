@@ -9,6 +9,7 @@ import torch.distributed as dist
 from llamas import llama_config
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoConfig,
@@ -21,7 +22,8 @@ from transformers import (
 import ranks
 from octavo.build import build_model, transform
 from octavo.fp8.autocast import fp8_autocast, microbatch
-from octavo.fp8.recipe import DelayedScaling
+from octavo.fp8.recipe import CurrentScaling, DelayedScaling
+from octavo.fp8.scaling import state_records
 from octavo.parallel import world
 from octavo.parallel.deferred_init import delayed_init
 from octavo.parallel.fsdp import accumulate
@@ -188,3 +190,56 @@ def test_experts_are_joined_from_their_files_and_parted_again_on_ranks(tmp_path)
     written = load_file(tmp_path / "target" / "model.safetensors")
     assert written.keys() == published.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in published.items())
+
+
+NO_DROPOUT = {
+    "gpt_neox": {"attention_dropout": 0.0, "hidden_dropout": 0.0},
+    "opt": {"dropout": 0.0, "attention_dropout": 0.0, "word_embed_proj_dim": 32, "ffn_dim": 64},
+}
+
+
+def by_each_way(family, fp8):
+    """Losses and scales without recomputation, with it, and with reentrant checkpoints."""
+    if dist.is_initialized():
+        world.init()
+    return [losses_and_scales(family, fp8, way) for way in ("", "recompute", "reentrant")]
+
+
+def losses_and_scales(family, fp8, way):
+    """Two steps of three micro-batches, and an evaluation after the first of each."""
+    size = {"vocab_size": 17, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    size |= {"max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model(family, **size, **NO_DROPOUT[family])
+    recipe = DelayedScaling(amax_history_len=4)
+    options = {"dtype": torch.bfloat16, "params_dtype": torch.float32, "device": "cpu", "seed": 0}
+    sharding = sharded.sharding(recipe, torch.bfloat16) if world.state.world_size > 1 else None
+    model = build_model(config, sharding=sharding, recompute=way == "recompute", **options)
+    if way == "reentrant":
+        model.activation_checkpointing_enable({"use_reentrant": True})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    mine = IDS[world.state.dp_rank :: world.state.dp_size]
+    found = []
+    for step in range(2):
+        for index in range(3):
+            accumulate(model, last=index == 2)
+            ids = (mine * (step + 1) + index) % 17
+            with microbatch(first=index == 0), fp8_autocast(enabled=fp8, fp8_recipe=recipe):
+                loss = model(input_ids=ids, labels=ids, num_items_in_batch=3 * TARGETS).loss
+            (loss * LARGE).backward()
+            found.append(loss.item())
+            if index == 0:
+                with torch.no_grad(), fp8_autocast(enabled=fp8, fp8_recipe=CurrentScaling()):
+                    found.append(model.eval()(input_ids=ids, labels=ids).loss.item())
+                model.train()
+        found.append(clip_grad_norm_(model, 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, {name: scale.tolist() for name, scale in state_records(model).items()}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("family", "fp8"), [("gpt_neox", True), ("gpt_neox", False), ("opt", True)])
+def test_recomputation_of_micro_batches_changes_no_bit(family, fp8, count):
+    for wanted, *others in ranks.run(count, by_each_way, family, fp8):
+        assert bool(wanted[1]) == fp8
+        assert others == [wanted] * 2

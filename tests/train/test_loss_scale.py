@@ -235,7 +235,6 @@ def test_an_overflow_that_an_fp8_cast_would_hide_is_seen_and_leaves_no_trace(tin
     assert all(torch.equal(a, b) for a, b in zip(before, stepper.model.parameters(), strict=True))
     handle.remove()
     assert not train_step(stepper, 3).skipped
-    scaling.flush()
     for _, state in scaling.states_of(stepper.model):
         for slot in state.slots.values():  # an infinity in a history would keep its scale where it was
             torch.testing.assert_close(slot.scale, slot.fp8_max / slot.history.max())

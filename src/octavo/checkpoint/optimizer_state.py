@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.checkpoint.opened import Damaged
 from octavo.checkpoint.shard_io import Layout
 from octavo.errors import InputError
 
@@ -65,10 +66,68 @@ def state_scalars(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def group_scalars(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """The settings of each parameter group: rates, betas, decay."""
-    plain = (bool, int, float, str, tuple, list, type(None))
-    groups = optimizer.param_groups if optimizer is not None else []
-    return [{k: v for k, v in group.items() if k != "params" and isinstance(v, plain)} for group in groups]
+    """The settings of each parameter group (rates, betas, decay) as JSON.
+
+    Raises:
+        InputError: a setting is of a type that a checkpoint does not keep.
+    """
+    return [
+        {k: _to_json(v, f"{k!r} of parameter group {number}") for k, v in group.items() if k not in _NOT_SETTINGS}
+        for number, group in enumerate(optimizer.param_groups if optimizer is not None else [])
+    ]
+
+
+def settings_of(path: Path, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The inverse of `group_scalars` for the groups of this optimizer.
+
+    Raises:
+        Damaged: a setting is none.
+    """
+    try:
+        pairs = zip(optimizer.param_groups, groups, strict=False)
+        return [{key: _from_json(stored, own.get(key)) for key, stored in saved.items()} for own, saved in pairs]
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise Damaged(f"the settings of the optimizer in {path} are none ({error})") from None
+
+
+_NOT_SETTINGS = ("params", "param_names")
+
+
+def _to_json(value: Any, key: str) -> Any:
+    """A setting as JSON: exact, with tensors, infinities and NaN marked by their type."""
+    if isinstance(value, torch.Tensor) and value.numel() <= _LARGEST and not value.is_complex():
+        stored = [_to_json(number, key) for number in value.detach().flatten().tolist()]
+        return {"tensor": stored, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [_to_json(item, key) for item in value]
+    raise InputError(
+        f"the optimizer's setting {key} is of type {type(value).__name__}: a checkpoint keeps numbers, text, None, small real"
+        " tensors, and tuples and lists of them. Keep it as one of these, or save without the optimizer."
+    )
+
+
+_LARGEST = 64
+"""Most elements of a tensor among the settings, which are kept as text."""
+
+
+def _from_json(stored: Any, current: Any) -> Any:
+    """The inverse of `_to_json`; `current`, the optimizer's own setting, decides between tuple and list and on the device."""
+    if isinstance(stored, dict) and "tensor" in stored:
+        device = current.device if isinstance(current, torch.Tensor) else None
+        values = [_from_json(number, None) for number in stored["tensor"]]
+        tensor = torch.tensor(values, dtype=getattr(torch, stored["dtype"]), device=device)
+        return tensor.reshape(stored["shape"])
+    if isinstance(stored, dict):
+        return float(stored["float"])
+    if isinstance(stored, list):
+        pairs = list(current) if isinstance(current, tuple | list) and len(current) == len(stored) else [None] * len(stored)
+        items = [_from_json(item, own) for item, own in zip(stored, pairs, strict=True)]
+        return tuple(items) if isinstance(current, tuple) else items
+    return stored
 
 
 def group_names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[list[str]]:
@@ -157,7 +216,7 @@ def install_states(
     groups: list[dict[str, Any]],
     scalars: Scalars,
 ) -> None:
-    """Replace the states by the filled tensors of `allocate_states` and the scalars, and the settings of the groups."""
+    """Replace the states by the filled tensors of `allocate_states` and the scalars, and the settings by those of `groups`."""
     optimizer.state.clear()
     held = _held_parameters(model, optimizer)
     # A fused or capturable kernel reads the step count on the parameter's device.
@@ -169,4 +228,14 @@ def install_states(
     for owner, values in scalars.items():
         optimizer.state[held[owner]] |= {k: float(v) if isinstance(v, str) else v for k, v in values.items()}
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in saved.items()})
+        for key, value in saved.items():
+            current = group.get(key)
+            if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor) and _alike(current, value):
+                with torch.no_grad():
+                    current.copy_(value)  # a scheduler or a compiled step may hold it
+            else:
+                group[key] = value
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype

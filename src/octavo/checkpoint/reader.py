@@ -142,6 +142,7 @@ class _Loaded:
                 optimizer_state.check_groups(path, model, optimizer, names)
             saved = shard_io.subset(layout, "optimizer.")
             self._states = optimizer_state.allocate_states(path, model, optimizer, saved, self._groups, self._scalars)
+            self._groups = optimizer_state.settings_of(path, optimizer, self._groups)
         self._random_rank = rank if f"random.{rank}.cpu" in layout else 0
         self._fp8 = shard_io.empty_tensors(shard_io.subset(layout, "fp8."))
         self._random = shard_io.empty_tensors(shard_io.subset(layout, f"random.{self._random_rank}."))

@@ -195,9 +195,10 @@ def remove_tree(path: Path) -> None:
 
 def _recipe_record(model: nn.Module) -> dict[str, Any] | None:
     """The recipe of the model's FP8 state as JSON values; loading the amax histories needs it."""
-    states = [state for _, state in states_of(model) if state.recipe is not None]
     # The autocast's recipe comes first: layers with a recipe of their own get it when the model is built.
-    recipe = next((state.recipe for state in sorted(states, key=lambda state: state.override is not None)), None)
+    states = sorted((state for _, state in states_of(model)), key=lambda state: state.override is not None)
+    used = [state.history_recipe for state in states] + [state.recipe for state in states]
+    recipe = next((recipe for recipe in used if recipe is not None), None)
     if recipe is None:
         return None
     fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.init}

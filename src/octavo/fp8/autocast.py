@@ -2,7 +2,7 @@
 
 Scales change only at the edges of the outermost context, so that all uses inside one step see the same ones. Backward may run
 inside the context or after it. A forward that runs inside a backward is a recomputation: it records no amax and repeats the
-casts of its forward by the same scales; `recomputing` arranges this for `torch.utils.checkpoint`.
+casts of its forward by the same scales, found by `octavo.fp8.checkpoints` or, cheaper, kept by `recomputing`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from octavo.errors import InputError
-from octavo.fp8 import scaling
+from octavo.fp8 import buffers, checkpoints, scaling
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.kernels import gemm
 
@@ -29,14 +29,19 @@ class _Active:
 
     recipe: Recipe | None
     emulate: bool
+    outer: _Active | None
+    task: int  # the backward in whose recomputation it was entered; -1 outside of one
+    inside: frozenset[int]  # ids of the checkpoints around it
 
 
 @dataclass
 class _Forward:
-    """The context and the scales of a forward, for its recomputation."""
+    """The context, the scales and the micro-batch of a forward, for its recomputation."""
 
     active: _Active | None
-    scales: list[tuple[scaling.ScaleBuffer, torch.Tensor]]
+    scales: list[tuple[buffers.ScaleBuffer, torch.Tensor]]
+    first: bool | None = None
+    session: buffers.Session = field(default_factory=buffers.session)
 
 
 @dataclass
@@ -49,6 +54,7 @@ class _State:
     first_microbatch: bool | None = None
     warned: set[torch.device] = field(default_factory=set)
     recomputing: bool = False
+    session: buffers.Session | None = None  # of the forward that is recomputed
 
 
 _state = _State()
@@ -61,6 +67,8 @@ def fp8_autocast(
     """Run the products of FP8 layers inside in FP8 (or, with `enabled=False`, in the dtype of their inputs).
 
     On a GPU without FP8 units the layers run in the dtype of their inputs and a warning says so once; a CPU emulates FP8.
+    Ranks join their amaxes at the end of a forward of training and of its backward. An evaluation, without gradients or of
+    modules in evaluation mode, is no collective and changes no state: one rank may run it alone.
 
     Args:
         enabled: False takes the layers inside out of FP8, also within another autocast.
@@ -77,35 +85,69 @@ def fp8_autocast(
     if fp8_group is not None and not isinstance(fp8_group, dist.ProcessGroup):
         raise InputError(f"fp8_autocast: fp8_group = {fp8_group!r} is not a process group of torch.distributed.")
     recipe = (DelayedScaling() if fp8_recipe is None else coerce(fp8_recipe)) if enabled else None
-    outer, active = _state.active, _Active(recipe, emulate)
-    if outer is None:
-        scaling.begin(fp8_group, getattr(recipe, "reduce_amax", True))
+    before, task = _state.active, checkpoints.graph_task()
+    inside = frozenset(map(id, checkpoints.enclosing()))
+    active = _Active(recipe, emulate, _in_force(), task, inside)
+    outermost = before is None and task == -1  # in a backward it is part of a recomputation
+    if outermost:
+        buffers.begin(fp8_group, getattr(recipe, "reduce_amax", True))
     if recipe is not None:
         scaling.prepare_all(recipe)
     _state.active = active
     try:
         yield
-        if outer is None and torch.is_grad_enabled():
-            _state.last = _Forward(active, scaling.snapshot())
-            scaling.end_forward()
+        if outermost and (torch.is_grad_enabled() or buffers.has_recorded()):
+            _state.last = _Forward(active, buffers.snapshot(), _state.first_microbatch)
+            buffers.end_forward(unseen=recipe is not None)
     finally:
-        _state.active = outer
+        _state.active = before
+        if outermost:
+            buffers.leave()
 
 
 def current_recipe(device: torch.device) -> Recipe | None:
     """The recipe that applies here on this device, or None where products stay in high precision."""
     active = _state.active
-    if not torch.compiler.is_compiling() and not _state.recomputing:
-        if scaling.graph_task() != -1:
-            active = _repeated().active
-        elif (frame := _checkpoint_frame()) is not None and frame not in _state.checkpoints:
-            _state.checkpoints[frame] = _Forward(active, scaling.snapshot())
+    if not torch.compiler.is_compiling():
+        active = _in_force()
+        _remember(active)
+        if checkpoints.graph_task() != -1:
+            buffers.update_after_backward()
     if active is None or active.recipe is None:
         return None
     if device.type == "cpu" or active.emulate or gemm.is_native(device):
         return active.recipe
     _warn_without_fp8(device)
     return None
+
+
+def _in_force() -> _Active | None:
+    """The context of this forward; in a recomputation that of its forward, unless it enters one again itself."""
+    task, active = checkpoints.graph_task(), _state.active
+    if task == -1 or _state.recomputing or (active is not None and active.task == task):
+        return active
+    return _repeated().active
+
+
+def _remember(active: _Active | None) -> None:
+    """Keep context and scales of this forward for the recomputation of each checkpoint around it."""
+    if _state.recomputing:
+        return
+    if torch.is_grad_enabled():
+        if not checkpoints.has_hooks() or checkpoints.innermost() in _state.checkpoints:
+            return
+    elif not checkpoints.trains():
+        return
+    new = [found for found in checkpoints.enclosing() if found not in _state.checkpoints]
+    if not new:
+        return
+    again = checkpoints.graph_task() != -1
+    forward = _repeated() if again else _Forward(None, buffers.snapshot(), _state.first_microbatch)
+    for found in new:
+        around = active
+        while around is not None and id(found) in around.inside:
+            around = around.outer
+        _state.checkpoints[found] = _Forward(around, forward.scales, forward.first, forward.session)
 
 
 @torch.compiler.disable
@@ -131,25 +173,37 @@ def microbatch(first: bool) -> Iterator[None]:
 
 def first_microbatch() -> bool | None:
     """True in the first forward of an accumulated step, False in later ones, None outside of `microbatch`."""
-    return _state.first_microbatch
+    if torch.compiler.is_compiling() or _state.recomputing or checkpoints.graph_task() == -1:
+        return _state.first_microbatch
+    return _repeated().first
+
+
+def session() -> buffers.Session:
+    """The outermost autocast of this forward; in a recomputation that of its forward."""
+    if _state.recomputing and _state.session is not None:
+        return _state.session
+    return buffers.session() if checkpoints.graph_task() == -1 else _repeated().session
 
 
 class _Recomputing:
     """The context of a recomputation: recipe and scales of its forward."""
 
     def __init__(self) -> None:
-        self._forward = _Forward(_state.active, scaling.snapshot())
-        self._first = _state.first_microbatch
+        if _state.recomputing or checkpoints.graph_task() == -1:
+            self._forward = _Forward(_state.active, buffers.snapshot(), _state.first_microbatch, session())
+        else:  # in the recomputation of a checkpoint around this one
+            self._forward = _Forward(_in_force(), _repeated().scales, first_microbatch(), session())
 
     def __enter__(self) -> None:
-        self._before = (_state.active, _state.first_microbatch, _state.recomputing)
-        self._replay = scaling.replay(self._forward.scales)
+        self._before = (_state.active, _state.first_microbatch, _state.recomputing, _state.session)
+        self._replay = buffers.replay(self._forward.scales)
         self._replay.__enter__()
-        _state.active, _state.first_microbatch, _state.recomputing = self._forward.active, self._first, True
+        _state.active, _state.first_microbatch = self._forward.active, self._forward.first
+        _state.recomputing, _state.session = True, self._forward.session
 
     def __exit__(self, *exc: object) -> None:
         self._replay.__exit__(None, None, None)
-        _state.active, _state.first_microbatch, _state.recomputing = self._before
+        _state.active, _state.first_microbatch, _state.recomputing, _state.session = self._before
 
 
 def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
@@ -159,27 +213,14 @@ def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.A
 
 def scales_of_forward() -> contextlib.AbstractContextManager[None]:
     """Around the casts of a forward: the scales of the first forward, if this is a recomputation without `recomputing`."""
-    if torch.compiler.is_compiling() or _state.recomputing or scaling.graph_task() == -1:
+    if torch.compiler.is_compiling() or _state.recomputing or checkpoints.graph_task() == -1:
         return contextlib.nullcontext()
-    return scaling.replay(_repeated().scales)
-
-
-def _checkpoint_frame() -> Any:
-    """The object of `torch.utils.checkpoint` that a forward and its recomputation share; None outside of a checkpoint.
-
-    It is in the closure of the saved-tensor hook that checkpoint sets around both: there is no public access.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0]) if hooks else None
-    names = pack.__code__.co_freevars if hasattr(pack, "__code__") else ()
-    cells = dict(zip(names, getattr(pack, "__closure__", None) or (), strict=False))
-    if "target_frame_ref" in cells:
-        return cells["target_frame_ref"].cell_contents()
-    return cells["frame"].cell_contents if "frame" in cells else None
+    return buffers.replay(_repeated().scales)
 
 
 def _repeated() -> _Forward:
-    """The forward of this recomputation; without a checkpoint frame, that of the current context or of the last one."""
-    frame = _checkpoint_frame()
-    remembered = _state.checkpoints.get(frame) if frame is not None else None
-    return remembered or (_state.last if _state.active is None else _Forward(_state.active, []))
+    """The forward of this recomputation; without a checkpoint around, that of the current context or of the last one."""
+    for found in checkpoints.enclosing():
+        if found in _state.checkpoints:
+            return _state.checkpoints[found]
+    return _state.last if _state.active is None else _Forward(_state.active, [], _state.first_microbatch)

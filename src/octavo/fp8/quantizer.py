@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.fp8 import autocast, scaling
+from octavo.fp8 import autocast, buffers, checkpoints
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
@@ -77,7 +77,9 @@ def shard_scale(
     """
     how = recipe.casts[Operand.WEIGHT]
     if how.delayed:
-        slot = state.slot(Operand.WEIGHT, recipe, shard.device)
+        slot = state.slot(Operand.WEIGHT, recipe, shard.device, trains=record)
+        if record:
+            slot.buffer.owner.record_forward(training=state.training)
         return slot.scale, slot.amax if record else None
     largest = reference.amax(shard)
     if group is not None:
@@ -99,11 +101,23 @@ class LinearQuantizer:
     ) -> None:
         self.state, self.device, self.recipe, self.out_dtype = state, device, recipe, out_dtype
         self.grads = torch.is_grad_enabled()
-        self.first = autocast.first_microbatch() if first is None else first
+        compiling = torch.compiler.is_compiling()
+        self.trains = self.grads if compiling else checkpoints.trains()
+        self.records = self.trains and (compiling or checkpoints.graph_task() == -1)
+        self.session = None if compiling else autocast.session()
+        # An evaluation leaves the FP8 weight of the micro-batches alone.
+        self.first = (autocast.first_microbatch() if first is None else first) if self.trains else None
+        self._drops_kept = self.trains and (compiling or state.training)
         self._input_scale: Tensor | None = None
         self._weight_scale: Tensor | None = None
-        if recipe is not None:
+        if recipe is None:
+            return
+        if self.records or not state.trained:
             state.recipe = recipe
+        if self.records:
+            state.trained = True
+        if not compiling:
+            buffers.see()
 
     @property
     def recomputable(self) -> bool:
@@ -133,7 +147,8 @@ class LinearQuantizer:
             return QuantizedTensor(weight.to(self.out_dtype))
         if not self._transposes_late or (rowwise and columnwise):
             return self._weight_in_both(weight)
-        self.state.weight_cache = None
+        if self._drops_kept:
+            self.state.weight_cache = None
         w, scale = self._cast(Operand.WEIGHT, DenseOperand(weight), rowwise=rowwise, columnwise=columnwise)
         if not columnwise and scale is not None and self.grads:
             self._weight_scale = scale.clone()  # the slot takes another before backward
@@ -150,12 +165,13 @@ class LinearQuantizer:
         state, cached = self.state, self.state.weight_cache
         if state.gathered is not None:
             return state.gathered
-        if self.first is False and cached is not None and (cached.columnwise_data is not None or not self.grads):
+        if self.first is False and cached is not None:
             return cached
-        w, _ = self._cast(Operand.WEIGHT, DenseOperand(weight), rowwise=True, columnwise=self.grads)
+        columnwise = self.grads or self.first is not None
+        w, _ = self._cast(Operand.WEIGHT, DenseOperand(weight), rowwise=True, columnwise=columnwise)
         if self.first is not None:
             state.weight_cache = w
-        elif cached is not None:
+        elif cached is not None and self._drops_kept:
             state.weight_cache = None
         return w
 
@@ -198,8 +214,6 @@ class LinearQuantizer:
             return
         if torch.is_grad_enabled():
             raise RuntimeError("these layers have no second derivative: call backward without create_graph=True.")
-        if self.recipe is not None and self.recipe.casts[Operand.GRAD_OUTPUT].delayed:
-            scaling.backward_begins_in(scaling.graph_task())
 
     def _cast(
         self, operand: Operand, producer: Producer, *, rowwise: bool, columnwise: bool, slot_index: Tensor | None = None
@@ -208,14 +222,19 @@ class LinearQuantizer:
         if self.recipe is None:
             return QuantizedTensor(producer(Quantizer(self.out_dtype)).high_precision), None
         how, compiling = self.recipe.casts[operand], torch.compiler.is_compiling()
-        kind, record = how.format, operand is Operand.GRAD_OUTPUT or self.grads
+        kind, record = how.format, operand is Operand.GRAD_OUTPUT or self.records
         matrix = producer.matrix if isinstance(producer, DenseOperand) else None
         if how.delayed:
             if compiling:
                 assert matrix is not None
-                position = self.state.slot(operand, self.recipe, self.device).position if slot_index is None else slot_index
-                return scaling.cast_delayed(matrix, position, kind.dtype, kind.max, record, columnwise), None
-            slot = self.state.slot(operand, self.recipe, self.device)
+                if slot_index is None:
+                    slot_index = self.state.slot(operand, self.recipe, self.device, trains=record).position
+                return buffers.cast_delayed(matrix, slot_index, kind.dtype, kind.max, record, columnwise), None
+            slot = self.state.slot(operand, self.recipe, self.device, trains=record)
+            if record and operand is Operand.GRAD_OUTPUT:
+                slot.buffer.owner.record_gradient(self.session)
+            elif record:
+                slot.buffer.owner.record_forward(training=self.state.training)
             amax_slot = slot.amax if record else None
             return producer(Quantizer(kind.dtype, kind.max, slot.scale, amax_slot, rowwise, columnwise)), slot.scale
         if how.granularity is Granularity.TENSOR and not compiling:

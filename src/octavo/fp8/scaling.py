@@ -1,160 +1,27 @@
-"""The state of delayed scaling: scales and amax histories of all tensors in a few flat buffers, outside parameters and buffers.
+"""The FP8 state of each layer: its slots in the buffers of delayed scaling, its recipe, and the FP8 weight of micro-batches.
 
-A kernel takes one element of a buffer (a `Slot`). One kernel updates the state of a whole model, one all-reduce for each
-direction joins it over ranks, and sharding, `state_dict` and `.to()` never see it. Scales of forward are updated when the
-outermost `fp8_autocast` ends; those of backward before they are read: by the next autocast, `inspect`, a save, or backward.
+Training alone changes it: an evaluation, under whatever recipe, reads the scales of training.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.errors import InputError
-from octavo.fp8.recipe import History, Operand, Recipe
-from octavo.kernels.quantize.cast import CastResults, cast, fake_results, operator_results
+from octavo.fp8 import buffers
+from octavo.fp8.buffers import BufferSet, Slot
+from octavo.fp8.recipe import Operand, Recipe
 from octavo.kernels.quantize.cast_scaled import amax, scale_from_amax
-from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, of_one_scale
-from octavo.kernels.scales import update_scales_
+from octavo.kernels.quantize.quantized import QuantizedTensor
 
-_FIRST_CAPACITY = 64
-_ROUNDING = 1 + 2.0**-20
-"""An amax times the scale that was made from it may round to just above the maximum: that loses nothing."""
-_buffers: list[ScaleBuffer] = []
-
-
-class Slot:
-    """One tensor's scale and history in a buffer."""
-
-    def __init__(self, buffer: ScaleBuffer, index: int, fp8_max: float) -> None:
-        self.buffer = buffer
-        self.index = index
-        self.fp8_max = fp8_max
-        self.begun = False
-        """The scale is no longer the first one, 1: `ModuleState.begin` or `fill` has set it."""
-        self.position = torch.tensor([buffer.number, index])
-        """Number of the buffer and index in it, for `cast_delayed`: int64 [2] on the CPU."""
-
-    @property
-    def scale(self) -> Tensor:
-        """The scale of the next cast: a view, float32 []."""
-        return self.buffer.scale[self.index]
-
-    @property
-    def amax(self) -> Tensor:
-        """Entry 0 of the history, in which casts record: a view, float32 []."""
-        return self.buffer.history[0, self.index]
-
-    @property
-    def history(self) -> Tensor:
-        """This tensor's history, oldest after entry 0: float32 [L]."""
-        return self.buffer.history[:, self.index]
-
-
-def _several_ranks(group: dist.ProcessGroup | None = None) -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-
-
-class ScaleBuffer:
-    """Scales [n] and histories [L, n] of all tensors of one direction, one `History` policy and one device."""
-
-    @torch.inference_mode(False)  # here and in `allocate`: training goes on with the buffers of an evaluation
-    def __init__(self, device: torch.device, policy: History) -> None:
-        self.policy = policy
-        self.device = device
-        self.number = len(_buffers)
-        _buffers.append(self)
-        self.scale = torch.ones(_FIRST_CAPACITY, device=device)
-        self.history = torch.zeros(policy.length, _FIRST_CAPACITY, device=device)
-        self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
-        self.saturated = torch.zeros(_FIRST_CAPACITY, dtype=torch.bool, device=device)
-        self._free: list[int] = []
-        self._used = 0
-
-    @torch.inference_mode(False)
-    def allocate(self, fp8_max: float) -> Slot:
-        """A fresh slot: scale 1, history of zeros."""
-        if self._free and not _several_ranks():  # several collect garbage at different times, and join slots by index
-            index = self._free.pop()
-        else:
-            index, self._used = self._used, self._used + 1
-            if index == len(self.scale):
-                self._grow()
-        with torch.no_grad():
-            self.scale[index] = 1
-            self.history[:, index] = 0
-            self.saturated[index] = False
-            self.fp8_max[index] = fp8_max
-        slot = Slot(self, index, fp8_max)
-        weakref.finalize(slot, self._free.append, index)
-        return slot
-
-    def _grow(self) -> None:
-        self.scale = torch.cat([self.scale, torch.ones_like(self.scale)])
-        self.history = torch.cat([self.history, torch.zeros_like(self.history)], 1)
-        self.fp8_max = torch.cat([self.fp8_max, torch.ones_like(self.fp8_max)])
-        self.saturated = torch.cat([self.saturated, torch.zeros_like(self.saturated)])
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Roll every history in which something was recorded and compute its scale; see `reference.update_scales`."""
-        if _state.reduce_amax and _several_ranks(_state.group):
-            dist.all_reduce(self.history[0], op=dist.ReduceOp.MAX, group=_state.group)
-        update_scales_(
-            self.history, self.scale, self.fp8_max, self.saturated,
-            algo=self.policy.algo, margin=self.policy.margin, rounding=_ROUNDING,
-        )  # fmt: skip
-
-
-def cast_delayed(
-    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
-) -> QuantizedTensor:
-    """Cast a matrix in compiled code by the scale of the slot at `position`, rowwise and if asked columnwise."""
-    q, q_t, scale_inv = _cast_delayed(x, position, dtype, fp8_max, record, columnwise)
-    return of_one_scale(q, q_t if columnwise else None, scale_inv)
-
-
-# A compiler is given the position of a slot, not its tensors: as inputs of a graph they would be views of one buffer, one of
-# them written, which functionalisation copies and autograd's version counters refuse. Nothing in a graph reads the amax.
-# The position is a tensor, because a number would be compiled in: each layer would have code of its own.
-@torch.library.custom_op("octavo::cast_delayed", mutates_args=())
-def _cast_delayed(
-    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
-) -> CastResults:
-    number, index = position.tolist()
-    buffer = _buffers[number]
-    amax = buffer.history[0, index] if record else None
-    return operator_results(cast(x, Quantizer(dtype, fp8_max, buffer.scale[index], amax, columnwise=columnwise)))
-
-
-@_cast_delayed.register_fake
-def _(x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool) -> CastResults:
-    return fake_results(x, dtype, columnwise)
-
-
-@dataclass
-class _State:
-    """The buffers of the process by direction, and how the current autocast joins their amaxes over ranks."""
-
-    forward: dict[tuple[torch.device, History], ScaleBuffer] = field(default_factory=dict)
-    backward: dict[tuple[torch.device, History], ScaleBuffer] = field(default_factory=dict)
-    group: dist.ProcessGroup | None = None
-    reduce_amax: bool = True
-    pending: bool = False  # a backward may have recorded amaxes since the last update
-    task: int = -1  # autograd's number of that backward
-
-
-_state = _State()
 _numbers = itertools.count()
 _modules: weakref.WeakValueDictionary[int, ModuleState] = weakref.WeakValueDictionary()
 _prepared: set[Recipe] = set()
@@ -168,10 +35,14 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, weight_name: str = "weight") -> None:
         self.slots: dict[Operand, Slot] = {}
+        self.places: dict[Operand, int] = {}  # of the slots in any buffer
         self.weight_cache: QuantizedTensor | None = None
         self.gathered: QuantizedTensor | None = None  # the weight of a sharded parameter, gathered in FP8
         self.observed: dict[Operand, Tensor] = {}
-        self.recipe: Recipe | None = None  # of the last use
+        self.buffers = buffers.default
+        self.recipe: Recipe | None = None  # of the last use in training; before the first, of the last evaluation
+        self.history_recipe: Recipe | None = None  # of the slots
+        self.trained = False
         self.skipped = ""  # the reason, if this layer stays out of FP8
         self.override: Recipe | None = None  # replaces an autocast's recipe
         self.override_by = ""  # the reason
@@ -188,6 +59,12 @@ class ModuleState:
         """The module's weight [N, K]; None when the module is gone."""
         module = self._module()
         return getattr(module, self.weight_name, None) if module is not None else None
+
+    @property
+    def training(self) -> bool:
+        """True if the module is in training mode."""
+        module = self._module()
+        return module is None or module.training
 
     @property
     def device(self) -> torch.device | None:
@@ -208,21 +85,24 @@ class ModuleState:
             return
         for operand, how in recipe.casts.items():
             old = self.slots.get(operand)
-            buffers = _state.backward if operand is Operand.GRAD_OUTPUT else _state.forward
-            buffer = buffers.get((device, policy)) or buffers.setdefault((device, policy), ScaleBuffer(device, policy))
+            buffer = self.buffers.buffer(operand, device, policy)
             if old is None or old.buffer is not buffer or old.fp8_max != how.format.max:
-                new = buffer.allocate(how.format.max)
-                if old is not None:
+                if operand not in self.places:
+                    self.places[operand] = self.buffers.place(self, operand)
+                before = None if old is None else (old.scale.clone(), old.history.clone())
+                new = buffer.allocate(how.format.max, self.places[operand])
+                if old is not None and before is not None:
                     # The same amaxes in another format: its scale differs by a power of two. An unused one stays 1.
-                    used = (old.history != 0).any()
-                    fill(new, torch.where(used, old.scale * (how.format.max / old.fp8_max), old.scale), old.history)
+                    scale, history = before
+                    fill(new, torch.where((history != 0).any(), scale * (how.format.max / old.fp8_max), scale), history)
                 self.slots[operand] = new
+        self.history_recipe = recipe
 
-    def slot(self, operand: Operand, recipe: Recipe, device: torch.device) -> Slot:
-        """The slot of an operand, made on first use."""
+    def slot(self, operand: Operand, recipe: Recipe, device: torch.device, *, trains: bool = True) -> Slot:
+        """The slot of an operand, made on first use; an evaluation reads that of training, whatever its history's policy."""
         slot = self.slots.get(operand)
-        fp8_max = recipe.casts[operand].format.max
-        if slot is None or slot.fp8_max != fp8_max or slot.buffer.policy != recipe.history or slot.buffer.device != device:
+        fits = slot is not None and slot.fp8_max == recipe.casts[operand].format.max and slot.buffer.device == device
+        if slot is None or not fits or (trains and slot.buffer.policy != recipe.history):
             torch.compiler.disable(self.prepare)(recipe, device)
             slot = self.slots[operand]
         return slot
@@ -238,13 +118,18 @@ class ModuleState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         twin = copy.copy(self)
-        twin.slots, twin.observed = {}, {}
+        twin.slots, twin.places, twin.observed = {}, {}, {}
         twin.weight_cache = twin.gathered = None
         module = self._module()
         if module is not None:
             twin._module = weakref.ref(memo.get(id(module), module))
+        key = id(BufferSet)  # of one set for all that is copied at once
+        twin.buffers = memo[key] = memo.get(key) or BufferSet()
+        twin.buffers.trained = twin.buffers.trained or self.trained
         for operand, slot in self.slots.items():
-            twin.slots[operand] = slot.buffer.allocate(slot.fp8_max)
+            twin.places[operand] = twin.buffers.place(twin, operand)
+            buffer = twin.buffers.buffer(operand, slot.buffer.device, slot.buffer.policy)
+            twin.slots[operand] = buffer.allocate(slot.fp8_max, twin.places[operand])
             fill(twin.slots[operand], slot.scale, slot.history)
         twin._register()
         return twin
@@ -254,7 +139,7 @@ class ModuleState:
 def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
     """Set a slot's scale and history; of a longer history the newest entries are kept, a shorter one is padded with zeros."""
     kept = min(len(history), slot.buffer.policy.length) - 1
-    slot.begun = True
+    slot.begun = bool((history != 0).any())
     slot.scale.copy_(scale)
     slot.history.zero_()
     slot.amax.copy_(history[0])
@@ -265,11 +150,11 @@ def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
 def prepare_all(recipe: Recipe) -> None:
     """Give every new FP8 module its slots for an autocast of `recipe`, outside of anything that is traced or compiled.
 
-    A module that has slots keeps them: it moves to another recipe only when it is used under one.
+    A module that was trained keeps its slots: it moves to another recipe only when it is trained under one.
     """
     if recipe in _prepared:
         return
-    if _several_ranks() and next(_without_slots(recipe), None) is not None:
+    if buffers.several_ranks() and next(_without_slots(recipe), None) is not None:
         gc.collect()  # a model that is gone on one rank and lingers on another would take slots there
     for state, own, device in _without_slots(recipe):
         state.prepare(own, device)
@@ -279,71 +164,17 @@ def prepare_all(recipe: Recipe) -> None:
 
 
 def _without_slots(recipe: Recipe) -> Iterator[tuple[ModuleState, Recipe, torch.device]]:
-    """In order of creation: a slot needs the same number on every rank, or an all-reduce would join different tensors."""
+    """In order of creation: a slot needs the same number on every rank, or an all-reduce would join different tensors.
+
+    Slots of an evaluation before training count as none: perhaps one rank alone has evaluated, or under another recipe.
+    """
     for state in list(_modules.values()):
         own, device = state.under(recipe), state.device
-        if own is not None and own.history is not None and device is not None and not state.slots:
+        if own is None or own.history is None or device is None:
+            continue
+        others = any(slot.buffer.policy != own.history or slot.buffer.device != device for slot in state.slots.values())
+        if not state.slots or (others and not state.trained):
             yield state, own, device
-
-
-def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
-    """An outermost autocast begins: amaxes of the last backward take effect."""
-    flush()
-    _state.group, _state.reduce_amax = group, reduce_amax
-
-
-def end_forward() -> None:
-    """An outermost autocast ends, with gradients on."""
-    for buffer in _state.forward.values():
-        buffer.update()
-    _state.pending = True
-
-
-def joins_forward(group: dist.ProcessGroup) -> bool:
-    """True if the amaxes of this forward will be joined over all ranks of `group`."""
-    if not _state.reduce_amax or _state.group is None:
-        return _state.reduce_amax
-    return set(dist.get_process_group_ranks(_state.group)).issuperset(dist.get_process_group_ranks(group))
-
-
-def flush() -> None:
-    """Update the backward scales if a backward may have recorded amaxes since the last update."""
-    if _state.pending:
-        for buffer in _state.backward.values():
-            buffer.update()
-        _state.pending = False
-
-
-def backward_begins_in(task: int) -> None:
-    """A gradient is about to be recorded in autograd's graph task `task`; an earlier backward takes effect first."""
-    if task != _state.task:
-        flush()
-        _state.task = task
-    _state.pending = True
-
-
-def graph_task() -> int:
-    """The number of the autograd backward running on this thread; -1 outside of a backward."""
-    return torch._C._current_graph_task_id()
-
-
-def snapshot() -> list[tuple[ScaleBuffer, Tensor]]:
-    """The forward scales as they are, for a recomputation to use."""
-    return [(buffer, buffer.scale.clone()) for buffer in _state.forward.values()]
-
-
-@contextlib.contextmanager
-def replay(scales: list[tuple[ScaleBuffer, Tensor]]) -> Iterator[None]:
-    """Around the recomputation of a forward: use its scales, and restore the amaxes recorded before."""
-    before = [(buffer, buffer.scale.clone(), buffer.history[0].clone()) for buffer in _state.forward.values()]
-    for buffer, scale in scales:
-        buffer.scale[: len(scale)].copy_(scale)
-    try:
-        yield
-    finally:
-        for buffer, scale, amaxes in before:
-            buffer.scale[: len(scale)].copy_(scale)
-            buffer.history[0, : len(amaxes)].copy_(amaxes)
 
 
 def states_of(model: nn.Module) -> Iterator[tuple[str, ModuleState]]:
@@ -366,7 +197,6 @@ def inspect(module: nn.Module) -> dict[str, Any]:
     Raises:
         InputError: nothing in the module runs in FP8.
     """
-    flush()
     found = {name: _entries(state) for name, state in states_of(module)}
     if not found:
         raise InputError(f"{type(module).__name__} has no FP8 layer: octavo.describe(model) names those that have.")
@@ -395,9 +225,26 @@ def _entries(state: ModuleState) -> dict[str, dict[str, Any]]:
     return entries
 
 
+def use_own_buffers(model: nn.Module) -> None:
+    """Keep the state of a model's layers in buffers of its own: see `BufferSet`."""
+    own = BufferSet()
+    for _, state in states_of(model):
+        if not state.slots:
+            state.buffers = own
+
+
 def state_records(model: nn.Module) -> dict[str, Tensor]:
-    """FP8 state for a checkpoint: `<module>.<operand>.scale` [] and `.amax_history` [L], float32, copied."""
-    flush()
+    """FP8 state for a checkpoint: `<module>.<operand>.scale` [] and `.amax_history` [L], float32, copied.
+
+    Raises:
+        InputError: an autocast with a forward of training has not ended.
+    """
+    owners = {slot.buffer.owner for _, state in states_of(model) for slot in state.slots.values()}
+    if buffers.is_open() and any(owner.recorded for owner in owners):
+        raise InputError(
+            "a checkpoint inside fp8_autocast, after a forward with gradients: the amaxes of this forward are in no history"
+            " yet, and would be lost on resume. Save after the end of the outermost fp8_autocast, one for each forward."
+        )
     records: dict[str, Tensor] = {}
     for name, state in states_of(model):
         for operand, slot in state.slots.items():
@@ -421,15 +268,6 @@ def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
             raise InputError(f"{name} has no weights yet: materialise the model before its FP8 state is loaded.")
 
 
-def reset_states(model: nn.Module) -> None:
-    """Give every slot of a model its first scale and an empty history, and forget the FP8 weights of an earlier micro-batch."""
-    flush()
-    for _, state in states_of(model):
-        state.weight_cache = None
-        for slot in state.slots.values():
-            fill(slot, torch.ones(()), torch.zeros(1))
-
-
 def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: Recipe) -> None:
     """Put records from `state_records` back, for the modules that run in FP8 under an autocast of `recipe`.
 
@@ -437,7 +275,6 @@ def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: 
         InputError: as `check_state_records`, before anything is changed.
     """
     check_state_records(model, records)
-    flush()
     for name, state in states_of(model):
         device = state.device
         own = state.under(recipe)
@@ -448,3 +285,11 @@ def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: 
             key = f"{name}.{operand.value}"
             if f"{key}.scale" in records:
                 fill(slot, records[f"{key}.scale"], records[f"{key}.amax_history"])
+
+
+def reset_states(model: nn.Module) -> None:
+    """Give every slot of a model its first scale and an empty history, and forget the FP8 weights of an earlier micro-batch."""
+    for _, state in states_of(model):
+        state.weight_cache = None
+        for slot in state.slots.values():
+            fill(slot, torch.ones(()), torch.zeros(1))

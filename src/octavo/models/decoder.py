@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from octavo.errors import InputError
+from octavo.fp8 import checkpoints
 from octavo.fp8.linear import LinearGemms
 from octavo.fp8.quantizer import active_recipe
 from octavo.fp8.recipe import CurrentScaling, Granularity, Operand
@@ -189,10 +190,13 @@ class Decoder(nn.Module):
         recipe = None if state is None else active_recipe(state, hidden.device)
         if state is None or recipe is None or not (self.fp8_head_asked or recipe.native):
             return None
+        delayed = recipe.history is not None and not torch.compiler.is_compiling()
         if recipe.casts[Operand.INPUT].granularity is not Granularity.TENSOR:
             recipe = CurrentScaling()
-        if recipe.history is not None and not torch.compiler.is_compiling():
-            # A checkpoint without FP8 in its head, or the first step of a training, has no scale for these.
+        elif delayed and checkpoints.are_around():
+            recipe = CurrentScaling()  # has no state: a recomputation repeats its casts
+        elif delayed:
+            # A checkpoint without FP8 in its head, and the first step of a training, have no scales for these.
             state.begin(Operand.INPUT, recipe, hidden)
             state.begin(Operand.WEIGHT, recipe, self.head.weight)
         return LinearGemms(state, self.head.weight, recipe, compute_dtype(hidden), first)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule
 
-from octavo.fp8 import autocast, scaling
+from octavo.fp8 import autocast, buffers, checkpoints
 from octavo.fp8.quantizer import has_one_scale, shard_scale
 from octavo.fp8.recipe import Cast, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
@@ -62,7 +62,7 @@ def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module], *, keep: bool) -
 
     def note(_: nn.Module, args: Any, options: dict[str, Any]) -> None:
         first = options.get("is_first_microbatch")
-        forward.grads = torch.is_grad_enabled()
+        forward.grads = checkpoints.trains()
         forward.first = autocast.first_microbatch() if first is None else first
 
     for block in blocks:
@@ -94,7 +94,7 @@ def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight]) -> Callabl
     def hook(*_: Any) -> None:
         group = _group(block)
         there = group.is_unsharded or group._all_gather_result is not None
-        if there and scaling.graph_task() == -1 and any(weight.how != weight.wanted() for weight in weights):
+        if there and checkpoints.graph_task() == -1 and any(weight.how != weight.wanted() for weight in weights):
             group.wait_for_unshard()
             group.reshard()
 
@@ -125,7 +125,7 @@ class _SharedWeight:
         """The shard to gather, and True in a backward."""
         parameter = self.parameter
         own = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
-        backward = scaling.graph_task() != -1
+        backward = checkpoints.graph_task() != -1
         recipe = None if backward else self._recipe()
         how = None if recipe is None else recipe.casts[Operand.WEIGHT]
         if backward:
@@ -172,13 +172,15 @@ class _SharedWeight:
         with _unsafe_preserve_version_counter((self.scale_inv,)):
             self.scale.copy_(scale)
             self.scale_inv.copy_(reference.divide(1.0, scale))
-        self.state.recipe = recipe
-        self.chosen = how if self.forward.grads else None
+        if self.forward.grads or not self.state.trained:
+            self.state.recipe = recipe
+        if self.forward.grads:
+            self.chosen = how
         return amax
 
     def _cast(self, own: Tensor, amax: Tensor | None, how: Cast, mesh: Any) -> Tensor:
         """Cast this rank's part and record the amax of the whole, by an all-reduce here if the autocast joins fewer ranks."""
-        alone = amax is not None and mesh.size() > 1 and not scaling.joins_forward(mesh.get_group())
+        alone = amax is not None and mesh.size() > 1 and not buffers.joins_forward(mesh.get_group())
         seen = torch.zeros_like(self.scale) if alone else amax
         q, _ = cast(own, Quantizer(how.format.dtype, how.format.max, self.scale, seen)).rowwise
         if alone and amax is not None and seen is not None:

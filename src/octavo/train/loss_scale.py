@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from octavo.fp8 import scaling
+from octavo.fp8.buffers import ScaleBuffer
 from octavo.fp8.recipe import Operand
 
 FIRST_SCALE = 2.0**16
@@ -82,7 +83,6 @@ def overflow_in_fp8(model: nn.Module) -> torch.Tensor | None:
     An FP8 cast saturates, so that gradients after it are finite; the recorded amax is infinite. The amaxes of backward are
     reduced over the FP8 group first, so that all ranks agree.
     """
-    scaling.flush()
     buffers = _buffers(model, backward_only=True)
     if not buffers:
         return None
@@ -93,12 +93,11 @@ def overflow_in_fp8(model: nn.Module) -> torch.Tensor | None:
 @torch.no_grad()
 def forget_overflow(model: nn.Module) -> None:
     """Remove infinite amaxes from histories after a skipped step: a scale does not move while its history has an infinity."""
-    scaling.flush()
     for buffer in _buffers(model, backward_only=False):
         buffer.history.masked_fill_(buffer.history.isinf(), 0.0)
 
 
-def _buffers(model: nn.Module, *, backward_only: bool) -> list[scaling.ScaleBuffer]:
+def _buffers(model: nn.Module, *, backward_only: bool) -> list[ScaleBuffer]:
     slots = [item for _, state in scaling.states_of(model) for item in state.slots.items()]
     wanted = (slot.buffer for operand, slot in slots if operand is Operand.GRAD_OUTPUT or not backward_only)
     return list(dict.fromkeys(wanted))

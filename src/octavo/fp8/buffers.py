@@ -1,0 +1,354 @@
+"""The buffers of delayed scaling: scales and amax histories of all tensors of a model, updated and joined over ranks at once.
+
+A kernel takes one element of a buffer (a `Slot`). One kernel updates the state of a whole model, one all-reduce for each
+direction joins it over ranks, and sharding, `state_dict` and `.to()` never see it. Scales of forward are updated when the
+outermost `fp8_autocast` ends; those of backward when the backward ends. Only a training step updates, so that a rank may
+evaluate, inspect or copy a model alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.fp8 import checkpoints
+from octavo.fp8.recipe import History, Operand
+from octavo.kernels.quantize.cast import CastResults, cast, fake_results, operator_results
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, of_one_scale
+from octavo.kernels.scales import update_scales_
+
+_FIRST_CAPACITY = 64
+_ROUNDING = 1 + 2.0**-20
+"""An amax times the scale that was made from it may round to just above the maximum: that loses nothing."""
+_buffers: weakref.WeakValueDictionary[int, ScaleBuffer] = weakref.WeakValueDictionary()
+_sets: weakref.WeakValueDictionary[int, BufferSet] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class Slot:
+    """One tensor's scale and history in a buffer."""
+
+    def __init__(self, buffer: ScaleBuffer, index: int, fp8_max: float) -> None:
+        self.buffer = buffer
+        self.index = index
+        self.fp8_max = fp8_max
+        self.begun = False
+        """The scale is no longer the first one, 1: `ModuleState.begin` or `fill` has set it."""
+        self.position = torch.tensor([buffer.number, index])
+        """Number of the buffer and index in it, for `cast_delayed`: int64 [2] on the CPU."""
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale of the next cast: a view, float32 []."""
+        return self.buffer.scale[self.index]
+
+    @property
+    def amax(self) -> Tensor:
+        """Entry 0 of the history, in which casts record: a view, float32 []."""
+        return self.buffer.history[0, self.index]
+
+    @property
+    def history(self) -> Tensor:
+        """This tensor's history, oldest after entry 0: float32 [L]."""
+        return self.buffer.history[:, self.index]
+
+
+def several_ranks(group: dist.ProcessGroup | None = None) -> bool:
+    """True if amaxes of this group come from more than one rank."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+class ScaleBuffer:
+    """Scales [n] and histories [L, n] of all tensors of one set, one direction, one `History` policy and one device."""
+
+    @torch.inference_mode(False)  # here and in `allocate`: training goes on with the buffers of an evaluation
+    def __init__(self, owner: BufferSet, device: torch.device, policy: History) -> None:
+        self.owner = owner
+        self.policy = policy
+        self.device = device
+        self.number = next(_numbers)
+        _buffers[self.number] = self
+        self.scale = torch.ones(_FIRST_CAPACITY, device=device)
+        self.history = torch.zeros(policy.length, _FIRST_CAPACITY, device=device)
+        self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
+        self.saturated = torch.zeros(_FIRST_CAPACITY, dtype=torch.bool, device=device)
+        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+
+    @torch.inference_mode(False)
+    def allocate(self, fp8_max: float, index: int) -> Slot:
+        """A fresh slot at a free index: scale 1, history of zeros."""
+        while index >= len(self.scale):
+            self._grow()
+        with torch.no_grad():
+            self.scale[index] = 1
+            self.history[:, index] = 0
+            self.saturated[index] = False
+            self.fp8_max[index] = fp8_max
+        slot = Slot(self, index, fp8_max)
+        self._slots.add(slot)
+        return slot
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no slot is in use."""
+        return not self._slots
+
+    def _grow(self) -> None:
+        self.scale = torch.cat([self.scale, torch.ones_like(self.scale)])
+        self.history = torch.cat([self.history, torch.zeros_like(self.history)], 1)
+        self.fp8_max = torch.cat([self.fp8_max, torch.ones_like(self.fp8_max)])
+        self.saturated = torch.cat([self.saturated, torch.zeros_like(self.saturated)])
+
+    @torch.no_grad()
+    def update(self, joint: Joint) -> None:
+        """Roll every history in which something was recorded and compute its scale; see `reference.update_scales`."""
+        if joint.reduce_amax and several_ranks(joint.group):
+            dist.all_reduce(self.history[0], op=dist.ReduceOp.MAX, group=joint.group)
+        update_scales_(
+            self.history, self.scale, self.fp8_max, self.saturated,
+            algo=self.policy.algo, margin=self.policy.margin, rounding=_ROUNDING,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The ranks over which an autocast joins amaxes."""
+
+    group: dist.ProcessGroup | None = None
+    reduce_amax: bool = True
+
+
+class Session:
+    """An outermost autocast, as the layers that ran in it remember it until their backward."""
+
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+
+
+class BufferSet:
+    """The buffers of one model. Models are updated apart: a copy that one rank alone has moves no scale of the others'."""
+
+    def __init__(self) -> None:
+        self.forward: dict[tuple[torch.device, History], ScaleBuffer] = {}
+        self.backward: dict[tuple[torch.device, History], ScaleBuffer] = {}
+        self.joint = Joint()  # of the last forward of training
+        self.trained = False
+        self.recorded: Literal["", "evaluation", "training"] = ""  # since the last update, by the mode of the modules
+        self.gradients = False
+        self._free: dict[bool, list[int]] = {False: [], True: []}  # of forward and of backward
+        self._used = {False: 0, True: 0}
+        self.deferred: weakref.WeakKeyDictionary[Session, list[tuple[ScaleBuffer, Tensor]]] = weakref.WeakKeyDictionary()
+        """Amaxes of forwards in evaluation mode, which count if a backward follows."""
+        _sets[next(_numbers)] = self
+
+    def buffer(self, operand: Operand, device: torch.device, policy: History) -> ScaleBuffer:
+        """The buffer of an operand's slots, made on first use."""
+        buffers = self.backward if operand is Operand.GRAD_OUTPUT else self.forward
+        return buffers.get((device, policy)) or buffers.setdefault((device, policy), ScaleBuffer(self, device, policy))
+
+    def place(self, owner: object, operand: Operand) -> int:
+        """An index for an operand of `owner` while that lives, the same in each of the buffers: ranks join slots by index."""
+        backward = operand is Operand.GRAD_OUTPUT
+        free = self._free[backward]
+        if free and not several_ranks():  # several ranks collect garbage at different times
+            index = free.pop()
+        else:
+            index = self._used[backward]
+            self._used[backward] += 1
+        weakref.finalize(owner, free.append, index)
+        return index
+
+    def record_forward(self, *, training: bool) -> None:
+        """An amax of a forward with gradients is about to be recorded."""
+        self.joint, self.trained = _state.session.joint, True
+        if self.recorded != "training":
+            self.recorded = "training" if training else "evaluation"
+        _state.seen = _state.recorded = True
+
+    def record_gradient(self, session: Session | None = None) -> None:
+        """The amax of a gradient is about to be recorded: the forward in `session` counts, and backward's end updates."""
+        if session is _state.session and _state.is_open and self.recorded == "evaluation":
+            self.recorded = "training"
+        elif session is not None and session in self.deferred:
+            for buffer, amaxes in self.deferred.pop(session):
+                own = buffer.history[0, : len(amaxes)]
+                own.copy_(torch.maximum(own, amaxes))
+            if not self.recorded:
+                _update(self.forward, session.joint)
+        self.gradients = True
+        update_after_backward()
+
+    def update_forward(self) -> None:
+        """Update inputs and weights if a forward has recorded."""
+        if self.recorded:
+            self.recorded = ""
+            _update(self.forward, self.joint)
+
+    def update_backward(self) -> None:
+        """Update gradients of outputs if a backward has recorded."""
+        if self.gradients:
+            self.gradients = False
+            _update(self.backward, self.joint)
+
+    def defer_forward(self, session: Session) -> None:
+        """Keep the amaxes of a forward in evaluation mode for its backward."""
+        buffers = list(self.forward.values())
+        self.deferred[session] = [(buffer, buffer.history[0].clone()) for buffer in buffers]
+        for buffer in buffers:
+            buffer.history[0].zero_()
+        self.recorded = ""
+
+
+def _update(buffers: Mapping[Any, ScaleBuffer], joint: Joint) -> None:
+    for buffer in buffers.values():
+        if not buffer.is_empty:
+            buffer.update(joint)
+
+
+def cast_delayed(
+    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
+) -> QuantizedTensor:
+    """Cast a matrix in compiled code by the scale of the slot at `position`, rowwise and if asked columnwise."""
+    q, q_t, scale_inv = _cast_delayed(x, position, dtype, fp8_max, record, columnwise)
+    return of_one_scale(q, q_t if columnwise else None, scale_inv)
+
+
+# A compiler is given the position of a slot, not its tensors: as inputs of a graph they would be views of one buffer, one of
+# them written, which functionalisation copies and autograd's version counters refuse. Nothing in a graph reads the amax.
+# The position is a tensor, because a number would be compiled in: each layer would have code of its own.
+@torch.library.custom_op("octavo::cast_delayed", mutates_args=())
+def _cast_delayed(
+    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
+) -> CastResults:
+    number, index = position.tolist()
+    buffer = _buffers[number]
+    _state.seen = True
+    if record and buffer in buffer.owner.backward.values():
+        buffer.owner.record_gradient()
+    elif record and checkpoints.graph_task() == -1:
+        buffer.owner.record_forward(training=True)
+    amax = buffer.history[0, index] if record else None
+    return operator_results(cast(x, Quantizer(dtype, fp8_max, buffer.scale[index], amax, columnwise=columnwise)))
+
+
+@_cast_delayed.register_fake
+def _(x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool) -> CastResults:
+    return fake_results(x, dtype, columnwise)
+
+
+@dataclass
+class _State:
+    """The current outermost autocast, and the last backward."""
+
+    session: Session = field(default_factory=lambda: Session(Joint()))
+    is_open: bool = False
+    seen: bool = False  # a layer has run in FP8, replays of CUDA graphs not counted
+    recorded: bool = False  # by a layer that has
+    task: int = -1  # autograd's number of the last backward that recorded
+
+
+_state = _State()
+default = BufferSet()
+"""Of layers outside of `transform`."""
+
+
+def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
+    """An outermost autocast begins."""
+    _state.session = Session(Joint(group, reduce_amax))
+    _state.seen = _state.recorded = False
+    _state.is_open = True
+
+
+def leave() -> None:
+    """An outermost autocast is left, by an exception too: amaxes that were recorded then wait for the next forward."""
+    _state.is_open = False
+    for buffers in list(_sets.values()):
+        if buffers.recorded == "evaluation":
+            buffers.defer_forward(_state.session)
+        buffers.recorded = ""
+
+
+def session() -> Session:
+    """The current outermost autocast, or the last one."""
+    return _state.session
+
+
+def see() -> None:
+    """A layer is about to run in FP8."""
+    _state.seen = True
+
+
+def has_recorded() -> bool:
+    """True if a forward of training has recorded amaxes since the outermost autocast began."""
+    return _state.recorded
+
+
+def end_forward(*, unseen: bool) -> None:
+    """An outermost autocast ends: amaxes of training take effect.
+
+    Those of modules in evaluation mode wait for their backward: without one they count for nothing, and ranks do not join.
+    unseen: also where no layer has run in Python; a replayed CUDA graph may have.
+    """
+    for buffers in list(_sets.values()):
+        if buffers.recorded == "training":
+            buffers.update_forward()
+        elif unseen and not _state.seen and buffers.trained:
+            _update(buffers.forward, _state.session.joint)
+
+
+def joins_forward(group: dist.ProcessGroup) -> bool:
+    """True if the amaxes of this forward will be joined over all ranks of `group`."""
+    joint = _state.session.joint
+    if not joint.reduce_amax or joint.group is None:
+        return joint.reduce_amax
+    return set(dist.get_process_group_ranks(joint.group)).issuperset(dist.get_process_group_ranks(group))
+
+
+def update_after_backward() -> None:
+    """Let the running backward update the gradients' scales when it ends; a reentrant checkpoint calls this in its own."""
+    task = checkpoints.graph_task()
+    if task in (-1, _state.task) or checkpoints.is_nested_backward():
+        return
+    _state.task = task
+    torch.autograd.Variable._execution_engine.queue_callback(_end_backward)
+
+
+def _end_backward() -> None:
+    for buffers in list(_sets.values()):
+        buffers.update_backward()
+
+
+def snapshot() -> list[tuple[ScaleBuffer, Tensor]]:
+    """The forward scales as they are, for a recomputation to use."""
+    return [(buffer, buffer.scale.clone()) for buffer in _forward_buffers()]
+
+
+@contextlib.contextmanager
+def replay(scales: list[tuple[ScaleBuffer, Tensor]]) -> Iterator[None]:
+    """Around the recomputation of a forward: use its scales, and restore the amaxes recorded before."""
+    before = [(buffer, buffer.scale.clone(), buffer.history[0].clone()) for buffer in _forward_buffers()]
+    for buffer, scale in scales:
+        buffer.scale[: len(scale)].copy_(scale)
+    try:
+        yield
+    finally:
+        for buffer, scale, amaxes in before:
+            buffer.scale[: len(scale)].copy_(scale)
+            buffer.history[0, : len(amaxes)].copy_(amaxes)
+
+
+def _forward_buffers() -> list[ScaleBuffer]:
+    return [buffer for buffers in list(_sets.values()) for buffer in buffers.forward.values()]
+
+
+def is_open() -> bool:
+    """True inside an autocast."""
+    return _state.is_open

@@ -1,0 +1,96 @@
+"""Activation checkpoints around a layer: their forward is found again in the recomputation, and counts as one of training.
+
+PyTorch has no public access to a running checkpoint. One with `use_reentrant=False` is in the closure of its saved-tensor hook;
+a reentrant one, PyTorch's or another library's, is an autograd function whose forward runs without gradients. A checkpoint
+inside of another is on Python's call stack, which is read only where it matters: in backward, without gradients, and at the
+first layer of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import checkpoint
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+_BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+
+
+def graph_task() -> int:
+    """The number of the autograd backward running on this thread; -1 outside of a backward."""
+    return torch._C._current_graph_task_id()
+
+
+def is_nested_backward() -> bool:
+    """True in the backward that a reentrant checkpoint starts within that of its caller."""
+    inner = False
+    for frame in _stack():
+        if inner and _context(frame, "backward") is not None:
+            return True
+        inner = inner or frame.f_code in _BACKWARD
+    return False
+
+
+def trains() -> bool:
+    """True in a forward with gradients, and in that of a reentrant checkpoint which has gradients by its recomputation."""
+    if torch.is_grad_enabled():
+        return True
+    contexts = (_context(frame, "forward") for frame in _stack())
+    return any(context is not None and context.next_functions for context in contexts)
+
+
+def are_around() -> bool:
+    """True in the forward of training, or the recomputation, of a checkpoint."""
+    return trains() and bool(enclosing())
+
+
+def has_hooks() -> bool:
+    """True under saved-tensor hooks, as in every forward with gradients in a checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def innermost() -> Any:
+    """The object that a forward and its recomputation share, of the checkpoint with `use_reentrant=False` that runs here."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0]) if hooks else None
+    names = pack.__code__.co_freevars if hasattr(pack, "__code__") else ()
+    cells = dict(zip(names, getattr(pack, "__closure__", None) or (), strict=False))
+    if "target_frame_ref" in cells:
+        return cells["target_frame_ref"].cell_contents()
+    return cells["frame"].cell_contents if "frame" in cells else None
+
+
+def enclosing() -> list[Any]:
+    """Such objects of all checkpoints around this forward or recomputation."""
+    found = [innermost()]
+    for frame in _stack():
+        if frame.f_code is _CHECKPOINT:
+            generator = getattr(frame.f_locals.get("gen"), "gi_frame", None)
+            found.append(generator.f_locals.get("new_frame") if generator is not None else None)
+        elif frame.f_code.co_name == "unpack_hook" and "frame" in frame.f_code.co_freevars:
+            found.append(frame.f_locals["frame"])
+        else:
+            found.append(_context(frame, "forward") or _context(frame, "backward"))
+    return list(dict.fromkeys(one for one in found if one is not None))
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _context(frame: FrameType, method: str) -> Any:
+    """The context of the autograd function whose method runs in this frame."""
+    code = frame.f_code
+    if code.co_name != method or not code.co_argcount or code.co_varnames[0] == "self":
+        return None
+    context = frame.f_locals.get(code.co_varnames[0])
+    return context if isinstance(context, BackwardCFunction) else None
