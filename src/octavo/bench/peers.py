@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from octavo.bench.cases import AnyCase, Case, VisionCase
 from octavo.bench.plain import PlainLlama
 from octavo.bench.vision import Around, Classifier, replace_blocks, timm_model, under_autocast
-from octavo.config.fp8 import Fp8Config
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES, FastAccumulation, Format, Recipe
 from octavo.parallel.world import state
@@ -254,7 +253,7 @@ def _precisions(head: bool | Literal["backward"]) -> dict[str, Any]:
 ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry("octavo-default", "fp8", build=build_default, **_precisions(Fp8Config.model_fields["head"].default)),
+        Entry("octavo-default", "fp8", build=build_default, **_precisions("backward")),
         _octavo("octavo-bf16"),
         _octavo("octavo-delayed", "delayed"),
         _octavo("octavo-delayed-fast", "delayed", fast=True),

@@ -8,6 +8,7 @@ damaged or does not fit changes nothing. During a restore weights take their mem
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -86,6 +87,7 @@ class _State(BaseModel):
     optimizer_class: str | None = None
     group_names: list[list[str]] = []
     recipe: dict[str, Any] | None
+    fp8_head: bool | Literal["backward"] | None = None
     blocks: str | None = None
     extra: dict[str, Any] = {}
 
@@ -128,6 +130,7 @@ class _Loaded:
         if isinstance(self._stored, Converted):
             self._scalars = self._stored.scalars(self._scalars)
         self._recipe = _recipe_from(path, self.state.pop("recipe"))
+        _compare_heads(path, model, self.state.pop("fp8_head", None))
         layout = self._stored.layout
         own = weights(model)
         shard_io.check_layout(path, shard_io.subset(layout, "model."), shard_io.layout_of(own))
@@ -181,6 +184,17 @@ class _Loaded:
         restore_random(self._random, self._random_scalars)
         if self._random_rank != self._rank:
             seed_new_rank(self._random, self._rank)
+
+
+def _compare_heads(path: Path, model: nn.Module, saved: bool | str | None) -> None:
+    """Warn if other products of the head were in FP8. None: of an older checkpoint, or a model without the choice."""
+    own = getattr(model, "fp8_head", None)
+    if None not in (own, saved) and own != saved:
+        warnings.warn(
+            f"checkpoint {path} was trained with fp8_head={saved!r}, and this model has {own!r}: a curve of losses may change"
+            f" here. octavo.transform(fp8_head={saved!r}) continues as before.",
+            stacklevel=6,
+        )
 
 
 def _recipe_from(path: Path, record: dict[str, Any] | None) -> recipes.Recipe | None:

@@ -173,6 +173,13 @@ def check_layout(folder: Path, found: Layout, wanted: Layout) -> None:
     differences += [f"{name} {_shape(found[name])} is not in the model" for name in found if name not in wanted]
     if differences:
         shown = "; ".join(differences[:6]) + (f"; and {len(differences) - 6} more" if len(differences) > 6 else "")
+        dtypes = {found[name][1] for name in both}
+        if len(dtypes) == 1 and len(both) == len(differences) and all(found[name][0] == wanted[name][0] for name in both):
+            dtype = str(*dtypes)
+            raise InputError(
+                f"checkpoint {folder} has parameters of another dtype: {shown}. Give octavo.transform params_dtype={dtype}, or "
+                f'a run model.params_dtype = "{dtype.removeprefix("torch.")}".'
+            )
         raise InputError(
             f"checkpoint {folder} holds another model: {shown}. Use the model.source and model.config it was trained with, or "
             "another train.output."

@@ -84,6 +84,7 @@ def take_snapshot(
                 "optimizer_class": None if optimizer is None else type(optimizer).__name__,
                 "optimizer": state_scalars(model, optimizer),
                 "recipe": _recipe_record(model),
+                "fp8_head": getattr(model, "fp8_head", None),
                 "blocks": None if (way := conversion_of(model)) is None else way.layout,
             }
             texts = {STATE: json.dumps(record, allow_nan=False, indent=1)}

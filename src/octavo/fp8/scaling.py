@@ -261,7 +261,7 @@ def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
         named = ", ".join(strangers[:3]) + (" …" if len(strangers) > 3 else "")
         raise InputError(
             f"the checkpoint has FP8 state for {named}, which this model does not run in FP8."
-            " Use the fp8 settings of the run that saved it (fp8.skip, fp8.enabled)."
+            " Use the fp8 settings of the run that saved it (fp8.skip, fp8.enabled, fp8.head)."
         )
     for name, state in states.items():
         if state.device is None:
