@@ -91,26 +91,21 @@ def transform(
         load_from: a Hugging Face model folder with weights, of which each rank reads its own rows.
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
         cp_comm_type: exchange of context parallelism; without effect on one rank.
-        params_dtype: of parameters; their own when absent. float32 under a bf16 `dtype` is master weights, without which small
-            updates are rounded away.
-        fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients, which leaves the logits as
-            they are; False: none. When absent "backward" for Octavo's decoder, but for a Transformer Engine `recipe` and for
-            other models False.
+        params_dtype: of parameters; their own when absent. float32 under a bf16 `dtype` is master weights.
+        fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients; False: none. When absent
+            "backward" for Octavo's decoder, but False for a Transformer Engine `recipe` and for other models.
         recompute: keep only each block's input for backward; "mlp": all but the first product of each MLP.
         offload: keep activations saved for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
         blocks: "own" keeps the code of a model that would get Octavo's blocks, and its names in checkpoints.
 
     Raises:
-        InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a parameter or
-            buffer that would have no value, weights that differ between ranks, parameters of several dtypes where one is
-            needed.
+        InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a tensor that
+            would have no value, weights that differ between ranks, parameters of several dtypes where one is needed.
     """
     recipe = DelayedScaling() if recipe is None else coerce(recipe)
     if fp8_head is None and not recipe.native:
         fp8_head = False
-    if cp_comm_type not in ("all_gather", "p2p", "a2a"):
-        raise unknown("cp_comm_type", cp_comm_type, ("all_gather", "p2p", "a2a"))
-    _check_arguments(model, dtype, params_dtype, skip, layers)
+    _check_arguments(model, dtype, params_dtype, skip, layers, cp_comm_type)
     params_dtype = params_dtype or _params_dtype(model)
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype)
     training = model.training
@@ -171,7 +166,6 @@ def build_model(
         device: "meta" fills nothing, for counting parameters.
         excluded: names of layers that stay out of FP8, each with its reason.
         objective: label smoothing and z-loss of the training loss (Octavo's decoder alone).
-        sharding: over several ranks.
         averaged: average the gradients of a model that keeps its own code, for mean losses; False sums them.
         from_rank0: all ranks; rank 0 has the weights.
     """
@@ -182,10 +176,7 @@ def build_model(
     load_from = None if device.type == "meta" else load_from
     spec, vision, reason = _replacement(original, config, blocks, can_fill=bool(load_from or from_rank0))
     if params_dtype is None and (spec is not None or vision or sharding is not None):
-        raise InputError(
-            f"params_dtype = None: {type(original).__name__} has parameters of several dtypes, and one is needed"
-            f"{' to shard it' if sharding is not None else ''}. Set params_dtype=torch.float32."
-        )
+        raise InputError(f"{type(original).__name__} has parameters of several dtypes: set params_dtype, to torch.float32.")
     weights = _weights(original, config, load_from, needed=vision or spec is not None or from_rank0 is not None)
     trains = {} if original is None else {n: p.requires_grad for n, p in original.named_parameters(remove_duplicate=False)}
 
@@ -199,13 +190,10 @@ def build_model(
         model = _from_config(config, params_dtype or dtype) if original is None else original
         refuse_head_settings(model, fp8_head, objective)
         if vision:
-            assert params_dtype is not None
-            replace_blocks(model, params_dtype)
+            replace_blocks(model, params_dtype or dtype)
             keep_frozen(model, trains)
         else:
-            refuse_block_settings(model, recompute, offload=offload)
-            replace_linears(model)
-            vars(model)["octavo_own_code"] = reason  # for `describe`
+            _keep_own_code(model, reason, recompute, offload=offload)
         cast(model, params_dtype, buffer_dtype)
         compute_in(model, dtype, device)
     # 2. Choose.
@@ -229,8 +217,16 @@ def build_model(
     return model.train()
 
 
-def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layers: Any) -> None:
+def _keep_own_code(model: nn.Module, reason: str, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
+    refuse_block_settings(model, recompute, offload=offload)
+    replace_linears(model)
+    vars(model)["octavo_own_code"] = reason  # for `describe`
+
+
+def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layers: Any, cp_comm_type: Any) -> None:
     """Refuse arguments of `transform` of the wrong kind."""
+    if cp_comm_type not in ("all_gather", "p2p", "a2a"):
+        raise unknown("cp_comm_type", str(cp_comm_type), ("all_gather", "p2p", "a2a"))
     if not isinstance(model, nn.Module):
         raise InputError(f"octavo.transform got {type(model).__name__}: give a torch.nn.Module.")
     for name, given in (("dtype", dtype), ("params_dtype", params_dtype)):

@@ -18,7 +18,6 @@ from octavo.bench.peers import ENTRIES, PEERS, build_octavo
 from octavo.bench.run import run_suite
 from octavo.bench.suites import SUITES
 from octavo.cli import main
-from octavo.config.fp8 import Fp8Config
 from octavo.errors import InputError
 from octavo.fp8 import recipe
 from octavo.fp8.autocast import fp8_autocast
@@ -330,5 +329,5 @@ def test_the_default_entry_is_a_transform_with_no_setting_named():
     for ours, theirs in zip(trainer.model.parameters(), model.parameters(), strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
-    head = Fp8Config().head
-    assert (entry.head, entry.head_forward) == ("fp8" if head else "bf16", "bf16" if head == "backward" else None)
+    assert trainer.model.fp8_head == "backward"
+    assert (entry.head, entry.head_forward) == ("fp8", "bf16")

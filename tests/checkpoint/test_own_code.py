@@ -95,6 +95,9 @@ def test_weights_moments_and_fp8_state_are_joined_exactly(tmp_path, kind, optimi
     way = conversion_of(model)
     for name, record in records.items():
         module, operand, what = name.rsplit(".", 2)
+        if module == "head":  # in high precision in the model's own code
+            assert torch.equal(record, torch.ones(()) if what == "scale" else torch.zeros_like(record))
+            continue
         parameter = f"{module}.weight" if f"{module}.weight" in dict(model.named_parameters()) else f"{module}_weight"
         theirs = torch.stack([before[f"{n.removesuffix('.weight')}.{operand}.{what}"] for n in way.names(parameter)])
         assert torch.equal(record, theirs.amax(0) if what == "amax_history" else theirs.amin(0)), name

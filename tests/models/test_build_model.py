@@ -133,7 +133,7 @@ def test_a_skip_pattern_takes_exactly_those_layers_out_of_fp8(pattern):
         loss = model(input_ids=tokens(), labels=tokens()).loss
     loss.backward()
     used = {name for name, entry in octavo.fp8.inspect(model).items() if entry}
-    assert used == set(reports) - wanted - {"embedding"}
+    assert used == set(reports) - wanted - {"embedding"} - ({"head"} if pattern == "*" else set())
 
 
 def test_skipped_layers_compute_the_unquantised_product():

@@ -69,7 +69,7 @@ def test_a_shape_is_measured_once_a_machine(timer):
     [
         (CurrentScaling(), SETTING),
         (DelayedScaling(fast_accumulation=True), SETTING),
-        (DelayedScaling(fast_accumulation="input_gradient"), SETTING),
+        (DelayedScaling(fast_accumulation=False), SETTING),
         (RECIPE, SETTING._replace(gpu="NVIDIA L40S")),
         (RECIPE, SETTING._replace(weight_dtype=torch.bfloat16)),
         (RECIPE, SETTING._replace(dtype=torch.float16)),

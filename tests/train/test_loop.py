@@ -513,7 +513,7 @@ def test_validation_without_a_split_is_refused_before_any_work(tiny_run, capsys)
     run = tiny_run(steps=2)
     none = "data.validation_fraction=0"
     assert main(["train", str(run.file), none, "train.validate_every=1"]) == 2
-    assert "train.validate_every = 1, but data.validation_fraction = 0" in capsys.readouterr().err
+    assert "train.validate_every = 1 has no effect with data.validation_fraction = 0.0" in capsys.readouterr().err
     assert not run.output.exists()
 
 

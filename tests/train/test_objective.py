@@ -53,11 +53,12 @@ def test_they_may_not_change_nor_their_order(tiny_run, capsys):
     assert main(["train", str(run.file), LAYERS]) == 0
     other = 'fp8.layers={"*.proj" = "rowwise", "layers.0.*" = "bf16", "*.fc2" = "delayed"}'
     capsys.readouterr()
+    assert main(["train", str(run.file)]) == 0  # keys that are not set are those that the run began with
+    assert "continues with its own values of keys that are not set: fp8.layers = {" in capsys.readouterr().out
     for changed, word in (
         ([other], "fp8.layers was [("),
-        ([], "fp8.layers was [("),
         ([LAYERS, "train.z_loss=0.1"], "train.z_loss was 0.0 and is now 0.1"),
-        ([LAYERS, "fp8.head=true"], "fp8.head was False and is now True"),
+        ([LAYERS, "fp8.head=true"], "fp8.head was 'backward' and is now True"),
     ):
         assert main(["train", str(run.file), *changed]) == 2
         assert word in capsys.readouterr().err

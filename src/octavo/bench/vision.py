@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.bench.cases import VisionCase
-from octavo.models.convert import Conversion
 from octavo.models.vision import VIT_NAMES
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -57,6 +56,8 @@ def timm_model(case: VisionCase, device: torch.device, seed: int) -> Any:
 @torch.no_grad()
 def replace_blocks(model: Any, make: Callable[[float], nn.Module]) -> None:
     """Put `make(eps of the norms)`, a `TransformerLayer` by its parameters, in the place of each block, with its weights."""
+    from octavo.models.convert import Conversion  # with transformers' model classes: see `octavo.bench.peers`
+
     for index, block in enumerate(model.blocks):
         layer = make(block.norm1.eps)
         conversion = Conversion(VIT_NAMES, block.attn.num_heads, block.attn.num_heads, {}, "")

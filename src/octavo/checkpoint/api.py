@@ -1,7 +1,7 @@
 """Checkpoints: a run's `checkpoints/` folder, and `octavo.save` and `octavo.load` for a training loop of the user's own.
 
     shard-00001-….safetensors   model.<name> · optimizer.<state>.<name> · fp8.<module>.<operand>.… · random.<rank>.<device>
-    state.json                  step, hash of the data, layout, numbers of the optimizer, recipe, head, blocks, generators of rank 0
+    state.json                  step, hash of the data, layout, numbers of the optimizer, recipe, head, blocks, generators
     random-1.json               generators of rank 1, and so on
     manifest.json               written last: every file's size and sha256
 

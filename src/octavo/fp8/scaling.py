@@ -9,10 +9,11 @@ import copy
 import gc
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.errors import InputError
@@ -33,8 +34,9 @@ class ModuleState:
     A plain attribute of the module. A deep copy gets slots of its own with the same values.
     """
 
-    def __init__(self, module: nn.Module, weight_name: str = "weight") -> None:
+    def __init__(self, module: nn.Module, weight_name: str = "weight", operands: Sequence[Operand] = tuple(Operand)) -> None:
         self.slots: dict[Operand, Slot] = {}
+        self.operands = operands  # with a scale of the recipe
         self.places: dict[Operand, int] = {}  # of the slots in any buffer
         self.weight_cache: QuantizedTensor | None = None
         self.gathered: QuantizedTensor | None = None  # the weight of a sharded parameter, gathered in FP8
@@ -83,7 +85,8 @@ class ModuleState:
         policy = recipe.history
         if policy is None:
             return
-        for operand, how in recipe.casts.items():
+        for operand in self.operands:
+            how = recipe.casts[operand]
             old = self.slots.get(operand)
             buffer = self.buffers.buffer(operand, device, policy)
             if old is None or old.buffer is not buffer or old.fp8_max != how.format.max:
@@ -107,12 +110,17 @@ class ModuleState:
             slot = self.slots[operand]
         return slot
 
-    def begin(self, operand: Operand, recipe: Recipe, matrix: Tensor) -> None:
-        """Take an operand's first delayed scale from its own amax, in place of 1; without effect once there is a history."""
+    def begin(self, operand: Operand, recipe: Recipe, matrix: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Take an operand's first delayed scale from its own amax, in place of 1; without effect once there is a history.
+
+        group: ranks with other rows of it, whose amaxes are joined in training.
+        """
         slot = self.slot(operand, recipe, matrix.device)
         if not slot.begun:
             if not (slot.history != 0).any():
                 largest = amax(matrix.detach().flatten(0, -2))
+                if group is not None and torch.is_grad_enabled() and buffers.joins_forward(group):
+                    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
                 slot.scale.copy_(scale_from_amax(largest, slot.fp8_max / 2.0**slot.buffer.policy.margin, False))
             slot.begun = torch.is_grad_enabled()  # an evaluation leaves the choice to training
 

@@ -118,7 +118,8 @@ class Decoder(nn.Module):
         if spec.tied:
             self.head.weight = self.embedding.weight
         if self.fp8_head:
-            vars(self.head)["fp8_state"] = ModuleState(self.head)
+            # The gradient of the logits has a scale that is always the same.
+            vars(self.head)["fp8_state"] = ModuleState(self.head, operands=(Operand.INPUT, Operand.WEIGHT))
         self.rotary = RotaryAngles(spec, buffer_dtype)
         self.run_block: RunBlock = TransformerLayer.forward_residual
         self.data_group: dist.ProcessGroup | None = None
@@ -197,8 +198,8 @@ class Decoder(nn.Module):
             recipe = CurrentScaling()  # has no state: a recomputation repeats its casts
         elif delayed:
             # A checkpoint without FP8 in its head, and the first step of a training, have no scales for these.
-            state.begin(Operand.INPUT, recipe, hidden)
-            state.begin(Operand.WEIGHT, recipe, self.head.weight)
+            state.begin(Operand.INPUT, recipe, hidden, self.data_group)
+            state.begin(Operand.WEIGHT, recipe, self.head.weight, None)
         return LinearGemms(state, self.head.weight, recipe, compute_dtype(hidden), first)
 
 
