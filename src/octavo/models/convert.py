@@ -10,19 +10,20 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from octavo.errors import InputError
 from octavo.models.decoder import Decoder
 from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
-from octavo.models.published import causal_lm_on_meta, groups, published
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_files import DEQUANTISE, QUANTIZED_KEYS, Weights, kind_of, save_shards
 from octavo.nn.mlp import gate_up_block
+
+if TYPE_CHECKING:  # transformers' model classes import torchao, a peer that may be broken
+    from transformers import PreTrainedModel
 
 _ATTACHED = "octavo_conversion"
 
@@ -163,6 +164,8 @@ def write_pretrained(
         read: as in `write_weights`.
         model: with its own code, of which the tensors are; when absent the causal language model of the config.
     """
+    from octavo.models.published import causal_lm_on_meta
+
     spec = decoder_spec(config)[0] if "embedding.weight" in tensors else None
     reference = causal_lm_on_meta(config) if model is None else model
     folder = write_weights(tensors, folder, reference if spec is None else conversion(spec), read=read)
@@ -196,6 +199,8 @@ def write_weights(
         read: gives the values of `tensors` on the meta device, for each file when it is written, so that only one file's are in
             memory; a tensor with parts in two files is read twice.
     """
+    from octavo.models.published import groups, published
+
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} is not empty: export writes a new folder.")
@@ -205,7 +210,7 @@ def write_weights(
         raise InputError(f"{str(folder)!r} cannot be made: {error.strerror or error}. Give another folder.") from None
 
     def theirs(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if isinstance(way, PreTrainedModel):
+        if isinstance(way, nn.Module):
             return published(way, group)
         if way is None:
             return dict(group)
@@ -213,10 +218,10 @@ def write_weights(
 
     # The shapes alone, without reading: matrices are taken apart on the meta device.
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    if isinstance(way, PreTrainedModel):
-        ignored = set(way._keys_to_ignore_on_save or ())
+    if isinstance(way, nn.Module):
+        ignored: set[str] = set(getattr(way, "_keys_to_ignore_on_save", None) or ())
         shapes = {name: tensor for name, tensor in shapes.items() if name not in ignored}
-    together = groups(way, shapes) if isinstance(way, PreTrainedModel) else [(name,) for name in shapes]
+    together = groups(way, shapes) if isinstance(way, nn.Module) else [(name,) for name in shapes]
     pieces = {names: theirs({name: shapes[name] for name in names}) for names in together}
     values = read or tensors.__getitem__
     save_shards(pieces, lambda names: theirs({name: values(name) for name in names}), folder)

@@ -44,10 +44,10 @@ _OLDER_DEFAULTS = {"fp8.head": False, "fp8.fast_accumulation": False}
 """Defaults of the versions whose run files leave these keys out."""
 
 
-def with_keys_of(before: RunConfig, now: RunConfig) -> tuple[RunConfig, list[str]]:
-    """A run file with the values that a run has for keys that the file leaves out; and those keys that change by it.
+def with_keys_of(before: RunConfig, now: RunConfig, resolved: RunConfig) -> tuple[RunConfig, list[str]]:
+    """A run file with the values that a run has for keys that the file leaves out; and those that are not the defaults.
 
-    A key that may change keeps the file's default.
+    A key that may change keeps the file's default. resolved: `now` with the values that its unset keys stand for.
     """
     taken, sections = [], {}
     for section in type(now).model_fields:
@@ -58,9 +58,10 @@ def with_keys_of(before: RunConfig, now: RunConfig) -> tuple[RunConfig, list[str
             value = getattr(getattr(before, section), name)
             if value is None and before.fp8.enabled is not False:
                 value = _OLDER_DEFAULTS.get(key)
-            if name not in table.model_fields_set and not _may_change(key, now) and value != getattr(table, name):
+            if name not in table.model_fields_set and not _may_change(key, now):
                 update[name] = value
-                taken.append(f"{key} = {json.dumps(value)}")
+                if value != getattr(getattr(resolved, section), name):
+                    taken.append(f"{key} = {json.dumps(value)}")
         sections[section] = table.model_copy(update=update)
     return now.model_copy(update=sections), taken
 

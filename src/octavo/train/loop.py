@@ -71,7 +71,7 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
         ):
             before = folder.config() if folder.has_checkpoints else None  # a run without checkpoints may change
             if before is not None:
-                config, taken = with_keys_of(before, config)
+                config, taken = with_keys_of(before, config, plan.config)
                 if taken:
                     plan = check(config)
                     _say(console, f"The run continues with its own values of keys that are not set: {', '.join(taken)}.")
