@@ -1,4 +1,8 @@
-"""Checks of a run before any work: FP8 without an FP8 matrix, offloading, and GPT-2 under every recipe."""
+"""Checks of a run before any work: FP8 without an FP8 matrix, offloading, GPT-2 under every recipe, and defaults of a run."""
+
+import json
+import shutil
+import tomllib
 
 import pytest
 from transformers import GPT2Config
@@ -66,3 +70,47 @@ def test_a_run_does_not_continue_with_another_config_of_the_source(tiny_run, tmp
     err = capsys.readouterr().err
     assert "rope_parameters.rope_theta was 5000.0 and is now 6000.0" in err
     assert err.count("\n") == 1
+
+
+def kept(run):
+    """The [fp8] section of the run's own file."""
+    return tomllib.loads((run.output / "run.toml").read_text())["fp8"]
+
+
+def test_a_run_records_the_defaults_that_it_began_with(tiny_run):
+    run = tiny_run(steps=1)
+    assert main(["train", str(run.file)]) == 0
+    assert (kept(run)["head"], kept(run)["fast_accumulation"]) == ("backward", "input_gradient")
+    own = tiny_run("own", steps=1)
+    assert main(["train", str(own.file), "model.blocks=own"]) == 0
+    assert (kept(own)["head"], kept(own)["fast_accumulation"]) == (False, "input_gradient")
+    block = tiny_run("block", steps=1)
+    assert main(["train", str(block.file), "fp8.recipe=block"]) == 0
+    assert kept(block)["head"] == "backward"
+    assert "fast_accumulation" not in kept(block)
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["with the keys", "older than the keys"])
+def test_a_run_with_other_defaults_continues_with_its_own(written, tiny_run, capsys):
+    before = ["fp8.head=false", "fp8.fast_accumulation=false"]
+    whole, cut = tiny_run("whole"), tiny_run("cut", every=2)
+    assert main(["train", str(whole.file), *before]) == 0
+    assert main(["train", str(cut.file), *before, "checkpoint.keep=9"]) == 0
+    for folder in cut.output.glob("checkpoints/step-*"):
+        if folder.name != "step-4":
+            shutil.rmtree(folder)
+    if not written:
+        file = cut.output / "run.toml"
+        lines = file.read_text().splitlines()
+        file.write_text("\n".join(line for line in lines if not line.startswith(("head = ", "fast_accumulation = "))))
+    capsys.readouterr()
+    assert main(["train", str(cut.file)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("its own values of keys that are not set: fp8.fast_accumulation = false, fp8.head = false") == 1
+    losses = [
+        [json.loads(line)["loss"] for line in (run.output / "metrics.jsonl").read_text().splitlines()] for run in (whole, cut)
+    ]
+    assert losses[0] == losses[1]
+    assert (kept(cut)["head"], kept(cut)["fast_accumulation"]) == (False, False)
+    assert main(["train", str(cut.file), "fp8.head=backward"]) == 2
+    assert "fp8.head was False and is now 'backward'" in capsys.readouterr().err

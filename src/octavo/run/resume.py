@@ -40,8 +40,8 @@ CHANGEABLE: dict[str, str] = {
 """Patterns of keys that may differ from the run that wrote the checkpoint, each with the reason."""
 
 
-_OLDER_DEFAULTS = {"fp8.head": False, "fp8.fast_accumulation": False}
-"""Defaults of the versions whose run files leave these keys out."""
+_OLDER_DEFAULTS = {"head": False, "fast_accumulation": False}
+"""Of [fp8]: defaults of the versions whose run files leave these keys out."""
 
 
 def with_keys_of(before: RunConfig, now: RunConfig, resolved: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -50,14 +50,13 @@ def with_keys_of(before: RunConfig, now: RunConfig, resolved: RunConfig) -> tupl
     A key that may change keeps the file's default. resolved: `now` with the values that its unset keys stand for.
     """
     taken, sections = [], {}
+    before = _recorded(before)
     for section in type(now).model_fields:
         table = getattr(now, section)
         update = {}
         for name, field in type(table).model_fields.items():
             key = f"{section}.{field.alias or name}"
             value = getattr(getattr(before, section), name)
-            if value is None and before.fp8.enabled is not False:
-                value = _OLDER_DEFAULTS.get(key)
             if name not in table.model_fields_set and not _may_change(key, now):
                 update[name] = value
                 if value != getattr(getattr(resolved, section), name):
@@ -80,7 +79,8 @@ def check_resumable(
     Raises:
         InputError: for each changed key, its old and new value.
     """
-    old, new = (_flat(settled(c, idle_keys(c)).model_dump(mode="json")) for c in (before, now))
+    now = settled(now, idle_keys(now))
+    old, new = (_flat(config.model_dump(mode="json")) for config in (_recorded(before), now))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not _may_change(key, now)]
     if not changed:
         return
@@ -117,6 +117,14 @@ _PROVENANCE = {
     *("bos_token_id", "eos_token_id", "pad_token_id"),  # the tokenizer's, which the fingerprint of the data covers
 }
 """Keys of a Hugging Face config that do not change the model."""
+
+
+def _recorded(before: RunConfig) -> RunConfig:
+    """The run file of an earlier start, of an older version too, without keys that have no effect."""
+    if before.fp8.enabled is not False:
+        unset = {name: value for name, value in _OLDER_DEFAULTS.items() if getattr(before.fp8, name) is None}
+        before = before.model_copy(update={"fp8": before.fp8.model_copy(update=unset)})
+    return settled(before, idle_keys(before))
 
 
 def _may_change(key: str, config: RunConfig) -> bool:
