@@ -187,6 +187,20 @@ def test_figures_of_the_readme_are_in_benchmarks():
     assert f"in both gradients: seven runs end {between(fast, plain)} above bf16's mean" in flowing
     assert f"fast in input gradients alone: nine runs end {between(others, plain)} above it" in flowing
     assert f"difference of the two groups is {between(fast, others)}," in flowing
+    pairs = [row for row in rows_of("loss-pairs") if row["entry"] != "octavo-bf16"]
+    table = readme.split("loss-pairs.json")[1]
+    for row in pairs:
+        gaps = [f"{signed(row[key])}%" for key in ("gap_percent", "validation_gap_percent")]
+        assert f" | {row['keys'].partition('train.seed=')[2][0]} | {' | '.join(gaps)} |" in table
+    for key, text in (("gap_percent", "The mean of the four is"), ("validation_gap_percent", "in validation")):
+        gaps = [row[key] for row in pairs]
+        error = statistics.stdev(gaps) / len(gaps) ** 0.5
+        assert f"{text} {signed(statistics.mean(gaps))} ± {error:.2f}%" in flowing
+    seven = [row["gap_percent"] for row in pairs]
+    seven += [row["gap_percent"] for row in low if "input_gradient" in row["keys"]]
+    assert len(seven) == 7
+    error = statistics.stdev(seven) / len(seven) ** 0.5
+    assert f"three runs of the table above it is {signed(statistics.mean(seven))} ± {error:.2f}%" in flowing
     evaluated = [100 * (row["validation_loss_in_fp8"] / row["validation_loss"] - 1) for row in low if row["group"] == "bf16"]
     assert f"{max(evaluated):.2f}% for weights that were trained in bf16" in flowing
     seeds = {}

@@ -316,7 +316,7 @@ def test_the_default_entry_is_a_transform_with_no_setting_named():
     case, entry = CASES["tiny"], ENTRIES["octavo-default"]
     trainer = entry.build(case, CPU, False, seed=3)
     torch.manual_seed(3)
-    model = build.transform(AutoModelForCausalLM.from_config(case.hf_config()).train())
+    model = build.transform(AutoModelForCausalLM.from_config(case.hf_config()).bfloat16().train())
     optimizer = torch.optim.AdamW(model.parameters(), **peers.ADAMW)
     for _ in range(3):
         ids = torch.randint(case.spec.vocabulary, (case.batch, case.sequence_length))

@@ -210,14 +210,14 @@ def build_octavo(
 
 
 def build_default(case: Case, device: torch.device, compiled: bool, *, seed: int = SEED) -> Training:
-    """Hugging Face's model in float32 through `octavo.transform` and `octavo.fp8_autocast`, with no setting named."""
+    """Hugging Face's model in bf16, as the peers', through `octavo.transform` and `octavo.fp8_autocast`: no setting named."""
     from transformers import AutoModelForCausalLM
 
     from octavo.build import transform
 
     torch.manual_seed(seed)
     with device:
-        theirs = AutoModelForCausalLM.from_config(case.hf_config())
+        theirs = AutoModelForCausalLM.from_config(case.hf_config()).to(torch.bfloat16)
     model = transform(theirs.train())
     return Training(model, _loss_of(model), fp8_autocast, AdamW(model.parameters(), **ADAMW))
 
