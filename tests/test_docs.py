@@ -128,6 +128,12 @@ def test_figures_of_the_readme_are_in_benchmarks():
         peer = next(row["tokens_per_second"] for row in rows_of(name) if row["entry"] == "te-delayed")
         for row in rows_of(name):
             assert f"{figures_of(row)} {row['tokens_per_second'] / peer:.3f} |" in readme, row["entry"]
+    heads = {row["entry"]: row for row in rows_of("one-gpu-llama-1b-fp8-head")}
+    for ours, theirs in (("octavo-delayed", "te-delayed"), ("octavo-delayed-fp8-head", "te-delayed-fp8-head")):
+        pair = [heads[entry] for entry in (ours, theirs)]
+        speeds = [f"{row['tokens_per_second']:,.0f} | {row['step_ms']:.0f}" for row in pair]
+        ratio = pair[0]["tokens_per_second"] / pair[1]["tokens_per_second"]
+        assert f" | {speeds[0]} | {speeds[1]} | {ratio:.3f} |" in readme, ours
     beside = rows_of("one-gpu-input-gradients")
     named = {
         "llama-1b": "Llama-3.2-1B",
