@@ -5,6 +5,7 @@ import torch
 from llamas import SHAPES, VOCABULARY, assert_same_gradients, gradients, llama, tokens
 
 from octavo.build import transform
+from octavo.errors import InputError
 
 
 def pair(seed=0, **changes):
@@ -214,3 +215,15 @@ def test_angles_stay_float32_in_a_bf16_model(rope):
     assert cos.dtype == sin.dtype == torch.float32
     torch.testing.assert_close(cos, wanted_cos, rtol=0, atol=1e-6)
     torch.testing.assert_close(sin, wanted_sin, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("label", [-1, -99, VOCABULARY, 2**40])
+def test_a_label_outside_the_vocabulary_is_refused_by_name(label):
+    model = transform(llama())
+    ids = torch.randint(16, (2, 8))
+    labels = ids.clone()
+    labels[1, 5] = label
+    with pytest.raises(InputError, match=rf"labels\[1, 5\] = {label}: .*from 0 to {VOCABULARY - 1}, or -100"):
+        model(input_ids=ids, labels=labels)
+    labels[1, 5] = -100
+    assert model(input_ids=ids, labels=labels).loss.isfinite()

@@ -91,7 +91,7 @@ def test_the_first_scale_of_a_head_is_of_its_own_amax(llama, tmp_path, history):
     assert (grad - exact).norm() < 0.1 * exact.norm()
     (hidden,) = scales
     entry = octavo.fp8.inspect(model)["head"]
-    assert entry["weight"]["scale"] == 448 / model.head.weight.abs().max()
+    torch.testing.assert_close(entry["weight"]["scale"], 448 / model.head.weight.detach().abs().max())
     torch.testing.assert_close(entry["input"]["scale"], 448 / hidden.abs().max())
     assert {operand.value for operand in state.slots} == {"input", "weight"}
 

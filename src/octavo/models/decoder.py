@@ -150,6 +150,9 @@ class Decoder(nn.Module):
 
         Returns:
             `.loss` float32 [] with labels (`.logits` is None then), else `.logits` [B, T, V].
+
+        Raises:
+            InputError: a label on a CPU is outside the vocabulary; on a GPU the loss is NaN.
         """
         if input_ids.numel() == 0:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: at least one token is needed.")
@@ -164,6 +167,8 @@ class Decoder(nn.Module):
         hidden = self.norm(residual, delta)
         if labels is None:
             return CausalLMOutput(logits=functional.linear(hidden, self.head.weight.to(self.dtype)))
+        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_labels(labels, self.spec.vocabulary)  # on a GPU, which is not waited for, the loss is NaN
         target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
         joined = num_items_in_batch is None and self.data_group is not None
         if num_items_in_batch is None:
@@ -215,6 +220,16 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+def _check_labels(labels: Tensor, vocabulary: int) -> None:
+    unknown = (labels != IGNORED) & ((labels < 0) | (labels >= vocabulary))
+    if unknown.any():
+        sample, position = unknown.nonzero()[0].tolist()
+        raise InputError(
+            f"labels[{sample}, {position}] = {labels[sample, position].item()}: a label is a token id from 0 to "
+            f"{vocabulary - 1}, or {IGNORED} where nothing is predicted."
+        )
 
 
 def _attention_mask(attention_mask: Tensor | None, position_ids: Tensor | None, shape: torch.Size) -> Tensor | None:
