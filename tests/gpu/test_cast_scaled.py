@@ -137,7 +137,8 @@ def near(got, a, b, bias=None):
     want = want if bias is None else want + bias.double()
     error = ((got.double() - want).norm() / want.norm()).item()
     in_bf16 = got.dtype == torch.bfloat16 or a[1].shape == (len(a[0]), 1)  # where a row is one piece, it is the row's scale
-    limit = 4e-3 if in_bf16 else 1e-3 if got.dtype == torch.float16 else 3e-4
+    # Hopper keeps 14 bits of each sum of 128 products, and rows of a block may be far smaller than the largest.
+    limit = 4e-3 if in_bf16 else 1e-3 if got.dtype == torch.float16 else 5e-4
     assert got.shape == want.shape
     assert got.is_contiguous()
     assert error < limit, error
