@@ -208,7 +208,7 @@ def build_model(
     if sharding is not None:
         shard(model, parts, sharding, summed=isinstance(model, Decoder) or not averaged)
         if isinstance(model, Decoder):
-            model.data_group = sharding.data_group
+            model.data_group, model.sharded = sharding.data_group, sharding.mesh.size(-1) > 1
     # 5. and 6. Materialise, load.
     materialise(model, device, _values(model, weights, from_rank0, seed))
     # 7. Gather.
@@ -320,8 +320,16 @@ def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
     # A cache serves generation. In training it costs memory, and hides the beginnings of documents from Hugging Face's masks.
     config = copy.deepcopy(config)
     config.use_cache = False
-    with delayed_init():
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    try:
+        with delayed_init():
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise InputError(
+            f"model.source: {config.model_type} is no causal language model of transformers, and a run trains only those. Give "
+            "another model.source, or train it in a loop of your own through octavo.transform."
+        ) from None
     keep_float32_buffers(model, dtype)
     return model
 

@@ -174,12 +174,6 @@ def test_positions_that_go_on_from_elsewhere_are_hugging_faces():
     assert_close(model(input_ids=ids, position_ids=later).logits, reference(input_ids=ids, position_ids=later).logits)
 
 
-def test_an_empty_batch_is_refused_with_its_shape():
-    model = transform(llama(), dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"\(2, 0\)"):
-        model(input_ids=torch.zeros(2, 0, dtype=torch.int64))
-
-
 def relative_error(found, wanted):
     return ((found.float() - wanted).norm() / wanted.norm()).item()
 
@@ -227,3 +221,22 @@ def test_a_label_outside_the_vocabulary_is_refused_by_name(label):
         model(input_ids=ids, labels=labels)
     labels[1, 5] = -100
     assert model(input_ids=ids, labels=labels).loss.isfinite()
+
+
+def test_inputs_of_other_shapes_are_refused_by_name():
+    model, ids = transform(llama()), torch.randint(VOCABULARY, (2, 8))
+    for arguments, words in (
+        ({"input_ids": ids[0]}, r"input_ids has shape \[8\]"),
+        ({"input_ids": ids[:, :0]}, r"input_ids has shape \[2, 0\]"),
+        ({"input_ids": ids.float()}, r"input_ids is torch\.float32"),
+        ({"input_ids": ids + VOCABULARY}, r"input_ids\[0, 0\] = "),
+        ({"labels": torch.full((2, 9), 3)}, r"labels has shape \[2, 9\], and input_ids \[2, 8\]"),
+        ({"labels": torch.full((3, 8), 3)}, r"labels has shape \[3, 8\]"),
+        ({"labels": ids[:1]}, r"labels has shape \[1, 8\]"),
+        ({"labels": ids.float()}, r"labels is torch\.float32"),
+        ({"attention_mask": torch.ones(2, 9)}, r"attention_mask has shape \[2, 9\]"),
+        ({"position_ids": torch.arange(9)[None]}, r"position_ids has shape \[1, 9\]"),
+    ):
+        with pytest.raises(InputError, match=words):
+            model(**{"input_ids": ids} | arguments)
+    assert model(input_ids=ids, position_ids=torch.arange(8)[None]).logits.shape == (2, 8, VOCABULARY)

@@ -142,3 +142,30 @@ def test_a_checkpoint_of_another_dtype_is_refused_naming_params_dtype(llama, tmp
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     assert not any(state.slots for _, state in states_of(model))
     octavo.load(tmp_path / "bf16", transform(copy.deepcopy(llama), params_dtype=torch.bfloat16))
+
+
+def test_a_checkpoint_of_the_same_shapes_and_other_heads_is_refused(tmp_path):
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}
+    octavo.save(tmp_path / "four", transform(LlamaForCausalLM(llama_config(**sizes))))
+    other = transform(LlamaForCausalLM(llama_config(**sizes | {"num_attention_heads": 8, "num_key_value_heads": 8})))
+    with pytest.raises(InputError, match="heads was 4 and is 8; kv_heads was 4 and is 8; head_dim was 16 and is 8"):
+        octavo.load(tmp_path / "four", other)
+    longer = transform(LlamaForCausalLM(llama_config(**sizes, rms_norm_eps=0.1)))
+    with pytest.warns(UserWarning, match=r"norm_eps was .* and is 0\.1"):
+        octavo.load(tmp_path / "four", longer)
+
+
+@pytest.mark.parametrize("head", ["backward", True])
+def test_an_evaluation_with_labels_leaves_the_head_s_history(llama, head):
+    found = []
+    for others in ((), (octavo.recipe.DelayedScaling(amax_history_len=1), octavo.recipe.DelayedScaling(amax_history_len=9))):
+        model = transform(copy.deepcopy(llama), fp8_head=head)
+        for _ in range(3):
+            grads = gradients(model, RECIPES["delayed"])
+            for recipe in others:
+                with torch.no_grad(), octavo.fp8_autocast(fp8_recipe=recipe):
+                    model(input_ids=torch.zeros(1, 4, dtype=torch.int64), labels=torch.zeros(1, 4, dtype=torch.int64))
+        found.append((grads, octavo.fp8.inspect(model)["head"]))
+    (plain, history), (evaluated, other) = found
+    assert all(torch.equal(evaluated[name], grad) for name, grad in plain.items())
+    assert all(torch.equal(other[operand]["amax_history"], entry["amax_history"]) for operand, entry in history.items())

@@ -5,7 +5,7 @@ import shutil
 import tomllib
 
 import pytest
-from transformers import GPT2Config
+from transformers import GPT2Config, T5Config
 
 from octavo.cli import main
 from octavo.config.run import RunConfig
@@ -114,3 +114,39 @@ def test_a_run_with_other_defaults_continues_with_its_own(written, tiny_run, cap
     assert (kept(cut)["head"], kept(cut)["fast_accumulation"]) == (False, False)
     assert main(["train", str(cut.file), "fp8.head=backward"]) == 2
     assert "fp8.head was False and is now 'backward'" in capsys.readouterr().err
+
+
+def test_an_encoder_decoder_is_refused_by_name(tiny_run):
+    run = tiny_run()
+    T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=32, d_kv=8, vocab_size=512).save_pretrained(run.folder / "t5")
+    with pytest.raises(InputError, match="t5 is no causal language model"):
+        plan(run, f"model.source={run.folder / 't5'}", "model.config={}")
+
+
+def test_a_key_given_twice_is_refused(tiny_run):
+    with pytest.raises(InputError, match=r"optimizer\.lr is given twice"):
+        plan(tiny_run(), "optimizer.lr=1e-4", "optimizer.lr=1e-3")
+
+
+def test_tokens_that_changed_on_the_disk_are_prepared_anew(tiny_run, tmp_path, capsys):
+    run = tiny_run(steps=2)
+    folder = f"data.folder={tmp_path / 'data'}"
+    assert main(["train", str(run.file), folder]) == 0
+    (tokens,) = (tmp_path / "data").glob("*/train.bin")
+    whole = tokens.read_bytes()
+    tokens.write_bytes(whole[::-1])
+    capsys.readouterr()
+    assert main(["train", str(run.file), folder, f"train.output={tmp_path / 'again'}"]) == 0
+    assert "train.bin has changed since it was prepared" in capsys.readouterr().out
+    (tokens,) = (tmp_path / "data").glob("*/train.bin")
+    assert tokens.read_bytes() == whole
+
+
+def test_metrics_that_are_lost_are_said(tiny_run, capsys):
+    run = tiny_run(steps=6, every=2)
+    assert main(["train", str(run.file), "optimizer.schedule=constant"]) == 0
+    metrics = run.output / "metrics.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:2]))
+    capsys.readouterr()
+    assert main(["train", str(run.file), "optimizer.schedule=constant", "train.steps=8"]) == 0
+    assert "metrics.jsonl lacks the last 4 of the 6 steps that are done" in capsys.readouterr().err

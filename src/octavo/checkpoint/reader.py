@@ -23,7 +23,7 @@ from octavo.checkpoint.opened import Damaged, Stamp, trust
 from octavo.checkpoint.own_code import Converted, as_model_has_it
 from octavo.checkpoint.rng_state import check_random, restore_random, seed_new_rank
 from octavo.checkpoint.stored import StoredTensors, open_tensors
-from octavo.checkpoint.writer import weights
+from octavo.checkpoint.writer import spec_record, weights
 from octavo.errors import InputError, OctavoError
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import check_state_records, load_state_records, reset_states
@@ -88,6 +88,7 @@ class _State(BaseModel):
     group_names: list[list[str]] = []
     recipe: dict[str, Any] | None
     fp8_head: bool | Literal["backward"] | None = None
+    spec: dict[str, Any] | None = None
     blocks: str | None = None
     extra: dict[str, Any] = {}
 
@@ -131,6 +132,7 @@ class _Loaded:
             self._scalars = self._stored.scalars(self._scalars)
         self._recipe = _recipe_from(path, self.state.pop("recipe"))
         _compare_heads(path, model, self.state.pop("fp8_head", None))
+        _compare_specs(path, model, self.state.pop("spec", None))
         layout = self._stored.layout
         own = weights(model)
         shard_io.check_layout(path, shard_io.subset(layout, "model."), shard_io.layout_of(own))
@@ -195,6 +197,18 @@ def _compare_heads(path: Path, model: nn.Module, saved: bool | str | None) -> No
             f" here. octavo.transform(fp8_head={saved!r}) continues as before.",
             stacklevel=6,
         )
+
+
+def _compare_specs(path: Path, model: nn.Module, saved: dict[str, Any] | None) -> None:
+    """Refuse weights of other heads; warn of another rotation or norm, which a longer context may need. None: not recorded."""
+    own = spec_record(model)
+    if own is None or saved is None:
+        return
+    changed = {key: f"{key} was {saved[key]!r} and is {own[key]!r}" for key in own if saved.get(key, own[key]) != own[key]}
+    if wrong := [text for key, text in changed.items() if key not in ("rotary", "norm_eps")]:
+        raise InputError(f"checkpoint {path} holds another model: {'; '.join(wrong)}. Build the model that was saved.")
+    if changed:
+        warnings.warn(f"checkpoint {path} continues in another model: {'; '.join(changed.values())}.", stacklevel=6)
 
 
 def _recipe_from(path: Path, record: dict[str, Any] | None) -> recipes.Recipe | None:

@@ -29,6 +29,7 @@ from octavo.checkpoint.rng_state import random_scalars, random_tensors
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import state_records, states_of
 from octavo.models.convert import conversion_of
+from octavo.models.decoder import Decoder
 from octavo.parallel.coordination import Ranks
 from octavo.storage import fsync_folder, fsync_tree, write_atomic
 
@@ -85,6 +86,7 @@ def take_snapshot(
                 "optimizer": state_scalars(model, optimizer),
                 "recipe": _recipe_record(model),
                 "fp8_head": getattr(model, "fp8_head", None),
+                "spec": spec_record(model),
                 "blocks": None if (way := conversion_of(model)) is None else way.layout,
             }
             texts = {STATE: json.dumps(record, allow_nan=False, indent=1)}
@@ -192,6 +194,21 @@ def remove_tree(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path)
+
+
+def spec_record(model: nn.Module) -> dict[str, Any] | None:
+    """Of a decoder's spec, the parts that no shape of its weights shows; None for a model that keeps its own code."""
+    if not isinstance(model, Decoder):
+        return None
+    spec = model.spec
+    return {
+        "heads": spec.heads,
+        "kv_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "activation": spec.activation,
+        "norm_eps": spec.norm_eps,
+        "rotary": dict(spec.rotary),
+    }
 
 
 def _recipe_record(model: nn.Module) -> dict[str, Any] | None:

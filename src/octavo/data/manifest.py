@@ -123,8 +123,8 @@ def read(folder: Path, config: DataConfig) -> Manifest | None:
     return found if found.key == key(config) else None
 
 
-def damage(folder: Path, manifest: Manifest) -> str | None:
-    """The first missing file, or file of the wrong size, as a sentence; None if there is none."""
+def damage(folder: Path, manifest: Manifest, *, contents: bool = False) -> str | None:
+    """The first missing file, or file of the wrong size or with `contents` SHA-256, as a sentence; None if there is none."""
     for name, file in manifest.files.items():
         path = folder / name
         try:
@@ -133,6 +133,8 @@ def damage(folder: Path, manifest: Manifest) -> str | None:
             return f"{path} is missing"
         if size != file.size:
             return f"{path} has {size:,} bytes where its manifest says {file.size:,}"
+        if contents and sha256_file(path) != file.sha256:
+            return f"{path} has changed since it was prepared"
     return None
 
 

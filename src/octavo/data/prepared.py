@@ -140,7 +140,7 @@ def _current(
             f"the data has changed since this run began: {change}. Put it back as it was to resume, or start a new run "
             "(another train.output) on the data as it is."
         )
-    fault = change or manifest.damage(target, found)
+    fault = change or manifest.damage(target, found, contents=True)
     if fault is not None:
         console.print(f"{fault}: preparing {target} anew.", style="yellow", highlight=False, soft_wrap=True, markup=False)
         return None

@@ -105,7 +105,7 @@ class ModuleState:
         """The slot of an operand, made on first use; an evaluation reads that of training, whatever its history's policy."""
         slot = self.slots.get(operand)
         fits = slot is not None and slot.fp8_max == recipe.casts[operand].format.max and slot.buffer.device == device
-        if slot is None or not fits or (trains and slot.buffer.policy != recipe.history):
+        if slot is None or not fits or (trains and self.training and slot.buffer.policy != recipe.history):
             torch.compiler.disable(self.prepare)(recipe, device)
             slot = self.slots[operand]
         return slot
@@ -115,7 +115,7 @@ class ModuleState:
 
         group: ranks with other rows of it, whose amaxes are joined in training.
         """
-        slot = self.slot(operand, recipe, matrix.device)
+        slot = self.slot(operand, recipe, matrix.device, trains=torch.is_grad_enabled())
         if not slot.begun:
             if not (slot.history != 0).any():
                 largest = amax(matrix.detach().flatten(0, -2))

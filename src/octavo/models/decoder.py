@@ -124,6 +124,8 @@ class Decoder(nn.Module):
         self.run_block: RunBlock = TransformerLayer.forward_residual
         self.data_group: dist.ProcessGroup | None = None
         """Ranks that see other samples of the same step; gradients must then be summed over them."""
+        self.sharded = False
+        """Each rank has a part of the weights, so that all of them run every forward."""
         self.objective = objective
         """Training loss; None for the plain cross entropy, which every evaluation uses."""
 
@@ -145,17 +147,18 @@ class Decoder(nn.Module):
                 attention stays within documents.
             labels: int64 [B, T], the tokens themselves (the model shifts them), -100 where nothing is predicted.
             num_items_in_batch: divisor of the sum of the losses; when absent the number of real targets of all ranks with
-                other samples, and the loss is then the mean over all of them.
+                other samples, and the loss is then the mean over all of them. Where every rank has all weights and one may
+                evaluate alone, a forward without gradients takes the mean over this rank's.
             is_first_microbatch: False reuses the FP8 weights of the call with True.
 
         Returns:
             `.loss` float32 [] with labels (`.logits` is None then), else `.logits` [B, T, V].
 
         Raises:
-            InputError: a label on a CPU is outside the vocabulary; on a GPU the loss is NaN.
+            InputError: a shape or dtype does not fit. On a CPU also an id or a label outside the vocabulary; on a GPU, which is
+                not waited for, such a label makes the loss NaN.
         """
-        if input_ids.numel() == 0:
-            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: at least one token is needed.")
+        _check_inputs(input_ids, attention_mask, position_ids, labels, self.spec.vocabulary)
         mask = _attention_mask(attention_mask, position_ids, input_ids.shape)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -167,10 +170,8 @@ class Decoder(nn.Module):
         hidden = self.norm(residual, delta)
         if labels is None:
             return CausalLMOutput(logits=functional.linear(hidden, self.head.weight.to(self.dtype)))
-        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_labels(labels, self.spec.vocabulary)  # on a GPU, which is not waited for, the loss is NaN
         target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
-        joined = num_items_in_batch is None and self.data_group is not None
+        joined = num_items_in_batch is None and self.data_group is not None and (self.sharded or checkpoints.trains())
         if num_items_in_batch is None:
             num_items_in_batch = (target != IGNORED).sum()
             if joined:
@@ -195,6 +196,8 @@ class Decoder(nn.Module):
         state: ModuleState | None = getattr(self.head, "fp8_state", None)
         recipe = None if state is None else active_recipe(state, hidden.device)
         if state is None or recipe is None or not (self.fp8_head_asked or recipe.native):
+            return None
+        if self.fp8_head == "backward" and not torch.is_grad_enabled():
             return None
         delayed = recipe.history is not None and not torch.compiler.is_compiling()
         if recipe.casts[Operand.INPUT].granularity is not Granularity.TENSOR:
@@ -222,14 +225,33 @@ class _Joined(torch.autograd.Function):
         return grad, None
 
 
-def _check_labels(labels: Tensor, vocabulary: int) -> None:
-    unknown = (labels != IGNORED) & ((labels < 0) | (labels >= vocabulary))
-    if unknown.any():
-        sample, position = unknown.nonzero()[0].tolist()
-        raise InputError(
-            f"labels[{sample}, {position}] = {labels[sample, position].item()}: a label is a token id from 0 to "
-            f"{vocabulary - 1}, or {IGNORED} where nothing is predicted."
+def _check_inputs(
+    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, labels: Tensor | None, vocabulary: int
+) -> None:
+    shape = tuple(input_ids.shape)
+    if len(shape) != 2 or not input_ids.numel():
+        raise InputError(f"input_ids has shape {list(shape)}: it is [samples, tokens], with at least one token.")
+    given = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
+    for name, tensor in given.items():
+        fits = (
+            tensor is None or tuple(tensor.shape) == shape or (name == "position_ids" and tuple(tensor.shape) == (1, shape[1]))
         )
+        if tensor is not None and not fits:
+            raise InputError(f"{name} has shape {list(tensor.shape)}, and input_ids {list(shape)}: give both the same.")
+    for name, tensor, also in (("input_ids", input_ids, None), ("labels", labels, IGNORED)):
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.int64:
+            raise InputError(f"{name} is {tensor.dtype}: token ids are torch.int64.")
+        if tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+            unknown = (tensor < 0) | (tensor >= vocabulary)
+            unknown = unknown if also is None else unknown & (tensor != also)
+            if unknown.any():
+                at = unknown.nonzero()[0].tolist()
+                nothing = "" if also is None else f", or {also} where nothing is predicted"
+                raise InputError(
+                    f"{name}{at} = {tensor[tuple(at)].item()}: it is a token id from 0 to {vocabulary - 1}{nothing}."
+                )
 
 
 def _attention_mask(attention_mask: Tensor | None, position_ids: Tensor | None, shape: torch.Size) -> Tensor | None:

@@ -31,7 +31,8 @@ class MetricsFile:
     def __init__(self, path: Path, last_step: int) -> None:
         self.path = path
         with self._explained():
-            cut(path, last_step)
+            self.lost = last_step - cut(path, last_step)
+            """Steps before `last_step` that the file does not have any more at its end."""
             self._file = path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -78,14 +79,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def cut(path: Path, last_step: int) -> None:
-    """Cut the lines after `last_step`, and a torn line."""
-    kept = takewhile(lambda line: line[1] is None or line[1]["step"] <= last_step, _whole_lines(path))
+def cut(path: Path, last_step: int) -> int:
+    """Cut the lines after `last_step`, and a torn line; returns the last step that is left, 0 for none."""
+    kept = list(takewhile(lambda line: line[1] is None or line[1]["step"] <= last_step, _whole_lines(path)))
     end = sum(len(line) for line, _ in kept)
     if path.is_file():
         with path.open("rb+") as file:
             file.truncate(end)
             os.fsync(file.fileno())
+    return max((record["step"] for _, record in kept if record is not None), default=0)
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:

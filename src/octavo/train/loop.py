@@ -72,10 +72,10 @@ def train(config: RunConfig, *, console: Console, stop: StopRequest | None = Non
             before = folder.config() if folder.has_checkpoints else None  # a run without checkpoints may change
             if before is not None:
                 config, taken = with_keys_of(before, config, plan.config)
-                if taken:
-                    plan = check(config)
-                    _say(console, f"The run continues with its own values of keys that are not set: {', '.join(taken)}.")
+                plan = check(config) if taken else plan
                 check_resumable(before, plan.config, folder.path)
+                if taken:
+                    _say(console, f"The run continues with its own values of keys that are not set: {', '.join(taken)}.")
                 if has_own_code(folder.checkpoints, plan.weights, writing_ranks()):
                     plan = check(config, blocks="own")
                     _say(console, "The run keeps its own code, not Octavo's blocks: its checkpoints are of it.")
@@ -163,6 +163,8 @@ def _train_one(
         metrics = MetricsFile(folder.metrics, done) if first_rank else None
         if metrics is not None:
             opened.callback(metrics.close)
+            if metrics.lost:
+                warn(f"{folder.metrics} lacks the last {metrics.lost} of the {done} steps that are done: it was damaged.")
         progress = StepProgress(console, label=label, steps=config.train.steps, done=done, every=config.log.every)
         session = _Session(context, validation, prepared.manifest.fingerprint, metrics, checkpoints, trackers, progress)
         with progress:

@@ -134,7 +134,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     layers = _layers(model, recipe)
     if config.fp8.enabled is not False and (why := _without_fp8_layers(model, recipe, hf_config)):
         if config.fp8.enabled is True:
-            raise InputError(f"fp8.enabled = true, but {why}. Set fp8.enabled = false, or change fp8.skip and fp8.layers.")
+            raise InputError(f"fp8.enabled = true, but {why}. Set fp8.enabled = false, or change the keys named.")
         use, note = False, f"no FP8: {why}"
     config.tell_notes()
     return RunPlan(
@@ -214,7 +214,10 @@ def _without_fp8_layers(model: torch.nn.Module, recipe: Recipe, hf_config: Any) 
     if any(state.under(recipe) is not None for state in states):
         return ""
     if not states:
-        return f"the model ({hf_config.model_type}) has no linear layer that Octavo replaces"
+        return (
+            f"the model ({hf_config.model_type}) has no linear layer that Octavo replaces: only nn.Linear itself and GPT-2's "
+            "Conv1D, not subclasses with code of their own"
+        )
     return f"fp8.skip and fp8.layers leave out all {len(states)} matrices that could run in FP8"
 
 
