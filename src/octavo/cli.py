@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.errors import EXIT_FAILED, OctavoError, RunStopped
+from octavo.errors import EXIT_FAILED, OctavoError, RunStopped, warn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -272,7 +272,7 @@ def _print_error(message: str) -> None:
     if rank := _rank():
         time.sleep(3)
         message = f"rank {rank}: {message}"
-    sys.stderr.write(f"octavo: {message}\n")
+    warn(message)
 
 
 def _print_once(result: dict[str, Any] | list[str]) -> None:

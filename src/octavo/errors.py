@@ -1,4 +1,4 @@
-"""Errors and exit codes: one message, one exit code, no traceback.
+"""Errors with their exit codes, and warnings: one message each, no traceback.
 
 A message states the fault, the value, the limit, the nearest value that works and the key to change.
 """
@@ -6,6 +6,7 @@ A message states the fault, the value, the limit, the nearest value that works a
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 EXIT_FAILED = 1
@@ -45,6 +46,24 @@ def unknown(what: str, value: str, known: Iterable[str], *, key: str | None = No
     hint = f" Did you mean {guess!r}?" if guess else ""
     where = f" Change {key}." if key else ""
     return InputError(f"unknown {what} {value!r}.{hint} Known: {', '.join(names)}.{where}")
+
+
+def check_flags(owner: str, **flags: object) -> None:
+    """Raise an InputError for a flag of `owner` that is no bool."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InputError(f"{owner}: {name} = {flag!r} is neither True nor False.")
+
+
+def warn(message: str) -> None:
+    """Write a line for the user to stderr."""
+    sys.stderr.write(f"octavo: {message}\n")
+
+
+def some(names: Iterable[str]) -> str:
+    """The first four names, and the number of the others."""
+    first = list(names)
+    return ", ".join(first[:4]) + (f" and {len(first) - 4} more" if len(first) > 4 else "")
 
 
 def first_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertForMaskedLM, Llam
 import octavo
 from octavo.build import build_model, transform
 from octavo.errors import EXIT_INPUT, InputError
-from octavo.models import weight_files
+from octavo.models import weight_files, weight_loader
 from octavo.models.sources import load_config
 
 COMMON = {
@@ -256,7 +256,7 @@ def test_tensors_that_the_model_would_lose_are_refused(edited, name, shape):
     ],
 )
 def test_heads_of_other_tasks_are_named_and_left_out(edited, capsys, kind, name, shape):
-    weight_files.say.cache_clear()
+    weight_loader._warn_once.cache_clear()
     _, folder = edited(lambda tensors: tensors | {name: torch.ones(shape)}, kind)
     check_loads_as_transformers(folder)
     err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("octavo: ")]
@@ -277,7 +277,7 @@ def test_heads_of_other_tasks_are_named_and_left_out(edited, capsys, kind, name,
     ],
 )
 def test_buffers_of_earlier_versions_are_left_out(edited, capsys, kind, name, tensor):
-    weight_files.say.cache_clear()
+    weight_loader._warn_once.cache_clear()
     _, folder = edited(lambda tensors: tensors | {name: tensor}, kind)
     check_loads_as_transformers(folder)
     assert "octavo:" not in capsys.readouterr().err
@@ -289,7 +289,7 @@ def test_two_tensors_for_one_weight_are_refused(edited):
 
 
 def test_a_base_model_is_filled_from_a_folder_with_a_head(edited, capsys):
-    weight_files.say.cache_clear()
+    weight_loader._warn_once.cache_clear()
     config, folder = edited(dict)
     with octavo.delayed_init():
         base = LlamaModel(config)
@@ -426,7 +426,7 @@ def test_a_config_with_other_heads_than_the_folders_is_refused(edited):
 
 
 def test_other_differences_between_configs_are_named(edited, capsys):
-    weight_files.say.cache_clear()
+    weight_loader._warn_once.cache_clear()
     config, folder = edited(dict)
     transform(LlamaForCausalLM(config), load_from=folder)
     assert "octavo:" not in capsys.readouterr().err
@@ -440,7 +440,7 @@ def test_other_differences_between_configs_are_named(edited, capsys):
 
 
 def test_tensors_of_a_module_without_config_are_held_against_it_as_well(tmp_path, capsys):
-    weight_files.say.cache_clear()
+    weight_loader._warn_once.cache_clear()
 
     def stack():
         return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 16))

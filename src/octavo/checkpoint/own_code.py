@@ -7,7 +7,6 @@ FP8 state that has no place (of a head in high precision, or of a matrix with pa
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from octavo.checkpoint.shard_io import Layout, empty_tensors, subset
 from octavo.checkpoint.stored import StoredTensors
 from octavo.checkpoint.writer import weights
-from octavo.errors import InputError
+from octavo.errors import InputError, some, warn
 from octavo.fp8.recipe import Operand
 from octavo.fp8.scaling import states_of
 from octavo.models.convert import Conversion, conversion_of
@@ -69,10 +68,7 @@ class Converted:
         left = [name for name in self._found if name not in used]
         self._sources |= {name: _Source((name,), "same") for name in left if not name.startswith("fp8.")}
         if anew := sorted({name.removeprefix("fp8.").rsplit(".", 2)[0] for name in left if name.startswith("fp8.")}):
-            named = ", ".join(anew[:4]) + (f" and {len(anew) - 4} more" if len(anew) > 4 else "")
-            sys.stderr.write(
-                f"octavo: {stored.folder}: the FP8 state of {named} has no place in Octavo's blocks and starts anew.\n"
-            )
+            warn(f"{stored.folder}: the FP8 state of {some(anew)} has no place in Octavo's blocks and starts anew.")
         self.layout: Layout = {}
         """Names, global shapes and dtypes, as the model has them."""
         for name, source in self._sources.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from octavo.config.optimizer import OptimizerConfig
 from octavo.config.parallel import ParallelConfig
 from octavo.config.section import Section, keys_of
 from octavo.config.train import TrainConfig
-from octavo.errors import InputError, nearest
+from octavo.errors import InputError, nearest, warn
 
 
 class RunConfig(Section):
@@ -93,7 +92,8 @@ class RunConfig(Section):
         """Print, once and on rank 0, what `from_file` left out and what may be a mistake; for a run that is accepted."""
         notes, self._notes = self._notes, []
         if os.environ.get("RANK", "0") in ("", "0"):
-            sys.stderr.writelines(f"octavo: {note}\n" for note in notes)
+            for note in notes:
+                warn(note)
 
     def to_toml(self) -> str:
         """The run file with every key that has an effect; reading it back gives an equal RunConfig."""

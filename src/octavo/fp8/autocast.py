@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from octavo.errors import InputError
+from octavo.errors import InputError, check_flags
 from octavo.fp8 import buffers, checkpoints, scaling
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.kernels import gemm
@@ -79,9 +79,7 @@ def fp8_autocast(
     Raises:
         InputError: `fp8_recipe` is not a recipe, or another argument of the wrong kind.
     """
-    for name, flag in (("enabled", enabled), ("emulate", emulate)):
-        if not isinstance(flag, bool):
-            raise InputError(f"fp8_autocast: {name} = {flag!r} is neither True nor False.")
+    check_flags("fp8_autocast", enabled=enabled, emulate=emulate)
     if fp8_group is not None and not isinstance(fp8_group, dist.ProcessGroup):
         raise InputError(f"fp8_autocast: fp8_group = {fp8_group!r} is not a process group of torch.distributed.")
     recipe = (DelayedScaling() if fp8_recipe is None else coerce(fp8_recipe)) if enabled else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
-from octavo.errors import InputError, unknown
+from octavo.errors import InputError, check_flags, unknown
 from octavo.fp8.formats import FloatFormat, Format
 
 __all__ = [
@@ -86,11 +86,10 @@ class Recipe:
             raise InputError(f"unknown FP8 format {fp8_format!r}: use one of {known}. Change fp8.format.")
         if not isinstance(fast, bool) and fast != "input_gradient":
             raise unknown("accumulation", str(fast), ("True", "False", "input_gradient"), key="fp8.fast_accumulation")
-        for name in ("reduce_amax", "use_power_2_scales"):
-            if not isinstance(value := getattr(self, name, False), bool):
-                raise InputError(f"{type(self).__name__}: {name} = {value!r} is neither True nor False.")
+        power_of_two = getattr(self, "use_power_2_scales", False)
+        check_flags(type(self).__name__, reduce_amax=getattr(self, "reduce_amax", False), use_power_2_scales=power_of_two)
         activation, weight = self.granularities
-        how = {"delayed": self.history is not None, "power_of_two": getattr(self, "use_power_2_scales", False)}
+        how = {"delayed": self.history is not None, "power_of_two": power_of_two}
         casts = {
             Operand.INPUT: Cast(fp8_format.forward, activation, **how),
             Operand.WEIGHT: Cast(fp8_format.forward, weight, **how),

@@ -27,8 +27,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from octavo.errors import InputError, first_line
-from octavo.models.weight_files import DEQUANTISE, WeightFiles, Weights, some
+from octavo.errors import InputError, first_line, some
+from octavo.models.weight_files import DEQUANTISE, WeightFiles, Weights
 
 _QUANTISED_NAME = re.compile(
     r"\.(weight_(scale\w*|packed|shape|global_scale)|weight\.(absmax|quant_\w+|quant_state\S*)|q(weight|zeros)|scales|SCB|input_scale)$"

@@ -6,13 +6,10 @@ the shards that it lists. Other files are not looked at. Nothing is unpickled.
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import re
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octavo.errors import InputError, first_line
+from octavo.errors import InputError, first_line, some
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -233,19 +230,6 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not _inside(file) or not file.endswith(".safetensors"):
             raise InputError(f"{index} says that {tensor} is in {file!r}, which is no safetensors file inside the folder.")
     return listed
-
-
-@functools.cache
-def say(message: str) -> None:
-    """Write a line to stderr, once in a process and on the first rank alone."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"octavo: {message}\n")
-
-
-def some(names: Iterable[str]) -> str:
-    """The first names, and the number of the others."""
-    first = list(names)
-    return ", ".join(first[:4]) + (f" and {len(first) - 4} more" if len(first) > 4 else "")
 
 
 def save_shards(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from octavo.dtypes import short_name
-from octavo.errors import InputError
+from octavo.errors import InputError, some, warn
 from octavo.models.convert import check_names_and_shapes, conversion_of
 from octavo.models.decoder import Decoder
 from octavo.models.published import PublishedWeights, causal_lm_on_meta
 from octavo.models.sources import load_config
-from octavo.models.weight_files import WeightFiles, Weights, say, some
+from octavo.models.weight_files import WeightFiles, Weights
 
 _NO_PART = re.compile(
     r"^_|_token_id$|dropout|pdrop|^(use_cache|dtype|architectures|transformers_version|initializer_range|pretraining_tp|output_.*"
@@ -47,10 +49,17 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
     weights = PublishedWeights(files, model)
     check_names_and_shapes(model, weights)
     if others and given:  # the config of a run is the folder's, with keys that were changed on purpose
-        say(f"{folder}: its config.json has {others}. The model keeps its own.")
+        _warn_once(f"{folder}: its config.json has {others}. The model keeps its own.")
     if weights.unused:
-        say(f"{folder}: {some(weights.unused)}: not part of {type(model).__name__}, and not loaded.")
+        _warn_once(f"{folder}: {some(weights.unused)}: not part of {type(model).__name__}, and not loaded.")
     return weights
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Warn once in a process, on the first rank alone."""
+    if os.environ.get("RANK", "0") == "0":
+        warn(message)
 
 
 def _differences(config: Any, folder: Path) -> str:

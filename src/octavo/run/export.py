@@ -19,11 +19,11 @@ from octavo.checkpoint.manifest import newest_whole
 from octavo.checkpoint.reader import StoredWeights
 from octavo.checkpoint.writer import weights
 from octavo.data.special_tokens import SpecialTokens
-from octavo.errors import InputError, nearest
+from octavo.errors import InputError, nearest, warn
 from octavo.models.convert import Conversion, conversion_of, write_pretrained, write_weights
 from octavo.models.sources import load_config, load_generation_config
 from octavo.parallel.coordination import Ranks, writing_ranks
-from octavo.run.folder import RunFolder, warn
+from octavo.run.folder import RunFolder
 from octavo.storage import write_atomic
 
 

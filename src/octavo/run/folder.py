@@ -100,11 +100,6 @@ def locked(path: Path) -> Iterator[RunFolder]:
             raise
 
 
-def warn(message: str) -> None:
-    """A warning about a checkpoint, on stderr."""
-    sys.stderr.write(f"octavo: {message}\n")
-
-
 def _environment(device: str) -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

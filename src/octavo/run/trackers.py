@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from octavo.errors import InputError, first_line
+from octavo.errors import InputError, first_line, warn
 
 
 class _Tracker(Protocol):
@@ -119,7 +119,7 @@ class Trackers:
                 yield
         except Exception as error:
             self._open.pop(name, None)
-            sys.stderr.write(f"octavo: log.trackers: {name} {fault} ({first_line(error)}); metrics.jsonl has every step.\n")
+            warn(f"log.trackers: {name} {fault} ({first_line(error)}); metrics.jsonl has every step.")
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -31,11 +31,11 @@ from octavo.data.prefetch import Prefetcher
 from octavo.data.prepared import PreparedData, check_vocabulary, prepare
 from octavo.data.special_tokens import SpecialTokens, check_overrides
 from octavo.dtypes import short_name, torch_dtype
-from octavo.errors import InputError, RunStopped
+from octavo.errors import InputError, RunStopped, warn
 from octavo.models.decoder import Decoder
 from octavo.parallel.coordination import all_ranks, writing_ranks
 from octavo.parallel.world import init, seed_everything, state
-from octavo.run.folder import RunFolder, locked, warn
+from octavo.run.folder import RunFolder, locked
 from octavo.run.metrics import MetricsFile
 from octavo.run.progress import StepProgress
 from octavo.run.resume import check_resumable, check_same_model, with_keys_of
