@@ -1,19 +1,21 @@
-"""Keys that have an effect only beside certain values of others: one table.
+"""Keys that have an effect only beside certain values of other keys: one table.
 
-A run file in which such a key is set to no effect is refused. "Set" is another value than the default: a resolved run file may
-list a key at its default. `to_toml` leaves such keys out.
+A run file with a value that has no effect is refused. Defaults are accepted, since a resolved run file may list them. `to_toml`
+leaves keys without effect out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
 from octavo.config.fp8 import KEYS_OF_RECIPES
+from octavo.config.section import keys_of
 
 RunConfig = Any
 """`octavo.config.run.RunConfig`, which imports this module."""
@@ -21,7 +23,7 @@ RunConfig = Any
 
 @dataclass(frozen=True)
 class Idle:
-    """A key without effect; `by`: the keys that decide so; `why`: the reason and the remedy."""
+    """A key without effect, the keys that it depends on, and the reason with the remedy."""
 
     key: str
     by: tuple[str, ...]
@@ -30,16 +32,12 @@ class Idle:
 
 @dataclass(frozen=True)
 class _Need:
-    """Keys, those that they depend on, the condition of an effect, and what it is."""
+    """Keys, the keys that they depend on, and the condition of an effect: as a function, and in words."""
 
     keys: tuple[str, ...]
     by: tuple[str, ...]
     met: Callable[[RunConfig], bool]
-    what: str
-
-
-def _recipes(config: RunConfig) -> set[str]:
-    return {config.fp8.recipe, *config.fp8.layers.values()}
+    condition: str
 
 
 def _any_source(config: RunConfig, *suffixes: str) -> bool:
@@ -50,11 +48,12 @@ def _any_source(config: RunConfig, *suffixes: str) -> bool:
 
 def _of_recipes(key: str) -> _Need:
     having = [name for name, keys in KEYS_OF_RECIPES.items() if key in keys]
-    what = "fp8.recipe (or a value of fp8.layers) = " + " or ".join(f'"{name}"' for name in having)
-    return _Need((f"fp8.{key}",), ("fp8.recipe", "fp8.layers"), lambda config: not _recipes(config).isdisjoint(having), what)
+    condition = "fp8.recipe (or a value of fp8.layers) = " + " or ".join(f'"{name}"' for name in having)
+    return _Need((f"fp8.{key}",), ("fp8.recipe", "fp8.layers"), lambda config: config.fp8.uses(key), condition)
 
 
-_FP8_KEYS = ("recipe", "skip", "layers", "head", "emulate", *dict.fromkeys(key for k in KEYS_OF_RECIPES.values() for key in k))
+_RECIPE_KEYS = tuple(dict.fromkeys(chain.from_iterable(KEYS_OF_RECIPES.values())))
+_FP8_KEYS = ("recipe", "skip", "layers", "head", "emulate", *_RECIPE_KEYS)
 _NEEDS = (
     _Need(
         (*(f"fp8.{key}" for key in _FP8_KEYS), "train.compare_bf16"),
@@ -62,7 +61,7 @@ _NEEDS = (
         lambda config: config.fp8.enabled is not False,
         'fp8.enabled = true or "auto"',
     ),
-    *(_of_recipes(key) for key in dict.fromkeys(key for keys in KEYS_OF_RECIPES.values() for key in keys)),
+    *map(_of_recipes, _RECIPE_KEYS),
     _Need(("train.loss_scale",), ("model.dtype",), lambda config: config.model.dtype == "float16", 'model.dtype = "float16"'),
     _Need(
         ("optimizer.min_lr_fraction",),
@@ -110,23 +109,18 @@ def without_effect(config: RunConfig) -> Iterator[Idle]:
             now = " and ".join(shown(config, key) for key in need.by if value_of(config, key) != {})
             for key in need.keys:
                 if key not in seen:
-                    yield Idle(key, need.by, f"has no effect with {now}: it needs {need.what}")
+                    yield Idle(key, need.by, f"has no effect with {now}: it needs {need.condition}")
             seen.update(need.keys)
 
 
 def idle_keys(config: RunConfig) -> list[Idle]:
     """The keys that are set, to no effect."""
-    return [idle for idle in without_effect(config) if value_of(config, idle.key) != _default(config, idle.key)]
+    return [idle for idle in without_effect(config) if _is_changed(config, idle.key)]
 
 
 def settled(config: RunConfig, idle: Sequence[Idle]) -> RunConfig:
     """The same run with these keys at their defaults."""
-    for each in idle:
-        section, _, name = _field(config, each.key)
-        table = getattr(config, section)
-        default = _default(config, each.key)
-        config = config.model_copy(update={section: table.model_copy(update={name: default})})
-    return config
+    return with_values(config, {each.key: _default(config, each.key) for each in idle})
 
 
 def warnings(config: RunConfig, *, one_rank: bool) -> Iterator[str]:
@@ -138,22 +132,17 @@ def warnings(config: RunConfig, *, one_rank: bool) -> Iterator[str]:
             f"{config.optimizer.lr * steps / warmup:g} at the last step and never falls. Lower optimizer.warmup_steps unless "
             "that is meant."
         )
-    for key, what in (
+    for key, consequence in (
         ("train.validate_every", "the only validation is at the end"),
         ("checkpoint.every", "the only checkpoint is at the end"),
         ("log.every", "the only progress line is at the end"),
     ):
-        if (every := value_of(config, key)) > steps and every != _default(config, key):
-            yield f"{key} = {every} is more than train.steps = {steps}: {what}."
+        if (every := value_of(config, key)) > steps and _is_changed(config, key):
+            yield f"{key} = {every} is more than train.steps = {steps}: {consequence}."
     if one_rank:
-        for key in _keys(config):
-            if any(fnmatch(key, pattern) for pattern in _OF_SEVERAL_RANKS) and value_of(config, key) != _default(config, key):
+        for key in keys_of(type(config)):
+            if any(fnmatch(key, pattern) for pattern in _OF_SEVERAL_RANKS) and _is_changed(config, key):
                 yield f"{shown(config, key)} has no effect on one rank."
-
-
-def _keys(config: RunConfig) -> list[str]:
-    tables = type(config).model_fields
-    return [f"{s}.{field.alias or name}" for s in tables for name, field in type(getattr(config, s)).model_fields.items()]
 
 
 def _field(config: RunConfig, key: str) -> tuple[str, Any, str]:
@@ -170,9 +159,28 @@ def value_of(config: RunConfig, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """The same run with other values of `section.key`s."""
+    for key, value in values.items():
+        section, _, name = _field(config, key)
+        table = getattr(config, section)
+        config = config.model_copy(update={section: table.model_copy(update={name: value})})
+    return config
+
+
+def is_given(config: RunConfig, key: str) -> bool:
+    """True if the run file names this `section.key`."""
+    section, _, name = _field(config, key)
+    return name in getattr(config, section).model_fields_set
+
+
 def shown(config: RunConfig, key: str) -> str:
     """`section.key = value`, as in a run file."""
     return f"{key} = {json.dumps(value_of(config, key), ensure_ascii=False)}"
+
+
+def _is_changed(config: RunConfig, key: str) -> bool:
+    return bool(value_of(config, key) != _default(config, key))
 
 
 def _default(config: RunConfig, key: str) -> Any:

@@ -59,3 +59,8 @@ class Fp8Config(Section):
     emulate: bool = Field(
         False, description='Emulate FP8 (the same numbers, slowly) on GPUs without FP8 and, with `enabled` = "auto", on CPUs.'
     )
+
+    def uses(self, setting: str) -> bool:
+        """True if the recipe, or one of a layer, has this setting."""
+        names = {self.recipe, *self.layers.values()}
+        return any(name in names for name, settings in KEYS_OF_RECIPES.items() if setting in settings)

@@ -6,13 +6,14 @@ Keys that the losses depend on may not change: one curve of two different runs i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from octavo.config.effects import idle_keys, settled
-from octavo.config.run import RunConfig
+from octavo.config.effects import idle_keys, is_given, settled, value_of, with_values
+from octavo.config.run import RunConfig, known_keys
+from octavo.data.special_tokens import ROLES
 from octavo.errors import InputError
 
 CHANGEABLE: dict[str, str] = {
@@ -39,30 +40,26 @@ CHANGEABLE: dict[str, str] = {
 }
 """Patterns of keys that may differ from the run that wrote the checkpoint, each with the reason."""
 
+_OLDER_DEFAULTS = {"fp8.head": False, "fp8.fast_accumulation": False}
+"""Defaults of older versions, whose run files leave these keys out."""
 
-_OLDER_DEFAULTS = {"head": False, "fast_accumulation": False}
-"""Of [fp8]: defaults of the versions whose run files leave these keys out."""
+_PROVENANCE = {
+    *("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache"),
+    *ROLES,  # the tokenizer's, which the fingerprint of the data covers
+}
+"""Keys of a Hugging Face config that do not change the model."""
 
 
 def with_keys_of(before: RunConfig, now: RunConfig, resolved: RunConfig) -> tuple[RunConfig, list[str]]:
-    """A run file with the values that a run has for keys that the file leaves out; and those that are not the defaults.
+    """The run file `now` with the values of the run `before` for absent keys; and a text for each other than the default.
 
-    A key that may change keeps the file's default. resolved: `now` with the values that its unset keys stand for.
+    A key that may change keeps its default. resolved: `now` with its defaults resolved for the model.
     """
-    taken, sections = [], {}
     before = _recorded(before)
-    for section in type(now).model_fields:
-        table = getattr(now, section)
-        update = {}
-        for name, field in type(table).model_fields.items():
-            key = f"{section}.{field.alias or name}"
-            value = getattr(getattr(before, section), name)
-            if name not in table.model_fields_set and not _may_change(key, now):
-                update[name] = value
-                if value != getattr(getattr(resolved, section), name):
-                    taken.append(f"{key} = {json.dumps(value)}")
-        sections[section] = table.model_copy(update=update)
-    return now.model_copy(update=sections), taken
+    absent = [key for key in known_keys() if not is_given(now, key) and not _may_change(key, now)]
+    taken = {key: value_of(before, key) for key in absent}
+    others = [f"{key} = {json.dumps(value)}" for key, value in taken.items() if value != value_of(resolved, key)]
+    return with_values(now, taken), others
 
 
 def check_resumable(
@@ -84,12 +81,11 @@ def check_resumable(
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not _may_change(key, now)]
     if not changed:
         return
-    shown = "; ".join(f"{key} was {_show(old.get(key))} and is now {_show(new.get(key))}" for key in changed)
     why = ""
     if "train.steps" in changed:
         why = f" The {now.optimizer.schedule} schedule ends at train.steps: only a constant schedule can be extended."
     raise InputError(
-        f"the run in {str(folder)!r} was started with other settings: {shown}.{why} "
+        f"the run in {str(folder)!r} was started with other settings: {_differences(old, new, changed)}.{why} "
         f"{remedy} Keys that may change: {', '.join(CHANGEABLE)}."
     )
 
@@ -105,25 +101,17 @@ def check_same_model(recorded: Path, hf_config: Any) -> None:
     old, new = _flat(json.loads(recorded.read_text(encoding="utf-8"))), _flat(json.loads(hf_config.to_json_string()))
     changed = [key for key in sorted({*old} & {*new} - _PROVENANCE) if old[key] != new[key]]
     if changed:
-        shown = "; ".join(f"{key} was {_show(old[key])} and is now {_show(new[key])}" for key in changed)
         raise InputError(
-            f"the model of the run is not the one that it began with ({recorded}): {shown}. Put model.source and model.config "
-            "back as they were, or set another train.output."
+            f"the model of the run is not the one that it began with ({recorded}): {_differences(old, new, changed)}. "
+            "Put model.source and model.config back as they were, or set another train.output."
         )
-
-
-_PROVENANCE = {
-    *("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),  # the tokenizer's, which the fingerprint of the data covers
-}
-"""Keys of a Hugging Face config that do not change the model."""
 
 
 def _recorded(before: RunConfig) -> RunConfig:
     """The run file of an earlier start, of an older version too, without keys that have no effect."""
     if before.fp8.enabled is not False:
-        unset = {name: value for name, value in _OLDER_DEFAULTS.items() if getattr(before.fp8, name) is None}
-        before = before.model_copy(update={"fp8": before.fp8.model_copy(update=unset)})
+        older = {key: value for key, value in _OLDER_DEFAULTS.items() if value_of(before, key) is None}
+        before = with_values(before, older)
     return settled(before, idle_keys(before))
 
 
@@ -143,6 +131,10 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return "; ".join(f"{key} was {_show(old.get(key))} and is now {_show(new.get(key))}" for key in keys)
 
 
 def _show(value: Any) -> str:

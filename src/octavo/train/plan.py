@@ -18,7 +18,7 @@ import torch
 from octavo.build import build_model, check_supported
 from octavo.checkpoint.shard_io import Layout, layout_of
 from octavo.checkpoint.writer import weights
-from octavo.config.fp8 import Fp8Config
+from octavo.config.fp8 import KEYS_OF_RECIPES, Fp8Config
 from octavo.config.run import RunConfig
 from octavo.data.corpus import Corpus
 from octavo.data.prepared import prepared_or_none
@@ -180,7 +180,7 @@ def _with_native_defaults(config: RunConfig, model: torch.nn.Module) -> RunConfi
     update: dict[str, Any] = {}
     if fp8.head is None:
         update["head"] = model.fp8_head if isinstance(model, Decoder) else False
-    if fp8.fast_accumulation is None and {"delayed", "current"} & {fp8.recipe, *fp8.layers.values()}:
+    if fp8.fast_accumulation is None and fp8.uses("fast_accumulation"):
         update["fast_accumulation"] = DelayedScaling.fast_accumulation
     return config.model_copy(update={"fp8": fp8.model_copy(update=update)})
 
@@ -223,7 +223,7 @@ def _without_fp8_layers(model: torch.nn.Module, recipe: Recipe, hf_config: Any) 
 
 def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: bool) -> tuple[bool, str]:
     """FP8 or not on this device, and the note about it."""
-    scaling = f"{recipe.name} scaling" + (f", {config.format}" if config.recipe in ("delayed", "current") else "")
+    scaling = f"{recipe.name} scaling" + (f", {config.format}" if "format" in KEYS_OF_RECIPES[config.recipe] else "")
     if config.enabled is False:
         return False, "FP8 is off (fp8.enabled = false)"
     if native:
@@ -257,10 +257,7 @@ def _world() -> int:
 
 
 def _check_settings(config: RunConfig) -> None:
-    """Refuse float16 without float32 parameters, a loss scale beyond float32, validation on nothing, and compiled blocks.
-
-    `RunConfig` accepts train.compile = true, since it also reads the run files of compiled runs.
-    """
+    """Refuse float16 without float32 parameters, a loss scale out of range, validation on nothing, and compiled blocks."""
     if config.model.dtype == "float16" and config.model.params_dtype != "float32":
         raise InputError(
             f'model.params_dtype = "{config.model.params_dtype}": float16 trains float32 parameters. '
@@ -272,12 +269,12 @@ def _check_settings(config: RunConfig) -> None:
             f"train.loss_scale = {scale:g}: a loss scale must be above 0 and at most 2**60. Set train.loss_scale to a power of "
             'two such as 1024, or to "dynamic".'
         )
-    if config.train.validate_every and config.data.validation_fraction == 0:
+    if config.train.validate_every and config.data.validation_fraction == 0:  # a continued run may bring the fraction
         raise InputError(
             f"train.validate_every = {config.train.validate_every}, but data.validation_fraction = 0 holds nothing out. Set "
             "data.validation_fraction above 0, such as 0.05, or train.validate_every = 0."
         )
-    if config.train.compile is True:
+    if config.train.compile is True:  # `RunConfig` accepts it, for the run files of compiled runs
         raise InputError(
             "train.compile = true: blocks are not compiled, since their fused kernels are faster (1B on an H200: 175 ms a "
             'step, 191 compiled). Set train.compile = false, or "auto".'
