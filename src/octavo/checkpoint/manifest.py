@@ -231,9 +231,7 @@ def _parse(text: bytes, folder: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate(found)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise Damaged(f"{path} contradicts itself: {where}: {first['msg']}") from None
+        raise Damaged(f"{path} contradicts itself: {first_fault(error)}") from None
     if fault := _fault(manifest):
         raise Damaged(f"{path} contradicts itself: {fault}")
     match = _STEP_FOLDER.fullmatch(folder.name)
@@ -263,6 +261,12 @@ def parse_json(text: bytes) -> Any:
         return json.loads(text.decode(), object_pairs_hook=_once)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first fault of a validation: its place and message."""
+    fault = error.errors()[0]
+    return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Optimizer state by parameter name, to and from a checkpoint.
 
 `torch.distributed.checkpoint.state_dict` does not fit (torch 2.13): to name the states of an optimizer that has not stepped it
-steps it, which leaves a step count of 1 and changes the bits of the training; it fails on a parameter that has had no gradient
-yet, and on None among an optimizer's own states.
+steps it, which leaves a step count of 1 and changes the bits of the training; it fails on a parameter without a gradient, and
+on None among an optimizer's own states.
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ Scalars = dict[str, dict[str, Any]]
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names"}
 """Settings that PyTorch's schedulers, or names given to an optimizer, add to its groups."""
+_NOT_SETTINGS = ("params", "param_names")
+_LARGEST = 64
+"""Most elements of a tensor among the settings, which are kept as text."""
+
+
+def _names(model: nn.Module) -> dict[Any, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def _held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -38,7 +45,7 @@ def named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     Raises:
         InputError: a state belongs to a tensor that is not a parameter of the model.
     """
-    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+    names = _names(model)
     unknown = sum(owner not in names for owner in optimizer.state)
     if unknown:
         raise InputError(
@@ -81,16 +88,13 @@ def settings_of(path: Path, optimizer: torch.optim.Optimizer, groups: list[dict[
     """The inverse of `group_scalars` for the groups of this optimizer.
 
     Raises:
-        Damaged: a setting is none.
+        Damaged: a setting is no result of `group_scalars`.
     """
     try:
         pairs = zip(optimizer.param_groups, groups, strict=False)
         return [{key: _from_json(stored, own.get(key)) for key, stored in saved.items()} for own, saved in pairs]
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise Damaged(f"the settings of the optimizer in {path} are none ({error})") from None
-
-
-_NOT_SETTINGS = ("params", "param_names")
 
 
 def _to_json(value: Any, key: str) -> Any:
@@ -110,12 +114,8 @@ def _to_json(value: Any, key: str) -> Any:
     )
 
 
-_LARGEST = 64
-"""Most elements of a tensor among the settings, which are kept as text."""
-
-
 def _from_json(stored: Any, current: Any) -> Any:
-    """The inverse of `_to_json`; `current`, the optimizer's own setting, decides between tuple and list and on the device."""
+    """The inverse of `_to_json`, with the type (tuple or list) and the device of the optimizer's own setting `current`."""
     if isinstance(stored, dict) and "tensor" in stored:
         device = current.device if isinstance(current, torch.Tensor) else None
         values = [_from_json(number, None) for number in stored["tensor"]]
@@ -124,23 +124,24 @@ def _from_json(stored: Any, current: Any) -> Any:
     if isinstance(stored, dict):
         return float(stored["float"])
     if isinstance(stored, list):
-        pairs = list(current) if isinstance(current, tuple | list) and len(current) == len(stored) else [None] * len(stored)
-        items = [_from_json(item, own) for item, own in zip(stored, pairs, strict=True)]
+        alike = isinstance(current, tuple | list) and len(current) == len(stored)
+        own = current if alike else [None] * len(stored)
+        items = list(map(_from_json, stored, own))
         return tuple(items) if isinstance(current, tuple) else items
     return stored
 
 
 def group_names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[list[str]]:
     """The names of the parameters in each group."""
-    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+    names = _names(model)
     groups = optimizer.param_groups if optimizer is not None else []
     return [[names[p] for p in group["params"] if p in names] for group in groups]
 
 
 def check_groups(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[list[str]]) -> None:
-    """Refuse a checkpoint with a parameter in another group: it would train with the settings of that one.
+    """Refuse a checkpoint with a parameter in another group, with whose settings it would train.
 
-    `saved` are the `group_names` of the checkpoint; empty in one of an older version.
+    saved: the `group_names` of the checkpoint; empty in one of an older version.
 
     Raises:
         InputError: names a parameter and both groups.
@@ -158,7 +159,7 @@ def check_groups(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
 def check_class(path: Path, optimizer: torch.optim.Optimizer, saved: str | None, groups: list[dict[str, Any]]) -> None:
     """Refuse the states of an optimizer of another class.
 
-    `saved` is the name of the class; None in a checkpoint of an older version: then no setting of its `groups` may be unknown.
+    saved: the name of the class; None in a checkpoint of an older version, whose `groups` may then have no unknown setting.
 
     Raises:
         InputError: the optimizer is of another class.
@@ -183,7 +184,7 @@ def allocate_states(
 ) -> dict[str, torch.Tensor]:
     """Empty tensors for the optimizer states of a checkpoint, sharded like their parameters.
 
-    `stored` is the layout of the checkpoint's `<state>.<parameter>`; `groups` and `scalars` are those that it has saved.
+    stored: the layout of the checkpoint's `<state>.<parameter>`; groups, scalars: of the checkpoint.
 
     Raises:
         InputError: the checkpoint has no optimizer, or another one.
@@ -229,13 +230,15 @@ def install_states(
         optimizer.state[held[owner]] |= {k: float(v) if isinstance(v, str) else v for k, v in values.items()}
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
-            current = group.get(key)
-            if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor) and _alike(current, value):
+            current: Any = group.get(key)
+            if _same_kind(current, value):
                 with torch.no_grad():
                     current.copy_(value)  # a scheduler or a compiled step may hold it
             else:
                 group[key] = value
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+def _same_kind(one: Any, other: Any) -> bool:
+    """True for tensors of one shape and dtype."""
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return tensors and one.shape == other.shape and one.dtype == other.dtype

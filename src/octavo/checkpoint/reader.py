@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
 
 from octavo.checkpoint import manifest, optimizer_state, shard_io
-from octavo.checkpoint.manifest import OpenCheckpoint
+from octavo.checkpoint.manifest import OpenCheckpoint, first_fault
 from octavo.checkpoint.opened import Damaged, Stamp, trust
 from octavo.checkpoint.own_code import Converted, as_model_has_it
 from octavo.checkpoint.rng_state import check_random, restore_random, seed_new_rank
@@ -100,8 +100,7 @@ def _state_of(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     try:
         known = _State.model_validate(state)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise Damaged(f"{path} is not the state of a checkpoint: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise Damaged(f"{path} is not the state of a checkpoint: {first_fault(error)}") from None
     if "step" in state and known.step != checkpoint.manifest.step:
         raise Damaged(f"{path} is of step {known.step}, and its manifest of step {checkpoint.manifest.step}")
     return state

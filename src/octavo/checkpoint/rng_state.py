@@ -37,12 +37,20 @@ def random_scalars() -> dict[str, Any]:
     }
 
 
-def check_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
-    """Try the results of `random_tensors` and `random_scalars` on generators made for it; any error: they are none."""
+def _python_state(scalars: dict[str, Any]) -> tuple[Any, ...]:
     version, words, gauss = scalars["python"]
-    random.Random().setstate((version, tuple(words), gauss))
+    return version, tuple(words), gauss
+
+
+def _numpy_state(scalars: dict[str, Any]) -> tuple[Any, ...]:
     kind, keys, position, has_gauss, cached = scalars["numpy"]
-    np.random.RandomState().set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    return kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached
+
+
+def check_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
+    """Try the results of `random_tensors` and `random_scalars` on new generators; a wrong one raises an error of any type."""
+    random.Random().setstate(_python_state(scalars))
+    np.random.RandomState().set_state(_numpy_state(scalars))
     for name, value in tensors.items():
         if name == "cpu":
             torch.Generator().set_state(value)
@@ -54,10 +62,8 @@ def check_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> N
 
 def restore_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
     """Restore the results of `random_tensors` and `random_scalars`; a CUDA state is ignored without CUDA."""
-    version, words, gauss = scalars["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = scalars["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    random.setstate(_python_state(scalars))
+    np.random.set_state(_numpy_state(scalars))
     torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])

@@ -151,9 +151,9 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def empty_tensors(layout: Layout) -> dict[str, torch.Tensor]:
-    """Whole tensors on the CPU, not initialised."""
-    return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
+def empty_tensors(layout: Layout, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Tensors of global shape, not initialised."""
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in layout.items()}
 
 
 def subset(layout: Layout, prefix: str) -> Layout:

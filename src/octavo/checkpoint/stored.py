@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from octavo.checkpoint.manifest import Count, Manifest, OpenCheckpoint, parse_json
+from octavo.checkpoint.manifest import Count, Manifest, OpenCheckpoint, first_fault, parse_json
 from octavo.checkpoint.opened import Damaged, OpenFolder
 from octavo.checkpoint.shard_io import DTYPES, Layout
 
@@ -156,8 +156,7 @@ def _read_header(folder: OpenFolder, file: str) -> dict[str, Piece]:
         saved = zeros if sharding is None else _OFFSETS.validate_python(parse_json(sharding.encode()))
         offsets = {name: tuple(saved[name]["saved_offsets"]) for name in entries}
     except ValidationError as error:
-        first = error.errors()[0]
-        raise Damaged(f"{path} has a wrong header: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise Damaged(f"{path} has a wrong header: {first_fault(error)}") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise Damaged(f"{path} has a wrong header ({error})") from None
     end = 0

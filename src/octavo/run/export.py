@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from octavo.checkpoint.manifest import newest_whole
 from octavo.checkpoint.reader import StoredWeights
+from octavo.checkpoint.shard_io import empty_tensors, layout_of
 from octavo.checkpoint.writer import weights
 from octavo.data.special_tokens import SpecialTokens
 from octavo.errors import InputError, nearest, warn
@@ -62,7 +63,7 @@ def _write_gathered(
     tensors: Mapping[str, torch.Tensor], config: Any, way: Conversion | PreTrainedModel | None, to: Path, ranks: Ranks
 ) -> None:
     """Write on rank 0, which broadcasts each tensor's name, so that all ranks join the gather; None is the end."""
-    shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    shapes = empty_tensors(layout_of(tensors), "meta")
 
     def gathered(name: str) -> torch.Tensor:
         ranks.on_rank_0(lambda: name)
@@ -107,24 +108,20 @@ def export_run(run: Path, to: Path) -> Path:
     tokenizer = folder.tokenizer if folder.tokenizer.is_dir() else None
     generation = _fit_token_ids(hf_config, load_generation_config(str(folder.model)), tokenizer)
     stored = StoredWeights(checkpoint)
-    shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in stored.layout.items()}
-    write_pretrained(shapes, hf_config, to, tokenizer, read=stored.__getitem__)
+    write_pretrained(empty_tensors(stored.layout, "meta"), hf_config, to, tokenizer, read=stored.__getitem__)
     write_atomic(to / "generation_config.json", generation.to_json_string())  # save_pretrained refuses some of the Hub's
     return checkpoint
 
 
 def _fit_token_ids(config: Any, generation: Any | None, tokenizer: Path | None) -> Any:
-    """Give a config the ids of the run's tokenizer; returns the generation config, with the same ids.
-
-    That of the model's source is kept if its eos ids are the tokenizer's: another vocabulary has other ids to stop at.
-    """
-    tokens = SpecialTokens.of(tokenizer) if tokenizer is not None else None
-    if tokens is not None:
-        tokens.fit(config)
-    if generation is None or (tokens is not None and not tokens.owns(generation)):
+    """Give a config the ids of the run's tokenizer; returns the generation config, with the same ids."""
+    if tokenizer is None:
+        return GenerationConfig.from_model_config(config) if generation is None else generation
+    tokens = SpecialTokens.of(tokenizer)
+    tokens.fit(config)
+    if generation is None or not tokens.owns(generation):  # another vocabulary has other ids to stop at
         return GenerationConfig.from_model_config(config)
-    if tokens is not None:
-        tokens.fit(generation)
+    tokens.fit(generation)
     return generation
 
 
