@@ -53,8 +53,7 @@ class _State:
     checkpoints: weakref.WeakKeyDictionary[Any, _Forward] = field(default_factory=weakref.WeakKeyDictionary)
     first_microbatch: bool | None = None
     warned: set[torch.device] = field(default_factory=set)
-    recomputing: bool = False
-    session: buffers.Session | None = None  # of the forward that is recomputed
+    recomputed: _Forward | None = None  # inside `recomputing`
 
 
 _state = _State()
@@ -119,17 +118,22 @@ def current_recipe(device: torch.device) -> Recipe | None:
     return None
 
 
+def _is_in_checkpoint() -> bool:
+    """True in the recomputation of a checkpoint without `recomputing`."""
+    return _state.recomputed is None and checkpoints.graph_task() != -1
+
+
 def _in_force() -> _Active | None:
     """The context of this forward; in a recomputation that of its forward, unless it enters one again itself."""
-    task, active = checkpoints.graph_task(), _state.active
-    if task == -1 or _state.recomputing or (active is not None and active.task == task):
+    active = _state.active
+    if not _is_in_checkpoint() or (active is not None and active.task == checkpoints.graph_task()):
         return active
     return _repeated().active
 
 
 def _remember(active: _Active | None) -> None:
     """Keep context and scales of this forward for the recomputation of each checkpoint around it."""
-    if _state.recomputing:
+    if _state.recomputed is not None:
         return
     if torch.is_grad_enabled():
         if not checkpoints.has_hooks() or checkpoints.innermost() in _state.checkpoints:
@@ -139,8 +143,7 @@ def _remember(active: _Active | None) -> None:
     new = [found for found in checkpoints.enclosing() if found not in _state.checkpoints]
     if not new:
         return
-    again = checkpoints.graph_task() != -1
-    forward = _repeated() if again else _Forward(None, buffers.snapshot(), _state.first_microbatch)
+    forward = _repeated() if _is_in_checkpoint() else _Forward(None, buffers.snapshot(), _state.first_microbatch)
     for found in new:
         around = active
         while around is not None and id(found) in around.inside:
@@ -171,37 +174,35 @@ def microbatch(first: bool) -> Iterator[None]:
 
 def first_microbatch() -> bool | None:
     """True in the first forward of an accumulated step, False in later ones, None outside of `microbatch`."""
-    if torch.compiler.is_compiling() or _state.recomputing or checkpoints.graph_task() == -1:
+    if torch.compiler.is_compiling() or not _is_in_checkpoint():
         return _state.first_microbatch
     return _repeated().first
 
 
 def session() -> buffers.Session:
     """The outermost autocast of this forward; in a recomputation that of its forward."""
-    if _state.recomputing and _state.session is not None:
-        return _state.session
-    return buffers.session() if checkpoints.graph_task() == -1 else _repeated().session
+    if _state.recomputed is not None:
+        return _state.recomputed.session
+    return _repeated().session if _is_in_checkpoint() else buffers.session()
 
 
 class _Recomputing:
     """The context of a recomputation: recipe and scales of its forward."""
 
     def __init__(self) -> None:
-        if _state.recomputing or checkpoints.graph_task() == -1:
-            self._forward = _Forward(_state.active, buffers.snapshot(), _state.first_microbatch, session())
-        else:  # in the recomputation of a checkpoint around this one
-            self._forward = _Forward(_in_force(), _repeated().scales, first_microbatch(), session())
+        scales = _repeated().scales if _is_in_checkpoint() else buffers.snapshot()
+        self._forward = _Forward(_in_force(), scales, first_microbatch(), session())
 
     def __enter__(self) -> None:
-        self._before = (_state.active, _state.first_microbatch, _state.recomputing, _state.session)
+        self._before = (_state.active, _state.first_microbatch, _state.recomputed)
         self._replay = buffers.replay(self._forward.scales)
         self._replay.__enter__()
         _state.active, _state.first_microbatch = self._forward.active, self._forward.first
-        _state.recomputing, _state.session = True, self._forward.session
+        _state.recomputed = self._forward
 
     def __exit__(self, *exc: object) -> None:
         self._replay.__exit__(None, None, None)
-        _state.active, _state.first_microbatch, _state.recomputing, _state.session = self._before
+        _state.active, _state.first_microbatch, _state.recomputed = self._before
 
 
 def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
@@ -211,7 +212,7 @@ def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.A
 
 def scales_of_forward() -> contextlib.AbstractContextManager[None]:
     """Around the casts of a forward: the scales of the first forward, if this is a recomputation without `recomputing`."""
-    if torch.compiler.is_compiling() or _state.recomputing or checkpoints.graph_task() == -1:
+    if torch.compiler.is_compiling() or not _is_in_checkpoint():
         return contextlib.nullcontext()
     return buffers.replay(_repeated().scales)
 

@@ -1,8 +1,8 @@
 """The buffers of delayed scaling: scales and amax histories of all tensors of a model, updated and joined over ranks at once.
 
 A kernel takes one element of a buffer (a `Slot`). One kernel updates the state of a whole model, one all-reduce for each
-direction joins it over ranks, and sharding, `state_dict` and `.to()` never see it. Scales of forward are updated when the
-outermost `fp8_autocast` ends; those of backward when the backward ends. Only a training step updates, so that a rank may
+direction joins it over ranks, and sharding, `state_dict` and `.to()` never see it. Scales of forward are updated at the end of
+the outermost `fp8_autocast`, scales of backward at the end of the backward. Only a training step updates, so that a rank may
 evaluate, inspect or copy a model alone.
 """
 
@@ -80,7 +80,7 @@ class ScaleBuffer:
         self.history = torch.zeros(policy.length, _FIRST_CAPACITY, device=device)
         self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
         self.saturated = torch.zeros(_FIRST_CAPACITY, dtype=torch.bool, device=device)
-        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
 
     @torch.inference_mode(False)
     def allocate(self, fp8_max: float, index: int) -> Slot:
@@ -93,13 +93,8 @@ class ScaleBuffer:
             self.saturated[index] = False
             self.fp8_max[index] = fp8_max
         slot = Slot(self, index, fp8_max)
-        self._slots.add(slot)
+        self.slots.add(slot)
         return slot
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no slot is in use."""
-        return not self._slots
 
     def _grow(self) -> None:
         self.scale = torch.cat([self.scale, torch.ones_like(self.scale)])
@@ -126,11 +121,11 @@ class Joint:
     reduce_amax: bool = True
 
 
+@dataclass(frozen=True, eq=False)
 class Session:
-    """An outermost autocast, as the layers that ran in it remember it until their backward."""
+    """An outermost autocast; its layers refer to it until their backward."""
 
-    def __init__(self, joint: Joint) -> None:
-        self.joint = joint
+    joint: Joint
 
 
 class BufferSet:
@@ -154,8 +149,8 @@ class BufferSet:
         buffers = self.backward if operand is Operand.GRAD_OUTPUT else self.forward
         return buffers.get((device, policy)) or buffers.setdefault((device, policy), ScaleBuffer(self, device, policy))
 
-    def place(self, owner: object, operand: Operand) -> int:
-        """An index for an operand of `owner` while that lives, the same in each of the buffers: ranks join slots by index."""
+    def new_index(self, owner: object, operand: Operand) -> int:
+        """Reserve an index in all buffers for an operand while `owner` lives: ranks join slots by index."""
         backward = operand is Operand.GRAD_OUTPUT
         free = self._free[backward]
         if free and not several_ranks():  # several ranks collect garbage at different times
@@ -187,10 +182,9 @@ class BufferSet:
         update_after_backward()
 
     def update_forward(self) -> None:
-        """Update inputs and weights if a forward has recorded."""
-        if self.recorded:
-            self.recorded = ""
-            _update(self.forward, self.joint)
+        """Update inputs and weights."""
+        self.recorded = ""
+        _update(self.forward, self.joint)
 
     def update_backward(self) -> None:
         """Update gradients of outputs if a backward has recorded."""
@@ -209,7 +203,7 @@ class BufferSet:
 
 def _update(buffers: Mapping[Any, ScaleBuffer], joint: Joint) -> None:
     for buffer in buffers.values():
-        if not buffer.is_empty:
+        if buffer.slots:  # in use
             buffer.update(joint)
 
 
@@ -268,7 +262,7 @@ def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
 
 
 def leave() -> None:
-    """An outermost autocast is left, by an exception too: amaxes that were recorded then wait for the next forward."""
+    """An outermost autocast is left, by an exception too: amaxes recorded until then wait for the next forward."""
     _state.is_open = False
     for buffers in list(_sets.values()):
         if buffers.recorded == "evaluation":
@@ -333,7 +327,7 @@ def snapshot() -> list[tuple[ScaleBuffer, Tensor]]:
 
 @contextlib.contextmanager
 def replay(scales: list[tuple[ScaleBuffer, Tensor]]) -> Iterator[None]:
-    """Around the recomputation of a forward: use its scales, and restore the amaxes recorded before."""
+    """Around the recomputation of a forward: use its scales; restore scales and recorded amaxes at the end."""
     before = [(buffer, buffer.scale.clone(), buffer.history[0].clone()) for buffer in _forward_buffers()]
     for buffer, scale in scales:
         buffer.scale[: len(scale)].copy_(scale)

@@ -29,7 +29,7 @@ _prepared: set[Recipe] = set()
 
 
 class ModuleState:
-    """FP8 state of one weight of a module: slots, the FP8 weight that micro-batches share, and the layer's own recipe.
+    """FP8 state of one weight of a module: slots, the FP8 weight of the micro-batches, and the layer's own recipe.
 
     A plain attribute of the module. A deep copy gets slots of its own with the same values.
     """
@@ -37,7 +37,7 @@ class ModuleState:
     def __init__(self, module: nn.Module, weight_name: str = "weight", operands: Sequence[Operand] = tuple(Operand)) -> None:
         self.slots: dict[Operand, Slot] = {}
         self.operands = operands  # with a scale of the recipe
-        self.places: dict[Operand, int] = {}  # of the slots in any buffer
+        self.indices: dict[Operand, int] = {}  # of the slots in any buffer
         self.weight_cache: QuantizedTensor | None = None
         self.gathered: QuantizedTensor | None = None  # the weight of a sharded parameter, gathered in FP8
         self.observed: dict[Operand, Tensor] = {}
@@ -90,10 +90,10 @@ class ModuleState:
             old = self.slots.get(operand)
             buffer = self.buffers.buffer(operand, device, policy)
             if old is None or old.buffer is not buffer or old.fp8_max != how.format.max:
-                if operand not in self.places:
-                    self.places[operand] = self.buffers.place(self, operand)
+                if operand not in self.indices:
+                    self.indices[operand] = self.buffers.new_index(self, operand)
                 before = None if old is None else (old.scale.clone(), old.history.clone())
-                new = buffer.allocate(how.format.max, self.places[operand])
+                new = buffer.allocate(how.format.max, self.indices[operand])
                 if old is not None and before is not None:
                     # The same amaxes in another format: its scale differs by a power of two. An unused one stays 1.
                     scale, history = before
@@ -113,7 +113,7 @@ class ModuleState:
     def begin(self, operand: Operand, recipe: Recipe, matrix: Tensor, group: dist.ProcessGroup | None) -> None:
         """Take an operand's first delayed scale from its own amax, in place of 1; without effect once there is a history.
 
-        group: ranks with other rows of it, whose amaxes are joined in training.
+        group: ranks with other rows of the operand, whose amaxes are joined in training.
         """
         slot = self.slot(operand, recipe, matrix.device, trains=torch.is_grad_enabled())
         if not slot.begun:
@@ -126,7 +126,7 @@ class ModuleState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         twin = copy.copy(self)
-        twin.slots, twin.places, twin.observed = {}, {}, {}
+        twin.slots, twin.indices, twin.observed = {}, {}, {}
         twin.weight_cache = twin.gathered = None
         module = self._module()
         if module is not None:
@@ -135,9 +135,9 @@ class ModuleState:
         twin.buffers = memo[key] = memo.get(key) or BufferSet()
         twin.buffers.trained = twin.buffers.trained or self.trained
         for operand, slot in self.slots.items():
-            twin.places[operand] = twin.buffers.place(twin, operand)
+            twin.indices[operand] = twin.buffers.new_index(twin, operand)
             buffer = twin.buffers.buffer(operand, slot.buffer.device, slot.buffer.policy)
-            twin.slots[operand] = buffer.allocate(slot.fp8_max, twin.places[operand])
+            twin.slots[operand] = buffer.allocate(slot.fp8_max, twin.indices[operand])
             fill(twin.slots[operand], slot.scale, slot.history)
         twin._register()
         return twin
@@ -172,10 +172,9 @@ def prepare_all(recipe: Recipe) -> None:
 
 
 def _without_slots(recipe: Recipe) -> Iterator[tuple[ModuleState, Recipe, torch.device]]:
-    """In order of creation: a slot needs the same number on every rank, or an all-reduce would join different tensors.
-
-    Slots of an evaluation before training count as none: perhaps one rank alone has evaluated, or under another recipe.
-    """
+    """The modules without slots of training, in order of creation."""
+    # A slot needs the same number on every rank, or an all-reduce would join different tensors. Slots of an evaluation before
+    # training count as none: perhaps one rank alone has evaluated, or under another recipe.
     for state in list(_modules.values()):
         own, device = state.under(recipe), state.device
         if own is None or own.history is None or device is None:
@@ -262,7 +261,7 @@ def state_records(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise an InputError if a record is of a module that this model does not run in FP8, or a module has no weights yet."""
+    """Raise an InputError for a record of a module without FP8 in this model, or a module without weights yet."""
     states = {name: state for name, state in states_of(model) if not state.skipped}
     strangers = sorted({name.rsplit(".", 2)[0] for name in names} - states.keys())
     if strangers:
@@ -277,7 +276,7 @@ def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: Recipe) -> None:
-    """Put records from `state_records` back, for the modules that run in FP8 under an autocast of `recipe`.
+    """Restore records of `state_records` in the modules with FP8 under an autocast of `recipe`.
 
     Raises:
         InputError: as `check_state_records`, before anything is changed.
@@ -296,7 +295,7 @@ def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: 
 
 
 def reset_states(model: nn.Module) -> None:
-    """Give every slot of a model its first scale and an empty history, and forget the FP8 weights of an earlier micro-batch."""
+    """Give every slot of a model its first scale and an empty history, and drop cached FP8 weights."""
     for _, state in states_of(model):
         state.weight_cache = None
         for slot in state.slots.values():
