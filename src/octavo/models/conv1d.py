@@ -1,4 +1,4 @@
-"""GPT-2's linear layer in FP8: Hugging Face's `Conv1D`, whose weight is [in_features, out_features].
+"""GPT-2's linear layer in FP8: Hugging Face's `Conv1D` with a weight of [in_features, out_features].
 
 State dicts, checkpoints and exports keep that layout. The casts read the transposed view, and autograd turns the gradient back.
 Such a weight is gathered in its own dtype: rows of a shard are columns of the product's operand.
@@ -18,11 +18,11 @@ from octavo.nn.norm import check_input
 
 
 class Conv1D(PlainConv1D):
-    """y = x · weight + bias. weight: [in_features, out_features]; bias: [out_features]. Outside of FP8 it is Hugging Face's."""
+    """y = x · weight + bias, Hugging Face's outside of FP8. weight: [in_features, out_features]; bias: [out_features]."""
 
     @classmethod
     def from_conv1d(cls, layer: PlainConv1D) -> Conv1D:
-        """Turn Hugging Face's layer into this class where it stands: parameters, ties, hooks and references stay valid."""
+        """Turn Hugging Face's layer into this class in place: parameters, ties, hooks and references stay valid."""
         layer.__class__ = cls
         new = cast(Conv1D, layer)
         new.fp8_state = ModuleState(new, "transposed_weight")
@@ -38,5 +38,5 @@ class Conv1D(PlainConv1D):
         if active_recipe(self.fp8_state, x.device) is None:
             y: Tensor = super().forward(x)
             return y
-        check_input(self, x, self.weight.shape[0])
+        check_input(self, x, size=self.weight.shape[0])
         return product(x, self.transposed_weight, self.bias, self.fp8_state, compute_dtype(x), None)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from octavo.errors import InputError
 from octavo.kernels.attention import short
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
-from octavo.nn.norm import FLOATS, ResidualLayer, check_input
+from octavo.nn.norm import FLOATS_OF_PYTORCH, ResidualLayer, check_input
 from octavo.nn.rotary import Angles, Rotation
 from octavo.nn.te_arguments import Draws, Init, Tracker, check, check_dropout, check_format, check_mask, cos_and_sin
 
@@ -110,8 +110,7 @@ class DotProductAttention(nn.Module):
         """
         if te_arguments:
             check("DotProductAttention.forward", te_arguments, DotProductAttention.forward)
-        for x in (query_layer, key_layer, value_layer):
-            check_input(self, x, dtypes=(*FLOATS, torch.float64))
+        check_input(self, query_layer, key_layer, value_layer, dtypes=FLOATS_OF_PYTORCH)
         causal = self.causal if attn_mask_type is None else check_mask("attn_mask_type", attn_mask_type)
         if query_layer.numel() == 0:  # for which not every kernel of PyTorch's has an answer
             return query_layer.flatten(2)

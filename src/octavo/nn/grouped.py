@@ -91,7 +91,7 @@ class GroupedLinear(nn.Module):
         """
         if te_arguments:
             check("GroupedLinear.forward", te_arguments, GroupedLinear.forward)
-        check_input(self, inp, self.in_features)
+        check_input(self, inp, size=self.in_features)
         x = inp.reshape(-1, self.in_features)
         splits = self._splits(m_splits, x.shape[0])
         biases: list[Tensor | None] = [None] * self.num_gemms if self.return_bias else self.biases

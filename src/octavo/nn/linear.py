@@ -23,6 +23,7 @@ from octavo.fp8.scaling import ModuleState
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.norm import (
     FLOATS,
+    FLOATS_OF_PYTORCH,
     NORMS,
     NormParameters,
     NormProducer,
@@ -232,7 +233,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """input [..., in_features] → [..., out_features]; is_first_microbatch: `first` of `LinearQuantizer`."""
-        check_input(self, input, self.weight.shape[1], (*FLOATS, torch.float64))  # float64 as PyTorch's layer, outside of FP8
+        check_input(self, input, size=self.weight.shape[1], dtypes=FLOATS_OF_PYTORCH)
         bias = None if self.return_bias else self.bias
         y = product(input, self.weight, bias, self.fp8_state, compute_dtype(input), is_first_microbatch)
         return results(y, self.bias, None, return_bias=self.return_bias)
@@ -271,9 +272,7 @@ class NormedLayer(ResidualLayer):
         self, x: Tensor, delta: Tensor | None, first: bool | None, return_residual: bool, bias: Tensor | None, **options: Any
     ) -> Any:
         """`forward`; bias: of the last product, which is not added with `return_bias`."""
-        check_input(self, x, self.layer_norm_weight.shape[0])
-        if delta is not None:
-            check_input(self, delta, self.layer_norm_weight.shape[0])
+        check_input(self, x, delta, size=self.layer_norm_weight.shape[0])
         added = None if self.return_bias else bias
         how = (compute_dtype(x), first, added)
         norm = NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)

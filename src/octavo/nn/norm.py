@@ -18,21 +18,27 @@ from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.nn.te_arguments import check
 
 NORMS = ("LayerNorm", "RMSNorm")
-
-
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of the kernels' inputs."""
+FLOATS_OF_PYTORCH = (*FLOATS, torch.float64)
+"""Dtypes of the inputs of layers that run as PyTorch's outside of FP8."""
 
 
-def check_input(layer: nn.Module, x: Tensor, size: int | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
-    """Raise an InputError for an input of another dtype, or whose last dimension is not `size`; compiled code keeps nothing."""
-    if x.dtype not in dtypes:
-        raise InputError(
-            f"{type(layer).__name__} got an input of {x.dtype}: use {', '.join(map(str, dtypes))}. Token ids go through an "
-            "embedding; convert other numbers, as in x.to(torch.bfloat16)."
-        )
-    if size is not None and x.shape[-1] != size:
-        raise InputError(f"{type(layer).__name__} got an input of shape {tuple(x.shape)}: its last dimension must be {size}.")
+def check_input(
+    layer: nn.Module, *inputs: Tensor | None, size: int | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS
+) -> None:
+    """Raise an InputError for an input of another dtype or another size of the last dimension."""
+    for x in inputs:
+        if x is None:
+            continue
+        if x.dtype not in dtypes:
+            raise InputError(
+                f"{type(layer).__name__} got an input of {x.dtype}: use {', '.join(map(str, dtypes))}. Token ids go through an "
+                "embedding; convert other numbers, as in x.to(torch.bfloat16)."
+            )
+        if size is not None and x.shape[-1] != size:
+            name = type(layer).__name__
+            raise InputError(f"{name} got an input of shape {tuple(x.shape)}: its last dimension must be {size}.")
 
 
 class NormParameters(NamedTuple):
@@ -177,9 +183,7 @@ class _Norm(nn.Module):
 
     def forward(self, input: Tensor, delta: Tensor | None = None) -> Tensor:
         """input [..., hidden_size] → the same shape and dtype; with `delta` the norm of the sum."""
-        check_input(self, input, self.weight.shape[0])
-        if delta is not None:
-            check_input(self, delta, self.weight.shape[0])
+        check_input(self, input, delta, size=self.weight.shape[0])
         of = NormParameters(self.normalization, self.weight, self.bias, self.eps)
         if torch.compiler.is_compiling():
             h = input if delta is None else input + delta
