@@ -22,7 +22,7 @@ _SIZES = frozenset(
         *("vocab_size", "max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok", "num_layers"),
     )
 )
-"""Keys of Hugging Face's configs that count something a model has at least one of."""
+"""Keys of Hugging Face's configs for sizes of at least 1."""
 _DTYPE = "model.dtype and model.params_dtype are the dtypes of a run"
 _NOT_OF_THE_MODEL = {
     "model_type": "model.source is of one family, and other keys belong to another",
@@ -36,7 +36,7 @@ _NOT_OF_THE_MODEL = {
     ),
     "it has no effect on a causal language model in training",
 )
-"""Keys of a Hugging Face config that would change nothing, or something else than asked; each with the reason."""
+"""Keys of a Hugging Face config without effect on the model, or with another one than expected, each with the reason."""
 
 
 def load_config(source: str, overrides: Mapping[str, Any] | None = None) -> Any:
@@ -71,7 +71,7 @@ def _overridden(config: Any, overrides: Mapping[str, Any]) -> Any:
     try:
         found = AutoConfig.for_model(model_type, **values)
     except Exception as error:  # transformers validates with several exception types of its own
-        raise InputError(f"model.config: {_first_line(error)}") from None
+        raise InputError(f"model.config: {_first_lines(error)}") from None
     rope = overrides.get("rope_parameters")
     if isinstance(rope, dict):
         _check_rope(rope, found.rope_parameters)
@@ -79,7 +79,7 @@ def _overridden(config: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def _joined(old: Any, new: Any) -> Any:
-    """A value with an override: a table keeps its other keys, but another rotary scaling brings its own."""
+    """A value with an override: a table keeps its other keys, except under another type of rotary scaling."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return copy.deepcopy(new)  # transformers writes into it
     if new.get("rope_type", old.get("rope_type")) != old.get("rope_type"):
@@ -107,11 +107,11 @@ def _check_rope(asked: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 def _check_sizes(config: Any) -> None:
     """Refuse sizes below 1, which transformers accepts, and numbers that are not finite."""
+    common_names = {own: common for common, own in config.attribute_map.items()}
     for key, value in config.to_dict().items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"model.config.{key} = {value}: use a finite number.")
-        name = {own: common for common, own in config.attribute_map.items()}.get(key, key)
-        if name in _SIZES and isinstance(value, int) and value < 1:
+        if common_names.get(key, key) in _SIZES and isinstance(value, int) and value < 1:
             raise InputError(f"model.config.{key} = {value}: a size of a model is at least 1.")
         if key.endswith(("norm_eps", "norm_epsilon")) and isinstance(value, float) and value < 0:
             raise InputError(f"model.config.{key} = {value}: use a number of at least 0, such as 1e-5.")
@@ -138,7 +138,7 @@ def _read_config(source: str) -> Any:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"model.source = {source!r} could not be read: {_first_line(error)} Give a folder on disk, or a built-in shape: "
+            f"model.source = {source!r} could not be read: {_first_lines(error)} Give a folder on disk, or a built-in shape: "
             f"{', '.join(SHAPES)}."
         ) from None
     config.__dict__.pop("auto_map", None)  # names Python files of the source, which transformers would offer to run
@@ -177,13 +177,13 @@ def weights_folder(source: str) -> Path:
         folder = Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX, "*.json"]))
     except Exception as error:  # huggingface_hub raises its own types, and those of the HTTP library below it
         raise InputError(
-            f"model.source = {source!r}: the weights could not be fetched: {_first_line(error)} {remedy}"
+            f"model.source = {source!r}: the weights could not be fetched: {_first_lines(error)} {remedy}"
         ) from None
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"model.source = {source!r}: no .safetensors file is there or in the local cache. {remedy}")
     return folder
 
 
-def _first_line(error: Exception) -> str:
+def _first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) if lines else type(error).__name__

@@ -1,7 +1,7 @@
 """Reads rows of weights by the names of their source, from memory or safetensors files, and writes such files.
 
-A folder's files are taken in transformers' order: the file that its config names, else `model.safetensors`, else the index with
-the shards that it lists. Other files are not looked at. Nothing is unpickled.
+The files of a folder are those of transformers' order: the file named in its config, else `model.safetensors`, else the shards
+of the index. Other files are not read. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 QUANTIZED_KEYS = ("quantization_config", "compression_config")
 """Keys of a config that give the format of quantised weights."""
 _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files beside the weights that do so (ModelOpt, AutoGPTQ, AutoAWQ)."""
+"""Files beside the weights that give it (ModelOpt, AutoGPTQ, AutoAWQ)."""
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _LFS_POINTER = b"version https://git-lfs"
 DEQUANTISE = (
@@ -38,12 +38,12 @@ DEQUANTISE = (
 
 
 class Weights(ABC):
-    """Tensors by the names of their source, of which any rows can be read.
+    """Tensors by the names of their source, read by rows.
 
     Attributes:
         shapes: of every tensor.
         kinds: "float" (of 16 bits or more), "integer", "complex", or a dtype of fewer bits by its name.
-        optional: names of a model's tensors that need not be there; they keep their values.
+        optional: names of a model's tensors that may be absent; they keep their values.
     """
 
     optional: frozenset[str] = frozenset()
@@ -96,7 +96,7 @@ class WeightFiles(Weights):
     """The safetensors of a Hugging Face model folder, under their names on disk.
 
     Raises:
-        InputError: the folder has none that transformers would load, or they are damaged, quantised, an adapter's, or pickles.
+        InputError: the folder has no weights for transformers, or they are damaged, quantised, an adapter's, or pickles.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -109,29 +109,23 @@ class WeightFiles(Weights):
         config = _json_object(self.folder / "config.json") if (self.folder / "config.json").is_file() else {}
         _refuse_other_formats(self.folder, config)
         name = _entry(self.folder, config.get("transformers_weights"))
-        listed = _weight_map(self.folder / name) if name.endswith(".json") else None
-        self.where: dict[str, str] = {}
+        listed = _weight_map(self.folder / name) if name.endswith(".json") else {}
+        self.where: dict[str, str] = {}  # tensor → file
         shapes: dict[str, tuple[int, ...]] = {}
         kinds: dict[str, str] = {}
-        for file in [name] if listed is None else sorted(set(listed.values())):
+        for file in sorted(set(listed.values())) or [name]:
             if not (self.folder / file).is_file():
                 raise InputError(f"{self.folder / file} is missing, though {name} names it: copy the whole model folder.")
-            try:
-                with safe_open(self.folder / file, "pt") as opened:
-                    for tensor in opened.keys():  # noqa: SIM118
-                        if tensor in self.where:
-                            raise InputError(
-                                f"{self.folder}: {tensor} is in {self.where[tensor]} and in {file}, both named by {name}: the"
-                                " shards are of two saves. Copy the whole model folder again."
-                            )
-                        part = opened.get_slice(tensor)
-                        self.where[tensor] = file
-                        shapes[tensor], kinds[tensor] = tuple(part.get_shape()), kind_of(part.get_dtype())
-            except SafetensorError as error:
-                raise InputError(f"{self.folder / file} is damaged ({error}): {_copy_again(self.folder / file)}.") from None
-            except OSError as error:
-                raise InputError(f"{self.folder / file} cannot be read: {error.strerror or error}.") from None
-        for tensor, file in (listed or {}).items():
+            for tensor, shape, dtype in _header(self.folder / file):
+                if tensor in self.where:
+                    raise InputError(
+                        f"{self.folder}: {tensor} is in {self.where[tensor]} and in {file}, both named by {name}: the"
+                        " shards are of two saves. Copy the whole model folder again."
+                    )
+                self.where[tensor] = file
+                shapes[tensor] = tuple(shape)
+                kinds[tensor] = kind_of(dtype)
+        for tensor, file in listed.items():
             if self.where.get(tensor) != file:
                 raise InputError(
                     f"{self.folder / name} says that {tensor} is in {file}, where it is not: index and shards are of two saves."
@@ -145,6 +139,18 @@ class WeightFiles(Weights):
         # Open for this read only: mapped pages count as this process's memory.
         with safe_open(self.folder / self.where[name], "pt") as opened:
             return opened.get_slice(name)[start:stop] if dimensions else opened.get_tensor(name)
+
+
+def _header(path: Path) -> list[tuple[str, list[int], str]]:
+    """Name, shape and dtype of each tensor of a safetensors file."""
+    try:
+        with safe_open(path, "pt") as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return [(name, part.get_shape(), part.get_dtype()) for name, part in parts.items()]
+    except SafetensorError as error:
+        raise InputError(f"{path} is damaged ({error}): {_copy_again(path)}.") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -241,9 +247,7 @@ def save_shards(
 
     `pieces` has the result of `read` for each group of names, on the meta device.
     """
-    shards: list[dict[tuple[str, ...], list[str]]] = [
-        {}
-    ]  # for each file the arguments of `read`, and the tensors to take of each result
+    shards: list[dict[tuple[str, ...], list[str]]] = [{}]  # of each file: argument of `read` → tensors of the result
     size = total = 0
     for group, parts in pieces.items():
         for theirs, part in parts.items():
@@ -255,14 +259,13 @@ def save_shards(
             total += part.nbytes
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         content: dict[str, Tensor] = {}
         for group, wanted in shard.items():
             values = read(group)
             content |= {theirs: values[theirs].detach().cpu().contiguous() for theirs in wanted}
         save_file(content, folder / file, metadata={"format": "pt"})
         where.update(dict.fromkeys(content, file))
-        del content
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
