@@ -42,6 +42,11 @@ class DataConfig(Section):
         "runs/data", description="Folder of tokenised corpora, with one folder for each distinct [data] section."
     )
 
+    @property
+    def sources(self) -> list[str]:
+        """`source` as a list."""
+        return [self.source] if isinstance(self.source, str) else self.source
+
     @field_validator("sequence_length")
     @classmethod
     def _check_length(cls, value: int) -> int:

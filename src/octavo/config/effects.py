@@ -42,8 +42,7 @@ class _Need:
 
 def _any_source(config: RunConfig, *suffixes: str) -> bool:
     """True if a source is neither Python's own text nor a file of these kinds."""
-    names = [config.data.source] if isinstance(config.data.source, str) else config.data.source
-    return any(not name.startswith("python:") and PurePath(name).suffix not in suffixes for name in names)
+    return any(not name.startswith("python:") and PurePath(name).suffix not in suffixes for name in config.data.sources)
 
 
 def _of_recipes(key: str) -> _Need:

@@ -34,7 +34,7 @@ class Source:
     Attributes:
         files: lists its files in order; none for a data set of the Hub, since `datasets` manages those files.
         documents: starts a new iteration over its documents.
-        text: True: the documents are text; None: the first document has to be read; False: unknown without loading a data set.
+        text: True for text; None if the first document has to be read; False if a data set would have to be loaded.
     """
 
     files: Callable[[], Sequence[Path]]
@@ -77,7 +77,7 @@ class Corpus:
 
 
 def _check_distinct(sources: Mapping[str, Source], names: Sequence[str]) -> None:
-    """Refuse a document source that is read twice: its documents would be in training and in validation."""
+    """Refuse a file or data set named twice: its documents would be in training and in validation."""
     owner: dict[str, str] = {}
     for name in names:
         files = () if name in _PYTHON else sources[name].files()
@@ -100,11 +100,10 @@ def identity(name: str) -> str:
 
 
 def source_names(config: DataConfig) -> list[str]:
-    """`data.source` as a list of at least one name."""
-    names = [config.source] if isinstance(config.source, str) else config.source
-    if not names:
+    """The names in `data.source`, at least one."""
+    if not config.sources:
         raise InputError('data.source = []: name at least one source, such as "python:docstrings".')
-    return names
+    return config.sources
 
 
 def _find(name: str, config: DataConfig) -> Source:
