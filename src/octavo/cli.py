@@ -265,10 +265,9 @@ def _is_joined() -> bool:
 
 
 def _print_error(message: str) -> None:
-    """Print an error on stderr. All ranks find the same fault in the input, but a fault may also be this rank's alone.
-
-    So ranks other than 0 wait: after rank 0 has printed and exited, the launcher ends them.
-    """
+    """Print an error on stderr; ranks other than 0 wait first."""
+    # All ranks find the same fault in the input: after rank 0 has printed it and exited, the launcher ends the others. A fault
+    # of one rank alone is printed by that rank.
     if rank := _rank():
         time.sleep(3)
         message = f"rank {rank}: {message}"

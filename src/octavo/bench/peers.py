@@ -183,8 +183,8 @@ def build_octavo(
 ) -> Training:
     """Octavo's model over all ranks, or timm's through `octavo.transform`; in FP8 by a recipe of `octavo.recipe`.
 
-    head, fast: as `fp8.head` and `fp8.fast_accumulation`. Nothing is compiled: the layers are fused kernels. Those of a vision
-    transformer are shorter than their launch by Python, so that forward and backward are a CUDA graph.
+    head, fast: as `fp8.head` and `fp8.fast_accumulation`. Nothing is compiled: the layers are fused kernels. A vision
+    transformer's kernels are shorter than their launch from Python, so its forward and backward are one CUDA graph.
     """
     # With transformers' model classes, which import torchao: a broken torchao must not cost the other entries their rows.
     from octavo.build import build_model, sharding_of, transform

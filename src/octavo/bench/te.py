@@ -1,10 +1,8 @@
 """Transformer Engine's peers in their fastest arrangement on one GPU: a Llama, and blocks of a vision transformer.
 
 Norms, products, activation and rotary embedding are Transformer Engine's fused kernels, attention is cuDNN's, query/key/value
-are one parameter. The Llama's embedding is PyTorch's in bfloat16; its output head is PyTorch's too, or a `te.Linear` inside the
-autocast; its loss is one compiled kernel. Set `ENVIRONMENT` of `octavo.bench.peers` before the import: Transformer Engine reads
-it when its modules are made.
-Shapes: B batch, T sequence, D hidden size.
+are one parameter. The Llama's embedding is PyTorch's in bfloat16, its head PyTorch's or a `te.Linear` inside the autocast, its
+loss one compiled kernel. Set `ENVIRONMENT` of `octavo.bench.peers` before the import. B batch, T sequence, D hidden size.
 """
 
 from __future__ import annotations

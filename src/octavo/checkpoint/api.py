@@ -187,10 +187,8 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
 
 
 def _open_saved(path: Path) -> OpenCheckpoint:
-    """The checkpoint at `path`; in the middle of a replacement, or after a kill there, the new one under its temporary name.
-
-    Nothing is renamed: the save may go on, and the folder may be read-only.
-    """
+    """The checkpoint at `path`; during a replacement, or after a kill in it, the new one under its temporary name."""
+    # Nothing is renamed: the save may go on, and the folder may be read-only.
     failure: OctavoError = InputError(f"octavo.load: there is no checkpoint at {path}.")
     for _ in range(_ATTEMPTS):
         for folder in [path, *_unfinished_replacements(path)]:
@@ -220,10 +218,8 @@ def _finish_replacement(path: Path) -> None:
 
 
 def _unfinished_replacements(path: Path) -> list[Path]:
-    """Whole new checkpoints under a temporary name, after the first of the two renames of a replacement.
-
-    An old one alone is left by a kill after both renames: if `path` does not exist then, its owner has deleted it.
-    """
+    """Complete new checkpoints under a temporary name, after the first of the two renames of a replacement."""
+    # A kill after both renames leaves an old one alone: if `path` does not exist then, its owner has deleted it.
     if path.exists() or not (aside(path) / manifest.MANIFEST).is_file():
         return []
     return [folder for folder, _ in _temporaries(path) if (folder / manifest.MANIFEST).is_file()]

@@ -1,9 +1,8 @@
 """The manifest of a checkpoint: every file with its size and sha256, and every tensor with its dtype and shape; written last.
 
 DCP leaves no mark of completion: a folder with a missing shard loads without an error, and files of an older save mix in. So
-every checkpoint has a fresh folder, and nothing is loaded before every file was verified, which costs about a second a GiB. The
-manifest contains its own sha256, so that a flipped bit there is found as well. Manifests of older versions have no `ranks` and
-no `tensors`.
+every checkpoint has a fresh folder, and every file is verified before a load, for about a second a GiB. The manifest contains
+its own sha256 against flipped bits. Manifests of older versions have no `ranks` and no `tensors`.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def write_manifest(
 ) -> None:
     """Write the manifest of `folder`, which completes the checkpoint.
 
-    `known` has the entries of files that each rank hashed while it wrote them, `tensors` those of all tensors.
+    known: entries of the files that the ranks hashed during their writes. tensors: entries of all tensors.
     """
     files = dict(known or {})
     for path in folder.rglob("*"):

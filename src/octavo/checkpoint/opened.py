@@ -44,10 +44,10 @@ _digests: dict[Stamp, str] = {}
 
 
 class OpenFolder:
-    """A folder, and the files opened in it by name, each at its first use. They are closed with it, or as a context.
+    """A folder and its files, each opened at its first use and closed with the folder, also as a context.
 
     Raises:
-        Damaged: the folder or, in each method, the file is missing, or is no file.
+        Damaged: the folder, or in a method the file, is missing or of another kind.
         OctavoError: it cannot be read.
     """
 
@@ -123,8 +123,7 @@ class OpenFolder:
 
     def _descriptor(self, name: str) -> int:
         if name not in self._descriptors:
-            # Not to wait for the writer of a pipe.
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the last: no wait for the writer of a pipe
             descriptor = os.open(name, flags, dir_fd=self._descriptors["."])
             if self._descriptors.setdefault(name, descriptor) != descriptor:  # another thread was faster
                 os.close(descriptor)
@@ -139,7 +138,7 @@ def trust(known: dict[Stamp, str]) -> None:
 
 
 def allow_open_files(number: int) -> None:
-    """Raise the soft limit of open files, as far as the hard one allows, so that so many files can be open beside others."""
+    """Raise the soft limit of open files, at most to the hard limit, for `number` files beside all others."""
     needed = number + _SPARE_DESCRIPTORS
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY

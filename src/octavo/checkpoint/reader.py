@@ -65,7 +65,7 @@ def restore(
 
 
 def _agree(checkpoint: OpenCheckpoint, ranks: Ranks) -> None:
-    """Verify the files on rank 0, and raise on every rank if they have not opened the same save."""
+    """Verify the files on rank 0; raise on every rank if the ranks have opened different saves."""
     if len(set(ranks.all_gather(checkpoint.manifest.sha256))) > 1:
         raise OctavoError(f"checkpoint {checkpoint.path} was replaced while the ranks opened it: load it again.")
 
@@ -158,7 +158,7 @@ class _Loaded:
         self._path = path
 
     def read(self) -> None:
-        """Read all tensors, and check those with a meaning of their own."""
+        """Read all tensors, and check FP8 and random states."""
         random = f"random.{self._random_rank}"
         sections = {"model": self._weights, "optimizer": self._states, "fp8": self._fp8, random: self._random}
         into = {f"{section}.{name}": tensor for section, held in sections.items() for name, tensor in held.items()}

@@ -195,7 +195,7 @@ def _global_shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
 
 
 def _fills(boxes: Sequence[tuple[tuple[int, int], ...]], shape: tuple[int, ...]) -> bool:
-    """True if boxes, an (offset, size) a dimension, fill `shape` without gap or overlap, as the shards of a mesh do."""
+    """True if boxes, an (offset, size) a dimension, fill `shape` in slabs without gap or overlap, as shards of a mesh do."""
     if not shape:
         return len(boxes) == 1
     slabs: dict[tuple[int, int], list[tuple[tuple[int, int], ...]]] = {}

@@ -1,8 +1,8 @@
 """Pieces of long texts: memory and time of a tokenizer are bounded by the text that it gets at once, not by the document.
 
-Two needs, two cuts. A sample that trains a tokenizer only counts words: it is cut near any separator, and words without end
-(base64, DNA, a language without spaces) are cut too, since training is quadratic in their length. An encoded document has to
-keep its tokens: it is cut where the tokenizer itself gives the same ids for both sides as for the whole.
+Training a tokenizer only counts words: its sample is cut near any separator, and so are endless words (base64, DNA, a language
+without spaces), since training is quadratic in their length. An encoded document has to keep its tokens: it is cut where the
+tokenizer gives the same ids for both sides as for the whole.
 """
 
 from __future__ import annotations
@@ -58,11 +58,9 @@ def encodable(text: str, encode_batch: Callable[[list[str]], list[list[int]]]) -
 
 
 def _cut(text: str, limit: int, encode_batch: Callable[[list[str]], list[list[int]]]) -> tuple[int, int]:
-    """End of a piece and start of the next, such that the ids around them do not change; a line end, else `limit`, if none is.
-
-    Candidates are the last ends of words, then the last characters. A tokenizer that puts a space before every text gets the
-    next piece without its own.
-    """
+    """End of a piece and start of the next without a change of ids; without such a place a line end, else `limit`."""
+    # Candidates are the last ends of words, then the last characters. The next piece may begin behind a space, for a tokenizer
+    # that puts one before every text.
     first = limit - PIECE // 2
     ends = [first + found.start() for found in _WORD_END.finditer(text[first:limit])][-_TRIED:]
     for end in (*reversed(ends), *range(limit, max(limit - _TRIED, first), -1)):

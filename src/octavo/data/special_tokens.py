@@ -1,8 +1,8 @@
 """Special tokens: kept out of texts, and their ids in a Hugging Face config.
 
-A text may hold the name of a special token (a page about chat templates, a dump of HTML). Read as that token it would end a
-document within, or open a turn of a chat that is none. `tokenizers` can leave such names to the model, but a Unigram or a BPE
-that looks up whole words has them in its vocabulary and finds them again, so they are renamed in a copy used for texts alone.
+A text may hold the name of a special token (a page about chat templates, a dump of HTML). Encoded as that token it would end
+the document, or begin a turn of a chat. `tokenizers` can leave such names to the model, but a Unigram, or a BPE that looks up
+whole words, finds them in its vocabulary. So they are renamed in a copy that encodes texts alone.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def for_texts(tokenizer: Tokenizer, named: Collection[str]) -> Tokenizer:
-    """A copy with the same ids that encodes the names of special tokens as the characters they are.
+    """A copy with the same ids that encodes the names of special tokens as plain characters.
 
-    Special tokens are those that the tokenizer marks, and those that its configuration names.
+    named: special tokens of the tokenizer's configuration, beside those marked in the tokenizer.
 
     Raises:
         InputError: the tokenizer has parts in Python.
@@ -48,7 +48,7 @@ def for_texts(tokenizer: Tokenizer, named: Collection[str]) -> Tokenizer:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if not _touches(merge, names)]
-    values["post_processor"] = None  # only for the tokens around a text
+    values["post_processor"] = None  # adds the tokens around a text
     copy = Tokenizer.from_str(json.dumps(values))
     copy.encode_special_tokens = True
     return copy
@@ -82,10 +82,10 @@ class SpecialTokens:
     def fit(self, config: Any) -> dict[str, int | list[int] | None]:
         """Set the bos, eos and pad ids of a Hugging Face config, or generation config, to this tokenizer's; returns them.
 
-        The tokenizer's bos is taken, and its eos is always among the eos ids. Ids of the config are kept where they are special
-        tokens of this tokenizer: a fine-tuned model has several eos ids, a pad, or a bos that its tokenizer does not name.
-        Other ids belong to another vocabulary and are removed. A bos or eos is kept as the pad only if the tokenizer calls it
-        so: the row of a pad in the embedding is not trained.
+        The tokenizer's bos is taken, and its eos is always among the eos ids. Other ids of the config are kept if they are
+        special tokens of this tokenizer, since a fine-tuned model may have several eos ids, a pad or a bos without a role in
+        its tokenizer. The rest belongs to another vocabulary and is removed. A bos or eos is kept as the pad only if it is the
+        tokenizer's pad: the row of a pad in the embedding is not trained.
         """
         bos, ends, pad = (getattr(config, role, None) for role in ROLES)
         usable = self.all - ({self.unknown} - {self.bos, self.eos})

@@ -45,7 +45,7 @@ class Encoder:
     Attributes:
         vocab_size: one more than the largest id.
         end: id of the end token; None if there is none.
-        unknown: id of the token for text that the vocabulary lacks; None if there is none, or if it is the end token.
+        unknown: id of the token for text outside of the vocabulary; None if there is none, or if it is the end token.
         prefix, suffix: ids around every document; the suffix includes the end token.
         encode_batch: texts → ids, without special tokens.
         save: write a folder for `transformers.AutoTokenizer.from_pretrained`.
@@ -62,9 +62,9 @@ class Encoder:
     def stream(self, texts: Iterable[str]) -> Iterator[Chunk]:
         """The chunks of each text, in order.
 
-        Texts of more than a million characters are cut to bound memory, where the tokenizer gives the same ids for the whole.
-        If it does so at no place, they are cut at a line end, or anywhere, and the tokens at the cut differ. The first piece
-        has the prefix, the last one the suffix.
+        Texts of more than a million characters are cut to bound memory, at a place without a change of ids. Without such a
+        place they are cut at a line end, or anywhere, and the tokens at the cut differ. The first piece has the prefix, the
+        last one the suffix.
         """
         batch: list[tuple[str, bool, bool]] = []
         size = 0
@@ -181,7 +181,7 @@ def tokenizer_files(name: str) -> list[Path]:
 
 
 def _load_without_transformers(folder: Path) -> Encoder | None:
-    """Read tokenizer.json by `tokenizers`; None if transformers would make another tokenizer of the folder."""
+    """Read tokenizer.json by `tokenizers`; None if transformers reads the folder as another tokenizer."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -1,9 +1,9 @@
-"""Activation checkpoints around a layer: their forward is found again in the recomputation, and counts as one of training.
+"""Activation checkpoints around a layer: a recomputation finds its forward, which counts as training.
 
-PyTorch has no public access to a running checkpoint. One with `use_reentrant=False` is in the closure of its saved-tensor hook;
-a reentrant one, PyTorch's or another library's, is an autograd function whose forward runs without gradients. A checkpoint
-inside of another is on Python's call stack, which is read only where it matters: in backward, without gradients, and at the
-first layer of a checkpoint.
+PyTorch has no public access to a running checkpoint. With `use_reentrant=False` it is in the closure of its saved-tensor hook;
+a reentrant one, PyTorch's or another library's, is an autograd function that runs its forward without gradients. Nested
+checkpoints are found on Python's call stack, which is read only in backward, without gradients, and at the first layer of a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_nested_backward() -> bool:
 
 
 def trains() -> bool:
-    """True in a forward with gradients, and in that of a reentrant checkpoint which has gradients by its recomputation."""
+    """True in a forward with gradients, and in the forward of a reentrant checkpoint with gradients by recomputation."""
     if torch.is_grad_enabled():
         return True
     contexts = (_context(frame, "forward") for frame in _stack())
@@ -56,7 +56,7 @@ def has_hooks() -> bool:
 
 
 def innermost() -> Any:
-    """The object that a forward and its recomputation share, of the checkpoint with `use_reentrant=False` that runs here."""
+    """The object shared by a forward and its recomputation, of the innermost checkpoint with `use_reentrant=False`."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0]) if hooks else None
     names = pack.__code__.co_freevars if hasattr(pack, "__code__") else ()
@@ -67,7 +67,7 @@ def innermost() -> Any:
 
 
 def enclosing() -> list[Any]:
-    """Such objects of all checkpoints around this forward or recomputation."""
+    """The objects shared by this forward and its recomputation, of all checkpoints around it."""
     found = [innermost()]
     for frame in _stack():
         if frame.f_code is _CHECKPOINT:
@@ -88,7 +88,7 @@ def _stack() -> Iterator[FrameType]:
 
 
 def _context(frame: FrameType, method: str) -> Any:
-    """The context of the autograd function whose method runs in this frame."""
+    """The context of the autograd function with this method, if the frame runs it."""
     code = frame.f_code
     if code.co_name != method or not code.co_argcount or code.co_varnames[0] == "self":
         return None

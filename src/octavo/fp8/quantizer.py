@@ -107,7 +107,7 @@ class LinearQuantizer:
         self.session = None if compiling else autocast.session()
         # An evaluation leaves the FP8 weight of the micro-batches alone.
         self.first = (autocast.first_microbatch() if first is None else first) if self.trains else None
-        self._drops_kept = self.trains and (compiling or state.training)
+        self._drops_cached = self.trains and (compiling or state.training)
         self._input_scale: Tensor | None = None
         self._weight_scale: Tensor | None = None
         if recipe is None:
@@ -147,7 +147,7 @@ class LinearQuantizer:
             return QuantizedTensor(weight.to(self.out_dtype))
         if not self._transposes_late or (rowwise and columnwise):
             return self._weight_in_both(weight)
-        if self._drops_kept:
+        if self._drops_cached:
             self.state.weight_cache = None
         w, scale = self._cast(Operand.WEIGHT, DenseOperand(weight), rowwise=rowwise, columnwise=columnwise)
         if not columnwise and scale is not None and self.grads:
@@ -171,7 +171,7 @@ class LinearQuantizer:
         w, _ = self._cast(Operand.WEIGHT, DenseOperand(weight), rowwise=True, columnwise=columnwise)
         if self.first is not None:
             state.weight_cache = w
-        elif cached is not None and self._drops_kept:
+        elif cached is not None and self._drops_cached:
             state.weight_cache = None
         return w
 
@@ -210,9 +210,7 @@ class LinearQuantizer:
 
     def begin_backward(self) -> None:
         """Call first in a backward; a RuntimeError if a gradient of a gradient is asked for."""
-        if torch.compiler.is_compiling():
-            return
-        if torch.is_grad_enabled():
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             raise RuntimeError("these layers have no second derivative: call backward without create_graph=True.")
 
     def _cast(

@@ -184,7 +184,7 @@ _BY_CLASS_NAME: dict[str, type[Recipe]] = {r.__name__: r for r in RECIPES.values
 }
 
 _THEIR_USUAL: dict[str, Any] = {"use_f32_scales": False, "backward_override": None}
-"""Values of Transformer Engine's fields that Octavo's recipes stand for; their defaults may come from the environment."""
+"""Supported values of Transformer Engine's fields with defaults from the environment."""
 
 
 def coerce(recipe: Any) -> Recipe:

@@ -111,7 +111,7 @@ def conversion(spec: ModelSpec) -> Conversion:
 
 
 def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
-    """Compare names, shapes and kinds of dtypes of weights with a model, which may be on meta or sharded; reads no weight.
+    """Compare names, shapes and kinds of dtypes of weights with a model, also on meta or sharded; reads no weight.
 
     Raises:
         InputError: the first weight that is missing, has another shape, or is of another kind, such as quantised.
@@ -194,9 +194,8 @@ def write_weights(
     Args:
         tensors: under Octavo's names.
         folder: new, or empty.
-        way: to the source; a model of transformers, for the names that it is published with; None for names that are the
-            source's.
-        read: gives the values of `tensors` on the meta device, for each file when it is written, so that only one file's are in
+        way: to the source; a model of transformers for its published names; None for tensors under the source's names.
+        read: gives the values of `tensors` on the meta device when their file is written, so that one file's values are in
             memory; a tensor with parts in two files is read twice.
     """
     from octavo.models.published import groups, published

@@ -1,7 +1,7 @@
 """Weights under the names of transformers' models, from and to those of published folders, by transformers' own conversions.
 
-A published folder may name its tensors otherwise than the model (`LayerNorm.gamma`, a missing or an added `model.`), or have in
-parts a tensor that the model has joined (the matrices of experts). transformers has renamings and converters for each model:
+A published folder may have other names than the model (`LayerNorm.gamma`, a missing or an added `model.`), or the parts of a
+tensor that is joined in the model (the matrices of experts). transformers has renamings and converters for each model:
 `from_pretrained` applies them, and `save_pretrained` their reverse. Here they are applied to headers first, so that a folder is
 refused before any weight is read, and then to the tensors of one converter at a time.
 """
@@ -33,7 +33,7 @@ from octavo.models.weight_files import DEQUANTISE, WeightFiles, Weights
 _QUANTISED_NAME = re.compile(
     r"\.(weight_(scale\w*|packed|shape|global_scale)|weight\.(absmax|quant_\w+|quant_state\S*)|q(weight|zeros)|scales|SCB|input_scale)$"
 )
-"""Names of what lies beside a quantised weight."""
+"""Names of the scales and tables of quantised weights."""
 _ROWS = 1 << 14
 """Rows of a tied weight that are compared at a time."""
 
@@ -46,7 +46,7 @@ def causal_lm_on_meta(config: Any) -> PreTrainedModel:
 
 
 def keep_float32_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make the buffers float32 that `from_pretrained` keeps so in a model of `dtype`, such as a router's correction."""
+    """Cast to float32 the buffers that `from_pretrained` keeps in float32 in a model of `dtype`: a router's correction."""
     plan = model._get_dtype_plan(dtype)
     persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
@@ -57,14 +57,14 @@ def keep_float32_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
 class PublishedWeights(Weights):
     """The weights of a folder under the names of a model, as transformers' `from_pretrained` would load them.
 
-    A tied tensor is there under each of its names.
+    Tied tensors have an entry under each name.
 
     Attributes:
-        unused: tensors of the files in modules that the model does not have, such as the head of another task.
+        unused: tensors of modules outside of the model, such as the head of another task.
 
     Raises:
-        InputError: tensors are quantised, lie in a block of the model that does not have them, are one weight twice, or cannot
-            be converted; or tied weights differ.
+        InputError: a tensor is quantised, unknown in its block of the model, the second of one weight, or not convertible; or
+            tied weights differ.
     """
 
     def __init__(self, files: WeightFiles, model: nn.Module) -> None:
@@ -107,7 +107,7 @@ class PublishedWeights(Weights):
         return tensor[start:stop] if shape else tensor
 
     def _match(self, state: dict[str, Tensor]) -> dict[str, str]:
-        """Find the tensors of the files for each of the model's, in transformers' order; returns those without a place."""
+        """Assign the tensors of the files to those of the model, in transformers' order; returns the others."""
         model, unused = self._model, {}
         transforms = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -146,7 +146,7 @@ class PublishedWeights(Weights):
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def _tie(self, state: Mapping[str, Tensor]) -> None:
-        """Give each name of a tied weight the one that is there."""
+        """Enter a tied weight under each of its names."""
         tied: dict[int, list[str]] = {}
         for name, tensor in state.items():
             tied.setdefault(id(tensor), []).append(name)
@@ -176,7 +176,7 @@ class PublishedWeights(Weights):
             )
 
     def _refuse_parts(self, state: Mapping[str, Tensor], unused: Mapping[str, str]) -> None:
-        """Raise an InputError for scales of quantised weights, and for tensors that a block of the model does not have."""
+        """Raise an InputError for scales of quantised weights, and for unknown tensors in a block of the model."""
         quantised = [theirs for theirs in unused.values() if _QUANTISED_NAME.search(theirs)]
         if quantised:
             raise InputError(f"{self.owner}: {some(quantised)}: the weights are quantised. {DEQUANTISE}")
@@ -208,19 +208,12 @@ def _belongs(name: str, modules: set[str]) -> bool:
 
 
 def published(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a model under the names, and in the parts, in which transformers saves them.
-
-    All tensors of a converter must be there: those of a group of `groups`.
-    """
+    """Tensors of a model under the names and in the parts of `save_pretrained`; `tensors` are of whole groups of `groups`."""
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 def groups(model: PreTrainedModel, shapes: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
-    """The names of a model's tensors, those together that one converter takes together when they are saved.
-
-    Args:
-        shapes: the tensors, on the meta device.
-    """
+    """The names of a model's tensors, grouped by the converter that saves them. shapes: the tensors, on the meta device."""
     transforms = getattr(model, "_weight_conversions", None)  # from_pretrained leaves those that it used
     if transforms is None:
         transforms = [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)]

@@ -25,18 +25,18 @@ _NO_PART = re.compile(
     r"^_|_token_id$|dropout|pdrop|^(use_cache|dtype|architectures|transformers_version|initializer_range|pretraining_tp|output_.*"
     r"|return_dict|id2label|label2id|problem_type|tokenizer_class|tie_word_embeddings|is_encoder_decoder)$"
 )
-"""Keys of a config without a part in the forward of trained weights, or that are looked at elsewhere."""
+"""Keys of a config without a part in the forward of trained weights, or with a check elsewhere."""
 
 
 def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = None) -> Weights:
-    """The weights of a Hugging Face folder as transformers would load them, held against a model; reads headers alone.
+    """The weights of a Hugging Face folder as transformers would load them, compared with a model; reads headers alone.
 
     Args:
-        model: that is to be filled, before or after its blocks were replaced; None for the causal language model of `config`.
-        config: the Hugging Face config, where there is no model, or the model is Octavo's decoder.
+        model: the destination, with its own or with Octavo's blocks; None for the causal language model of `config`.
+        config: the Hugging Face config; needed without a model, or for Octavo's decoder.
 
     Raises:
-        InputError: the folder is not of this model, or transformers would load it by other means than its safetensors.
+        InputError: the folder is of another model, or transformers would load it by other means than its safetensors.
     """
     files = WeightFiles(folder)
     given = isinstance(model, PreTrainedModel)
@@ -63,11 +63,7 @@ def _warn_once(message: str) -> None:
 
 
 def _differences(config: Any, folder: Path) -> str:
-    """The keys of a folder's config.json that differ from a config, with both values; empty if none has a part in the forward.
-
-    Raises:
-        InputError: the config parts the same matrices into other heads.
-    """
+    """The keys of a folder's config.json with other values in a config, both values given; other heads are an InputError."""
     try:
         theirs = load_config(str(folder))
     except InputError:  # of a family that transformers does not have, or of timm
@@ -90,7 +86,7 @@ class WeightLoader:
     """Reads the weights of a model under its own names: `load(name, out, start)`.
 
     Attributes:
-        names: the parameters and persistent buffers that it has, tied ones under each of their names.
+        names: parameters and persistent buffers with a source, tied ones under each of their names.
 
     Raises:
         InputError: a weight is missing or has another shape than the model's.

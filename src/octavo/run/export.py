@@ -62,7 +62,7 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
 def _write_gathered(
     tensors: Mapping[str, torch.Tensor], config: Any, way: Conversion | PreTrainedModel | None, to: Path, ranks: Ranks
 ) -> None:
-    """Write on rank 0, which broadcasts each tensor's name, so that all ranks join the gather; None is the end."""
+    """Write on rank 0. It broadcasts the name of each tensor, so that all ranks join the gather, and None at the end."""
     shapes = empty_tensors(layout_of(tensors), "meta")
 
     def gathered(name: str) -> torch.Tensor:

@@ -53,7 +53,7 @@ from octavo.watchdog.watchdog import Watchdog
 
 
 def train(config: RunConfig, *, console: Console, stop: StopRequest | None = None) -> Result:
-    """Train a run, or continue it from its newest whole checkpoint. `stop`: signal handlers that the caller has installed.
+    """Train a run, or continue it from its newest whole checkpoint. stop: signal handlers already installed.
 
     Raises:
         InputError: a fault in the configuration or the data, or a run under other settings in the folder; nothing was changed.
@@ -394,7 +394,7 @@ def _warn_of_other_layout(latest: Path, plan: RunPlan) -> None:
 
 
 def _check_bf16_folder(folder: RunFolder, config: RunConfig) -> None:
-    """Refuse a `bf16` folder with a run under other settings: its loss would be compared with this run's."""
+    """Refuse a `bf16` folder with a run under other settings: its loss is to be compared with this run's."""
     before = folder.config() if folder.has_checkpoints else None
     if before is not None:
         remedy = f"Put them back, move {str(folder.path)!r} away to train it again, or set another train.output."

@@ -173,7 +173,7 @@ def recipe_from_config(config: Fp8Config, name: str | None = None) -> Recipe:
 
 
 def _with_native_defaults(config: RunConfig, model: torch.nn.Module) -> RunConfig:
-    """The run with the values that its unset keys stand for, so that its run file keeps them."""
+    """The run with its defaults resolved for the model, so that its run file records them."""
     fp8 = config.fp8
     if fp8.enabled is False:
         return config
@@ -209,7 +209,7 @@ def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
 
 
 def _without_fp8_layers(model: torch.nn.Module, recipe: Recipe, hf_config: Any) -> str:
-    """Why no matrix runs in FP8; empty if one does."""
+    """The reason if no matrix runs in FP8; else empty."""
     states = [state for _, state in states_of(model)]
     if any(state.under(recipe) is not None for state in states):
         return ""
