@@ -25,7 +25,7 @@ from octavo.errors import InputError, RunStopped
 from octavo.models.convert import conversion
 from octavo.models.families import spec_of
 from octavo.models.sources import load_config
-from octavo.run import folder
+from octavo.run import provenance
 from octavo.run.metrics import read_metrics
 from octavo.train import loop
 from octavo.train.loop import train
@@ -375,11 +375,11 @@ def test_the_code_version_is_octavos_own_and_not_that_of_a_repository_around_it(
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org"]
     for command in (["init", "-q"], ["add", "theirs.py"], ["commit", "-qm", "theirs"]):
         subprocess.run([*git, *command], check=True)
-    monkeypatch.setattr(folder, "__file__", str(package / "run" / "folder.py"))
-    assert folder._code_version() is None
+    monkeypatch.setattr(provenance, "__file__", str(package / "run" / "provenance.py"))
+    assert provenance.code_version() is None
     for command in (["add", "-f", "."], ["commit", "-qm", "ours"]):
         subprocess.run([*git, *command], check=True)
-    assert re.fullmatch("[0-9a-f]{40}", folder._code_version())
+    assert re.fullmatch("[0-9a-f]{40}", provenance.code_version())
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "before-it-was-recorded"])

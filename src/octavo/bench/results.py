@@ -7,10 +7,8 @@ run and are not stored.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,8 @@ from octavo.bench.peers import Entry
 from octavo.errors import InputError
 from octavo.hardware import driver_version
 from octavo.plan.flops import mfu
+from octavo.run import provenance
+from octavo.run.provenance import version
 from octavo.storage import write_atomic
 
 LOG_WIDTH = 160
@@ -129,32 +129,15 @@ def document(suite: str, command: str, target: Target, entries: Iterable[Entry],
     }
 
 
-def version(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def commit() -> str | None:
     """The commit of this code: from OCTAVO_COMMIT (for a copy without .git), else from git, else None."""
-    if named := os.environ.get("OCTAVO_COMMIT"):
-        return named
-    here = Path(__file__)
-    try:
-        # An installed package may lie in another repository's folder: the right repository tracks this file.
-        subprocess.run(["git", "ls-files", "--error-unmatch", here.name], cwd=here.parent, capture_output=True, check=True)
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here.parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.stdout.strip()
+    return os.environ.get("OCTAVO_COMMIT") or provenance.commit()
 
 
 def check_output(suite: str, workloads: Sequence[str], output: Path, say: Callable[[str], None]) -> None:
-    """Refuse an `output` that `write` could not write, or where it would replace results that are not named, before a run.
+    """Refuse, before a run, an `output` that cannot be written, or a folder with earlier results.
 
-    `say` is told of a file that will be replaced.
+    say: takes a message about a file that will be replaced.
 
     Raises:
         InputError: names the file or folder in the way.

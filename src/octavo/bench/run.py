@@ -18,10 +18,11 @@ from octavo.bench.layers.suite import OCTAVO, measure_layers, transformer_engine
 from octavo.bench.measure import Target, measure_case
 from octavo.bench.peers import ENTRIES, PEERS, Entry
 from octavo.bench.products import measure_products
-from octavo.bench.results import check_output, document, render, row, version, write
+from octavo.bench.results import check_output, document, render, row, write
 from octavo.bench.suites import SUITES, Suite
 from octavo.errors import InputError, unknown
 from octavo.hardware import describe_device
+from octavo.run.provenance import version
 
 __all__ = ["render", "run_suite"]
 
@@ -184,11 +185,7 @@ def _compared(suite: Suite, entries: Sequence[str] | None, peers: Sequence[str] 
 def _plan(
     suite: Suite, cases: Sequence[str] | None, compared: list[Entry], target: Target, say: Say
 ) -> list[tuple[Any, list[Entry]]]:
-    """Each case with the entries that support it.
-
-    Raises:
-        InputError: no entry supports any of the cases.
-    """
+    """Each case with the entries that support it; an InputError without any."""
     usual = ("tiny",) if target.device.kind == "cpu" else suite.cases
     plan = []
     for case in (suite.known[name] for name in cases or usual):

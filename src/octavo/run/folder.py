@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from octavo.checkpoint.manifest import step_folders
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.models.sources import load_generation_config
+from octavo.run.provenance import code_version, version
 from octavo.storage import FolderLock, write_atomic
 
 _PACKAGES = ("torch", "transformers", "triton", "safetensors", "numpy", "tokenizers", "datasets")
@@ -105,32 +104,9 @@ def _environment(device: str) -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "octavo": __version__,
-        "code": _code_version(),
+        "code": code_version(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version(name) for name in _PACKAGES},
         "platform": platform.platform(),
         "device": device,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _code_version() -> str | None:
-    """The git commit of Octavo's source, "+changes" if files differ from it; None for an installed package."""
-    source = Path(__file__).parent.parent
-    try:
-        _git(source, "ls-files", "--error-unmatch", "__init__.py")  # fails in an environment within another repository
-        commit = _git(source, "rev-parse", "HEAD")
-        return commit + ("+changes" if _git(source, "status", "--porcelain", "--", ".") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
