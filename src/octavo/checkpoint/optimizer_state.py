@@ -139,7 +139,7 @@ def group_names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> li
 
 
 def check_groups(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[list[str]]) -> None:
-    """Refuse a checkpoint with a parameter in another group, with whose settings it would train.
+    """Refuse a checkpoint with a parameter in another group: it would train by the settings of that group.
 
     saved: the `group_names` of the checkpoint; empty in one of an older version.
 

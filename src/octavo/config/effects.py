@@ -113,7 +113,7 @@ def without_effect(config: RunConfig) -> Iterator[Idle]:
 
 
 def idle_keys(config: RunConfig) -> list[Idle]:
-    """The keys that are set, to no effect."""
+    """The keys without effect with another value than the default."""
     return [idle for idle in without_effect(config) if _is_changed(config, idle.key)]
 
 
@@ -123,7 +123,7 @@ def settled(config: RunConfig, idle: Sequence[Idle]) -> RunConfig:
 
 
 def warnings(config: RunConfig, *, one_rank: bool) -> Iterator[str]:
-    """Settings that are plausibly mistakes, and those without effect on one rank."""
+    """Messages about likely mistakes, and about settings without effect on one rank."""
     steps, warmup = config.train.steps, config.optimizer.warmup_steps
     if warmup >= steps:
         yield (

@@ -49,9 +49,9 @@ class RunConfig(Section):
     def from_file(cls, path: str | Path, overrides: Sequence[str] = (), *, recorded: bool = False) -> RunConfig:
         """Read a run file and apply `section.key=value` overrides.
 
-        A key of the file that an override of another key leaves without effect is left out, which `tell_notes` says: another
-        recipe brings its own settings. So is any such key of a run's own file, which older versions wrote with all keys, and of
-        a file that is `recorded`.
+        Keys of the file without effect under an override of another key are left out, with a note for `tell_notes`: another
+        recipe brings its own settings. In the file of a run, which older versions wrote with all keys, and in a `recorded` one
+        all keys without effect are left out.
 
         Raises:
             InputError: the file is missing, is not TOML, or has an invalid key or value, or one without effect.
@@ -89,7 +89,7 @@ class RunConfig(Section):
         return settled_config
 
     def tell_notes(self) -> None:
-        """Print, once and on rank 0, what `from_file` left out and what may be a mistake; for a run that is accepted."""
+        """Print the notes of `from_file` for an accepted run, once and on rank 0: absent effects and likely mistakes."""
         notes, self._notes = self._notes, []
         if os.environ.get("RANK", "0") in ("", "0"):
             for note in notes:

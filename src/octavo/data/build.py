@@ -32,7 +32,7 @@ _LONGEST_TOKEN = 32
 """With `max_tokens`, reading stops at this many bytes a token: more than the average of any real text."""
 
 _UNKNOWN_SHARE = 0.01
-"""A larger share of unknown tokens is said."""
+"""A larger share of unknown tokens is reported."""
 
 _NOTICE: dict[str, Any] = {"style": "yellow", "highlight": False, "soft_wrap": True, "markup": False}
 

@@ -67,7 +67,7 @@ def several_ranks(group: dist.ProcessGroup | None = None) -> bool:
 
 
 class ScaleBuffer:
-    """Scales [n] and histories [L, n] of all tensors of one set, one direction, one `History` policy and one device."""
+    """Scales [n] and histories [L, n] of all tensors of a model, a direction, a `History` policy and a device."""
 
     @torch.inference_mode(False)  # here and in `allocate`: training goes on with the buffers of an evaluation
     def __init__(self, owner: BufferSet, device: torch.device, policy: History) -> None:
@@ -182,12 +182,12 @@ class BufferSet:
         update_after_backward()
 
     def update_forward(self) -> None:
-        """Update inputs and weights."""
+        """Update the scales of inputs and weights."""
         self.recorded = ""
         _update(self.forward, self.joint)
 
     def update_backward(self) -> None:
-        """Update gradients of outputs if a backward has recorded."""
+        """Update the scales of gradients of outputs, if a backward has recorded amaxes."""
         if self.gradients:
             self.gradients = False
             _update(self.backward, self.joint)
@@ -276,7 +276,7 @@ def session() -> Session:
 
 
 def see() -> None:
-    """A layer is about to run in FP8."""
+    """A layer is about to run in FP8 from Python."""
     _state.seen = True
 
 
@@ -288,8 +288,8 @@ def has_recorded() -> bool:
 def end_forward(*, unseen: bool) -> None:
     """An outermost autocast ends: amaxes of training take effect.
 
-    Those of modules in evaluation mode wait for their backward: without one they count for nothing, and ranks do not join.
-    unseen: also where no layer has run in Python; a replayed CUDA graph may have.
+    Amaxes of modules in evaluation mode wait for their backward: without one they are dropped, and ranks do not join them.
+    unseen: update also if no layer has run from Python, since a CUDA graph may have been replayed.
     """
     for buffers in list(_sets.values()):
         if buffers.recorded == "training":
@@ -307,7 +307,7 @@ def joins_forward(group: dist.ProcessGroup) -> bool:
 
 
 def update_after_backward() -> None:
-    """Let the running backward update the gradients' scales when it ends; a reentrant checkpoint calls this in its own."""
+    """Let the outermost running backward update the gradients' scales at its end."""
     task = checkpoints.graph_task()
     if task in (-1, _state.task) or checkpoints.is_nested_backward():
         return
@@ -322,13 +322,14 @@ def _end_backward() -> None:
 
 def snapshot() -> list[tuple[ScaleBuffer, Tensor]]:
     """The forward scales as they are, for a recomputation to use."""
-    return [(buffer, buffer.scale.clone()) for buffer in _forward_buffers()]
+    forward = (buffer for buffers in list(_sets.values()) for buffer in buffers.forward.values())
+    return [(buffer, buffer.scale.clone()) for buffer in forward]
 
 
 @contextlib.contextmanager
 def replay(scales: list[tuple[ScaleBuffer, Tensor]]) -> Iterator[None]:
     """Around the recomputation of a forward: use its scales; restore scales and recorded amaxes at the end."""
-    before = [(buffer, buffer.scale.clone(), buffer.history[0].clone()) for buffer in _forward_buffers()]
+    before = [(buffer, scale, buffer.history[0].clone()) for buffer, scale in snapshot()]
     for buffer, scale in scales:
         buffer.scale[: len(scale)].copy_(scale)
     try:
@@ -337,10 +338,6 @@ def replay(scales: list[tuple[ScaleBuffer, Tensor]]) -> Iterator[None]:
         for buffer, scale, amaxes in before:
             buffer.scale[: len(scale)].copy_(scale)
             buffer.history[0, : len(amaxes)].copy_(amaxes)
-
-
-def _forward_buffers() -> list[ScaleBuffer]:
-    return [buffer for buffers in list(_sets.values()) for buffer in buffers.forward.values()]
 
 
 def is_open() -> bool:
