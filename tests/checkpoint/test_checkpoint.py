@@ -616,3 +616,13 @@ def test_a_dtype_that_the_files_do_not_hold_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"model\.phase is of torch.complex128"):
         save(tmp_path / "c", model)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_optimizer_with_more_parameters_is_refused(tmp_path):
+    model = nn.Linear(2, 3)
+    few = torch.optim.AdamW([model.weight])
+    model(torch.randn(4, 2)).sum().backward()
+    few.step()
+    save(tmp_path / "few", model, few)
+    with pytest.raises(InputError, match="no optimizer state of bias: its optimizer held fewer parameters"):
+        load(tmp_path / "few", model, torch.optim.AdamW(model.parameters()))

@@ -123,11 +123,6 @@ def test_an_encoder_decoder_is_refused_by_name(tiny_run):
         plan(run, f"model.source={run.folder / 't5'}", "model.config={}")
 
 
-def test_a_key_given_twice_is_refused(tiny_run):
-    with pytest.raises(InputError, match=r"optimizer\.lr is given twice"):
-        plan(tiny_run(), "optimizer.lr=1e-4", "optimizer.lr=1e-3")
-
-
 def test_tokens_that_changed_on_the_disk_are_prepared_anew(tiny_run, tmp_path, capsys):
     run = tiny_run(steps=2)
     folder = f"data.folder={tmp_path / 'data'}"

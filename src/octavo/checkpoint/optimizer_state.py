@@ -17,7 +17,7 @@ from torch import nn
 
 from octavo.checkpoint.opened import Damaged
 from octavo.checkpoint.shard_io import Layout
-from octavo.errors import InputError
+from octavo.errors import InputError, some
 
 Scalars = dict[str, dict[str, Any]]
 """Numbers and None of an optimizer's states, by parameter and state."""
@@ -147,6 +147,11 @@ def check_groups(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
         InputError: names a parameter and both groups.
     """
     own = {name: number for number, names in enumerate(group_names(model, optimizer)) for name in names}
+    if new := sorted(own.keys() - {name for names in saved for name in names}) if saved else []:
+        raise InputError(
+            f"checkpoint {path} has no optimizer state of {some(new)}: its optimizer held fewer parameters. Build the "
+            "optimizer that was saved, or load without it."
+        )
     for number, names in enumerate(saved):
         for name in names:
             if own.get(name, number) != number:

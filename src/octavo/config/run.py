@@ -68,9 +68,6 @@ class RunConfig(Section):
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise InputError(f"run file {str(path)!r} is not valid TOML: {error}.") from None
-        named = [override.partition("=")[0].strip() for override in overrides]
-        if twice := [name for name in named if named.count(name) > 1]:
-            raise InputError(f"{twice[0]} is given twice on the command line: give it once.")
         for override in overrides:
             _apply_override(values, override)
         train = values.get("train")
