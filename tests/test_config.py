@@ -445,3 +445,10 @@ def test_any_float_survives_to_toml(number):
     assert [repr(n) for n in (found["k"], *found["list"], found["table"]["k"])] == [
         repr(n) for n in (number, 0.0, number, number)
     ]
+
+
+def test_false_asks_for_nothing_where_a_key_is_unset_by_default():
+    config = RunConfig.from_dict(values(fp8__enabled=False, fp8__head=False, fp8__fast_accumulation=False))
+    assert "head" not in tomllib.loads(config.to_toml())["fp8"]
+    with pytest.raises(InputError, match=r"fp8\.head = \"backward\" has no effect with fp8\.enabled = false"):
+        RunConfig.from_dict(values(fp8__enabled=False, fp8__head="backward"))

@@ -113,8 +113,9 @@ def without_effect(config: RunConfig) -> Iterator[Idle]:
 
 
 def idle_keys(config: RunConfig) -> list[Idle]:
-    """The keys without effect with another value than the default."""
-    return [idle for idle in without_effect(config) if _is_changed(config, idle.key)]
+    """The keys without effect with another value than the default; false asks for nothing where a key is unset by default."""
+    changed = [idle for idle in without_effect(config) if _is_changed(config, idle.key)]
+    return [idle for idle in changed if value_of(config, idle.key) is not False or _default(config, idle.key) is not None]
 
 
 def settled(config: RunConfig, idle: Sequence[Idle]) -> RunConfig:

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from octavo.config.effects import idle_keys, is_given, settled, value_of, with_values
+from octavo.config.effects import is_given, settled, value_of, with_values, without_effect
 from octavo.config.run import RunConfig, known_keys
 from octavo.data.special_tokens import ROLES
 from octavo.errors import InputError
@@ -76,7 +76,7 @@ def check_resumable(
     Raises:
         InputError: for each changed key, its old and new value.
     """
-    now = settled(now, idle_keys(now))
+    now = settled(now, list(without_effect(now)))
     old, new = (_flat(config.model_dump(mode="json")) for config in (_recorded(before), now))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not _may_change(key, now)]
     if not changed:
@@ -112,7 +112,7 @@ def _recorded(before: RunConfig) -> RunConfig:
     if before.fp8.enabled is not False:
         older = {key: value for key, value in _OLDER_DEFAULTS.items() if value_of(before, key) is None}
         before = with_values(before, older)
-    return settled(before, idle_keys(before))
+    return settled(before, list(without_effect(before)))
 
 
 def _may_change(key: str, config: RunConfig) -> bool:
