@@ -5,12 +5,12 @@ import json
 
 import pytest
 import torch
+from expectations import refused, same_bits
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BertForMaskedLM, LlamaForCausalLM, LlamaModel
 
 import octavo
 from octavo.build import build_model, transform
-from octavo.errors import EXIT_INPUT, InputError
 from octavo.models import weight_files, weight_loader
 from octavo.models.sources import load_config
 
@@ -73,21 +73,6 @@ def fresh(kind, seed=0, **changes):
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.2)
     return model.eval()
-
-
-def refused(words, call, *arguments, **options):
-    with pytest.raises(InputError) as raised:
-        call(*arguments, **options)
-    assert raised.value.exit_code == EXIT_INPUT
-    for word in (words,) if isinstance(words, str) else words:
-        assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
-
-
-def same_bits(one, other):
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype, name
-        assert torch.equal(tensor, other[name]), name
 
 
 def build(config, folder, dtype=torch.float32, **options):
@@ -227,8 +212,13 @@ def test_tied_weights_that_differ_are_refused(edited, blocks):
 
 
 def test_a_head_that_is_not_stored_is_refused_unless_it_is_tied(edited):
-    config, folder = edited(lambda tensors: {n: t for n, t in tensors.items() if n != "lm_head.weight"})
+    def change(tensors):
+        return {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+
+    config, folder = edited(change)
     refused("no weight 'lm_head.weight'", build, config, folder)
+    config, folder = edited(change, tie_word_embeddings=True)
+    assert torch.equal(build(config, folder).head.weight, load_file(folder / "model.safetensors")["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize(

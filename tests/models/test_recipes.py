@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
+from expectations import refused
 from torch import nn
 from torch.nn import functional
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
 
 import octavo
 from octavo.build import build_model, describe, transform
-from octavo.errors import EXIT_INPUT, InputError
 from octavo.fp8 import scaling
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling, RowwiseScaling
 from octavo.kernels.cross_entropy import Objective
@@ -43,14 +43,6 @@ def step(model, recipe=DELAYED):
         loss = model(input_ids=tokens(), labels=tokens()).loss
     loss.backward()
     return loss
-
-
-def refused(words, call, *arguments, **options):
-    with pytest.raises(InputError) as raised:
-        call(*arguments, **options)
-    assert raised.value.exit_code == EXIT_INPUT
-    for word in words:
-        assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
 
 
 def test_each_layer_runs_by_the_last_pattern_that_names_it_and_skip_is_above_all():

@@ -4,35 +4,19 @@ import json
 
 import pytest
 import torch
+from expectations import refused, same_bits
 from llamas import SHAPES, hugging_face, llama, llama_config, tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from octavo.build import build_model, transform
-from octavo.errors import EXIT_INPUT, InputError
 from octavo.models import weight_files
 from octavo.models.convert import check_names_and_shapes, conversion, write_pretrained
 from octavo.models.weight_files import INDEX, WeightFiles
 
 
-def same_bits(one, other):
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype, name
-        assert torch.equal(tensor, other[name]), name
-
-
 def parameters(model):
     return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def refused(message, call, *arguments, **options):
-    """`call` raises an InputError whose message has every one of the words, and whose exit code is 2."""
-    with pytest.raises(InputError) as raised:
-        call(*arguments, **options)
-    assert raised.value.exit_code == EXIT_INPUT
-    for word in message if isinstance(message, tuple) else (message,):
-        assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
 
 
 def build(config, folder=None, **changes):

@@ -231,27 +231,29 @@ def _check_inputs(
     shape = tuple(input_ids.shape)
     if len(shape) != 2 or not input_ids.numel():
         raise InputError(f"input_ids has shape {list(shape)}: it is [samples, tokens], with at least one token.")
+    shapes = {"attention_mask": (shape,), "position_ids": (shape, (1, shape[1])), "labels": (shape,)}
     given = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
     for name, tensor in given.items():
-        fits = (
-            tensor is None or tuple(tensor.shape) == shape or (name == "position_ids" and tuple(tensor.shape) == (1, shape[1]))
-        )
-        if tensor is not None and not fits:
+        if tensor is not None and tuple(tensor.shape) not in shapes[name]:
             raise InputError(f"{name} has shape {list(tensor.shape)}, and input_ids {list(shape)}: give both the same.")
-    for name, tensor, also in (("input_ids", input_ids, None), ("labels", labels, IGNORED)):
-        if tensor is None:
-            continue
-        if tensor.dtype != torch.int64:
-            raise InputError(f"{name} is {tensor.dtype}: token ids are torch.int64.")
-        if tensor.device.type == "cpu" and not torch.compiler.is_compiling():
-            unknown = (tensor < 0) | (tensor >= vocabulary)
-            unknown = unknown if also is None else unknown & (tensor != also)
-            if unknown.any():
-                at = unknown.nonzero()[0].tolist()
-                nothing = "" if also is None else f", or {also} where nothing is predicted"
-                raise InputError(
-                    f"{name}{at} = {tensor[tuple(at)].item()}: it is a token id from 0 to {vocabulary - 1}{nothing}."
-                )
+    _check_ids("input_ids", input_ids, vocabulary)
+    if labels is not None:
+        _check_ids("labels", labels, vocabulary, ignored=IGNORED)
+
+
+def _check_ids(name: str, ids: Tensor, vocabulary: int, ignored: int | None = None) -> None:
+    if ids.dtype != torch.int64:
+        raise InputError(f"{name} is {ids.dtype}: token ids are torch.int64.")
+    if ids.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    unknown = (ids < 0) | (ids >= vocabulary)
+    nothing = ""
+    if ignored is not None:
+        unknown &= ids != ignored
+        nothing = f", or {ignored} where nothing is predicted"
+    if unknown.any():
+        at = unknown.nonzero()[0].tolist()
+        raise InputError(f"{name}{at} = {ids[tuple(at)].item()}: it is a token id from 0 to {vocabulary - 1}{nothing}.")
 
 
 def _attention_mask(attention_mask: Tensor | None, position_ids: Tensor | None, shape: torch.Size) -> Tensor | None:
