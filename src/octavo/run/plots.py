@@ -6,6 +6,7 @@ Figures are made without pyplot, so that a backend or a figure of the caller sta
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,11 @@ from octavo.dtypes import short_name
 from octavo.errors import InputError, first_line, warn
 from octavo.run.metrics import read_metrics
 from octavo.run.records import label_of
+from octavo.run.summary import percent_above
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PLOT = "losses.png"
 """The plot in the folder of a run."""
@@ -52,74 +55,85 @@ def plot_run(folder: Path) -> Path | None:
     """
     path, temporary = folder / PLOT, folder / f".{PLOT}.tmp"
     try:
-        config = RunConfig.from_file(folder / "run.toml", recorded=True)
-        label = label_of(folder, config)
-        runs = {label: read_metrics(folder / "metrics.jsonl")}
-        if label == "fp8" and (twin := read_metrics(folder / "bf16" / "metrics.jsonl")):
-            runs[f"{short_name(config.model.dtype)}, the same steps"] = twin
-        if not runs[label]:
+        figure = run_figure(folder)
+        if figure is None:
             return None
-        precision = f"FP8, {config.fp8.recipe} scaling" if label == "fp8" else f"{label}, no FP8"
-        title = f"{folder.absolute().name}: {config.model.source}, {precision}"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of fonts without a character of the title
-            _draw_run(runs, title, temporary)
+            figure.savefig(temporary, dpi=120, format="png")
         temporary.replace(path)
     except Exception as error:  # of matplotlib's fonts and caches, of the disk, of damaged metrics
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         warn(f"{path} was not drawn: {first_line(error)}.")
         return None
     return path
 
 
+def run_figure(folder: Path) -> Figure | None:
+    """The losses of a run: training in every step and as running mean, validations, and the same of the run without FP8.
+
+    None without steps.
+    """
+    from matplotlib.figure import Figure
+
+    config = RunConfig.from_file(folder / "run.toml", recorded=True)
+    label, dtype = label_of(folder, config), short_name(config.model.dtype)
+    runs = {label: read_metrics(folder / "metrics.jsonl")}
+    if not runs[label]:
+        return None
+    if label == "fp8" and (twin := read_metrics(folder / "bf16" / "metrics.jsonl")):
+        runs[dtype] = twin
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for (name, records), colour in zip(runs.items(), _COLOURS, strict=False):
+        _curve(axes, [r["step"] for r in records], [r["loss"] for r in records], f"{name}: training", color=colour)
+        checked = [(r["step"], r["validation_loss"]) for r in records if r.get("validation_loss") is not None]
+        if checked:
+            text = f"{name}: validation, {checked[-1][1]:.4f} at step {checked[-1][0]}"
+            axes.plot(*zip(*checked, strict=True), "o", color=colour, markeredgecolor="black", markersize=6, label=text)
+    precision = f"FP8, {config.fp8.recipe} scaling" if label == "fp8" else f"{label}, no FP8"
+    axes.set_title(_plain(f"{folder.absolute().name}: {config.model.source}, {precision}"), fontsize="medium", wrap=True)
+    axes.set_xlabel(f"step{_means(_window(max(map(len, runs.values()))))}")
+    axes.set_ylabel(_LOSS)
+    axes.grid(alpha=0.25)
+    axes.legend()
+    return figure
+
+
 def draw_comparison(found: Mapping[str, Any], path: Path) -> None:
-    """Plot the loss curves of `compare`, and below them each run's gap, as means over a twentieth of the steps."""
+    """Draw the figure of a comparison to a file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of fonts without a character of a name
+        comparison_figure(found).savefig(path, dpi=120)
+
+
+def comparison_figure(found: Mapping[str, Any]) -> Figure:
+    """The loss curves of `compare`, and below them each run's gap, as running means over a twentieth of the steps."""
     from matplotlib.figure import Figure
 
     rows, steps = found["rows"], found["numbers"]
     beneath = -(-len(rows) // 2) if len(rows) > _LEGEND_INSIDE else 0
     figure = Figure(figsize=(8, 6 + 0.2 * beneath), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    window = _window(len(steps))
-    reference = rows[0]
-    name = _plain(reference["run"])
+    window, reference = _window(len(steps)), rows[0]
     for number, row in enumerate(rows):  # all colours in one style of line, then in the next
         style = {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)]}
         _curve(above, steps, row["losses"], f"{row['run']} ({row['gap_percent']:+.2f}%)", **style)
-        pairs = zip(row["losses"], reference["losses"], strict=True)
-        gaps = [100 * (loss / other - 1) if other else math.nan for loss, other in pairs]
-        below.plot(steps[window - 1 :], _running_mean(gaps, window), linewidth=1.2, **style)
-    above.set_title(f"Loss of {len(rows)} runs, and their gap to {name}" if len(rows) > 1 else f"Loss of {name}", wrap=True)
+        gaps = [percent_above(loss, other) for loss, other in zip(row["losses"], reference["losses"], strict=True)]
+        below.plot(steps[window - 1 :], _running_mean(gaps, window), linewidth=1.4, **style)
+    title = f"Loss of {reference['run']}" + (f" and {len(rows) - 1} more, with the gap to it" if len(rows) > 1 else "")
+    above.set_title(_plain(title), fontsize="medium", wrap=True)
     above.set_ylabel(_LOSS)
     if beneath:
         figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     else:
         above.legend()
-    below.set_ylabel("gap (% of the reference)")
+    below.set_ylabel("gap (%)")
     below.set_xlabel(f"step{_means(window)}")
     for axes in (above, below):
         axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=120)
-
-
-def _draw_run(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for (name, records), colour in zip(runs.items(), _COLOURS, strict=False):
-        steps = [record["step"] for record in records]
-        _curve(axes, steps, [record["loss"] for record in records], f"{name}: training", color=colour)
-        checked = [(r["step"], r["validation_loss"]) for r in records if r.get("validation_loss") is not None]
-        if checked:
-            label = f"{name}: validation, at the end {checked[-1][1]:.4f}"
-            axes.plot(*zip(*checked, strict=True), "o", color=colour, markeredgecolor="black", markersize=6, label=label)
-    axes.set_title(_plain(title), fontsize="medium", wrap=True)
-    axes.set_xlabel(f"step{_means(_window(max(map(len, runs.values()))))}")
-    axes.set_ylabel(_LOSS)
-    axes.grid(alpha=0.25)
-    axes.legend()
-    figure.savefig(path, dpi=120, format="png")
+    return figure
 
 
 def _curve(axes: Axes, steps: Sequence[int], losses: Sequence[float], label: str, **style: Any) -> None:

@@ -1,7 +1,7 @@
-"""Progress of a run: a line that stays every few steps, and on a terminal a live line below them.
+"""Progress of a run: a line that stays every few steps, one for each validation, and on a terminal a live line below them.
 
-A line fits its terminal: fields that say least go first, a validation never does. Lines of plain output are a little longer.
-The live line shows no validation, since that one has a line that stays.
+Lines fit their terminal, and plain output has 110 columns. A narrow line leaves out the fields that say least; results of a
+validation go on in a further line instead.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ _BAR_WIDTH = 20
 _WIDTH_WITH_BAR = 110  # columns of a terminal
 _PLAIN_WIDTH = 110  # columns of a line in a file or a pipe
 _SPACE = "  "
-_EVALUATION = "evaluation/"  # keys of results of a user's own evaluation
-_LEFT_OUT = ("tflops", "memory", "mfu", "loss scale", "epoch", "speed", "lr", "norm", "eta", "perplexity")
+_LEFT_OUT = ("tflops", "memory", "mfu", "loss scale", "epoch", "speed", "lr", "norm", "eta")
 """Fields that a narrow line leaves out, the first one first."""
 
 
@@ -33,7 +32,7 @@ class StepProgress:
         label: precision of the training, such as "fp8" or "bf16".
         steps: the last step.
         done: steps before this start.
-        every: steps between lines that stay. The first and the last step of this start, and each validation, have one too.
+        every: steps between lines that stay. The first and the last step of this start have one too.
     """
 
     def __init__(self, console: Console, *, label: str, steps: int, done: int, every: int) -> None:
@@ -73,13 +72,13 @@ class StepProgress:
         step = int(record["step"])
         self._recent.append(record["step_seconds"])
         if self._live:
-            plain = {key: value for key, value in record.items() if not _is_validation(key)}
-            (line,) = step_lines(plain, self.steps, self._step_seconds, self.console.width - self._beside)
+            line = step_line(record, self.steps, self._step_seconds, self.console.width - self._beside)
             self._live.update(self._task, completed=step, line=line)
-        if step % self.every == 0 or step in (self._first, self.steps) or any(map(_is_validation, record)):
+        self._unshown = record
+        if step % self.every == 0 or step in (self._first, self.steps):
             self._keep(record)
-        else:
-            self._unshown = record
+        for line in validation_lines(record, self.steps, self._width):
+            self.say(f"{self.label}  {line}")
 
     def say(self, message: str) -> None:
         """A separate line, above the live one."""
@@ -89,16 +88,18 @@ class StepProgress:
     def _step_seconds(self) -> float:
         return sum(self._recent) / len(self._recent)
 
+    @property
+    def _width(self) -> int:
+        """Columns of a line that stays, without the label."""
+        return (self.console.width if self._live else _PLAIN_WIDTH) - cell_len(self.label) - len(_SPACE)
+
     def _keep(self, record: Mapping[str, Any]) -> None:
-        indent = cell_len(self.label) + 2
-        width = (self.console.width if self._live else _PLAIN_WIDTH) - indent
-        first, *others = step_lines(record, self.steps, self._step_seconds, width)
-        self.say("\n".join([f"{self.label}  {first}", *(" " * indent + line for line in others)]))
+        self.say(f"{self.label}  {step_line(record, self.steps, self._step_seconds, self._width)}")
         self._unshown = None
 
 
-def step_lines(record: Mapping[str, Any], steps: int, mean_step_seconds: float, width: int) -> list[str]:
-    """The known fields of a step in one line of at most `width` columns, and in further ones results of own evaluations."""
+def step_line(record: Mapping[str, Any], steps: int, mean_step_seconds: float, width: int) -> str:
+    """The known fields of a training step, as many as fit into `width` columns, at least step and loss."""
     step = int(record["step"])
     fields = _fields(record, steps, mean_step_seconds)
     room = width - len(str(steps)) + len(str(step))  # so that all steps of a run have the same fields
@@ -106,14 +107,25 @@ def step_lines(record: Mapping[str, Any], steps: int, mean_step_seconds: float, 
         if cell_len(_SPACE.join(fields.values())) <= room:
             break
         fields.pop(name, None)
-    results = [
-        f"{key.removeprefix(_EVALUATION)} {value:.5g}"
-        if isinstance(value, float)
-        else f"{key.removeprefix(_EVALUATION)} {value}"
-        for key, value in record.items()
-        if key.startswith(_EVALUATION)
-    ]
-    return [_SPACE.join(fields.values()), *(_wrapped(["evaluation", *results], width) if results else [])]
+    return _SPACE.join(fields.values())
+
+
+def validation_lines(record: Mapping[str, Any], steps: int, width: int) -> list[str]:
+    """The results of a validation, and of a user's own evaluations, in lines of at most `width` columns; none without one."""
+    step, loss, perplexity = (record.get(key) for key in ("step", "validation_loss", "perplexity"))
+    results = [] if loss is None else [f"validation {loss:.4f}"]
+    results += [] if perplexity is None else [f"perplexity {perplexity:,.1f}"]
+    for key, value in record.items():
+        if key.startswith("evaluation/") and value is not None:
+            results.append(f"{key} {value:.5g}" if isinstance(value, float) else f"{key} {value}")
+    lines = [f"step {step}/{steps}{_SPACE}loss {record['loss']:.4f}"]
+    for result in results:
+        joined = f"{lines[-1]}{_SPACE}{result}"
+        if cell_len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(f"step {step}/{steps}{_SPACE}{result}")
+    return lines if results else []
 
 
 def duration(seconds: float) -> str:
@@ -127,8 +139,6 @@ def _fields(record: Mapping[str, Any], steps: int, mean_step_seconds: float) -> 
     """The fields with a value, in the order of the line."""
     step = int(record["step"])
     texts = {
-        "validation": ("validation_loss", lambda loss: f"validation {loss:.4f}"),
-        "perplexity": ("perplexity", lambda value: f"perplexity {value:,.1f}"),
         "skipped": ("skipped", lambda skipped: "skipped" if skipped else ""),
         "epoch": ("epoch", lambda epoch: f"epoch {epoch:.2f}"),
         "lr": ("lr", lambda rate: f"lr {rate:.1e}"),
@@ -143,16 +153,3 @@ def _fields(record: Mapping[str, Any], steps: int, mean_step_seconds: float) -> 
     fields = {"step": f"step {step}/{steps}", "loss": f"loss {record['loss']:.4f}", **known}
     fields["eta"] = f"ETA {duration((steps - step) * mean_step_seconds)}"
     return {name: text for name, text in fields.items() if text}
-
-
-def _is_validation(key: str) -> bool:
-    return key in ("validation_loss", "perplexity") or key.startswith(_EVALUATION)
-
-
-def _wrapped(words: list[str], width: int) -> list[str]:
-    """Words in lines of at most `width` columns; a longer word has a line of its own."""
-    lines = words[:1]
-    for word in words[1:]:
-        joined = f"{lines[-1]}{_SPACE}{word}"
-        lines = [*lines[:-1], joined] if cell_len(joined) <= width else [*lines, word]
-    return lines
