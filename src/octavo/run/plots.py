@@ -148,8 +148,10 @@ def _curve(axes: Axes, steps: Sequence[int], losses: Sequence[float], label: str
 
 def _finish(axes: Axes) -> None:
     """A grid, and whole numbers of steps."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.grid(alpha=0.25)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def _plain(text: str) -> str:
