@@ -103,10 +103,10 @@ def train(
 
     with StopRequest() as stop:  # before the slow import of torch: a scheduler may send a signal at any time
         from octavo.run.summary import summary_lines
-        from octavo.train.loop import train as run
+        from octavo.train.trainer import Trainer
 
         console = _console(stderr=as_json, quiet=_rank() > 0, on_closed=stop.output_closed)
-        result = run(config, console=console, stop=stop)
+        result = Trainer(config, console=console).train(stop=stop)
     _print_once(result.as_dict() if as_json else summary_lines(result))
 
 

@@ -40,6 +40,8 @@ class Result:
     config: RunConfig
     summary: Summary
     bf16: Summary | None
+    ended_early: str = ""
+    """The reason for an end before the last step."""
 
     @property
     def gap_percent(self) -> float | None:
