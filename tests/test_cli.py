@@ -375,17 +375,6 @@ def test_doctor_speaks_text_and_json(capsys):
     assert json.loads(capsys.readouterr().out)["octavo"] == octavo.__version__
 
 
-def test_the_three_commands_of_the_closing_words_work(tiny_run, capsys):
-    run = tiny_run(steps=2)
-    assert main(["train", str(run.file)]) == 0
-    lines = capsys.readouterr().out.split("Next:\n")[1].splitlines()
-    assert len(lines) == 3
-    for line in lines:
-        command = line.split()
-        assert command[0] == "octavo"
-        assert main(command[1:]) == 0
-
-
 def test_a_rank_outside_of_its_world(refused, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert "RANK = 1 in the environment, but WORLD_SIZE is not set" in refused()

@@ -13,7 +13,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from octavo.errors import InputError, unknown
 from octavo.models.families import DECODER_FAMILIES
-from octavo.models.shapes import SHAPES
+from octavo.models.shapes import SHAPES, check_source
 from octavo.models.weight_files import INDEX, QUANTIZED_KEYS
 
 _SIZES = frozenset(
@@ -118,22 +118,15 @@ def _check_sizes(config: Any) -> None:
 
 
 def _read_config(source: str) -> Any:
-    folder = Path(source)
-    if folder.is_dir():
-        path = folder / "config.json"
-        if not path.is_file():
-            raise InputError(f"model.source = {source!r} is a folder without config.json: give a Hugging Face model folder.")
+    check_source(source)
+    path = Path(source) / "config.json"
+    if path.is_file():
         try:
             kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
         except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
             raise InputError(f"{path} is not a Hugging Face config: {error}.") from None
         if kind not in AutoConfig.for_model.__globals__["CONFIG_MAPPING"]:
             raise unknown("model family", str(kind), DECODER_FAMILIES, key=f'"model_type" in {path}')
-    elif source.count("/") != 1 or source.startswith((".", "/", "~")):
-        # Not a folder that exists, and not an id of the form owner/name.
-        if "/" in source:
-            raise InputError(f"model.source = {source!r} does not exist. Built-in shapes: {', '.join(SHAPES)}.")
-        raise unknown("model", source, SHAPES, key="model.source (a folder or id of Hugging Face works too)")
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -25,6 +25,7 @@ from octavo.data.special_tokens import SpecialTokens, check_overrides
 from octavo.errors import InputError
 from octavo.parallel.coordination import all_ranks, writing_ranks
 from octavo.parallel.world import init, rank_variable, state
+from octavo.run import finished
 from octavo.run.folder import RunFolder, locked
 from octavo.run.resume import check_resumable, extend, with_keys_of
 from octavo.run.summary import Result
@@ -193,13 +194,9 @@ def _fit_to_past(plan: RunPlan, folder: RunFolder) -> RunPlan:
 
 
 def without_fp8(plan: RunPlan) -> RunPlan:
-    """The plan of the same run without FP8, in the folder `bf16` inside the run's."""
-    config = plan.config
-    fp8 = config.fp8.model_copy(update={"enabled": False})
-    train = config.train.model_copy(update={"output": str(config.output / "bf16"), "compare_bf16": False})
-    config = config.model_copy(update={"fp8": fp8, "train": train})
+    """The plan of the same run without FP8."""
     note = "The same steps without FP8, to compare the loss"
-    return dataclasses.replace(plan, config=config, recipe=None, excluded={}, fp8_note=note)
+    return dataclasses.replace(plan, config=finished.without_fp8(plan.config), recipe=None, excluded={}, fp8_note=note)
 
 
 def _with_token_ids(plan: RunPlan, prepared: PreparedData, console: Console, *, resumed: bool) -> RunPlan:
