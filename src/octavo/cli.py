@@ -126,9 +126,9 @@ def _train(run_file: Path, config: RunConfig, console: Console, stop: StopReques
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         return result
     check_paths(config)
-    from octavo.train.loop import train as run
+    from octavo.train.trainer import Trainer
 
-    return run(config, console=console, stop=stop)
+    return Trainer(config, console=console).train(stop=stop)
 
 
 def _say_start(run_file: Path, console: Console) -> None:

@@ -10,7 +10,7 @@ import pytest
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.run.finished import finished
-from octavo.train import loop
+from octavo.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_it_is_the_result_of_the_usual_way(copy, monkeypatch):
     from rich.console import Console
 
     config = copy()
-    usual = loop.train(config, console=Console(quiet=True))
+    usual = Trainer(config, console=Console(quiet=True)).train()
     result, lines = finished(config)
     assert result.as_dict() == usual.as_dict()
     assert lines == [

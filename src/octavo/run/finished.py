@@ -30,8 +30,9 @@ def finished(config: RunConfig) -> tuple[Result, list[str]] | None:
 
     config: the run file of this start. With `train.compare_bf16` the run without FP8 has to be finished too.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if os.environ.get("WORLD_SIZE", "1") != "1" or config.steps is None:
         return None
+    config = config.with_steps(config.steps)
     folder = RunFolder(config.output)
     try:
         now = _continued(folder, config)
@@ -70,6 +71,8 @@ def _continued(folder: RunFolder, config: RunConfig) -> RunConfig | None:
     now, taken = with_keys_of(before, config, config)
     if any(text.partition(" = ")[0] not in _RESOLVED_FOR_MODEL for text in taken):
         return None  # the usual way names these keys
+    if now.train.steps != before.train.steps:
+        return None
     check_resumable(before, now, folder.path)
     return now if _agrees(now.model.config, read_json(folder.model / "config.json")) else None
 

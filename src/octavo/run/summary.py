@@ -47,6 +47,8 @@ class Result:
     config: RunConfig
     summary: Summary
     bf16: Summary | None
+    ended_early: str = ""
+    """The reason for an end before the last step."""
     sample: str | None = None
 
     @property

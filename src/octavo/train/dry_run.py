@@ -15,13 +15,14 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
     config, train = plan.config, plan.config.train
     parameters = sum(math.prod(shape) for shape, _ in plan.weights.values())
     tokens_per_step = train.global_batch * config.data.sequence_length
-    tokens = tokens_per_step * train.steps
+    steps = train.steps  # None: train.epochs, of data that is not prepared yet
+    tokens = None if steps is None else tokens_per_step * steps
     epochs, passes = None, "unknown until the data is prepared (octavo prepare)"
     if (prepared := prepared_or_none(config.data)) is not None:
         data = config.data
         sequences = len(sequences_of(prepared, "train", sequence_length=data.sequence_length, packing=data.packing))
-        if sequences:
-            epochs = train.steps * train.global_batch / sequences
+        if sequences and steps is not None:
+            epochs = steps * train.global_batch / sequences
             passes = f"{epochs:.2f} of {sequences:,} sequences"
     figures = {
         "config": config.model_dump(mode="json"),
@@ -34,7 +35,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
             "micro_batch": plan.micro_batch,
             "accumulation": plan.accumulation,
             "tokens_per_step": tokens_per_step,
-            "steps": train.steps,
+            "steps": steps,
             "tokens": tokens,
             "epochs": epochs,
         },
@@ -47,7 +48,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         f"batch       {train.global_batch} sequences = {plan.degrees.data} data-parallel x {plan.micro_batch} micro-batch "
         f"x {plan.accumulation} accumulation",
         f"tokens      {tokens_per_step:,} a step ({train.global_batch} x {config.data.sequence_length}) "
-        f"x {train.steps:,} steps = {tokens:,}",
+        + ("" if steps is None else f"x {steps:,} steps = {tokens:,}"),
         f"epochs      {passes}",
         f"output      {config.output}",
     ]
