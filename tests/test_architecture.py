@@ -56,6 +56,9 @@ LIGHT = (
     "octavo.parallel.mesh",
     "octavo.plan.flops",
     "octavo.models.families",
+    "octavo.run.finished",
+    "octavo.run.paths",
+    "octavo.run.plots",
 )
 """Modules that load no torch when they are imported."""
 

@@ -27,7 +27,7 @@ def test_every_key_is_documented_in_its_section_with_its_meaning():
             default = field.get_default(call_default_factory=True)
             shown = "none" if default is None else f"`{json.dumps(list(default) if isinstance(default, tuple) else default)}`"
             assert f"| {shown} |" in row, name
-    assert RUN_FILES.count("\n| `") - len(known_keys()) == 7  # the rows of the run's folder
+    assert RUN_FILES.count("\n| `") - len(known_keys()) == 8  # the rows of the run's folder
 
 
 def test_the_keys_that_may_change_are_the_table_of_resume():

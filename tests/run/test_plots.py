@@ -54,10 +54,10 @@ def test_the_plot_of_a_run_has_its_curves_and_says_what_they_are(tmp_path):
     every, mean, checked, every_of_twin, mean_of_twin = lines_of(axes)
     steps = list(range(1, 101))
     assert every == (steps, losses)
-    assert mean == (steps[4:], [loss + 2 for loss in losses[4:]])  # of a loss and the four before, each one more
+    assert mean == (steps[2:-2], losses[2:-2])  # of a loss and two on each side, on a straight line
     assert checked == ([50, 100], [51.5, 1.5])
     assert every_of_twin == (steps, other)
-    assert mean_of_twin == (steps[4:], [loss + 2 for loss in other[4:]])
+    assert mean_of_twin == (steps[2:-2], other[2:-2])
 
 
 @pytest.mark.parametrize("fp8", ["false", "true"])

@@ -32,6 +32,7 @@ _LEGEND_INSIDE = 8
 _LOSS = "loss (nats per token)"
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 _STYLES = ("-", "--", ":")
+_MARKERS = (("o", 8), ("D", 4))  # with their sizes: two validations of nearly the same loss are both seen
 
 
 def check_picture(path: Path) -> None:
@@ -86,17 +87,17 @@ def run_figure(folder: Path) -> Figure | None:
         runs[dtype] = twin
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for (name, records), colour in zip(runs.items(), _COLOURS, strict=False):
+    for (name, records), colour, (marker, size) in zip(runs.items(), _COLOURS, _MARKERS, strict=False):
         _curve(axes, [r["step"] for r in records], [r["loss"] for r in records], f"{name}: training", color=colour)
         checked = [(r["step"], r["validation_loss"]) for r in records if r.get("validation_loss") is not None]
         if checked:
             text = f"{name}: validation, {checked[-1][1]:.4f} at step {checked[-1][0]}"
-            axes.plot(*zip(*checked, strict=True), "o", color=colour, markeredgecolor="black", markersize=6, label=text)
+            axes.plot(*zip(*checked, strict=True), marker, color=colour, markeredgecolor="black", markersize=size, label=text)
     precision = f"FP8, {config.fp8.recipe} scaling" if label == "fp8" else f"{label}, no FP8"
     axes.set_title(_plain(f"{folder.absolute().name}: {config.model.source}, {precision}"), fontsize="medium", wrap=True)
     axes.set_xlabel(f"step{_means(_window(max(map(len, runs.values()))))}")
     axes.set_ylabel(_LOSS)
-    axes.grid(alpha=0.25)
+    _finish(axes)
     axes.legend()
     return figure
 
@@ -121,7 +122,7 @@ def comparison_figure(found: Mapping[str, Any]) -> Figure:
         style = {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)]}
         _curve(above, steps, row["losses"], f"{row['run']} ({row['gap_percent']:+.2f}%)", **style)
         gaps = [percent_above(loss, other) for loss, other in zip(row["losses"], reference["losses"], strict=True)]
-        below.plot(steps[window - 1 :], _running_mean(gaps, window), linewidth=1.4, **style)
+        below.plot(*_running_mean(steps, gaps, window), linewidth=1.4, **style)
     title = f"Loss of {reference['run']}" + (f" and {len(rows) - 1} more, with the gap to it" if len(rows) > 1 else "")
     above.set_title(_plain(title), fontsize="medium", wrap=True)
     above.set_ylabel(_LOSS)
@@ -132,7 +133,7 @@ def comparison_figure(found: Mapping[str, Any]) -> Figure:
     below.set_ylabel("gap (%)")
     below.set_xlabel(f"step{_means(window)}")
     for axes in (above, below):
-        axes.grid(alpha=0.25)
+        _finish(axes)
     return figure
 
 
@@ -140,9 +141,17 @@ def _curve(axes: Axes, steps: Sequence[int], losses: Sequence[float], label: str
     """Every step pale, and the running mean strong."""
     window = _window(len(steps))
     if window > 1:
-        axes.plot(steps, losses, linewidth=0.7, alpha=0.25, **style)
+        axes.plot(steps, losses, linewidth=0.7, alpha=0.3, **style)
     marker = "." if len(steps) == 1 else None  # a line of one point cannot be seen
-    axes.plot(steps[window - 1 :], _running_mean(losses, window), linewidth=1.4, marker=marker, label=_plain(label), **style)
+    axes.plot(*_running_mean(steps, losses, window), linewidth=1.4, marker=marker, label=_plain(label), **style)
+
+
+def _finish(axes: Axes) -> None:
+    """A grid, and whole numbers of steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.grid(alpha=0.25)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def _plain(text: str) -> str:
@@ -159,6 +168,7 @@ def _means(window: int) -> str:
     return f" (strong lines: means of {window} steps)" if window > 1 else ""
 
 
-def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Means of each `window` values in a row."""
-    return [math.fsum(values[i - window : i]) / window for i in range(window, len(values) + 1)]
+def _running_mean(steps: Sequence[int], values: Sequence[float], window: int) -> tuple[list[int], list[float]]:
+    """Means of each `window` values in a row, at the step in the middle; at the last one a curve that falls seems too high."""
+    means = [math.fsum(values[i : i + window]) / window for i in range(len(values) - window + 1)]
+    return list(steps[window // 2 :][: len(means)]), means

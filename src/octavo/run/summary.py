@@ -103,31 +103,27 @@ def summary_lines(result: Result) -> list[str]:
     """The summary as text of 80 columns: folder, loss, cost of FP8, sample, next commands (never wrapped)."""
     own, other = result.summary, result.bf16
     files = ", ".join(name for name in _FILES if (result.folder / name).exists())
-    mean = f"mean of the last {own.averaged} steps" if own.averaged > 1 else "of the last step"
+    mean = f"mean of {own.averaged} steps" if own.averaged > 1 else "of the last step"
     validation = f"; validation {own.validation_loss:.4f}" if own.validation_loss is not None else ""
     facts = [
         f"The run is in {result.folder}: {files}.",
-        f"Loss {own.first_loss:.4f} → {own.loss:.4f} ({mean}){validation}; {own.tokens_per_second:,.0f} tokens/s.",
+        f"Loss {own.first_loss:.4f} → {own.loss:.4f} ({mean}){validation}; {own.tokens_per_second:,.0f} tok/s.",
     ]
     if other is not None and result.gap_percent is not None:
-        held_out = ""
-        if own.validation_loss is not None and other.validation_loss is not None:
-            held_out = f"; validation {own.validation_loss:.4f} and {other.validation_loss:.4f}"
         dtype = short_name(result.config.model.dtype)
-        facts.append(
-            f"Cost of FP8: loss {own.loss:.4f} in FP8 and {other.loss:.4f} in {dtype}, "
-            f"a gap of {result.gap_percent:+.2f}%{held_out}."
-        )
+        cost = f"loss {own.loss:.4f} in FP8 and {other.loss:.4f} in {dtype}, a gap of {result.gap_percent:+.2f}%"
+        facts.append(f"Cost of FP8: {cost}.")
+        if own.validation_loss is not None and other.validation_loss is not None:
+            gap = percent_above(own.validation_loss, other.validation_loss)
+            facts.append(f"In validation {own.validation_loss:.4f} and {other.validation_loss:.4f}, a gap of {gap:+.2f}%.")
     lines = ["", *itertools.chain.from_iterable(map(_wrapped, facts))]
     if result.sample is not None:
         lines += ["", "Sample:", *_sample_lines(result.sample)]
     return [*lines, "", "Next:", *(f"  {shlex.join(command)}" for command in _next_commands(result))]
 
 
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=indent, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _sample_lines(sample: str) -> list[str]:
