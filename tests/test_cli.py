@@ -400,7 +400,7 @@ def ended_by(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(octavo.cli, "_config", fail)
-    monkeypatch.setattr(octavo.cli.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     return main(["train", "run.toml"])
 
 

@@ -196,7 +196,7 @@ def test_limits_themselves_are_allowed():
     assert (found.optimizer.betas, found.optimizer.clip, found.data.validation_fraction) == ((0, 0.999), 0, 0)
 
 
-@pytest.mark.parametrize("text", ["[model", "a = ", "[model]\nsource = 1\nsource = 2\n", "\ufeff[model]"])
+@pytest.mark.parametrize("text", ["[model", "a = ", "[model]\nsource = 1\nsource = 2\n", "\ufeff\ufeff[model]"])
 def test_a_file_that_is_not_toml_is_named(run_file, text):
     run_file.write_text(text)
     said = message(RunConfig.from_file, run_file)
@@ -409,7 +409,7 @@ POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
             "model__source": WORD,
             "model__config": st.dictionaries(WORD, JSON, max_size=4),
             "data__source": WORD | st.lists(WORD, max_size=3),
-            "data__max_tokens": st.none() | st.integers(2),
+            "data__max_tokens": st.none() | st.integers(2, 2**63 - 1),
             "fp8__skip": st.lists(WORD, max_size=3),
             "fp8__enabled": st.sampled_from([True, "auto"]),
             "fp8__margin": st.integers(-8, 8),

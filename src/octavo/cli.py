@@ -9,21 +9,58 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from octavo.errors import EXIT_FAILED, OctavoError, RunStopped, warn
+from octavo.errors import EXIT_FAILED, InputError, Interrupted, OctavoError, RunStopped, describe_fault, first_line, warn
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from octavo.config.run import RunConfig
 
+
+
+class _Commands(TyperGroup):
+    """Ctrl-C in any command is an error with a message and an exit code of its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
+
+class _WithOverrides(TyperCommand):
+    """A command with overrides: a key that is written as an option is answered with the override."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # No public name covers the exceptions of all versions of typer; those of an unknown option have this attribute.
+            name = getattr(error, "option_name", None)
+            start = next((i for i, each in enumerate(given) if name and each.startswith(name)), None)
+            if start is None:
+                raise
+            from octavo.config.reading import as_override
+            from octavo.config.run import RunConfig
+
+            meant = as_override(given[start:], RunConfig)
+            if meant is None:
+                raise
+            raise InputError(f"no such option: {name}. Keys are set without dashes: did you mean {meant}?") from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -59,14 +96,40 @@ def _run(arguments: Sequence[str] | None) -> int:
     except OctavoError as error:
         # All ranks stop together, so rank 0 reports it; a launcher also sends the signal after another rank has failed.
         stopped_elsewhere = isinstance(error, RunStopped) and _rank() > 0
-        if not getattr(error, "reported", False) and not stopped_elsewhere:
-            _print_error(str(error))
+        _tell(str(error), error.exit_code, error, quiet=stopped_elsewhere)
         return error.exit_code
-    except OSError as error:  # a full disk or missing permission: a traceback does not help
-        if not getattr(error, "reported", False):
-            _print_error(" ".join(str(error).split()))
-        return EXIT_FAILED
+    except OSError as error:  # a full disk or a path that cannot be used: a traceback does not help
+        message, code = describe_fault(error)
+        _tell(message, code, error)
+        return code
+    except Exception as error:  # a bug keeps its traceback
+        error.add_note(_unexpected())
+        _tell_launcher(first_line(error), EXIT_FAILED)
+        raise
     return 0
+
+
+def _tell(message: str, code: int, error: BaseException, *, quiet: bool = False) -> None:
+    """Print an error, unless it is printed, and leave it for a launcher."""
+    _tell_launcher(message, code)
+    if not quiet and not getattr(error, "reported", False):
+        _print_error(message)
+
+
+def _tell_launcher(message: str, code: int) -> None:
+    from octavo.watchdog.processes import tell_launcher
+
+    tell_launcher(f"octavo: {message}", code)
+
+
+def _unexpected() -> str:
+    """The line under the traceback of a bug."""
+    from octavo._version import __version__
+
+    return (
+        f"octavo: an error that Octavo {__version__} does not expect, so probably a bug. Report it with the lines above, the run "
+        "file and the output of: octavo doctor --json"
+    )
 
 
 @app.callback(invoke_without_command=True)
@@ -78,7 +141,7 @@ def _octavo(version: Annotated[bool, typer.Option("--version", help="Print the v
         raise typer.Exit
 
 
-@app.command(epilog="Example: octavo train presets/demo.toml optimizer.lr=1e-3 train.output=runs/second")
+@app.command(cls=_WithOverrides, epilog="Example: octavo train presets/demo.toml optimizer.lr=1e-3 train.output=runs/second")
 def train(
     run_file: RunFile,
     overrides: Overrides = None,
@@ -110,7 +173,7 @@ def train(
     _print_once(result.as_dict() if as_json else summary_lines(result))
 
 
-@app.command(epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
+@app.command(cls=_WithOverrides, epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
 def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Tokenise the data of a run in advance, on a machine without a GPU."""
     config = _config(run_file, overrides)
@@ -269,7 +332,9 @@ def _print_error(message: str) -> None:
     # All ranks find the same fault in the input: after rank 0 has printed it and exited, the launcher ends the others. A fault
     # of one rank alone is printed by that rank.
     if rank := _rank():
-        time.sleep(3)
+        from octavo.watchdog.processes import wait_for_rank_0
+
+        wait_for_rank_0(3)
         message = f"rank {rank}: {message}"
     warn(message)
 

@@ -6,11 +6,14 @@ A message states the fault, the value, the limit, the nearest value that works a
 from __future__ import annotations
 
 import difflib
+import errno
 import sys
 from collections.abc import Iterable
 
 EXIT_FAILED = 1
 EXIT_INPUT = 2
+EXIT_INTERRUPTED = 130
+"""Ended by Ctrl-C with nothing to save (128 + SIGINT, as shells count)."""
 EXIT_STOPPED = 75
 """Stopped early but saved: run the same command again (BSD's EX_TEMPFAIL, on which Slurm can requeue)."""
 
@@ -33,6 +36,15 @@ class RunStopped(OctavoError):
     exit_code = EXIT_STOPPED
 
 
+class Interrupted(OctavoError):
+    """Ctrl-C outside of a training, which it would stop and save."""
+
+    exit_code = EXIT_INTERRUPTED
+
+    def __init__(self) -> None:
+        super().__init__("interrupted.")
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known name closest to `word`; None if none is close enough to be a typing error."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
@@ -53,6 +65,28 @@ def check_flags(owner: str, **flags: object) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise InputError(f"{owner}: {name} = {flag!r} is neither True nor False.")
+
+
+_PATHS = {
+    errno.ENOENT: "Make its folder first, or give another path.",
+    errno.ENOTDIR: "A part of the path is a file. Give another path.",
+    errno.EISDIR: "It is a folder, where a file is expected. Give another path.",
+    errno.EEXIST: "Give another path.",
+    errno.ELOOP: "A symbolic link there leads to itself. Give another path.",
+    errno.ENAMETOOLONG: "Give a shorter path.",
+    errno.EACCES: "Change its permissions, or give another path.",
+    errno.EPERM: "Change its permissions, or give another path.",
+    errno.EROFS: "Give a path on a file system that can be written.",
+}
+"""Faults of a path that the user gave, each with its remedy."""
+
+
+def describe_fault(error: OSError) -> tuple[str, int]:
+    """A fault of the system in one line with its remedy, and its exit code: 2 for a path that cannot be used."""
+    remedy = _PATHS.get(error.errno or 0)
+    if remedy is None or error.filename is None:
+        return " ".join(str(error).split()), EXIT_FAILED
+    return f"{str(error.filename)!r} cannot be used: {error.strerror}. {remedy}", EXIT_INPUT
 
 
 def warn(message: str) -> None:
