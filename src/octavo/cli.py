@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from octavo.config.run import RunConfig
 
 
-
 class _Commands(TyperGroup):
     """Ctrl-C in any command is an error with a message and an exit code of its own."""
 
@@ -127,8 +126,8 @@ def _unexpected() -> str:
     from octavo._version import __version__
 
     return (
-        f"octavo: an error that Octavo {__version__} does not expect, so probably a bug. Report it with the lines above, the run "
-        "file and the output of: octavo doctor --json"
+        f"octavo: an error that Octavo {__version__} does not expect, so probably a bug. Report it with the lines above, the "
+        "run file and the output of: octavo doctor --json"
     )
 
 
@@ -156,10 +155,12 @@ def train(
     die_with_launcher()
     config = _config(run_file, overrides)
     if dry_run:
+        from octavo.run.folder import check_output
         from octavo.train import dry_run as arithmetic
         from octavo.train import plan
 
         figures, text = arithmetic.dry_run(plan.check(config))
+        check_output(config.output)
         _print_once(figures if as_json else text)
         return
     from octavo.watchdog.stopping import StopRequest
@@ -200,8 +201,9 @@ def export(
 ) -> None:
     """Write a run's newest weights, config and tokenizer for Hugging Face."""
     from octavo.run.export import export_run
+    from octavo.storage import new_folder
 
-    checkpoint = export_run(run, to)
+    checkpoint = export_run(run, to := new_folder(to, "--to"))
     text = f"{checkpoint} is in {to}: AutoModelForCausalLM.from_pretrained({str(to)!r}) loads it."
     _print({"checkpoint": str(checkpoint), "folder": str(to)} if as_json else [text])
 

@@ -81,12 +81,21 @@ _PATHS = {
 """Faults of a path that the user gave, each with its remedy."""
 
 
+def why_unusable(error: OSError) -> str:
+    """Fault and remedy of a path that the user gave."""
+    return f"{error.strerror or error}. {_PATHS.get(error.errno or 0, 'Give another path.')}"
+
+
 def describe_fault(error: OSError) -> tuple[str, int]:
-    """A fault of the system in one line with its remedy, and its exit code: 2 for a path that cannot be used."""
-    remedy = _PATHS.get(error.errno or 0)
-    if remedy is None or error.filename is None:
+    """A fault of the system in one line, and its exit code: 2 for a path that cannot be used, with the remedy."""
+    if error.errno not in _PATHS or error.filename is None:
         return " ".join(str(error).split()), EXIT_FAILED
-    return f"{str(error.filename)!r} cannot be used: {error.strerror}. {remedy}", EXIT_INPUT
+    return f"{str(error.filename)!r} cannot be used: {why_unusable(error)}", EXIT_INPUT
+
+
+def install_extra(name: str) -> str:
+    """The command that installs an extra of Octavo, from an index of packages and from a clone."""
+    return f"pip install 'octavo[{name}]' (in a clone of Octavo: pip install -e '.[{name}]')"
 
 
 def warn(message: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from octavo.errors import InputError
+from octavo.errors import InputError, why_unusable
 
 _POLL_SECONDS = 0.1
 
@@ -81,6 +81,44 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def folder_fault(path: Path) -> str:
+    """The reason, with the remedy, for a path at which no folder is or can be made; empty if there is none. Makes nothing."""
+    try:
+        if path.is_dir():
+            return ""
+        if path.exists():
+            return "it is a file. Give the path of a folder."
+        if path.is_symlink():
+            return "it is a symbolic link to nothing, or to itself. Give another path."
+        above = next(folder for folder in path.absolute().parents if folder.exists())
+    except OSError as error:
+        return why_unusable(error)
+    if not above.is_dir():
+        return f"{str(above)!r} is a file. Give another path."
+    writable = os.access(above, os.W_OK | os.X_OK)
+    return "" if writable else f"{str(above)!r} cannot be written. Change its permissions, or give another path."
+
+
+def new_folder(path: Path, key: str) -> Path:
+    """The path of a new or empty folder, with the home folder for ~; makes nothing. key: for the message.
+
+    Raises:
+        InputError: it is a file or holds files, or cannot be made.
+    """
+    try:
+        path = path.expanduser()
+        fault = folder_fault(path)
+        if not fault and path.is_dir() and any(path.iterdir()):
+            fault = "it is not empty. Give the path of a new folder."
+    except RuntimeError:
+        fault = "there is no such user. Write the folder out."
+    except OSError as error:
+        fault = why_unusable(error)
+    if fault:
+        raise InputError(f"{key} {str(path)!r} cannot be used: {fault}")
+    return path
+
+
 class FolderLock:
     """An exclusive lock on a folder: `with FolderLock(folder): ...`.
 
@@ -106,6 +144,7 @@ class FolderLock:
             except Timeout:
                 raise InputError(self._in_use()) from None
             except FileNotFoundError:  # the last holder has just removed the folder; the next acquire creates it
+                self.path.mkdir(parents=True, exist_ok=True)  # raises where no folder can be made, as in /proc
                 if time.monotonic() > deadline:
                     raise
             else:

@@ -100,7 +100,9 @@ class RunConfig(Section):
         try:
             return path.expanduser()
         except RuntimeError:
-            raise InputError(f"train.output = {str(path)!r}: there is no user {path.parts[0][1:]!r}. Write the folder out.") from None
+            raise InputError(
+                f"train.output = {str(path)!r}: there is no user {path.parts[0][1:]!r}. Write the folder out."
+            ) from None
 
 
 def _refusal(config: RunConfig, idle: Sequence[Idle]) -> str:
