@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from octavo.errors import EXIT_FAILED, InputError, Interrupted, OctavoError, RunStopped, describe_fault, first_line, warn
+from octavo.errors import EXIT_FAILED, InputError, Interrupted, OctavoError, RunStopped, first_line, warn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,6 +98,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         _tell(str(error), error.exit_code, error, quiet=stopped_elsewhere)
         return error.exit_code
     except OSError as error:  # a full disk or a path that cannot be used: a traceback does not help
+        from octavo.storage import describe_fault
+
         message, code = describe_fault(error)
         _tell(message, code, error)
         return code

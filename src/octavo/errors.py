@@ -6,7 +6,6 @@ A message states the fault, the value, the limit, the nearest value that works a
 from __future__ import annotations
 
 import difflib
-import errno
 import sys
 from collections.abc import Iterable
 
@@ -65,32 +64,6 @@ def check_flags(owner: str, **flags: object) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise InputError(f"{owner}: {name} = {flag!r} is neither True nor False.")
-
-
-_PATHS = {
-    errno.ENOENT: "Make its folder first, or give another path.",
-    errno.ENOTDIR: "A part of the path is a file. Give another path.",
-    errno.EISDIR: "It is a folder, where a file is expected. Give another path.",
-    errno.EEXIST: "Give another path.",
-    errno.ELOOP: "A symbolic link there leads to itself. Give another path.",
-    errno.ENAMETOOLONG: "Give a shorter path.",
-    errno.EACCES: "Change its permissions, or give another path.",
-    errno.EPERM: "Change its permissions, or give another path.",
-    errno.EROFS: "Give a path on a file system that can be written.",
-}
-"""Faults of a path that the user gave, each with its remedy."""
-
-
-def why_unusable(error: OSError) -> str:
-    """Fault and remedy of a path that the user gave."""
-    return f"{error.strerror or error}. {_PATHS.get(error.errno or 0, 'Give another path.')}"
-
-
-def describe_fault(error: OSError) -> tuple[str, int]:
-    """A fault of the system in one line, and its exit code: 2 for a path that cannot be used, with the remedy."""
-    if error.errno not in _PATHS or error.filename is None:
-        return " ".join(str(error).split()), EXIT_FAILED
-    return f"{str(error.filename)!r} cannot be used: {why_unusable(error)}", EXIT_INPUT
 
 
 def install_extra(name: str) -> str:

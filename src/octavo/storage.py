@@ -8,6 +8,7 @@ POSIX only; no object stores.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -22,9 +23,24 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from octavo.errors import InputError, why_unusable
+from octavo.errors import EXIT_FAILED, EXIT_INPUT, InputError
 
 _POLL_SECONDS = 0.1
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk."""
+
+_PATHS = {
+    errno.ENOENT: "Make its folder first, or give another path.",
+    errno.ENOTDIR: "A part of the path is a file. Give another path.",
+    errno.EISDIR: "It is a folder, where a file is expected. Give another path.",
+    errno.EEXIST: "Give another path.",
+    errno.ELOOP: "A symbolic link there leads to itself. Give another path.",
+    errno.ENAMETOOLONG: "Give a shorter path.",
+    errno.EACCES: "Change its permissions, or give another path.",
+    errno.EPERM: "Change its permissions, or give another path.",
+    errno.EROFS: "Give a path on a file system that can be written.",
+}
+"""Faults of a path that the user gave, each with its remedy."""
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -40,8 +56,10 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of a write, which knows its descriptor alone
+            error.filename = str(path)
         raise
     fsync_folder(path.parent)
 
@@ -71,6 +89,21 @@ def sha256_file(path: Path) -> str:
     """The hexadecimal SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def why_unusable(error: OSError) -> str:
+    """Fault and remedy of a path that the user gave."""
+    return f"{error.strerror or error}. {_PATHS.get(error.errno or 0, 'Give another path.')}"
+
+
+def describe_fault(error: OSError) -> tuple[str, int]:
+    """A fault of the system in one line, and its exit code: 2 for a path that cannot be used, with the remedy."""
+    if error.filename is not None and error.errno in NO_SPACE:
+        free = free_bytes(Path(os.fsdecode(error.filename)))
+        return f"no space for {str(error.filename)!r}: {free:,} bytes are free ({error.strerror}). Free some.", EXIT_FAILED
+    if error.filename is not None and error.errno in _PATHS:
+        return f"{str(error.filename)!r} cannot be used: {why_unusable(error)}", EXIT_INPUT
+    return " ".join(str(error).split()), EXIT_FAILED
 
 
 def free_bytes(path: Path) -> int:

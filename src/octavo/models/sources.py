@@ -11,10 +11,11 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from octavo.errors import InputError, unknown, why_unusable
+from octavo.errors import InputError, unknown
 from octavo.models.families import DECODER_FAMILIES
 from octavo.models.shapes import SHAPES
 from octavo.models.weight_files import INDEX, QUANTIZED_KEYS
+from octavo.storage import why_unusable
 
 _SIZES = frozenset(
     (

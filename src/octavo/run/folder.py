@@ -20,10 +20,10 @@ from typing import Any
 from octavo._version import __version__
 from octavo.checkpoint.manifest import step_folders
 from octavo.config.run import RunConfig
-from octavo.errors import InputError, some, why_unusable
+from octavo.errors import InputError, OctavoError, some
 from octavo.models.sources import load_generation_config
 from octavo.run.provenance import code_version, version
-from octavo.storage import FolderLock, folder_fault, write_atomic
+from octavo.storage import NO_SPACE, FolderLock, folder_fault, free_bytes, why_unusable, write_atomic
 
 _PACKAGES = ("torch", "transformers", "triton", "safetensors", "numpy", "tokenizers", "datasets")
 
@@ -68,7 +68,17 @@ class RunFolder:
         return None
 
     def record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str) -> None:
-        """Write the run file, the Hugging Face config, the source's generation config, the environment and the tokenizer."""
+        """Write the run file, the Hugging Face config, the source's generation config, the environment and the tokenizer.
+
+        Raises:
+            OctavoError: the disk is full or fails.
+        """
+        try:
+            self._write_record(config, hf_config, tokenizer, device)
+        except OSError as error:  # shutil.copytree has its own, without an errno
+            raise _no_space(self.path, error) from None
+
+    def _write_record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str) -> None:
         starts = [*self._starts(), _environment(device)]
         write_atomic(self.environment, json.dumps({"starts": starts}, indent=1) + "\n")  # first: it makes the folder a run's
         write_atomic(self.run_file, config.to_toml())
@@ -94,6 +104,13 @@ class RunFolder:
             raise InputError(
                 f"{self.environment} is damaged, and no record of a run's starts. Remove it to continue."
             ) from None
+
+
+def _no_space(path: Path, error: OSError) -> OctavoError:
+    return OctavoError(
+        f"the run's files could not be written to {path}: {error.strerror or 'a copy failed'}; {free_bytes(path):,} bytes are "
+        "free. Checkpoints are intact: free some space, or move the run's folder and set train.output; then run it again."
+    )
 
 
 def check_output(path: Path) -> None:
@@ -137,6 +154,8 @@ def locked(path: Path) -> Iterator[RunFolder]:
         try:
             stack.enter_context(FolderLock(path))
         except OSError as error:
+            if error.errno in NO_SPACE:
+                raise _no_space(path, error) from None
             raise InputError(f"train.output = {str(path)!r} cannot be used: {why_unusable(error)}") from None
         try:
             yield RunFolder(path)
