@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from octavo.errors import EXIT_FAILED, InputError, Interrupted, OctavoError, RunStopped, first_line, warn
+from octavo.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, Interrupted, OctavoError, RunStopped, first_line, warn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,6 +91,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="octavo")
     except SystemExit as end:
+        if end.code == EXIT_INTERRUPTED:  # before a command was found
+            warn("interrupted.")
         return end.code if isinstance(end.code, int) else EXIT_FAILED if end.code else 0
     except OctavoError as error:
         # All ranks stop together, so rank 0 reports it; a launcher also sends the signal after another rank has failed.
@@ -152,7 +154,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a run, or continue it from its newest checkpoint."""
-    from octavo.watchdog.processes import die_with_launcher
+    from octavo.watchdog.processes import die_with_launcher, signals_held
 
     die_with_launcher()
     config = _config(run_file, overrides)
@@ -168,8 +170,9 @@ def train(
     from octavo.watchdog.stopping import StopRequest
 
     with StopRequest() as stop:  # before the slow import of torch: a scheduler may send a signal at any time
-        from octavo.run.summary import summary_lines
-        from octavo.train.loop import train as run
+        with signals_held():
+            from octavo.run.summary import summary_lines
+            from octavo.train.loop import train as run
 
         console = _console(stderr=as_json, quiet=_rank() > 0, on_closed=stop.output_closed)
         result = run(config, console=console, stop=stop)

@@ -87,8 +87,9 @@ def _explain_unknown(cls: type[BaseModel], name: str, value: object) -> str:
     if not isinstance(value, dict):
         found = hint(name, known)
         return f"unknown key {name} outside of all sections.{found} Sections: {', '.join(cls.model_fields)}"
-    inner = (hint(f"{name}.{each}", known) for each in value)
-    found = f" Did you mean {guess}?" if guess else next(filter(None, inner), "")
+    inner = next(filter(None, (hint(f"{name}.{each}", known) for each in value)), "")
+    misspelt = guess and (not inner or any(f"{guess}.{each}" in known for each in value))
+    found = f" Did you mean {guess}?" if misspelt else inner
     return f"unknown section {name}.{found} Known: {', '.join(cls.model_fields)}"
 
 
