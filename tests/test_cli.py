@@ -20,7 +20,7 @@ COMMANDS = ("train", "prepare", "export", "doctor", "bench")
 
 
 def tree(folder):
-    return sorted((p.relative_to(folder).as_posix(), p.stat().st_size) for p in folder.rglob("*"))
+    return sorted((p.relative_to(folder).as_posix(), p.lstat().st_size) for p in folder.rglob("*"))
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ KEYS = {
     "a key as an option": (["--optimizer.lr=3"], ["no such option: --optimizer.lr", "did you mean optimizer.lr=3?"]),
     "another name as an option": (["--batch-size", "3"], ["no such option: --batch-size", "did you mean train.global_batch=3"]),
     "a key, a space and a value": (["optimizer.lr", "3"], ["Did you mean optimizer.lr=3?"]),
-    "a forward that no machine holds": (["train.global_batch=1000000000"], ["use at most 67108863", "train.global_batch"]),
+    "a step that never ends": (["train.global_batch=1000000000"], ["use at most 67108863", "train.global_batch"]),
     "a size with too many digits": (["model.config.num_hidden_layers=2000000000"], ["num_hidden_layers", "at most 16384"]),
     "a corpus that is not there": (["data.source=nowhere.jsonl"], ["nowhere.jsonl"]),
     "a pattern that matches no file": (["data.source=./*.jsonl"], ["./*.jsonl", "matches no file"]),
@@ -256,7 +256,7 @@ def test_a_model_of_an_unknown_family(refused, tmp_path):
         ("file", "it is a file"),
         ("file/inner", "is a file"),
         ("loop", "a symbolic link to nothing, or to itself"),
-        ("loop/inner", "Too many levels of symbolic links"),
+        ("loop/inner", "a symbolic link to nothing, or to itself"),
         ("x" * 300, "File name too long"),
         ("/proc/nope", "No such file or directory"),
         ("~nobody-of-this-name/x", "no user"),

@@ -123,11 +123,12 @@ def folder_fault(path: Path) -> str:
             return "it is a file. Give the path of a folder."
         if path.is_symlink():
             return "it is a symbolic link to nothing, or to itself. Give another path."
-        above = next(folder for folder in path.absolute().parents if folder.exists())
+        above = next(folder for folder in path.absolute().parents if folder.exists() or folder.is_symlink())
     except OSError as error:
         return why_unusable(error)
     if not above.is_dir():
-        return f"{str(above)!r} is a file. Give another path."
+        what = "a file" if above.exists() else "a symbolic link to nothing, or to itself"
+        return f"{str(above)!r} is {what}. Give another path."
     writable = os.access(above, os.W_OK | os.X_OK)
     return "" if writable else f"{str(above)!r} cannot be written. Change its permissions, or give another path."
 

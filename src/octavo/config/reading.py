@@ -33,8 +33,7 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file():
             raise _missing(path)
-        text = path.read_text(encoding="utf-8-sig")  # Windows' editors write a byte order mark
-        values = tomllib.loads(text)
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors write a byte order mark
     except OSError as error:
         raise InputError(
             f"run file {str(path)!r} cannot be read: {error.strerror or error}. Check its path and its permissions."
@@ -49,10 +48,6 @@ def read_file(path: Path) -> dict[str, Any]:
         raise
     except ValueError:  # Python's limit for the digits of a number
         fault = "a number has thousands of digits"
-    else:
-        if r"\u0000" not in text and r"\U00000000" not in text:
-            return values
-        fault = "text cannot hold a NUL character"
     raise InputError(f"run file {str(path)!r} is not valid TOML: {fault}.")
 
 

@@ -109,7 +109,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     degrees = fit_degrees(**config.parallel.model_dump(include=set(DEGREES)), world_size=world)
     check_supported(degrees)
     micro_batch, accumulation = fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
-    _check_settings(config, micro_batch)
+    _check_settings(config)
     check_trackers(config.log.trackers)
     recipe = recipe_from_config(config.fp8)
     corpus = Corpus(config.data)
@@ -258,13 +258,13 @@ def _world() -> int:
     return world
 
 
-def _check_settings(config: RunConfig, micro_batch: int) -> None:
+def _check_settings(config: RunConfig) -> None:
     """Refuse float16 without float32 parameters, numbers out of range, validation on nothing, and compiled blocks."""
-    if micro_batch * config.data.sequence_length >= 2**31:  # lists of such a step would never end
-        key = "train.global_batch" if config.train.micro_batch is None else "train.micro_batch"
+    sequences, length = config.train.global_batch, config.data.sequence_length
+    if sequences * length >= 2**31:  # such a step would never end
         raise InputError(
-            f"{micro_batch} sequences of {config.data.sequence_length} tokens in a forward: use at most "
-            f"{(2**31 - 1) // config.data.sequence_length}. Change {key}."
+            f"train.global_batch = {sequences} sequences of {length} tokens are more than 2**31 tokens in a step: use at most "
+            f"{(2**31 - 1) // length}. Change train.global_batch."
         )
     if config.model.dtype == "float16" and config.model.params_dtype != "float32":
         raise InputError(
