@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from octavo.errors import EXIT_FAILED, OctavoError, RunStopped, warn
+from octavo.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, Interrupted, OctavoError, RunStopped, first_line, warn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,43 @@ if TYPE_CHECKING:
     from octavo.run.summary import Result
     from octavo.watchdog.stopping import StopRequest
 
+
+class _Commands(TyperGroup):
+    """Ctrl-C in any command is an error with a message and an exit code of its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
+
+class _WithOverrides(TyperCommand):
+    """A command with overrides: a key that is written as an option is answered with the override."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # No public name covers the exceptions of all versions of typer; those of an unknown option have this attribute.
+            name = getattr(error, "option_name", None)
+            start = next((i for i, each in enumerate(given) if name and each.startswith(name)), None)
+            if start is None:
+                raise
+            from octavo.config.reading import as_override
+            from octavo.config.run import RunConfig
+
+            meant = as_override(given[start:], RunConfig)
+            if meant is None:
+                raise
+            raise InputError(f"no such option: {name}. Keys are set without dashes: did you mean {meant}?") from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -57,18 +93,48 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="octavo")
     except SystemExit as end:
+        if end.code == EXIT_INTERRUPTED:  # before a command was found
+            warn("interrupted.")
         return end.code if isinstance(end.code, int) else EXIT_FAILED if end.code else 0
     except OctavoError as error:
         # All ranks stop together, so rank 0 reports it; a launcher also sends the signal after another rank has failed.
         stopped_elsewhere = isinstance(error, RunStopped) and _rank() > 0
-        if not getattr(error, "reported", False) and not stopped_elsewhere:
-            _print_error(str(error))
+        _tell(str(error), error.exit_code, error, quiet=stopped_elsewhere)
         return error.exit_code
-    except OSError as error:  # a full disk or missing permission: a traceback does not help
-        if not getattr(error, "reported", False):
-            _print_error(" ".join(str(error).split()))
-        return EXIT_FAILED
+    except OSError as error:  # a full disk or a path that cannot be used: a traceback does not help
+        from octavo.storage import describe_fault
+
+        message, code = describe_fault(error)
+        _tell(message, code, error)
+        return code
+    except Exception as error:  # a bug keeps its traceback
+        error.add_note(_unexpected())
+        _tell_launcher(first_line(error), EXIT_FAILED)
+        raise
     return 0
+
+
+def _tell(message: str, code: int, error: BaseException, *, quiet: bool = False) -> None:
+    """Print an error, unless it is printed, and leave it for a launcher."""
+    _tell_launcher(message, code)
+    if not quiet and not getattr(error, "reported", False):
+        _print_error(message)
+
+
+def _tell_launcher(message: str, code: int) -> None:
+    from octavo.watchdog.processes import tell_launcher
+
+    tell_launcher(f"octavo: {message}", code)
+
+
+def _unexpected() -> str:
+    """The line under the traceback of a bug."""
+    from octavo._version import __version__
+
+    return (
+        f"octavo: an error that Octavo {__version__} does not expect, so probably a bug. Report it with the lines above, the "
+        "run file and the output of: octavo doctor --json"
+    )
 
 
 @app.callback(invoke_without_command=True)
@@ -80,7 +146,7 @@ def _octavo(version: Annotated[bool, typer.Option("--version", help="Print the v
         raise typer.Exit
 
 
-@app.command(epilog="Example: octavo train presets/demo.toml optimizer.lr=1e-3 train.output=runs/second")
+@app.command(cls=_WithOverrides, epilog="Example: octavo train presets/demo.toml optimizer.lr=1e-3 train.output=runs/second")
 def train(
     run_file: RunFile,
     overrides: Overrides = None,
@@ -99,10 +165,12 @@ def train(
 
         _say_start(run_file, _console(stderr=True, quiet=_rank() > 0 or not sys.stderr.isatty()))
         check_paths(config)
+        from octavo.run.folder import check_output
         from octavo.train import dry_run as arithmetic
         from octavo.train import plan
 
         figures, text = arithmetic.dry_run(plan.check(config))
+        check_output(config.output)
         _print_once(figures if as_json else text)
         return
     from octavo.watchdog.stopping import StopRequest
@@ -119,6 +187,7 @@ def _train(run_file: Path, config: RunConfig, console: Console, stop: StopReques
     _say_start(run_file, console)
     from octavo.run.finished import finished
     from octavo.run.paths import check_paths
+    from octavo.watchdog.processes import signals_held
 
     if (found := finished(config)) is not None:
         config.tell_notes()
@@ -126,7 +195,8 @@ def _train(run_file: Path, config: RunConfig, console: Console, stop: StopReques
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         return result
     check_paths(config)
-    from octavo.train.trainer import Trainer
+    with signals_held():
+        from octavo.train.trainer import Trainer
 
     return Trainer(config, console=console).train(stop=stop)
 
@@ -137,7 +207,7 @@ def _say_start(run_file: Path, console: Console) -> None:
     console.print(f"octavo {__version__}: reading {run_file} …", markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command(epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
+@app.command(cls=_WithOverrides, epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
 def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Tokenise the data of a run in advance, on a machine without a GPU."""
     config = _config(run_file, overrides)
@@ -164,8 +234,9 @@ def export(
 ) -> None:
     """Write a run's newest weights, config and tokenizer for Hugging Face."""
     from octavo.run.export import export_run
+    from octavo.storage import new_folder
 
-    checkpoint = export_run(run, to)
+    checkpoint = export_run(run, to := new_folder(to, "--to"))
     text = f"{checkpoint} is in {to}: AutoModelForCausalLM.from_pretrained({str(to)!r}) loads it."
     _print({"checkpoint": str(checkpoint), "folder": str(to)} if as_json else [text])
 
@@ -301,7 +372,9 @@ def _print_error(message: str) -> None:
     # All ranks find the same fault in the input: after rank 0 has printed it and exited, the launcher ends the others. A fault
     # of one rank alone is printed by that rank.
     if rank := _rank():
-        time.sleep(3)
+        from octavo.watchdog.processes import wait_for_rank_0
+
+        wait_for_rank_0(3)
         message = f"rank {rank}: {message}"
     warn(message)
 

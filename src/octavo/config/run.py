@@ -1,9 +1,8 @@
-"""Run file: all sections, TOML in and out, `section.key=value` overrides."""
+"""Run file: all sections, in from TOML and overrides, and out as TOML."""
 
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from octavo.config.log import LogConfig
 from octavo.config.model import ModelConfig
 from octavo.config.optimizer import OptimizerConfig
 from octavo.config.parallel import ParallelConfig
+from octavo.config.reading import apply_overrides, read_file
 from octavo.config.section import Section, keys_of
 from octavo.config.train import TrainConfig
-from octavo.errors import InputError, nearest, warn
+from octavo.errors import InputError, warn
 
 
 class RunConfig(Section):
@@ -64,19 +64,8 @@ class RunConfig(Section):
             InputError: the file is missing, is not TOML, or has an invalid key or value, or one without effect.
         """
         path = Path(path)
-        if not path.is_file():
-            folder, fault = (path, "is a folder") if path.is_dir() else (path.parent, "does not exist")
-            names = sorted(file.name for file in folder.glob("*.toml"))
-            inside = next((name for name in names if name != "pyproject.toml"), None)
-            guess = inside if path.is_dir() else nearest(path.name, names)
-            hint = f" Did you mean {folder / guess}?" if guess else ""
-            raise InputError(f"run file {str(path)!r} {fault}.{hint} Give the path of a TOML file, such as presets/demo.toml.")
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"run file {str(path)!r} is not valid TOML: {error}.") from None
-        for override in overrides:
-            _apply_override(values, override)
+        values = read_file(path)
+        apply_overrides(values, overrides, cls)
         for section, keys in (sections or {}).items():
             _merge(values.setdefault(section, {}), keys)
         train = values.get("train")
@@ -131,8 +120,18 @@ class RunConfig(Section):
 
     @property
     def output(self) -> Path:
-        """The run's folder."""
-        return Path(self.train.output or "runs/run")
+        """The run's folder.
+
+        Raises:
+            InputError: it begins with the ~ of an unknown user.
+        """
+        path = Path(self.train.output or "runs/run")
+        try:
+            return path.expanduser()
+        except RuntimeError:
+            raise InputError(
+                f"train.output = {str(path)!r}: there is no user {path.parts[0][1:]!r}. Write the folder out."
+            ) from None
 
 
 def _refusal(config: RunConfig, idle: Sequence[Idle]) -> str:
@@ -142,24 +141,6 @@ def _refusal(config: RunConfig, idle: Sequence[Idle]) -> str:
 def known_keys() -> list[str]:
     """Every `section.key` of a run file, in order."""
     return keys_of(RunConfig)
-
-
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    parts = name.strip().split(".")
-    if not equals or len(parts) < 2 or not all(parts):
-        raise InputError(f"override {override!r} is not section.key=value, as in optimizer.lr=1e-4.")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string: train.output=runs/two
-    table = values
-    for part in parts[:-1]:
-        inner = table.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise InputError(f"override {override!r}: {part} is a value, not a table.")
-        table = inner
-    table[parts[-1]] = value
 
 
 def _merge(values: dict[str, Any], keys: Mapping[str, Any]) -> None:

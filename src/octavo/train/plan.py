@@ -32,6 +32,7 @@ from octavo.hardware import Device, describe_device, supports_fp8
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
+from octavo.models.own_code import refuse_other_models
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.weight_loader import folder_weights
 from octavo.parallel.mesh import DEGREES, Degrees, fit_batch, fit_degrees
@@ -124,6 +125,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     recipe = recipe_from_config(config.fp8)
     corpus = Corpus(config.data)
     hf_config = load_config(config.model.source, config.model.config)
+    refuse_other_models(hf_config)
     _check_length(config, hf_config)
     _check_vocabulary(config, hf_config, corpus)
     blocks = blocks or config.model.blocks
@@ -284,7 +286,13 @@ def _world() -> int:
 
 
 def _check_settings(config: RunConfig) -> None:
-    """Refuse float16 without float32 parameters, a loss scale out of range, validation on nothing, and compiled blocks."""
+    """Refuse float16 without float32 parameters, numbers out of range, validation on nothing, and compiled blocks."""
+    sequences, length = config.train.global_batch, config.data.sequence_length
+    if sequences * length >= 2**31:  # such a step would never end
+        raise InputError(
+            f"train.global_batch = {sequences} sequences of {length} tokens are more than 2**31 tokens in a step: use at most "
+            f"{(2**31 - 1) // length}. Change train.global_batch."
+        )
     if config.model.dtype == "float16" and config.model.params_dtype != "float32":
         raise InputError(
             f'model.params_dtype = "{config.model.params_dtype}": float16 trains float32 parameters. '
@@ -311,7 +319,7 @@ def _check_settings(config: RunConfig) -> None:
 def _check_length(config: RunConfig, hf_config: Any) -> None:
     limit = getattr(hf_config, "max_position_embeddings", None)
     length = config.data.sequence_length
-    if isinstance(limit, int) and length > limit:
+    if isinstance(limit, int) and 0 < limit < length:  # -1 of xlnet: no limit
         key = "data.sequence_length" + ("" if config.model.load else ", or raise model.config.max_position_embeddings")
         raise InputError(
             f"data.sequence_length = {length} is longer than the model's {limit} positions: use at most {limit}. Change {key}."
