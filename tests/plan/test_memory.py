@@ -21,8 +21,9 @@ from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
 from octavo.nn import head
 from octavo.parallel import offload
-from octavo.plan import memory
-from octavo.plan.memory import BlockRecipes, Setup, estimate
+from octavo.plan import memory, saved
+from octavo.plan.memory import estimate
+from octavo.plan.saved import BlockRecipes, Setup
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 GIB = 2**30
@@ -32,7 +33,7 @@ CONFIG = LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=3,
 
 def setup_of(spec, batch, length, recipe=None, **others):
     blocks = (BlockRecipes(*(recipe,) * 4),) * spec.layers if recipe else ()
-    return Setup(spec, memory.parameters(spec), batch, length, blocks=blocks, **others)
+    return Setup(spec, saved.parameters(spec), batch, length, blocks=blocks, **others)
 
 
 def rows(name):
@@ -95,9 +96,9 @@ def test_constants_are_those_of_the_layers():
         head._ALIGNED,
         gemm.ALIGNMENT,
     )
-    assert memory.OFFLOADED_BYTES == offload.SMALLEST_BYTES
+    assert saved.OFFLOADED_BYTES == offload.SMALLEST_BYTES
     words = {Granularity.TENSOR: "tensor", Granularity.ROW: "row", Granularity.BLOCK_128X128: "block"}
-    assert {name: words[recipe.granularities[1]] for name, recipe in RECIPES.items()} == memory.GRANULARITIES
+    assert {name: words[recipe.granularities[1]] for name, recipe in RECIPES.items()} == saved.GRANULARITIES
     for rows_, words_ in ((16_384, 128_256), (16_384, 32_000), (100, 96), (8192, 151_936)):
         parts = head._chunks(rows_, words_ * 2, head.CHUNK_BYTES)
         assert memory._chunk(rows_, words_ * 2, memory.CHUNK_BYTES) == max(min(part.stop, rows_) - part.start for part in parts)
@@ -111,7 +112,7 @@ def test_parameters_are_those_of_the_decoder(tied):
     )  # fmt: skip
     spec = spec_of(config)
     model = Decoder(config, spec, dtype=torch.bfloat16, params_dtype=torch.float32, device="meta")
-    assert memory.parameters(spec) == sum(parameter.numel() for parameter in model.parameters())
+    assert saved.parameters(spec) == sum(parameter.numel() for parameter in model.parameters())
 
 
 def saved_bytes(model, recipe, documents, first):
@@ -130,9 +131,9 @@ def saved_bytes(model, recipe, documents, first):
         return tensor
 
     context = contextlib.nullcontext() if first is None else microbatch(first=first)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), context:
-        with fp8_autocast(enabled=recipe is not None, fp8_recipe=RECIPES[recipe]() if recipe else None):
-            model(input_ids=ids, labels=ids, position_ids=positions)
+    precision = fp8_autocast(enabled=recipe is not None, fp8_recipe=RECIPES[recipe]() if recipe else None)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), context, precision:
+        model(input_ids=ids, labels=ids, position_ids=positions)
     caches = [state.weight_cache for _, state in states_of(model) if state.weight_cache is not None]
     cached = [tensor for cache in caches for tensor in cache if tensor is not None]
     own |= {tensor.untyped_storage().data_ptr() for tensor in cached}
@@ -163,35 +164,35 @@ def check_saved(recipe, **setting):
         CONFIG, dtype=dtypes[setup.compute_bytes], params_dtype=dtypes[setup.params_bytes], device="cpu", seed=0,
         recompute=setup.recompute, fp8_head=setup.head,
     )  # fmt: skip
-    saved, cached = saved_bytes(model, recipe, setup.documents, True if setup.accumulates else None)
-    blocks = sum(one.bytes for recipes in setup.recipes for one in memory._in_forward(setup, setup.spec, recipes))
-    ends = memory.saved_by_ends(setup, setup.spec) + memory.saved_by_head(setup, setup.spec)
+    kept, cached = saved_bytes(model, recipe, setup.documents, True if setup.accumulates else None)
+    blocks = sum(one.bytes for recipes in setup.recipes for one in saved.saved_in_forward(setup, setup.spec, recipes))
+    ends = saved.saved_by_ends(setup, setup.spec) + saved.saved_by_head(setup, setup.spec)
     if setup.recompute is True:  # the tables are alive as arguments of the recomputation
         ends -= 2 * 48 * 32 * 4
-    assert saved == pytest.approx(blocks + ends, abs=64)  # a few scales of one number
+    assert kept == pytest.approx(blocks + ends, abs=64)  # a few scales of one number
     if recipe is None or not setup.accumulates:
         assert cached == 0
     else:
-        assert cached == pytest.approx(memory._kept_weights(setup, setup.spec), abs=256)
+        assert cached == pytest.approx(saved.kept_weights(setup, setup.spec), abs=256)
 
 
 def test_the_parts_add_up_and_shards_divide():
     spec = CASES["llama-8b-8k"].spec
     one = estimate(setup_of(spec, 2, 8192, "delayed"))
     assert one.total == sum(one.parts.values())
-    assert one.exact == 16 * memory.parameters(spec)
+    assert one.exact == 16 * saved.parameters(spec)
     eight = estimate(setup_of(spec, 2, 8192, "delayed", world=8, shard=8))
     assert eight.exact == pytest.approx(one.exact / 8, abs=32)
     assert eight.parts["gathered weights"] > 0 == one.parts["gathered weights"]
     kept = estimate(setup_of(spec, 2, 8192, "delayed", world=8, shard=8, reshard=False))
-    assert kept.parts["gathered weights"] > spec.layers * memory.block_parameters(spec) * 2
+    assert kept.parts["gathered weights"] > spec.layers * saved.block_parameters(spec) * 2
 
 
 def test_micro_batches_of_sharded_runs_keep_whole_gradients():
     """FSDP2 sums gradients over the ranks in the last micro-batch alone, and keeps them whole, in reduce_dtype, until then."""
     spec = CASES["llama-8b-8k"].spec
     setup = setup_of(spec, 1, 8192, "delayed", world=8, shard=8, accumulates=True)
-    assert estimate(setup).parts["gradients"] >= 4 * memory.parameters(spec)
+    assert estimate(setup).parts["gradients"] >= 4 * saved.parameters(spec)
     assert estimate(setup).total > estimate(replace(setup, micro_batch=2, accumulates=False)).total
 
 

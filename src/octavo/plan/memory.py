@@ -14,18 +14,30 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from octavo.models.spec import ModelSpec
+from octavo.plan.saved import (
+    BlockRecipes,
+    Saved,
+    Setup,
+    block_bytes,
+    block_parameters,
+    granularity_of,
+    is_offloaded,
+    kept_weights,
+    root_bytes,
+    root_parameters,
+    saved_by_block,
+    saved_by_ends,
+    saved_in_forward,
+    travels,
+    widths,
+)
 
 USABLE = 0.94
 """Share of a GPU's memory for the estimate: a run with a peak of 130.3 of 139.8 GiB still trained."""
-GRANULARITIES: Mapping[str, str] = {"delayed": "tensor", "current": "tensor", "rowwise": "row", "block": "block"}
-"""Recipe → elements that share a scale."""
 CHUNK_BYTES, KEPT_BYTES, TRANSPOSED_BYTES, ALIGNED, ALIGNMENT = 1 << 30, 4 << 30, 1 << 25, 128, 16
 """The head's pieces, as in `octavo.nn.head` and `octavo.kernels.gemm`, which import torch."""
-OFFLOADED_BYTES = 1 << 20
-"""Smaller tensors are not offloaded, as in `octavo.parallel.offload`."""
 WORKSPACE = 1 << 26
 """cuBLAS's workspaces on Hopper: 32 MiB each for PyTorch's products and for those by chosen algorithms."""
 STATES = 2
@@ -35,75 +47,6 @@ PARTS = (
     *("activations", "temporaries", "buffers"),
 )
 """Parts of the peak. weight copies: in FP8 or in the compute dtype, beside the parameters themselves."""
-
-
-class BlockRecipes(NamedTuple):
-    """The recipe of each matrix of a block by name; None for no FP8."""
-
-    qkv: str | None
-    proj: str | None
-    fc1: str | None
-    fc2: str | None
-
-
-NO_FP8 = BlockRecipes(None, None, None, None)
-
-
-@dataclass(frozen=True)
-class Setup:
-    """All that the memory of one rank depends on.
-
-    Attributes:
-        spec: of Octavo's decoder; None for a model that keeps its own code.
-        parameters: of the whole model.
-        micro_batch, sequence_length: sequences in a forward, tokens in a sequence.
-        compute_bytes, params_bytes: of an activation, and of a parameter with its gradient and each of its states.
-        blocks: recipes of each block; empty for none in FP8.
-        head: products of the head in FP8, as `fp8.head`.
-        accumulates: several micro-batches make a step.
-        documents: attention stays within documents, by a mask.
-        world, shard: ranks of the run, and those over which each parameter is sharded.
-        gather_bytes, reduce_bytes: of a gathered parameter outside FP8, and of a gradient that is summed over ranks.
-        reshard: gathered blocks are freed after their forward.
-        late: float16, whose gradient of the head stays float32 until backward.
-        history: steps of delayed scaling; 0 for none.
-    """
-
-    spec: ModelSpec | None
-    parameters: int
-    micro_batch: int
-    sequence_length: int
-    compute_bytes: int = 2
-    params_bytes: int = 4
-    blocks: tuple[BlockRecipes, ...] = ()
-    head: bool | Literal["backward"] = False
-    recompute: bool | Literal["mlp"] = False
-    offload: bool = False
-    accumulates: bool = False
-    documents: bool = False
-    world: int = 1
-    shard: int = 1
-    gather_bytes: int = 2
-    reduce_bytes: int = 4
-    reshard: bool = True
-    late: bool = False
-    history: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in a forward of one rank."""
-        return self.micro_batch * self.sequence_length
-
-    @property
-    def sharded(self) -> bool:
-        """Parameters are gathered for their use."""
-        return self.world > 1
-
-    @property
-    def recipes(self) -> tuple[BlockRecipes, ...]:
-        """Recipes of each block."""
-        layers = 0 if self.spec is None else self.spec.layers
-        return self.blocks or (NO_FP8,) * layers
 
 
 @dataclass(frozen=True)
@@ -130,36 +73,9 @@ class Estimate:
         return sum(self.parts.values())
 
 
-class Saved(NamedTuple):
-    """One tensor that a block saves for backward: its bytes, its part, and True for the block's MLP."""
-
-    bytes: int
-    part: Literal["activations", "weight copies"]
-    mlp: bool
-
-
 def exact_bytes(parameters: int, params_bytes: int, shard: int = 1) -> int:
     """Parameters, gradients and AdamW's states of one rank."""
     return math.ceil(parameters / shard) * params_bytes * (2 + STATES)
-
-
-def block_parameters(spec: ModelSpec) -> int:
-    """Parameters of one block."""
-    qkv, attended, ffn = _widths(spec)
-    matrices = spec.hidden_size * (qkv + attended + ffn + spec.ffn_size)
-    norms = 2 * spec.hidden_size * (2 if spec.normalization == "LayerNorm" else 1)
-    attention = qkv + spec.hidden_size if spec.attention_bias else 0
-    return matrices + norms + attention + (ffn + spec.hidden_size if spec.mlp_bias else 0)
-
-
-def root_parameters(spec: ModelSpec) -> int:
-    """Parameters outside of blocks: embedding, last norm, and the head unless it is the embedding."""
-    return spec.vocabulary * spec.hidden_size * (1 if spec.tied else 2) + spec.hidden_size
-
-
-def parameters(spec: ModelSpec) -> int:
-    """Parameters of Octavo's decoder."""
-    return spec.layers * block_parameters(spec) + root_parameters(spec)
 
 
 def estimate(setup: Setup) -> Estimate:
@@ -175,140 +91,72 @@ def estimate(setup: Setup) -> Estimate:
     return Estimate(parts, moment, exact, host=_offloaded(setup))
 
 
-def saved_by_head(setup: Setup, spec: ModelSpec) -> int:
-    """Bytes that the output head saves: the gradients of its input and of its weight."""
-    weight = 4 if setup.late else _root_bytes(setup)
-    return setup.tokens * spec.hidden_size * setup.compute_bytes + spec.vocabulary * spec.hidden_size * weight
-
-
-def saved_by_ends(setup: Setup, spec: ModelSpec) -> int:
-    """Activations saved outside of blocks and head: token ids, rotary tables, the last norm's input and statistics."""
-    tables = 2 * (setup.micro_batch if setup.documents else 1) * setup.sequence_length * spec.head_dim * 4
-    return 8 * setup.tokens + tables + setup.tokens * (spec.hidden_size * setup.compute_bytes + 4)
-
-
-def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
-    """Tensors that one block saves when it is not recomputed as a whole."""
-    n, d, c = setup.tokens, spec.hidden_size, setup.compute_bytes
-    qkv, attended, ffn = _widths(spec)
-    stats = 4 * n * (2 if spec.normalization == "LayerNorm" else 1)
-    first_again = setup.recompute == "mlp"
-    q1, q2, q3, q4 = (_granularity(name) for name in recipes)
-    attention = [n * d * c, stats, *_input(n, d, q1, c), n * qkv * c, n * attended * c, 4 * n * spec.heads]
-    if setup.documents:  # the mask as an addend, which each layer makes for itself
-        attention.append(setup.tokens * setup.sequence_length * c)
-    if q2:  # without FP8 the projection reads the result of attention, which is counted
-        attention += _input(n, attended, q2, c)
-    mlp = [n * d * c, stats]
-    if first_again:
-        mlp += _input(n, d, q3, c, rowwise=q3 in ("row", "block"))
-    else:
-        mlp += [*_input(n, d, q3, c), n * ffn * c]
-    if q4 in ("row", "block"):  # the cast is not repeated
-        mlp += _input(n, spec.ffn_size, q4, c)
-    weights = _saved_weight(setup, qkv, d, q1), _saved_weight(setup, d, attended, q2, copied=True)
-    mlp_weights = _saved_weight(setup, ffn, d, q3, rowwise=first_again), _saved_weight(setup, d, spec.ffn_size, q4)
-    out = [Saved(size, "activations", False) for size in attention] + [Saved(size, "activations", True) for size in mlp]
-    out += [Saved(size, "weight copies", False) for sizes in weights for size in sizes]
-    return out + [Saved(size, "weight copies", True) for sizes in mlp_weights for size in sizes]
-
-
-def _widths(spec: ModelSpec) -> tuple[int, int, int]:
-    """Rows of the joint query/key/value matrix, width of attention's result, rows of the first MLP matrix."""
-    attended = spec.heads * spec.head_dim
-    return attended + 2 * spec.kv_heads * spec.head_dim, attended, spec.ffn_size * (2 if spec.gated else 1)
-
-
-def _granularity(recipe: str | None) -> str | None:
-    return None if recipe is None else GRANULARITIES[recipe]
-
-
-def _input(rows: int, columns: int, granularity: str | None, compute: int, *, rowwise: bool = False) -> list[int]:
-    """A saved operand [rows, columns]: in high precision, or columnwise FP8 with its scales; rowwise: that layout too."""
-    if granularity is None:
-        return [rows * columns * compute]
-    if granularity == "tensor":
-        return [rows * columns, 4]
-    across = 1 if granularity == "row" else 128
-    out = [rows * columns, 4 * columns * math.ceil(rows / across if across > 1 else 1)]
-    if rowwise:
-        out += [rows * columns, 4 * rows * math.ceil(columns / across if across > 1 else 1)]
-    return out
-
-
-def _weight_copy(rows: int, columns: int, granularity: str) -> tuple[list[int], list[int]]:
-    """An FP8 weight columnwise and rowwise, each with its scales."""
-    if granularity == "tensor":
-        return [rows * columns], [rows * columns, 4]
-    if granularity == "row":
-        return [rows * columns, 4 * columns], [rows * columns, 4 * rows]
-    blocks = 4 * math.ceil(rows / 128) * math.ceil(columns / 128)
-    return [rows * columns, blocks], [rows * columns, blocks]
-
-
-def _saved_weight(
-    setup: Setup, rows: int, columns: int, granularity: str | None, *, rowwise: bool = False, copied: bool = False
-) -> list[int]:
-    """Copies of a weight that backward keeps; the FP8 weights of micro-batches count in `_kept_weights`.
-
-    copied: a projection outside FP8 saves its weight in the compute dtype.
-    """
-    if granularity is None:
-        seen = _block_bytes(setup)
-        return [rows * columns * setup.compute_bytes] if copied and seen != setup.compute_bytes else []
-    if granularity == "tensor" or setup.accumulates:
-        return []
-    along, across = _weight_copy(rows, columns, granularity)
-    return along + (across if rowwise else [])
-
-
-def _kept_weights(setup: Setup, spec: ModelSpec) -> int:
-    """FP8 weights that several micro-batches share: both layouts, from the first on and until the next step."""
-    if not setup.accumulates:
+def _offloaded(setup: Setup) -> int:
+    if setup.spec is None or not setup.offload:
         return 0
-    qkv, attended, ffn = _widths(spec)
-    d, total = spec.hidden_size, 0
-    shapes = ((qkv, d), (d, attended), (ffn, d), (d, spec.ffn_size))
-    for recipes, times in Counter(setup.recipes).items():
-        for name, shape in zip(recipes, shapes, strict=True):
-            granularity = _granularity(name)
-            if granularity is not None and not (setup.sharded and granularity == "tensor"):  # else gathered as FP8
-                total += times * sum(map(sum, _weight_copy(*shape, granularity)))
-    return total + (2 * spec.vocabulary * d if setup.head else 0)
+    blocks = Counter(setup.recipes).items()
+    return sum(
+        times * saved.bytes
+        for recipes, times in blocks
+        for saved in saved_in_forward(setup, setup.spec, recipes)
+        if is_offloaded(setup, saved)
+    )
 
 
-def _travels(setup: Setup) -> bool:
-    """Some weights of a block are gathered in FP8, and the others in their own dtype with them."""
-    return setup.sharded and any(_granularity(name) == "tensor" for recipes in set(setup.recipes) for name in recipes)
-
-
-def _block_bytes(setup: Setup) -> int:
-    """Bytes of a block's parameter as its layer sees it outside of FP8, and of its gradient before it is summed."""
-    return setup.params_bytes if not setup.sharded or _travels(setup) else setup.gather_bytes
-
-
-def _root_bytes(setup: Setup) -> int:
-    """The same of parameters outside of blocks."""
-    return setup.gather_bytes if setup.sharded else setup.params_bytes
-
-
-def _fp8_sizes(setup: Setup, spec: ModelSpec) -> list[int]:
-    """Elements of each weight of the last block that is gathered in FP8."""
-    qkv, attended, ffn = _widths(spec)
-    d = spec.hidden_size
-    pairs = zip(setup.recipes[-1], (qkv * d, d * attended, ffn * d, d * spec.ffn_size), strict=True)
-    return [size for name, size in pairs if _granularity(name) == "tensor"]
-
-
-def _gathered_block(setup: Setup, spec: ModelSpec) -> int:
-    """Bytes of a gathered block: FP8 weights with one scale in both layouts."""
-    fp8 = sum(_fp8_sizes(setup, spec))
-    return 2 * fp8 + (block_parameters(spec) - fp8) * _block_bytes(setup)
+def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int]]]:
+    """Each moment that can be the peak, with its bytes by part."""
+    share = math.ceil(setup.parameters / setup.shard) * setup.params_bytes
+    stream = setup.tokens * spec.hidden_size * setup.compute_bytes
+    buffers = WORKSPACE + _buffers(setup, spec)
+    always = {"parameters": share, "optimizer states": STATES * share, "buffers": buffers}
+    before, kept = _whole_gradients(setup), kept_weights(setup, spec)
+    held, passing = _gathered(setup, spec)
+    of_head = spec.vocabulary * spec.hidden_size * (4 if setup.late else root_bytes(setup))
+    ends = saved_by_ends(setup, spec) + (setup.tokens * setup.sequence_length if setup.documents else 0)
+    stays = {
+        recipes: [saved for saved in saved_in_forward(setup, spec, recipes) if not is_offloaded(setup, saved)]
+        for recipes in set(setup.recipes)
+    }
+    counts = Counter(setup.recipes)
+    activations = ends + sum(times * _sum(stays[recipes], "activations") for recipes, times in counts.items())
+    copies = kept + sum(times * _sum(stays[recipes], "weight copies") for recipes, times in counts.items())
+    # The last norm's result, and the last block's, which that norm adds to the residual stream.
+    results = stream * (1 if setup.recompute is True else 2)
+    yield (
+        "at the output head",
+        {"gradients": before, "gathered weights": held, "weight copies": copies, "activations": activations}
+        | {"temporaries": _head(setup, spec) + results}
+        | always,
+    )
+    block = math.ceil(block_parameters(spec) / setup.shard) * setup.params_bytes
+    # The gradients of the block before are on their way through a sum over ranks.
+    summed = block_parameters(spec) * setup.reduce_bytes + block if setup.sharded else 0
+    for place, recipes in (("last", setup.recipes[-1]), ("first", setup.recipes[0])):
+        last, again = place == "last", _again(setup, spec, recipes)
+        there = activations if last else ends + _sum(stays[recipes], "activations")
+        copied = copies if last else kept + _sum(stays[recipes], "weight copies")
+        done = 0 if last or setup.accumulates else (spec.layers - 1) * block
+        yield (
+            f"in the backward of the {place} block",
+            {"gradients": before + of_head + done, "gathered weights": held + passing}
+            | {"weight copies": copied + _sum(again, "weight copies")}
+            | {"activations": there + _sum(again, "activations")}  # the stream's gradient is where the last norm's input was
+            | {"temporaries": _backward_of_mlp(setup, spec, recipes) + summed}
+            | always,
+        )
+    apart = of_head if spec.tied else 0  # the gradients of head and embedding, before they are added
+    of_root = root_parameters(spec) * (setup.reduce_bytes + root_bytes(setup)) if setup.sharded else 0
+    yield (
+        "at the end of backward",
+        {"gradients": max(share, before), "gathered weights": held, "weight copies": kept, "activations": 8 * setup.tokens}
+        | {"temporaries": apart + of_root + stream}
+        | always,
+    )
 
 
 def _head(setup: Setup, spec: ModelSpec) -> int:
     """Temporaries of the output head at their peak, its result included: `octavo.nn.head`, line by line."""
-    n, d, v, c, w = setup.tokens, spec.hidden_size, spec.vocabulary, setup.compute_bytes, _root_bytes(setup)
+    n, d, v, c, w = setup.tokens, spec.hidden_size, spec.vocabulary, setup.compute_bytes, root_bytes(setup)
     whole = v * d
     copy = whole * c if w != c else 0  # of the weight, for logits in high precision
     d_hidden = n * d * c
@@ -344,9 +192,9 @@ def _aligned(size: int) -> int:
 
 def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:
     """Temporaries of a block's MLP in backward, the largest part of a block's: gradients of two matrices among them."""
-    n, d, f, c, w = setup.tokens, spec.hidden_size, spec.ffn_size, setup.compute_bytes, _block_bytes(setup)
-    _, _, ffn = _widths(spec)
-    q3, q4 = _granularity(recipes.fc1), _granularity(recipes.fc2)
+    n, d, f, c, w = setup.tokens, spec.hidden_size, spec.ffn_size, setup.compute_bytes, block_bytes(setup)
+    _, _, ffn = widths(spec)
+    q3, q4 = granularity_of(recipes.fc1), granularity_of(recipes.fc2)
 
     def weight(size: int, granularity: str | None) -> int:
         """A copy of a weight for one product: what is saved or gathered needs none."""
@@ -363,29 +211,6 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
     return dy + hidden + activated + d_hidden + max(n * f * c + wide, weight(f * d, q4) + n * f * c, products)
 
 
-def _offloads(setup: Setup, saved: Saved) -> bool:
-    return setup.offload and saved.bytes >= OFFLOADED_BYTES
-
-
-def _in_forward(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
-    """Tensors that one block saves in forward."""
-    if setup.recompute is True:
-        return [Saved(setup.tokens * spec.hidden_size * setup.compute_bytes, "activations", False)]
-    return saved_by_block(setup, spec, recipes)
-
-
-def _offloaded(setup: Setup) -> int:
-    if setup.spec is None or not setup.offload:
-        return 0
-    blocks = Counter(setup.recipes).items()
-    return sum(
-        times * saved.bytes
-        for recipes, times in blocks
-        for saved in _in_forward(setup, setup.spec, recipes)
-        if _offloads(setup, saved)
-    )
-
-
 def _sum(saved: Sequence[Saved], part: str) -> int:
     return sum(one.bytes for one in saved if one.part == part)
 
@@ -394,7 +219,7 @@ def _again(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
     """Tensors that backward brings back for a block: recomputed ones, or those of its MLP from host memory."""
     if setup.recompute is True:
         return saved_by_block(setup, spec, recipes)
-    return [saved for saved in saved_by_block(setup, spec, recipes) if saved.mlp and _offloads(setup, saved)]
+    return [saved for saved in saved_by_block(setup, spec, recipes) if saved.mlp and is_offloaded(setup, saved)]
 
 
 def _buffers(setup: Setup, spec: ModelSpec) -> int:
@@ -412,62 +237,25 @@ def _whole_gradients(setup: Setup) -> int:
     return setup.parameters * width if setup.accumulates else 0
 
 
+def _fp8_sizes(setup: Setup, spec: ModelSpec) -> list[int]:
+    """Elements of each weight of the last block that is gathered in FP8."""
+    qkv, attended, ffn = widths(spec)
+    d = spec.hidden_size
+    pairs = zip(setup.recipes[-1], (qkv * d, d * attended, ffn * d, d * spec.ffn_size), strict=True)
+    return [size for name, size in pairs if granularity_of(name) == "tensor"]
+
+
+def _gathered_block(setup: Setup, spec: ModelSpec) -> int:
+    """Bytes of a gathered block: FP8 weights with one scale in both layouts."""
+    fp8 = sum(_fp8_sizes(setup, spec))
+    return 2 * fp8 + (block_parameters(spec) - fp8) * block_bytes(setup)
+
+
 def _gathered(setup: Setup, spec: ModelSpec) -> tuple[int, int]:
     """Bytes of gathered weights throughout a step, and of two blocks at a time: the current and the next."""
     if not setup.sharded:
         return 0, 0
     root, block = root_parameters(spec) * setup.gather_bytes, _gathered_block(setup, spec)
-    if _travels(setup):  # autograd's parameter of an FP8 weight, one for all
+    if travels(setup):  # autograd's parameter of an FP8 weight, one for all
         root += max(_fp8_sizes(setup, spec), default=0) * setup.params_bytes
     return (root, 2 * block) if setup.reshard else (root + spec.layers * block, 0)
-
-
-def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int]]]:
-    """Each moment that can be the peak, with its bytes by part."""
-    share = math.ceil(setup.parameters / setup.shard) * setup.params_bytes
-    stream = setup.tokens * spec.hidden_size * setup.compute_bytes
-    buffers = WORKSPACE + _buffers(setup, spec)
-    always = {"parameters": share, "optimizer states": STATES * share, "buffers": buffers}
-    before, kept = _whole_gradients(setup), _kept_weights(setup, spec)
-    held, passing = _gathered(setup, spec)
-    of_head = spec.vocabulary * spec.hidden_size * (4 if setup.late else _root_bytes(setup))
-    ends = saved_by_ends(setup, spec) + (setup.tokens * setup.sequence_length if setup.documents else 0)
-    stays = {
-        recipes: [saved for saved in _in_forward(setup, spec, recipes) if not _offloads(setup, saved)]
-        for recipes in set(setup.recipes)
-    }
-    counts = Counter(setup.recipes)
-    activations = ends + sum(times * _sum(stays[recipes], "activations") for recipes, times in counts.items())
-    copies = kept + sum(times * _sum(stays[recipes], "weight copies") for recipes, times in counts.items())
-    # The last norm's result, and the last block's, which that norm adds to the residual stream.
-    results = stream * (1 if setup.recompute is True else 2)
-    yield (
-        "at the output head",
-        {"gradients": before, "gathered weights": held, "weight copies": copies, "activations": activations}
-        | {"temporaries": _head(setup, spec) + results}
-        | always,
-    )
-    block = math.ceil(block_parameters(spec) / setup.shard) * setup.params_bytes
-    # The gradients of the block before are on their way through a sum over ranks.
-    summed = block_parameters(spec) * setup.reduce_bytes + block if setup.sharded else 0
-    for place, recipes in (("last", setup.recipes[-1]), ("first", setup.recipes[0])):
-        last, again = place == "last", _again(setup, spec, recipes)
-        there = activations if last else ends + _sum(stays[recipes], "activations")
-        copied = copies if last else kept + _sum(stays[recipes], "weight copies")
-        done = 0 if last or setup.accumulates else (spec.layers - 1) * block
-        yield (
-            f"in the backward of the {place} block",
-            {"gradients": before + of_head + done, "gathered weights": held + passing}
-            | {"weight copies": copied + _sum(again, "weight copies")}
-            | {"activations": there + _sum(again, "activations")}  # the stream's gradient is where the last norm's input was
-            | {"temporaries": _backward_of_mlp(setup, spec, recipes) + summed}
-            | always,
-        )
-    apart = of_head if spec.tied else 0  # the gradients of head and embedding, before they are added
-    of_root = root_parameters(spec) * (setup.reduce_bytes + _root_bytes(setup)) if setup.sharded else 0
-    yield (
-        "at the end of backward",
-        {"gradients": max(share, before), "gathered weights": held, "weight copies": kept, "activations": 8 * setup.tokens}
-        | {"temporaries": apart + of_root + stream}
-        | always,
-    )

@@ -23,7 +23,8 @@ from octavo.hardware import GIB
 from octavo.models.families import decoder_spec
 from octavo.parallel.mesh import divisors
 from octavo.parallel.world import rank_variable
-from octavo.plan.memory import PARTS, USABLE, BlockRecipes, Estimate, Setup, estimate
+from octavo.plan.memory import PARTS, USABLE, Estimate, estimate
+from octavo.plan.saved import BlockRecipes, Setup
 from octavo.train.plan import RunPlan
 
 MOST_RANKS = 1 << 12

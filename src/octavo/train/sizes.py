@@ -19,7 +19,8 @@ from octavo.models.families import decoder_spec
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Degrees
 from octavo.parallel.world import rank_variable
-from octavo.plan import memory
+from octavo.plan.memory import exact_bytes
+from octavo.plan.saved import parameters
 
 MOST_LAYERS = 10_000
 """Layers of a model: each is a module, made in about 1 ms, so that a million of them would take 20 minutes before any check."""
@@ -49,7 +50,7 @@ def least_parameters(hf_config: Any) -> tuple[int, ModelSpec | None]:
         raise InputError(f"the model has {layers:,} layers, at most {MOST_LAYERS:,}: lower model.config.num_hidden_layers.")
     spec, _ = decoder_spec(hf_config)
     if spec is not None:
-        return memory.parameters(spec), spec
+        return parameters(spec), spec
     hidden = getattr(hf_config, "hidden_size", 0)
     vocabulary = getattr(hf_config, "vocab_size", 0)
     if not (isinstance(hidden, int) and isinstance(vocabulary, int)):
@@ -79,20 +80,23 @@ def check_sizes(
     if hardware.kind == "cpu":  # which ranks on this machine share
         of_device /= max(1, rank_variable("LOCAL_WORLD_SIZE", degrees.world))
     params_bytes = torch_dtype(config.model.params_dtype).itemsize
-    exact = memory.exact_bytes(count, params_bytes, degrees.hybrid_shard)
+    exact = exact_bytes(count, params_bytes, degrees.hybrid_shard)
     if exact > of_device:
-        most = int(of_device * degrees.hybrid_shard / memory.exact_bytes(1, params_bytes))
+        most = int(of_device * degrees.hybrid_shard / exact_bytes(1, params_bytes))
         what = (
-            f"{exact / GIB:,.0f} GiB of weights, gradients and optimizer states in each of {degrees.world} rank(s) "
-            f"({memory.exact_bytes(1, params_bytes)} bytes a parameter), beyond the {of_device / GIB:,.0f} GiB of "
+            f"{exact / GIB:,.0f} GiB of weights, gradients and optimizer states for "
+            f"{'one rank' if degrees.world == 1 else f'each of {degrees.world} ranks'} "
+            f"({exact_bytes(1, params_bytes)} bytes a parameter), beyond the {of_device / GIB:,.0f} GiB of "
             f"{hardware.name} for a rank"
         )
         options = []
         if exact * 2 <= of_device * params_bytes and config.model.dtype != "float16":
             options.append('set model.params_dtype = "bfloat16"')
-        ranks = 1 << max(0, math.ceil(math.log2(memory.exact_bytes(count, params_bytes) / of_device)))
+        ranks = 1 << max(0, math.ceil(math.log2(exact_bytes(count, params_bytes) / of_device)))
         if hardware.kind == "cuda" and ranks <= MOST_RANKS:
             options.append(f"start {ranks} ranks with parallel.hybrid_shard_degree = 0")
+        elif hardware.kind == "cpu":
+            options.append("plan it on GPUs with --dry-run --gpu h200")
         raise _too_many(config, spec, count, most, what, options)
     hidden = getattr(hf_config, "hidden_size", 1)
     token, length = hidden * torch_dtype(config.model.dtype).itemsize, config.data.sequence_length
@@ -127,7 +131,7 @@ def _too_many(
 ) -> InputError:
     """The refusal of `count` parameters, with the largest size of an overridden key and other settings that fit."""
     options = [f"set model.config.{key} to at most {value}" for key, value in _lowered(config, spec, most).items()]
-    options = [*options, *others] or [f"choose a model.source of at most {most:,} parameters"]
+    options = [*(options or [f"choose a model.source of at most {most:,} parameters"]), *others]
     advice = ", or ".join(options)
     source = config.model.source
     return InputError(f"model.source = {source!r}: {count:,} parameters are {what}. {advice[0].upper()}{advice[1:]}.")
@@ -150,7 +154,7 @@ def _lowered(config: RunConfig, spec: ModelSpec | None, most: int) -> dict[str, 
             changes: dict[str, Any] = (
                 {"hidden_size": value, "head_dim": 2 * middle} if key == "hidden_size" else {_FIELDS[key]: value}
             )
-            low, high = (middle, high) if memory.parameters(dataclasses.replace(spec, **changes)) <= most else (low, middle)
+            low, high = (middle, high) if parameters(dataclasses.replace(spec, **changes)) <= most else (low, middle)
         if low:
             return {key: low * step}
     return {}
