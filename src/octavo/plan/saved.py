@@ -213,11 +213,9 @@ def _input(rows: int, columns: int, granularity: str | None, compute: int, *, ro
         return [rows * columns * compute]
     if granularity == "tensor":
         return [rows * columns, 4]
-    across = 1 if granularity == "row" else 128
-    out = [rows * columns, 4 * columns * math.ceil(rows / across if across > 1 else 1)]
-    if rowwise:
-        out += [rows * columns, 4 * rows * math.ceil(columns / across if across > 1 else 1)]
-    return out
+    down, along = (1, 1) if granularity == "row" else (math.ceil(rows / 128), math.ceil(columns / 128))  # scales of a row
+    columnwise = [rows * columns, 4 * columns * down]
+    return [*columnwise, rows * columns, 4 * rows * along] if rowwise else columnwise
 
 
 def _weight_copy(rows: int, columns: int, granularity: str) -> tuple[list[int], list[int]]:
