@@ -9,10 +9,11 @@ from transformers import GPT2Config
 
 from octavo.cli import main
 from octavo.config.run import RunConfig
+from octavo.errors import OctavoError
 from octavo.hardware import GIB, GPUS, lookup
 from octavo.plan.memory import PARTS, USABLE, estimate
 from octavo.plan.saved import BlockRecipes
-from octavo.train.memory import lines, memory_of, out_of_memory, setup_of
+from octavo.train.memory import explaining, lines, memory_of, out_of_memory, setup_of
 from octavo.train.plan import Target, check
 
 ROOT_8B = "model.source=llama-8b"
@@ -144,20 +145,63 @@ def test_a_cpu_that_cannot_allocate_is_explained(tiny_run):
         assert "\n" not in message
 
 
+def test_work_inside_the_context_fails_with_the_message(tiny_run):
+    plan = check(RunConfig.from_file(tiny_run().file))
+    with pytest.raises(OctavoError, match=r"^out of memory for 1125899906842624 bytes: ") as caught, explaining(plan):
+        torch.empty(2**50, dtype=torch.uint8)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), explaining(plan):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+
+
 def test_a_full_gpu_is_explained_with_the_key_to_lower(tiny_run):
     plan = planned(tiny_run(), *SHAPE_8B, "train.global_batch=8", "train.micro_batch=8")
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of …")
     explained = out_of_memory(error, plan)
     assert explained.exit_code == 1
     option = memory_of(plan).options[0]
+    assert str(option).startswith("train.offload = true: ")
+    assert str(option).endswith(" and 208.2 GiB of host memory")  # 106,624 bytes of 65,536 tokens in 32 layers
     assert str(explained).startswith("out of memory for 2.00 GiB: H200 has ")
-    assert f"Set {option} by the estimate" in str(explained)
+    assert f"Set {option} by the estimate. The run then continues." in str(explained)
+    one_gpu = planned(
+        tiny_run("1b"),
+        "model.source=llama-1b",
+        "model.config={}",
+        "data.sequence_length=4096",
+        "train.global_batch=64",
+        "train.micro_batch=64",
+    )
+    assert "Set train.micro_batch = 16: " in str(out_of_memory(error, one_gpu))
+    for text in ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"):
+        assert str(out_of_memory(RuntimeError(text), one_gpu)).startswith("out of memory: H200 has")
     # A run that should fit gets the first setting that takes a tenth less.
     fits = planned(tiny_run("fits"), "train.micro_batch=4", "data.sequence_length=64", "train.global_batch=4")
     assert memory_of(fits).fits
     smaller = estimate(dataclasses.replace(setup_of(fits), micro_batch=2, accumulates=True)).total
     assert smaller > 0.9 * memory_of(fits).estimate.total  # so small a run is nothing but workspaces
     assert "Lower data.sequence_length" in str(out_of_memory(error, fits))
+
+
+def test_another_run_is_advised_where_a_key_may_not_change(tiny_run):
+    """A CPU too small for float32 parameters: bfloat16 fits, which a run cannot change to."""
+    plan = check(RunConfig.from_file(tiny_run().file, ["model.config.vocab_size=50000", "train.micro_batch=1"]))
+    setup = setup_of(plan)
+    half = estimate(dataclasses.replace(setup, params_bytes=2, recompute=True)).total / USABLE / GIB
+    small = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, memory_gib=1.01 * half))
+    message = str(out_of_memory(MemoryError(), small))
+    assert 'Set model.params_dtype = "bfloat16"' in message
+    assert "It is another run then: set train.output too (model.params_dtype may not change)." in message
+    assert not any("train.offload" in option.changes for option in memory_of(small).options)  # the host's is the same memory
+
+
+def test_the_larger_of_two_trainings_counts(tiny_run):
+    sizes = ["model.source=llama-1b", "model.config={}", "data.sequence_length=4096", "train.micro_batch=4"]
+    alone, both, without = (
+        memory_of(planned(tiny_run(name), *sizes, *more)).estimate.total
+        for name, more in (("a", []), ("b", ["train.compare_bf16=true", "fp8.head=false"]), ("c", ["fp8.enabled=false"]))
+    )
+    assert both == without > alone - GIB
 
 
 def test_other_errors_are_not_explained(tiny_run):

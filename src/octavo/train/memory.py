@@ -6,12 +6,14 @@ more, and with parameters in bfloat16. On a CPU the estimate is that of a GPU's 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,14 @@ from octavo.parallel.mesh import divisors
 from octavo.parallel.world import rank_variable
 from octavo.plan.memory import PARTS, USABLE, Estimate, estimate
 from octavo.plan.saved import BlockRecipes, Setup
+from octavo.run.resume import CHANGEABLE
 from octavo.train.plan import RunPlan
 
 MOST_RANKS = 1 << 12
 """Ranks tried, by doubling."""
 _MATRICES = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
 _CPU_FULL = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)")
+_GPU_FULL = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory")  # not PyTorch's own
 _ASKED = re.compile(r"[Tt]ried to allocate (?P<size>[\d.]+ \w+)")
 
 
@@ -43,7 +47,8 @@ class Option:
 
     def __str__(self) -> str:
         words = [f"{value} ranks" if key == "ranks" else f"{key} = {json.dumps(value)}" for key, value in self.changes.items()]
-        return f"{', '.join(words)}: {size(self.estimate.total)}"
+        host = f" and {size(self.estimate.host)} of host memory" if self.estimate.host else ""
+        return f"{', '.join(words)}: {size(self.estimate.total)}{host}"
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ def setup_of(plan: RunPlan) -> Setup:
         blocks=blocks,
         head=False if plan.recipe is None else plan.fp8_head,
         recompute=config.train.recompute,
-        offload=config.train.offload or config.parallel.sm_activation_offloading,
+        offload=(config.train.offload or config.parallel.sm_activation_offloading) and plan.hardware.kind == "cuda",
         accumulates=plan.accumulation > 1,
         documents=config.data.packing == "documents",
         world=plan.degrees.world,
@@ -105,9 +110,17 @@ def _recipe(plan: RunPlan, name: str) -> str | None:
 def memory_of(plan: RunPlan) -> Memory:
     """The estimate of a run beside its device's memory, and the settings that make it fit."""
     setup = setup_of(plan)
-    found, room = estimate(setup), _of_rank(plan)
+    found, room = _estimate(plan, setup), _of_rank(plan)
     fits = _fits(found, room)
     return Memory(found, room, fits, tuple(_options(plan, setup, room)) if fits is False else ())
+
+
+def _estimate(plan: RunPlan, setup: Setup) -> Estimate:
+    """The estimate, with `train.compare_bf16` that of the larger of the two trainings."""
+    found = estimate(setup)
+    if not plan.config.train.compare_bf16:
+        return found
+    return max(found, estimate(dataclasses.replace(setup, blocks=(), head=False, history=0)), key=lambda one: one.total)
 
 
 def _of_rank(plan: RunPlan) -> float:
@@ -127,26 +140,27 @@ def _options(plan: RunPlan, setup: Setup, room: float) -> Iterator[Option]:
 
     def first(tried: Iterator[tuple[dict[str, Any], Setup]]) -> Iterator[Option]:
         for changes, other in tried:
-            found = estimate(other)
+            found = _estimate(plan, other)
             if changes and _fits(found, room) is not False:
                 yield Option(changes, found)
                 return
 
-    share = plan.config.train.global_batch // plan.degrees.data
-    yield from first(_settings(setup, share))
-    on_cpu = plan.hardware.kind == "cpu"  # whose memory more ranks would share
-    yield from () if on_cpu else first(_on_more_ranks(plan, setup))
+    share, on_gpu = plan.config.train.global_batch // plan.degrees.data, plan.hardware.kind == "cuda"
+    yield from first(_settings(setup, share, offloads=on_gpu))
+    yield from first(_on_more_ranks(plan, setup)) if on_gpu else ()  # which would share the memory of a CPU
     if setup.params_bytes == 4 and plan.dtype != torch.float16:
-        half = dataclasses.replace(setup, params_bytes=2)
-        smaller = ({"model.params_dtype": "bfloat16"} | changes for changes, _ in _settings(half, share))
-        yield from first(zip(smaller, (other for _, other in _settings(half, share)), strict=True))
+        half = _settings(dataclasses.replace(setup, params_bytes=2), share, offloads=on_gpu)
+        yield from first(({"model.params_dtype": "bfloat16"} | changes, other) for changes, other in half)
 
 
-def _settings(setup: Setup, share: int) -> Iterator[tuple[dict[str, Any], Setup]]:
-    """Settings of the same ranks, those with the least cost in speed first; `share`: sequences of a rank in a step."""
+def _settings(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dict[str, Any], Setup]]:
+    """Settings of the same ranks, those with the least cost in speed first.
+
+    share: sequences of a rank in a step. offloads: activations in host memory are out of the device's.
+    """
     levels: tuple[Any, ...] = (False, "mlp", True)
     own = setup.spec is None  # whose code takes none of these
-    for offload in (setup.offload,) if own or setup.offload else (False, True):
+    for offload in (setup.offload,) if own or setup.offload or not offloads else (False, True):
         for recompute in (setup.recompute,) if own else levels[levels.index(setup.recompute) :]:
             for micro in (setup.micro_batch, *_smaller(share, setup.micro_batch)):
                 changes: dict[str, Any] = {}
@@ -181,7 +195,7 @@ def _on_more_ranks(plan: RunPlan, setup: Setup) -> Iterator[tuple[dict[str, Any]
         if config.train.micro_batch is not None and micro != setup.micro_batch:
             changes["train.micro_batch"] = micro
         other = dataclasses.replace(setup, world=world, shard=world, micro_batch=micro)
-        for more, tried in _settings(other, share):
+        for more, tried in _settings(other, share, offloads=True):
             yield changes | more, tried
         world *= 2
 
@@ -242,18 +256,31 @@ def size(count: float) -> str:
     return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
 
 
+@contextlib.contextmanager
+def explaining(plan: RunPlan) -> Iterator[None]:
+    """Around the training of a run: an error of full memory becomes the message of `out_of_memory`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        explained = out_of_memory(error, plan)
+        if explained is None:
+            raise
+        raise explained from error
+
+
 def out_of_memory(error: BaseException, plan: RunPlan) -> OctavoError | None:
     """One message for an error that says that memory ran out: the device, the estimate, the key to lower; None for others.
 
-    Of a GPU, and of a CPU (PyTorch's allocator and Python's MemoryError).
+    Of a GPU (PyTorch's allocator, CUDA, cuBLAS and NCCL), and of a CPU (PyTorch's allocator and Python's MemoryError).
     """
-    on_gpu = isinstance(error, torch.OutOfMemoryError)
-    if not (on_gpu or isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _CPU_FULL.search(str(error)))):
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    on_gpu = isinstance(error, torch.OutOfMemoryError) or _GPU_FULL.search(text) is not None
+    if not (on_gpu or isinstance(error, MemoryError) or _CPU_FULL.search(text)):
         return None
     found = memory_of(plan)
     made = found.estimate
     total, free = torch.cuda.mem_get_info(plan.device)[::-1] if on_gpu and torch.cuda.is_available() else _host_memory()
-    asked = _ASKED.search(str(error))
+    asked = _ASKED.search(text)
     wanted = f" for {asked['size']}" if asked else ""
     place = plan.hardware.name if on_gpu else "this machine"
     largest = sorted(made.parts.items(), key=lambda item: -item[1])[:3]
@@ -270,14 +297,17 @@ def _advice(plan: RunPlan, found: Memory) -> str:
     """The key to lower after memory ran out: the run's first option, else the first setting with a tenth less."""
     option = next(iter(found.options), None)
     if option is None:
-        setup = setup_of(plan)
-        tried = _settings(setup, plan.config.train.global_batch // plan.degrees.data)
-        less = (Option(changes, estimate(other)) for changes, other in tried if changes)
+        share = plan.config.train.global_batch // plan.degrees.data
+        tried = _settings(setup_of(plan), share, offloads=plan.hardware.kind == "cuda")
+        less = (Option(changes, _estimate(plan, other)) for changes, other in tried if changes)
         option = next((one for one in less if one.estimate.total <= 0.9 * found.estimate.total), None)
     if option is None:
         more = "data.sequence_length, or the model" if found.estimate.complete else "train.micro_batch or data.sequence_length"
         return f"Lower {more}."
-    return f"Set {option} by the estimate. Run the same command again: it continues from the newest checkpoint."
+    new = [key for key in option.changes if key != "ranks" and not any(fnmatch(key, pattern) for pattern in CHANGEABLE)]
+    again = f"It is another run then: set train.output too ({new[0]} may not change)" if new else "The run then continues"
+    verb = "Start" if "ranks" in option.changes else "Set"
+    return f"{verb} {option} by the estimate. {again}."
 
 
 def _host_memory() -> tuple[float, float]:
