@@ -195,6 +195,21 @@ def test_another_run_is_advised_where_a_key_may_not_change(tiny_run):
     assert not any("train.offload" in option.changes for option in memory_of(small).options)  # the host's is the same memory
 
 
+def test_a_shorter_sequence_is_advised_where_no_setting_is_enough(tiny_run):
+    plan = check(RunConfig.from_file(tiny_run().file, ["train.micro_batch=1"]))
+    plan = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, memory_gib=1.0))
+    length = plan.config.data.model_copy(update={"sequence_length": 4_000_000})
+    plan = dataclasses.replace(plan, config=plan.config.model_copy(update={"data": length}))
+    found = memory_of(plan)
+    (option,) = found.options
+    assert option.changes["data.sequence_length"] in [4_000_000 >> halvings for halvings in range(1, 12)]
+    assert option.estimate.total <= USABLE * GIB < found.estimate.total
+    twice = dataclasses.replace(
+        setup_of(plan), sequence_length=2 * option.changes["data.sequence_length"], recompute=True, micro_batch=1
+    )
+    assert estimate(twice).total > USABLE * GIB
+
+
 def test_the_larger_of_two_trainings_counts(tiny_run):
     sizes = ["model.source=llama-1b", "model.config={}", "data.sequence_length=4096", "train.micro_batch=4"]
     alone, both, without = (

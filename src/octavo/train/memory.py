@@ -59,7 +59,8 @@ class Memory:
         estimate: of the run as it is.
         of_rank: bytes of the device; of a CPU its share for one of the ranks on this machine.
         fits: None where activations are unknown and the rest fits.
-        options: the cheapest setting on these ranks, the fewest ranks, and bfloat16 parameters; empty for a run that fits.
+        options: the cheapest setting on these ranks, the fewest ranks, and bfloat16 parameters, or a shorter sequence where
+            none of them is enough; empty for a run that fits.
     """
 
     estimate: Estimate
@@ -135,22 +136,34 @@ def _fits(found: Estimate, room: float) -> bool | None:
     return found.total <= USABLE * room
 
 
-def _options(plan: RunPlan, setup: Setup, room: float) -> Iterator[Option]:
-    """The first setting that fits on these ranks, on the fewest more, and with parameters in bfloat16."""
+def _options(plan: RunPlan, setup: Setup, room: float) -> list[Option]:
+    """The first setting that fits on these ranks, on the fewest more, and with bfloat16 parameters; else a shorter sequence."""
+    options: list[Option] = []
 
-    def first(tried: Iterator[tuple[dict[str, Any], Setup]]) -> Iterator[Option]:
+    def first(tried: Iterator[tuple[dict[str, Any], Setup]]) -> list[Option]:
         for changes, other in tried:
             found = _estimate(plan, other)
             if changes and _fits(found, room) is not False:
-                yield Option(changes, found)
-                return
+                return [Option(changes, found)]
+        return []
 
     share, on_gpu = plan.config.train.global_batch // plan.degrees.data, plan.hardware.kind == "cuda"
-    yield from first(_settings(setup, share, offloads=on_gpu))
-    yield from first(_on_more_ranks(plan, setup)) if on_gpu else ()  # which would share the memory of a CPU
+    options += first(_settings(setup, share, offloads=on_gpu))
+    if on_gpu:  # more ranks would share the memory of a CPU
+        options += first(_on_more_ranks(plan, setup))
     if setup.params_bytes == 4 and plan.dtype != torch.float16:
         half = _settings(dataclasses.replace(setup, params_bytes=2), share, offloads=on_gpu)
-        yield from first(({"model.params_dtype": "bfloat16"} | changes, other) for changes, other in half)
+        options += first(({"model.params_dtype": "bfloat16"} | changes, other) for changes, other in half)
+    return options or first(_shorter(setup, share, offloads=on_gpu))
+
+
+def _shorter(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dict[str, Any], Setup]]:
+    """Settings of the same ranks with a half, a quarter, … of the sequence."""
+    length = setup.sequence_length // 2
+    while length >= 2:
+        for changes, other in _settings(dataclasses.replace(setup, sequence_length=length), share, offloads=offloads):
+            yield {"data.sequence_length": length} | changes, other
+        length //= 2
 
 
 def _settings(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dict[str, Any], Setup]]:
@@ -248,7 +261,7 @@ def _nothing(plan: RunPlan) -> str:
     """The advice where no setting makes a run fit."""
     if plan.hardware.kind == "cpu":
         return "GPUs: --world-size 8 --gpu h200 plans it on eight, and names the ranks that it needs"
-    return f"no setting up to {MOST_RANKS} ranks: lower data.sequence_length, or choose a smaller model"
+    return f"no setting up to {MOST_RANKS} ranks: choose a smaller model"
 
 
 def size(count: float) -> str:
@@ -296,14 +309,15 @@ def out_of_memory(error: BaseException, plan: RunPlan) -> OctavoError | None:
 def _advice(plan: RunPlan, found: Memory) -> str:
     """The key to lower after memory ran out: the run's first option, else the first setting with a tenth less."""
     option = next(iter(found.options), None)
-    if option is None:
+    if option is None and found.fits is not False:
         share = plan.config.train.global_batch // plan.degrees.data
         tried = _settings(setup_of(plan), share, offloads=plan.hardware.kind == "cuda")
         less = (Option(changes, _estimate(plan, other)) for changes, other in tried if changes)
         option = next((one for one in less if one.estimate.total <= 0.9 * found.estimate.total), None)
     if option is None:
-        more = "data.sequence_length, or the model" if found.estimate.complete else "train.micro_batch or data.sequence_length"
-        return f"Lower {more}."
+        if found.fits is False:
+            return "No setting of these ranks makes it fit: use more ranks, or a smaller model."
+        return f"Lower {'data.sequence_length' if found.estimate.complete else 'train.micro_batch or data.sequence_length'}."
     new = [key for key in option.changes if key != "ranks" and not any(fnmatch(key, pattern) for pattern in CHANGEABLE)]
     again = f"It is another run then: set train.output too ({new[0]} may not change)" if new else "The run then continues"
     verb = "Start" if "ranks" in option.changes else "Set"
