@@ -55,6 +55,7 @@ LIGHT = (
     "octavo.hardware",
     "octavo.parallel.mesh",
     "octavo.plan.flops",
+    "octavo.plan.memory",
     "octavo.models.families",
     "octavo.run.finished",
     "octavo.run.paths",

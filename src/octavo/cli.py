@@ -75,6 +75,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Keys to set over the run file.", show_default=False),
 ]
+WorldSize = Annotated[
+    int | None, typer.Option("--world-size", metavar="N", help="Ranks of a planned run; those at hand if absent.")
+]
+GpuName = Annotated[
+    str | None,
+    typer.Option("--gpu", metavar="NAME", help='GPU of a planned run, such as h200 or "h100 sxm"; the one at hand if absent.'),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
 
@@ -151,8 +158,10 @@ def train(
     run_file: RunFile,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the resolved run and its arithmetic; write nothing.")
+        bool, typer.Option("--dry-run", help="Show the resolved run, its arithmetic and its memory; write nothing.")
     ] = False,
+    world_size: WorldSize = None,
+    gpu: GpuName = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a run, or continue it from its newest checkpoint."""
@@ -169,10 +178,12 @@ def train(
         from octavo.train import dry_run as arithmetic
         from octavo.train import plan
 
-        figures, text = arithmetic.dry_run(plan.check(config))
+        figures, text = arithmetic.dry_run(plan.check(config, target=arithmetic.target(world_size, gpu)))
         check_output(config.output)
         _print_once(figures if as_json else text)
         return
+    if world_size is not None or gpu is not None:
+        raise InputError("--world-size and --gpu are of a run that is planned, and this one would start: add --dry-run.")
     from octavo.watchdog.stopping import StopRequest
 
     with StopRequest() as stop:  # before the slow import of torch: a scheduler may send a signal at any time
@@ -224,6 +235,24 @@ def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fa
     }
     text = f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"
     _print_once(result if as_json else [text])
+
+
+@app.command(epilog="Example: octavo describe runs/demo")
+def describe(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run's folder or a run file, such as runs/demo.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    world_size: WorldSize = None,
+    gpu: GpuName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the matrices of a run in FP8, the others with the reason, and its memory; no weights are read."""
+    from octavo.train import describe as description
+    from octavo.train.dry_run import target
+
+    figures, text = description.describe_run(run, overrides or (), target(world_size, gpu))
+    _print_once(figures if as_json else text)
 
 
 @app.command(epilog="Example: octavo export runs/demo --to demo-hf")

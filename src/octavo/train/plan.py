@@ -28,7 +28,7 @@ from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Recipe
 from octavo.fp8.scaling import states_of
-from octavo.hardware import Device, describe_device, supports_fp8
+from octavo.hardware import Device, Gpu, describe_device, supports_fp8
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
@@ -40,6 +40,7 @@ from octavo.parallel.world import rank_variable
 from octavo.plan import flops
 from octavo.run.trackers import check_trackers
 from octavo.train.loss_scale import LARGEST_SCALE
+from octavo.train.sizes import check_layers, check_sizes
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class RunPlan:
     weights: Layout  # parameters and persistent buffers
     weights_folder: Path | None  # pretrained weights; None for random ones
     blocks: Literal["auto", "own"]  # `model.blocks`; of a continued run the blocks that it began with
+    parameters: int  # of the whole model, shared ones once
+    fp8_head: bool | Literal["backward"]  # products of the decoder's head in FP8
     excluded: Mapping[str, str] = field(default_factory=dict)  # from FP8 by `fp8.enabled = "auto"`, each with the reason
 
     @property
@@ -110,13 +113,31 @@ class Fp8Layer:
     recipe: Recipe | None
 
 
-def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) -> RunPlan:
-    """Check a run against this machine; `blocks` in place of `model.blocks`.
+@dataclass(frozen=True)
+class Target:
+    """Ranks and GPU of a run that is planned and not started here; None for those at hand."""
+
+    world_size: int | None = None
+    gpu: Gpu | None = None
+
+    def device(self) -> tuple[torch.device, Device, bool]:
+        """The device of a rank, its description, and True if it has FP8 products."""
+        if self.gpu is not None:
+            hardware = Device(self.gpu.name, self.gpu, self.gpu.capability, self.gpu.memory_gib, "cuda")
+            return torch.device("cuda", 0), hardware, self.gpu.fp8_tflops is not None
+        rank = rank_variable("LOCAL_RANK", 0)
+        device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+        return device, describe_device(device), supports_fp8(device)
+
+
+def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, target: Target | None = None) -> RunPlan:
+    """Check a run against this machine, or against a `target`, whose memory may be too small; `blocks`: for `model.blocks`.
 
     Raises:
         InputError: the fault, the nearest value that works and the key to change.
     """
-    world = _world()
+    planned = target or Target()
+    world = planned.world_size or _world()
     degrees = fit_degrees(**config.parallel.model_dump(include=set(DEGREES)), world_size=world)
     check_supported(degrees)
     micro_batch, accumulation = fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
@@ -124,10 +145,13 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     check_trackers(config.log.trackers)
     recipe = recipe_from_config(config.fp8)
     corpus = Corpus(config.data)
+    check_layers(config.model.config)
     hf_config = load_config(config.model.source, config.model.config)
     refuse_other_models(hf_config)
     _check_length(config, hf_config)
     _check_vocabulary(config, hf_config, corpus)
+    device, hardware, native = planned.device()
+    check_sizes(config, hf_config, degrees, micro_batch, hardware, planned=target is not None, here=planned.gpu is None)
     blocks = blocks or config.model.blocks
     model = build_model(  # for names and shapes; building also checks the patterns of layers
         hf_config,
@@ -140,10 +164,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
         folder_weights(folder, model, hf_config)
-    rank = rank_variable("LOCAL_RANK", 0)
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    hardware = describe_device(device)
-    use, note = choose_fp8(config.fp8, recipe, hardware, native=supports_fp8(device))
+    use, note = choose_fp8(config.fp8, recipe, hardware, native=native)
     layers = _layers(model, recipe)
     if config.fp8.enabled is not False and (why := _without_fp8_layers(model, recipe, hf_config)):
         if config.fp8.enabled is True:
@@ -167,6 +188,8 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
         weights=layout_of(weights(model)),
         weights_folder=folder,
         blocks=blocks,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        fp8_head=_fp8_head(model, recipe) if use else False,
     )
 
 
@@ -235,6 +258,12 @@ def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
         if (weight := state.weight) is not None and not (isinstance(model, Decoder) and name == "head"):
             found[name] = Fp8Layer((weight.shape[0], weight.shape[1]), state.under(recipe))
     return found
+
+
+def _fp8_head(model: torch.nn.Module, recipe: Recipe) -> bool | Literal["backward"]:
+    """The products of the decoder's head in FP8; False where a pattern excludes it."""
+    state = vars(model.head).get("fp8_state") if isinstance(model, Decoder) else None
+    return model.fp8_head if isinstance(model, Decoder) and state is not None and state.under(recipe) is not None else False
 
 
 def _without_fp8_layers(model: torch.nn.Module, recipe: Recipe, hf_config: Any) -> str:
