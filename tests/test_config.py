@@ -98,8 +98,10 @@ def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
     written = tomllib.loads(config.to_toml())
     found = {f"{section}.{key}" for section, table in written.items() for key in table}
     unset = {"data.max_documents", "data.max_tokens", "parallel.param_dtype", "train.micro_batch"}
-    unset |= {"fp8.head", "fp8.fast_accumulation"}
+    unset |= {"fp8.head", "fp8.fast_accumulation", "data.validation_source"}
     idle = {
+        "data.weights",
+        "data.validation_split",
         "data.text_field",
         "data.subset",
         "data.split",
