@@ -76,6 +76,16 @@ _UNREACHABLE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionEr
 _OFFLINE = ("couldn't connect", "couldn't reach", "offline mode")
 
 
+def unreachable(key: str, name: str, what: str, otherwise: str, *, hint: str = "") -> InputError:
+    """An InputError for an id of the Hugging Face Hub out of reach; `what`: "model", "tokenizer" or "data set"."""
+    option = "--repo-type dataset " if what == "data set" else ""
+    return InputError(
+        f"{key} = {name!r} is no path here, and the Hugging Face Hub cannot be reached for a {what} of this name; the local cache "
+        f"has none.{hint} Run `hf download {option}{name}` where there is a network, and give that folder as {key}; or use "
+        f"{otherwise}."
+    )
+
+
 def is_unreachable(error: BaseException | None) -> bool:
     """True if the Hugging Face Hub could not be reached: by the types and messages of an exception and its causes."""
     while error is not None:

@@ -48,6 +48,14 @@ def names_a_path(name: str) -> bool:
     )
 
 
+def taken_for_a_path(name: str) -> str:
+    """For a message that a path does not exist: the reason, if the name has the form of an id; else empty."""
+    if not _HUB_ID.fullmatch(name) or name.startswith(".") or _FILE_SUFFIX.search(name):
+        return ""
+    folder = Path(name).parent
+    return f" (there is a folder {str(folder)!r}; an id of the Hub needs a current folder without it)"
+
+
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Write a file atomically and durably: after a kill or a power cut `path` has the old content or all of the new.
 

@@ -19,7 +19,7 @@ from octavo.config.data import DataConfig, kind_of
 from octavo.data import python_source, readers
 from octavo.data.readers import Document
 from octavo.errors import InputError, nearest, unknown
-from octavo.storage import names_a_path
+from octavo.storage import names_a_path, taken_for_a_path
 
 _KEY, _VALIDATION_KEY = "data.source", "data.validation_source"
 _PYTHON = {
@@ -152,7 +152,7 @@ def _find(name: str, config: DataConfig, key: str) -> Source:
         return _files(name, files, config, key)
     hint = _similar(path)
     if names_a_path(name):
-        raise InputError(f"{key} = {name!r}: there is no such file.{hint} Change {key}.")
+        raise InputError(f"{key} = {name!r}: there is no such file{taken_for_a_path(name)}.{hint} Change {key}.")
     return Source(list, lambda: readers.from_hub(name, config, hint, key), split=config.split)
 
 

@@ -65,11 +65,9 @@ class Mixture:
         """The source of a sample, and the number of earlier samples from it."""
         node = self._root
         while node.halves is not None:
+            one, other = node.halves
             before = node.first_half(sample)
-            if node.first_half(sample + 1) > before:
-                node, sample = node.halves[0], before
-            else:
-                node, sample = node.halves[1], sample - before
+            node, sample = (one, before) if node.first_half(sample + 1) > before else (other, sample - before)
         return node.source, sample
 
     def counts(self, samples: int) -> list[int]:

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.config.data import COMPRESSED, DataConfig, kind_of
-from octavo.errors import InputError, first_line, is_unreachable, nearest
+from octavo.errors import InputError, first_line, is_unreachable, nearest, unreachable
 
 _ROWS = 1024
 _BUFFER = 2**20
@@ -124,11 +124,7 @@ def from_hub(name: str, config: DataConfig, hint: str, key: str) -> Iterator[Doc
         data = datasets.load_dataset(name, config.subset, split=config.split)
     except Exception as error:
         if is_unreachable(error):
-            raise InputError(
-                f"{key} = {name!r} is no local file, and the Hugging Face Hub cannot be reached for a data set of this name; "
-                f"the local cache has none.{hint} Run `hf download --repo-type dataset {name}` where there is a network, and "
-                f'give that folder as {key}; or give a local file or "python:docstrings".'
-            ) from None
+            raise unreachable(key, name, "data set", 'a local file or "python:docstrings"', hint=hint) from None
         raise InputError(
             f"{key} = {name!r} is no local file, and the Hugging Face data set {name!r}, split {config.split!r}, cannot "
             f"be loaded: {first_line(error)}.{hint} Check the name, data.subset, data.split and the network, or give a local "
@@ -248,8 +244,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 @contextmanager
 def _decompressed(stored: IO[bytes], suffix: str) -> Iterator[IO[bytes]]:
     if suffix == ".gz":
-        with gzip.open(stored) as file:
-            yield file
+        with gzip.open(stored) as unzipped:
+            yield cast("IO[bytes]", unzipped)
     elif suffix == ".zst":
         import pyarrow  # heavy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from octavo.data.loader import sequences_of
+from octavo.data.loader import passes
 from octavo.data.prepared import prepared_or_none
 from octavo.train.plan import RunPlan
 
@@ -16,13 +16,13 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
     parameters = sum(math.prod(shape) for shape, _ in plan.weights.values())
     tokens_per_step = train.global_batch * config.data.sequence_length
     tokens = tokens_per_step * train.steps
-    epochs, passes = None, "unknown until the data is prepared (octavo prepare)"
-    if (prepared := prepared_or_none(config.data)) is not None:
-        data = config.data
-        sequences = len(sequences_of(prepared, "train", sequence_length=data.sequence_length, packing=data.packing))
-        if sequences:
-            epochs = train.steps * train.global_batch / sequences
-            passes = f"{epochs:.2f} of {sequences:,} sequences"
+    epochs, text_of_epochs, by_source = None, "unknown until the data is prepared (octavo prepare)", {}
+    prepared = prepared_or_none(config.data)
+    samples = train.steps * train.global_batch
+    if prepared is not None and (found := passes(prepared, config.data, samples)):
+        epochs = samples / sum(each.sequences for each in found)
+        text_of_epochs = "; ".join(f"{each.source}: {each}" if config.data.weights else str(each) for each in found)
+        by_source = {each.source: each.epochs for each in found} if config.data.weights else {}
     figures = {
         "config": config.model_dump(mode="json"),
         "device": plan.hardware.name,
@@ -37,6 +37,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
             "steps": train.steps,
             "tokens": tokens,
             "epochs": epochs,
+            "epochs_by_source": by_source,
         },
     }
     text = [
@@ -48,7 +49,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         f"x {plan.accumulation} accumulation",
         f"tokens      {tokens_per_step:,} a step ({train.global_batch} x {config.data.sequence_length}) "
         f"x {train.steps:,} steps = {tokens:,}",
-        f"epochs      {passes}",
+        f"epochs      {text_of_epochs}",
         f"output      {config.output}",
     ]
     return figures, text
