@@ -80,9 +80,9 @@ def unreachable(key: str, name: str, what: str, otherwise: str, *, hint: str = "
     """An InputError for an id of the Hugging Face Hub out of reach; `what`: "model", "tokenizer" or "data set"."""
     option = "--repo-type dataset " if what == "data set" else ""
     return InputError(
-        f"{key} = {name!r} is no path here, and the Hugging Face Hub cannot be reached for a {what} of this name; the local cache "
-        f"has none.{hint} Run `hf download {option}{name}` where there is a network, and give that folder as {key}; or use "
-        f"{otherwise}."
+        f"{key} = {name!r} is no path here, and the Hugging Face Hub cannot be reached for a {what} of this name; the local "
+        f"cache has none.{hint} Run `hf download {option}{name}` where there is a network, and give that folder as {key}; "
+        f"or use {otherwise}."
     )
 
 

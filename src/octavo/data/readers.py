@@ -26,7 +26,7 @@ from octavo.config.data import COMPRESSED, DataConfig, kind_of
 from octavo.errors import InputError, first_line, is_unreachable, nearest, unreachable
 
 _ROWS = 1024
-_BUFFER = 2**20
+_BUFFER = 2**16
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from octavo.config.fp8 import KEYS_OF_RECIPES, Fp8Config
 from octavo.config.run import RunConfig
 from octavo.data.corpus import Corpus
 from octavo.data.prepared import prepared_or_none
+from octavo.data.tokenizer import check as check_tokenizer
 from octavo.data.tokenizer import local_vocab_size
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
@@ -112,6 +113,8 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     check_trackers(config.log.trackers)
     recipe = recipe_from_config(config.fp8)
     corpus = Corpus(config.data)
+    if config.data.tokenizer != "train":
+        check_tokenizer(config.data.tokenizer)  # its path, before the Hub is asked for a model
     hf_config = load_config(config.model.source, config.model.config)
     _check_length(config, hf_config)
     _check_vocabulary(config, hf_config, corpus)
