@@ -37,7 +37,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
             "steps": train.steps,
             "tokens": tokens,
             "epochs": epochs,
-            "epochs_by_source": by_source,
+            **({"epochs_by_source": by_source} if by_source else {}),
         },
     }
     text = [
