@@ -50,9 +50,15 @@ def names_a_path(name: str) -> bool:
 
 def taken_for_a_path(name: str) -> str:
     """For a message that a path does not exist: the reason, if the name has the form of an id; else empty."""
-    if not _HUB_ID.fullmatch(name) or name.startswith(".") or _FILE_SUFFIX.search(name):
-        return ""
     folder = Path(name).parent
+    if (
+        not _HUB_ID.fullmatch(name)
+        or name.startswith(".")
+        or _FILE_SUFFIX.search(name)
+        or "/" not in name
+        or not folder.is_dir()
+    ):
+        return ""
     return f" (there is a folder {str(folder)!r}; an id of the Hub needs a current folder without it)"
 
 

@@ -102,6 +102,16 @@ def test_a_faulty_line_of_an_archive_has_its_number(tmp_path, config, compressio
         prepare(config(path))
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("kind", [".jsonl", ".csv", ".txt"])
+def test_a_compressed_file_under_the_name_of_a_plain_one_is_recognised(tmp_path, config, kind, suffix):
+    (tmp_path / f"c{kind}").write_bytes(COMPRESS[suffix](_content(kind, TEXTS)))
+    with pytest.raises(
+        InputError, match=rf"line 1: .* is not UTF-8\. It begins as a \{suffix} file: add \{suffix} to its name"
+    ):
+        prepare(config(tmp_path / f"c{kind}"))
+
+
 def test_zstandard_without_a_codec_names_the_installation(tmp_path, config, monkeypatch):
     path = tmp_path / "c.jsonl.zst"
     path.write_bytes(COMPRESS[".zst"](_content(".jsonl", TEXTS)))

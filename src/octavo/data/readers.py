@@ -27,6 +27,7 @@ from octavo.errors import InputError, first_line, is_unreachable, nearest, unrea
 
 _ROWS = 1024
 _BUFFER = 2**16
+_MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +210,10 @@ def _decode(data: bytes | bytearray, where: str, *, first_line: int = 1) -> str:
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
         column = error.start - data.rfind(b"\n", 0, error.start)
+        suffix = next((suffix for magic, suffix in _MAGIC.items() if data.startswith(magic)), None)
+        remedy = f"It begins as a {suffix} file: add {suffix} to its name." if suffix else "Save the file as UTF-8."
         raise InputError(
-            f"{where}, line {line}: byte {column} of the line, 0x{data[error.start]:02x}, is not UTF-8. Save the file as UTF-8."
+            f"{where}, line {line}: byte {column} of the line, 0x{data[error.start]:02x}, is not UTF-8. {remedy}"
         ) from None
 
 
