@@ -94,7 +94,7 @@ def test_a_dry_run_finds_it_too_and_a_run_before_it_prepares_data(refused, monke
     def prepare(*_, **__):
         raise AssertionError("data is prepared")
 
-    monkeypatch.setattr("octavo.train.loop.prepare", prepare)
+    monkeypatch.setattr("octavo.train.trainer.prepare", prepare)
     overrides, words = KEYS[kind]
     for more in ([], ["--dry-run"]):
         message = refused(*overrides, f"data.folder={refused.run.folder / 'fresh'}", *more)
@@ -373,17 +373,6 @@ def test_doctor_speaks_text_and_json(capsys):
     assert f"octavo {octavo.__version__}" in capsys.readouterr().out
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["octavo"] == octavo.__version__
-
-
-def test_the_three_commands_of_the_closing_words_work(tiny_run, capsys):
-    run = tiny_run(steps=2)
-    assert main(["train", str(run.file)]) == 0
-    lines = capsys.readouterr().out.split("Next:\n")[1].splitlines()
-    assert len(lines) == 3
-    for line in lines:
-        command = line.split()
-        assert command[0] == "octavo"
-        assert main(command[1:]) == 0
 
 
 def test_a_rank_outside_of_its_world(refused, monkeypatch):

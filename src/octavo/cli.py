@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from octavo.config.run import RunConfig
+    from octavo.run.summary import Result
+    from octavo.watchdog.stopping import StopRequest
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -93,6 +95,10 @@ def train(
     die_with_launcher()
     config = _config(run_file, overrides)
     if dry_run:
+        from octavo.run.paths import check_paths
+
+        _say_start(run_file, _console(stderr=True, quiet=_rank() > 0 or not sys.stderr.isatty()))
+        check_paths(config)
         from octavo.train import dry_run as arithmetic
         from octavo.train import plan
 
@@ -102,12 +108,33 @@ def train(
     from octavo.watchdog.stopping import StopRequest
 
     with StopRequest() as stop:  # before the slow import of torch: a scheduler may send a signal at any time
-        from octavo.run.summary import summary_lines
-        from octavo.train.loop import train as run
-
         console = _console(stderr=as_json, quiet=_rank() > 0, on_closed=stop.output_closed)
-        result = run(config, console=console, stop=stop)
+        result = _train(run_file, config, console, stop)
+        from octavo.run.summary import summary_lines
     _print_once(result.as_dict() if as_json else summary_lines(result))
+
+
+def _train(run_file: Path, config: RunConfig, console: Console, stop: StopRequest) -> Result:
+    """Train, or tell that nothing is left to train; all that needs no torch comes before its import, which takes seconds."""
+    _say_start(run_file, console)
+    from octavo.run.finished import finished
+    from octavo.run.paths import check_paths
+
+    if (found := finished(config)) is not None:
+        config.tell_notes()
+        result, lines = found
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        return result
+    check_paths(config)
+    from octavo.train.trainer import Trainer
+
+    return Trainer(config, console=console).train(stop=stop)
+
+
+def _say_start(run_file: Path, console: Console) -> None:
+    from octavo._version import __version__
+
+    console.print(f"octavo {__version__}: reading {run_file} …", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
@@ -146,19 +173,24 @@ def export(
 @app.command(epilog="Example: octavo compare runs/demo/bf16 runs/demo --plot curves.png")
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; the first is the reference.")],
-    last: Annotated[int, typer.Option(help="Steps at the end whose mean loss is compared.")] = 50,
+    last: Annotated[
+        int | None, typer.Option(help="Steps at the end whose mean loss is compared; a tenth, at most 50, if absent.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the loss curves.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the losses of runs of the same steps, such as FP8 and bf16."""
-    from octavo.run.compare import check_picture, draw, lines
     from octavo.run.compare import compare as side_by_side
+    from octavo.run.compare import lines
+    from octavo.run.plots import check_picture, draw_comparison
 
     if plot is not None:
         check_picture(plot)
     found = side_by_side(runs, last=last)
     if plot is not None:
-        draw(found, plot)
+        draw_comparison(found, plot)
+    for warning in found["warnings"]:
+        warn(warning)
     _print(found if as_json else lines(found))
 
 

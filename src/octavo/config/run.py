@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,15 @@ class RunConfig(Section):
         return self
 
     @classmethod
-    def from_file(cls, path: str | Path, overrides: Sequence[str] = (), *, recorded: bool = False) -> RunConfig:
-        """Read a run file and apply `section.key=value` overrides.
+    def from_file(
+        cls,
+        path: str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        sections: Mapping[str, Mapping[str, Any]] | None = None,
+        recorded: bool = False,
+    ) -> RunConfig:
+        """Read a run file and apply `section.key=value` overrides, or keys by section.
 
         Keys of the file without effect under an override of another key are left out, with a note for `tell_notes`: another
         recipe brings its own settings. In the file of a run, which older versions wrote with all keys, and in a `recorded` one
@@ -70,11 +77,14 @@ class RunConfig(Section):
             raise InputError(f"run file {str(path)!r} is not valid TOML: {error}.") from None
         for override in overrides:
             _apply_override(values, override)
+        for section, keys in (sections or {}).items():
+            _merge(values.setdefault(section, {}), keys)
         train = values.get("train")
         if isinstance(train, dict):
             train.setdefault("output", f"runs/{path.stem}")
         config = cls.from_dict(values, where=str(path), context={"idle": "allowed"})
         given = {".".join(part.strip() for part in override.partition("=")[0].split(".")[:2]) for override in overrides}
+        given |= {f"{section}.{key}" for section, keys in (sections or {}).items() for key in keys}
         recorded_by_run = recorded or (path.parent / "environment.json").is_file()
         idle = idle_keys(config)
         kept = [each for each in idle if each.key in given or not (recorded_by_run or given.intersection(each.by))]
@@ -99,6 +109,25 @@ class RunConfig(Section):
             section, _, key = each.key.partition(".")
             del tables[section][key]
         return tomli_w.dumps(_without_none(tables))
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps; None for a number of epochs, which depends on the prepared data."""
+        train = self.train
+        if train.tokens is not None:
+            return -(-train.tokens // (train.global_batch * self.data.sequence_length))
+        return None if train.epochs is not None else train.steps
+
+    def with_steps(self, steps: int) -> RunConfig:
+        """The run with its length as `train.steps`.
+
+        Raises:
+            InputError: `train.extended` reaches beyond it.
+        """
+        extended = self.train.extended
+        if extended and extended[-1] >= steps:
+            raise InputError(f"train.extended = {extended}, but the run has {steps} steps: the former last steps lie below it.")
+        return self.model_copy(update={"train": self.train.model_copy(update={"steps": steps, "tokens": None, "epochs": None})})
 
     @property
     def output(self) -> Path:
@@ -131,6 +160,16 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             raise InputError(f"override {override!r}: {part} is a value, not a table.")
         table = inner
     table[parts[-1]] = value
+
+
+def _merge(values: dict[str, Any], keys: Mapping[str, Any]) -> None:
+    """Put keys over those of a table, in the tables inside too."""
+    for key, value in keys.items():
+        inner = values.get(key)
+        if isinstance(value, Mapping) and isinstance(inner, dict):
+            _merge(inner, value)
+        else:
+            values[key] = value
 
 
 def _without_none(value: Any) -> Any:

@@ -11,11 +11,10 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from octavo.errors import InputError, is_unreachable, nearest, unknown, unreachable
+from octavo.errors import InputError, is_unreachable, unknown, unreachable
 from octavo.models.families import DECODER_FAMILIES
-from octavo.models.shapes import SHAPES
+from octavo.models.shapes import SHAPES, check_source
 from octavo.models.weight_files import INDEX, QUANTIZED_KEYS
-from octavo.storage import names_a_path, taken_for_a_path
 
 _SIZES = frozenset(
     (
@@ -119,21 +118,15 @@ def _check_sizes(config: Any) -> None:
 
 
 def _read_config(source: str) -> Any:
-    folder = Path(source)
-    if folder.is_dir():
-        path = folder / "config.json"
-        if not path.is_file():
-            raise InputError(f"model.source = {source!r} is a folder without config.json: give a Hugging Face model folder.")
+    check_source(source)
+    path = Path(source) / "config.json"
+    if path.is_file():
         try:
             kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
         except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
             raise InputError(f"{path} is not a Hugging Face config: {error}.") from None
         if kind not in AutoConfig.for_model.__globals__["CONFIG_MAPPING"]:
             raise unknown("model family", str(kind), DECODER_FAMILIES, key=f'"model_type" in {path}')
-    elif "/" not in source or names_a_path(source):
-        if names_a_path(source):
-            raise _no_folder(source)
-        raise unknown("model", source, SHAPES, key="model.source (a folder or id of Hugging Face works too)")
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -147,18 +140,6 @@ def _read_config(source: str) -> Any:
     for key in QUANTIZED_KEYS:  # of the source's weights, which are then refused; not of this model's
         config.__dict__.pop(key, None)
     return config
-
-
-def _no_folder(source: str) -> InputError:
-    folder = Path(source).expanduser()
-    fault = "is a file" if folder.is_file() else f"does not exist{taken_for_a_path(source)}"
-    siblings = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
-    near = nearest(folder.name, siblings)
-    guess = folder.parent if folder.is_file() else folder.parent / near if near else None
-    hint = f" Did you mean {str(guess)!r}?" if guess else ""
-    return InputError(
-        f"model.source = {source!r} {fault}.{hint} Give a model's folder, or a built-in shape: {', '.join(SHAPES)}."
-    )
 
 
 def load_generation_config(source: str) -> Any | None:

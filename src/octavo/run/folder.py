@@ -19,7 +19,6 @@ from octavo._version import __version__
 from octavo.checkpoint.manifest import step_folders
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
-from octavo.models.sources import load_generation_config
 from octavo.run.provenance import code_version, version
 from octavo.storage import FolderLock, write_atomic
 
@@ -60,6 +59,8 @@ class RunFolder:
 
     def record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str) -> None:
         """Write the run file, the Hugging Face config, the source's generation config, the environment and the tokenizer."""
+        from octavo.models.sources import load_generation_config  # imports transformers, which a finished run does not need
+
         write_atomic(self.run_file, config.to_toml())
         self.model.mkdir(exist_ok=True)
         write_atomic(self.model / "config.json", hf_config.to_json_string())

@@ -15,11 +15,12 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
     config, train = plan.config, plan.config.train
     parameters = sum(math.prod(shape) for shape, _ in plan.weights.values())
     tokens_per_step = train.global_batch * config.data.sequence_length
-    tokens = tokens_per_step * train.steps
+    steps = train.steps  # None: train.epochs, of data that is not prepared yet
+    tokens = None if steps is None else tokens_per_step * steps
     epochs, text_of_epochs, by_source = None, "unknown until the data is prepared (octavo prepare)", {}
     prepared = prepared_or_none(config.data)
-    samples = train.steps * train.global_batch
-    if prepared is not None and (found := passes(prepared, config.data, samples)):
+    samples = 0 if steps is None else steps * train.global_batch
+    if prepared is not None and samples and (found := passes(prepared, config.data, samples)):
         epochs = samples / sum(each.sequences for each in found)
         text_of_epochs = "; ".join(f"{each.source}: {each}" if config.data.weights else str(each) for each in found)
         by_source = {each.source: each.epochs for each in found} if config.data.weights else {}
@@ -34,7 +35,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
             "micro_batch": plan.micro_batch,
             "accumulation": plan.accumulation,
             "tokens_per_step": tokens_per_step,
-            "steps": train.steps,
+            "steps": steps,
             "tokens": tokens,
             "epochs": epochs,
             **({"epochs_by_source": by_source} if by_source else {}),
@@ -48,7 +49,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         f"batch       {train.global_batch} sequences = {plan.degrees.data} data-parallel x {plan.micro_batch} micro-batch "
         f"x {plan.accumulation} accumulation",
         f"tokens      {tokens_per_step:,} a step ({train.global_batch} x {config.data.sequence_length}) "
-        f"x {train.steps:,} steps = {tokens:,}",
+        + ("" if steps is None else f"x {steps:,} steps = {tokens:,}"),
         f"epochs      {text_of_epochs}",
         f"output      {config.output}",
     ]

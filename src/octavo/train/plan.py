@@ -21,8 +21,8 @@ from octavo.checkpoint.writer import weights
 from octavo.config.fp8 import KEYS_OF_RECIPES, Fp8Config
 from octavo.config.run import RunConfig
 from octavo.data.corpus import Corpus
-from octavo.data.prepared import prepared_or_none
-from octavo.data.tokenizer import check as check_tokenizer
+from octavo.data.loader import sequences_of
+from octavo.data.prepared import PreparedData, prepared_or_none
 from octavo.data.tokenizer import local_vocab_size
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
@@ -71,6 +71,16 @@ class RunPlan:
         """Dtype of parameters, gradients and optimizer states."""
         return torch_dtype(self.config.model.params_dtype)
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; known once the length of the run is resolved."""
+        assert self.config.train.steps is not None
+        return self.config.train.steps
+
+    def schedule_end(self, step: int) -> int:
+        """The last step of the schedule that `step` belongs to: the run's, or a former one of a run that was extended."""
+        return next(end for end in (*self.config.train.extended, self.steps) if step <= end)
+
     def rates(self, tokens_per_second: float) -> tuple[float | None, float | None]:
         """(TFLOP/s, MFU) of a rank at this speed of all ranks together; None for an unknown family or GPU."""
         if self.flops is None:
@@ -113,8 +123,6 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     check_trackers(config.log.trackers)
     recipe = recipe_from_config(config.fp8)
     corpus = Corpus(config.data)
-    if config.data.tokenizer != "train":
-        check_tokenizer(config.data.tokenizer)  # its path, before the Hub is asked for a model
     hf_config = load_config(config.model.source, config.model.config)
     _check_length(config, hf_config)
     _check_vocabulary(config, hf_config, corpus)
@@ -140,6 +148,8 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
             raise InputError(f"fp8.enabled = true, but {why}. Set fp8.enabled = false, or change the keys named.")
         use, note = False, f"no FP8: {why}"
     config.tell_notes()
+    if (steps := config.steps or _steps_of_epochs(config)) is not None:
+        config = config.with_steps(steps)
     return RunPlan(
         config=_with_native_defaults(config, model),
         hf_config=hf_config,
@@ -156,6 +166,20 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
         weights_folder=folder,
         blocks=blocks,
     )
+
+
+def _steps_of_epochs(config: RunConfig) -> int | None:
+    """Steps of `train.epochs` of data that is prepared already; else None."""
+    prepared = prepared_or_none(config.data) if config.train.epochs is not None else None
+    return None if prepared is None else steps_of_epochs(config, prepared)
+
+
+def steps_of_epochs(config: RunConfig, prepared: PreparedData) -> int:
+    """Steps of `train.epochs` passes over the training data, rounded up."""
+    data, epochs = config.data, config.train.epochs
+    assert epochs is not None
+    sequences = len(sequences_of(prepared, "train", sequence_length=data.sequence_length, packing=data.packing))
+    return max(1, math.ceil(math.ceil(epochs * sequences) / config.train.global_batch))
 
 
 def recipe_from_config(config: Fp8Config, name: str | None = None) -> Recipe:
