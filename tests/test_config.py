@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 
 from octavo.config.effects import idle_keys, without_effect
 from octavo.config.fp8 import KEYS_OF_RECIPES
+from octavo.config.parallel import InitConfig
 from octavo.config.run import RunConfig, known_keys
 from octavo.config.synonyms import _SYNONYMS, closest
+from octavo.data.order import SampleOrder
 from octavo.errors import EXIT_INPUT, InputError
 from octavo.fp8.recipe import RECIPES
+from octavo.parallel.world import seed_everything
 
 MINIMAL = """\
 [model]
@@ -101,7 +104,10 @@ def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
     found = {f"{section}.{key}" for section, table in written.items() for key in table}
     unset = {"data.max_documents", "data.max_tokens", "parallel.param_dtype", "train.micro_batch"}
     unset |= {"fp8.head", "fp8.fast_accumulation", "train.tokens", "train.epochs", "train.sample_prompt"}
+    unset |= {"data.validation_source"}
     idle = {
+        "data.weights",
+        "data.validation_split",
         "optimizer.decay_steps",
         "train.early_stopping",
         "checkpoint.best",
@@ -245,7 +251,18 @@ IDLE = [
     ({"train__loss_scale": 2.0}, ["train.loss_scale = 2.0", 'model.dtype = "bfloat16"', '"float16"']),
     ({"optimizer__schedule": "constant", "optimizer__min_lr_fraction": 0.5}, ["optimizer.min_lr_fraction = 0.5", '"constant"']),
     ({"data__validation_fraction": 0.0, "train__validate_every": 5}, ["train.validate_every = 5", "validation_fraction = 0.0"]),
-    ({"data__validation_fraction": 0.0, "train__validate_batches": 5}, ["train.validate_batches = 5"]),
+    (
+        {"data__validation_fraction": 0.0, "train__validate_batches": 5},
+        ["train.validate_batches = 5", "a data.validation_source"],
+    ),
+    (
+        {"data__validation_source": "b.txt", "data__validation_fraction": 0.2},
+        ["data.validation_fraction = 0.2", 'data.validation_source = "b.txt"'],
+    ),
+    ({"data__validation_source": "b.txt", "data__validation_split": "test"}, ['data.validation_split = "test"', "a data set"]),
+    ({"data__validation_split": "test"}, ['data.validation_split = "test"', "with no data.validation_source"]),
+    ({"data__weights": [1]}, ["data.weights = [1.0]", "several sources in data.source"]),
+    ({"data__source": "a.txt.gz", "data__text_field": "body"}, ['data.text_field = "body"', ".csv"]),
     ({"data__tokenizer": "gpt2", "data__vocab_size": 999}, ["data.vocab_size = 999", 'data.tokenizer = "gpt2"']),
     ({"data__text_field": "body"}, ['data.text_field = "body"', 'data.source = "text.txt"']),
     ({"data__source": ["a.jsonl", "b.parquet"], "data__split": "test"}, ['data.split = "test"', "a data set"]),
@@ -262,6 +279,51 @@ def test_a_key_without_effect_is_refused_with_the_key_that_decides(changes, word
         for word in words:
             assert word in said, f"{word!r} is not in: {said}"
         assert said.count("no effect") == 1
+
+
+def test_validation_text_of_its_own_is_enough_to_validate():
+    changes = {"data__validation_source": "owner/set", "data__validation_split": "test", "train__validate_every": 5}
+    for fraction in ({}, {"data__validation_fraction": 0.05}):  # a key at its default counts as not set
+        config = RunConfig.from_dict(values(**changes, **fraction))
+        written = tomllib.loads(config.to_toml())
+        assert "validation_fraction" not in written["data"]
+        assert RunConfig.from_dict(written) == config
+        assert config.data.held_out == 0
+    held_out = config.data.of_validation
+    assert (held_out.sources, held_out.split, held_out.max_tokens, held_out.of_validation) == (
+        ["owner/set"],
+        "test",
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data__weights": [1, 2]}, ["has 2 weights", "data.source names 1 source: give one weight a source"]),
+        ({"data__source": ["a.txt", "b.txt"], "data__weights": [1]}, ["has 1 weight,", "names 2 sources", "[] joins"]),
+        ({"data__source": ["a.txt", "b.txt"], "data__weights": [1, 0]}, ["data.weights", "greater than 0"]),
+        ({"data__source": ["a.txt", "b.txt"], "data__weights": [1, -1.5]}, ["data.weights", "greater than 0"]),
+        ({"data__source": ["a.txt", "b.txt"], "data__weights": [1, math.inf]}, ["data.weights", "finite"]),
+        ({"data__source": ["a.txt", "b.txt"], "data__weights": 0.5}, ["data.weights = 0.5"]),
+        ({"data__seed": 2**64}, ["data.seed = 18446744073709551616", "less than or equal to 18446744073709551615"]),
+        ({"data__seed": -1}, ["data.seed = -1"]),
+        ({"train__seed": 2**63}, ["train.seed = 9223372036854775808", "less than or equal to 9223372036854775807"]),
+    ],
+)
+def test_weights_and_seeds_out_of_range_are_refused_with_the_limit(changes, words):
+    said = message(RunConfig.from_dict, values(**changes))
+    for word in words:
+        assert word in said
+
+
+def test_the_largest_seeds_work():
+    """Of the generators of data (numpy's Philox) and of `octavo.init`, whose ranks add their numbers to the seed."""
+    config = RunConfig.from_dict(values(data__seed=2**64 - 1, train__seed=2**63 - 1))
+    assert SampleOrder([3], [1], config.data.seed)[0] in range(3)
+    assert InitConfig(random_seed=config.train.seed).random_seed == 2**63 - 1
+    seed_everything(config.train.seed + 2**20)
 
 
 def test_the_keys_of_each_recipe_are_the_fields_of_its_class():

@@ -86,3 +86,27 @@ def first_line(error: BaseException) -> str:
     """The type of an exception and the first line of its message, without the full stop."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     return f"{type(error).__name__}: {line.rstrip('.')}"
+
+
+_UNREACHABLE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "ConnectTimeout")
+_OFFLINE = ("couldn't connect", "couldn't reach", "offline mode")
+
+
+def unreachable(key: str, name: str, what: str, otherwise: str, *, hint: str = "") -> InputError:
+    """An InputError for an id of the Hugging Face Hub out of reach; `what`: "model", "tokenizer" or "data set"."""
+    option = "--repo-type dataset " if what == "data set" else ""
+    return InputError(
+        f"{key} = {name!r} is no path here, and the Hugging Face Hub cannot be reached for a {what} of this name; the local "
+        f"cache has none.{hint} Run `hf download {option}{name}` where there is a network, and give that folder as {key}; "
+        f"or use {otherwise}."
+    )
+
+
+def is_unreachable(error: BaseException | None) -> bool:
+    """True if the Hugging Face Hub could not be reached: by the types and messages of an exception and its causes."""
+    while error is not None:
+        text = str(error).lower()
+        if type(error).__name__ in _UNREACHABLE or any(words in text for words in _OFFLINE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

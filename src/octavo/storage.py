@@ -1,4 +1,4 @@
-"""File helpers: atomic writes, fsync, checksums, folder locks.
+"""File helpers: names of paths, atomic writes, fsync, checksums, folder locks.
 
 Prepared data and checkpoints are written by jobs that may be killed at any moment, and read by other jobs that must never see
 half a file. So files appear by rename after an fsync, and locks belong to the kernel rather than to the presence of a file.
@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -41,6 +42,40 @@ _PATHS = {
     errno.EROFS: "Give a path on a file system that can be written.",
 }
 """Faults of a path that the user gave, each with its remedy."""
+
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_FILE_SUFFIX = re.compile(
+    r"\.(txt|jsonl?|ndjson|[ct]sv|parquet|arrow|gz|zst|bz2|xz|zip|tar|toml|ya?ml|md|html|xml|safetensors|gguf|bin|ckpt|pth?)$",
+    re.I,
+)
+
+
+def names_a_path(name: str) -> bool:
+    """True if a name without a file or folder can only be a path: ids of the Hugging Face Hub are `name` or `owner/name`.
+
+    `owner/name` is a path too if there is a folder `owner`, or if it ends in the suffix of a file.
+    """
+    return (
+        name.startswith((".", "/", "~"))
+        or not _HUB_ID.fullmatch(name)
+        or _FILE_SUFFIX.search(name) is not None
+        or ("/" in name and Path(name).parent.is_dir())
+    )
+
+
+def taken_for_a_path(name: str) -> str:
+    """For a message that a path does not exist: the reason, if the name has the form of an id; else empty."""
+    folder = Path(name).parent
+    if (
+        not _HUB_ID.fullmatch(name)
+        or name.startswith(".")
+        or _FILE_SUFFIX.search(name)
+        or "/" not in name
+        or not folder.is_dir()
+    ):
+        return ""
+    return f" (there is a folder {str(folder)!r}; an id of the Hub needs a current folder without it)"
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

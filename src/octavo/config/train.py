@@ -35,7 +35,7 @@ class TrainConfig(Section):
     compile: bool | Literal["auto"] = Field(
         "auto", description='No value but false and "auto": the fused kernels of a block are faster than a compiled one.'
     )
-    seed: int = Field(0, ge=0, description="Seed of the initial weights and of dropout.")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of the initial weights and of dropout.")
     deterministic: bool = Field(False, description="Use only deterministic kernels on GPUs (a CPU is always deterministic).")
     loss_scale: Literal["dynamic"] | float = Field(
         "dynamic",

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from octavo.errors import InputError, unknown
+from octavo.errors import InputError, is_unreachable, unknown, unreachable
 from octavo.models.families import DECODER_FAMILIES
 from octavo.models.shapes import SHAPES, check_source
 from octavo.models.weight_files import INDEX, QUANTIZED_KEYS
@@ -147,6 +147,8 @@ def _read_config(source: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers validates with several exception types of its own
+        if is_unreachable(error):
+            raise unreachable("model.source", source, "model", f"a built-in shape: {', '.join(SHAPES)}") from None
         raise InputError(
             f"model.source = {source!r} could not be read: {_first_lines(error)} Give a folder on disk, or a built-in shape: "
             f"{', '.join(SHAPES)}."

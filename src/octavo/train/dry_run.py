@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from octavo.data.loader import sequences_of
+from octavo.data.loader import passes
 from octavo.data.prepared import prepared_or_none
 from octavo.errors import InputError, unknown
 from octavo.hardware import GPUS, lookup
@@ -40,13 +40,13 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
     tokens_per_step = train.global_batch * config.data.sequence_length
     steps = train.steps  # None: train.epochs, of data that is not prepared yet
     tokens = None if steps is None else tokens_per_step * steps
-    epochs, passes = None, "unknown until the data is prepared (octavo prepare)"
-    if (prepared := prepared_or_none(config.data)) is not None:
-        data = config.data
-        sequences = len(sequences_of(prepared, "train", sequence_length=data.sequence_length, packing=data.packing))
-        if sequences and steps is not None:
-            epochs = steps * train.global_batch / sequences
-            passes = f"{epochs:.2f} of {sequences:,} sequences"
+    epochs, text_of_epochs, by_source = None, "unknown until the data is prepared (octavo prepare)", {}
+    prepared = prepared_or_none(config.data)
+    samples = 0 if steps is None else steps * train.global_batch
+    if prepared is not None and samples and (each_source := passes(prepared, config.data, samples)):
+        epochs = samples / sum(each.sequences for each in each_source)
+        text_of_epochs = "; ".join(f"{each.source}: {each}" if config.data.weights else str(each) for each in each_source)
+        by_source = {each.source: each.epochs for each in each_source} if config.data.weights else {}
     found = memory.memory_of(plan)
     figures = {
         "config": config.model_dump(mode="json"),
@@ -63,6 +63,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
             "steps": steps,
             "tokens": tokens,
             "epochs": epochs,
+            **({"epochs_by_source": by_source} if by_source else {}),
         },
     }
     text = [
@@ -74,7 +75,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         f"x {plan.accumulation} accumulation",
         f"tokens      {tokens_per_step:,} a step ({train.global_batch} x {config.data.sequence_length}) "
         + ("" if steps is None else f"x {steps:,} steps = {tokens:,}"),
-        f"epochs      {passes}",
+        f"epochs      {text_of_epochs}",
         f"output      {config.output}",
         *memory.lines(plan, found),
     ]

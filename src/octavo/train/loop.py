@@ -309,6 +309,7 @@ def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "vali
         micro_batch=plan.micro_batch,
         dp_rank=state.dp_rank,
         dp_size=plan.degrees.data,
+        weights=config.data.weights,
     )
 
 
