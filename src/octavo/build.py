@@ -130,6 +130,8 @@ def transform(
         averaged=True,
         blocks=blocks,
     ).train(training)
+    if isinstance(transformed, Decoder):
+        transformed.generation_config = getattr(model, "generation_config", None)
     if next(states_of(transformed), None) is None:
         warnings.warn(f"octavo.transform: {type(model).__name__} has no linear layer that can run in FP8.", stacklevel=2)
     return transformed
