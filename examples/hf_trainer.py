@@ -1,5 +1,6 @@
 """Hugging Face's Trainer trains Octavo's decoder in FP8: python examples/hf_trainer.py FOLDER."""
 
+import contextlib
 import sys
 
 import torch
@@ -9,8 +10,11 @@ import octavo
 
 
 class Fp8Trainer(Trainer):
-    def compute_loss_context_manager(self):
-        context = super().compute_loss_context_manager()  # around each forward, of training and of evaluation
+    """Trainer with each forward, of training and of evaluation, in FP8."""
+
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        """The context of a forward."""
+        context = super().compute_loss_context_manager()
         context.enter_context(octavo.fp8_autocast(fp8_recipe=octavo.recipe.CurrentScaling()))
         return context
 

@@ -132,9 +132,13 @@ def transform(
     ).train(training)
     if isinstance(transformed, Decoder):
         transformed.generation_config = getattr(model, "generation_config", None)
-    if next(states_of(transformed), None) is None:
-        warnings.warn(f"octavo.transform: {type(model).__name__} has no linear layer that can run in FP8.", stacklevel=2)
+    _warn_without_fp8(transformed, model)
     return transformed
+
+
+def _warn_without_fp8(transformed: nn.Module, model: nn.Module) -> None:
+    if next(states_of(transformed), None) is None:
+        warnings.warn(f"octavo.transform: {type(model).__name__} has no linear layer that can run in FP8.", stacklevel=3)
 
 
 def build_model(

@@ -191,9 +191,10 @@ class Decoder(PretrainedInterface):
 
     def _head_weight(self) -> Tensor:
         if not isinstance(self.head, nn.Linear):
+            kind = f"{type(self.head).__module__}.{type(self.head).__name__}"
             raise InputError(
-                f"the head of Octavo's decoder is a {type(self.head).__module__}.{type(self.head).__name__}, and its loss would bypass what that adds: add"
-                " adapters before octavo.transform, octavo.transform(get_peft_model(model, config))."
+                f"the head of Octavo's decoder is a {kind}, and its loss would bypass what that adds: add adapters before"
+                " octavo.transform, octavo.transform(get_peft_model(model, config))."
             )
         return self.head.weight
 

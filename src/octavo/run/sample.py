@@ -125,8 +125,8 @@ def _tokenizer_of(folder: Path) -> _Tokenizer:
     """The tokenizer of a folder, loaded once until its file changes."""
     if not tokenizers.tokenizer_files(str(folder)):
         raise InputError(
-            f"{folder} has no tokenizer (tokenizer.json), so text can neither be read nor written: save the tokenizer of the model"
-            f" there, tokenizer.save_pretrained({str(folder)!r})."
+            f"{folder} has no tokenizer (tokenizer.json), so text can neither be read nor written: save the tokenizer of the"
+            f" model there, tokenizer.save_pretrained({str(folder)!r})."
         )
     file = folder / "tokenizer.json"
     return _tokenizer(folder.absolute(), file.stat().st_mtime_ns if file.is_file() else 0)
