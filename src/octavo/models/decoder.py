@@ -190,13 +190,14 @@ class Decoder(PretrainedInterface):
         return output.to_tuple() if return_dict is False else output
 
     def _head_weight(self) -> Tensor:
-        if not isinstance(self.head, nn.Linear):
-            kind = f"{type(self.head).__module__}.{type(self.head).__name__}"
+        head: Any = self.head
+        if not isinstance(head, nn.Linear):
+            kind = f"{type(head).__module__}.{type(head).__name__}"
             raise InputError(
                 f"the head of Octavo's decoder is a {kind}, and its loss would bypass what that adds: add adapters before"
                 " octavo.transform, octavo.transform(get_peft_model(model, config))."
             )
-        return self.head.weight
+        return head.weight
 
     def _loss(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, first: bool | None) -> Tensor:
         target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
