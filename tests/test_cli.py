@@ -12,7 +12,7 @@ from octavo.cli import main
 from octavo.errors import InputError, RunStopped
 from octavo.run.metrics import read_metrics
 
-COMMANDS = ("train", "prepare", "export", "doctor", "bench")
+COMMANDS = ("train", "prepare", "export", "sample", "doctor", "bench")
 
 
 def tree(folder):

@@ -8,11 +8,12 @@ import torch
 from expectations import refused, same_bits
 from llamas import SHAPES, VOCABULARY, llama, tokens
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel, MixtralConfig
 
 import octavo
 from octavo.build import transform
 from octavo.errors import InputError
+from octavo.models.convert import load_pretrained
 
 SOME = ("plain", "tied", "all-biases", "one-group", "mistral-llama3-rope")
 
@@ -44,9 +45,32 @@ def test_a_decoder_becomes_hugging_faces_model_again_to_the_bit(shape, dtype):
     same_bits(back.state_dict(), reference.state_dict())  # no memory is shared
 
 
+OWN_CODE = {
+    "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16),
+    "mixtral": MixtralConfig(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=3,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_CODE)
+def test_weights_of_a_models_own_code_become_its_model_again_to_the_bit(kind):
+    """As `octavo sample` takes them from a checkpoint; Mixtral's experts are published one by one and joined again."""
+    reference = AutoModelForCausalLM.from_config(OWN_CODE[kind])
+    tensors = transform(copy.deepcopy(reference), dtype=torch.float32).state_dict()
+    found = load_pretrained(tensors, reference.config)
+    assert type(found) is type(reference)
+    same_bits(found.state_dict(), reference.state_dict())
+
+
 def test_a_model_with_its_own_code_is_told_what_to_do():
-    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16)
-    model = transform(GPT2LMHeadModel(config), dtype=torch.float32)
+    model = transform(GPT2LMHeadModel(OWN_CODE["gpt2"]), dtype=torch.float32)
     refused(("GPT2LMHeadModel", "octavo.export(model, folder)"), octavo.to_huggingface, model)
 
 
