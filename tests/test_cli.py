@@ -16,7 +16,7 @@ from octavo.cli import main
 from octavo.errors import InputError, RunStopped
 from octavo.run.metrics import read_metrics
 
-COMMANDS = ("train", "prepare", "describe", "export", "doctor", "bench")
+COMMANDS = ("train", "prepare", "describe", "export", "sample", "doctor", "bench")
 
 
 def tree(folder):

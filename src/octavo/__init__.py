@@ -21,6 +21,7 @@ _HOME = {
     "save": "octavo.checkpoint.api",
     "load": "octavo.checkpoint.api",
     "export": "octavo.run.export",
+    "to_huggingface": "octavo.models.convert",
     "clip_grad_norm_": "octavo.train.optimizer",
     "graphed": "octavo.train.graphed",
     "Trainer": "octavo.train.trainer",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from octavo.checkpoint.api import load, save
     from octavo.fp8 import recipe
     from octavo.fp8.autocast import fp8_autocast
+    from octavo.models.convert import to_huggingface
     from octavo.parallel.deferred_init import delayed_init
     from octavo.parallel.world import init, shutdown, state
     from octavo.run.export import export
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Callback", "Trainer", "clip_grad_norm_", "config", "delayed_init", "describe", "errors", "export", "fp8", "fp8_autocast",
-    "graphed", "init", "load", "nn", "recipe", "save", "shutdown", "state", "transform",
+    "graphed", "init", "load", "nn", "recipe", "save", "shutdown", "state", "to_huggingface", "transform",
 ]  # fmt: skip
 
 

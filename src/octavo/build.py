@@ -131,8 +131,14 @@ def transform(
         averaged=True,
         blocks=blocks,
     ).train(training)
+    return _handed_over(transformed, model)
+
+
+def _handed_over(transformed: nn.Module, model: nn.Module) -> nn.Module:
+    if isinstance(transformed, Decoder):
+        transformed.generation_config = getattr(model, "generation_config", None)
     if next(states_of(transformed), None) is None:
-        warnings.warn(f"octavo.transform: {type(model).__name__} has no linear layer that can run in FP8.", stacklevel=2)
+        warnings.warn(f"octavo.transform: {type(model).__name__} has no linear layer that can run in FP8.", stacklevel=3)
     return transformed
 
 

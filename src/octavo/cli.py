@@ -270,6 +270,29 @@ def export(
     _print({"checkpoint": str(checkpoint), "folder": str(to)} if as_json else [text])
 
 
+@app.command(epilog='Example: octavo sample runs/demo --prompt "Return the"')
+def sample(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, an export or a Hugging Face model.", show_default=False)
+    ],
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help='Text to continue; "-" reads it from stdin; a new text if absent.')
+    ] = None,
+    checkpoint: Annotated[str | None, typer.Option(metavar="step-N", help="A run's checkpoint; its newest if absent.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="New tokens at most; 128 if absent, fewer where positions end.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="Share of the probability from which tokens are drawn.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Print text from a run's newest checkpoint or from a model's folder, through Hugging Face's generation."""
+    from octavo.run.sample import sample as generate
+
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    found = generate(source, text, checkpoint=checkpoint, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
+    _print(found if as_json else [found["text"]])
+
+
 @app.command(epilog="Example: octavo compare runs/demo/bf16 runs/demo --plot curves.png")
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; the first is the reference.")],

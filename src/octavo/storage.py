@@ -99,6 +99,17 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     fsync_folder(path.parent)
 
 
+def use_umask(folder: Path) -> None:
+    """Give the files of a folder the permissions of new files: safetensors writes its own for this user alone."""
+    probe = folder / f".{secrets.token_hex(4)}.tmp"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.iterdir():
+        if path.is_file():
+            path.chmod(mode)
+
+
 def fsync_folder(path: Path) -> None:
     """Make a folder's entries durable: the fsync of a file does not cover its name."""
     _fsync(path)

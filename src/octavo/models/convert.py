@@ -6,21 +6,28 @@ second, …, then the next rows of the first.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import os
+import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.utils import logging
 
-from octavo.errors import InputError
-from octavo.models.decoder import Decoder
+from octavo.errors import InputError, OctavoError, first_line
 from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_files import DEQUANTISE, QUANTIZED_KEYS, Weights, kind_of, save_shards
 from octavo.nn.mlp import gate_up_block
+from octavo.storage import free_bytes, fsync_folder, fsync_tree, use_umask
 
 if TYPE_CHECKING:  # transformers' model classes import torchao, a peer that may be broken
     from transformers import PreTrainedModel
@@ -93,8 +100,8 @@ class Conversion:
 
 def conversion_of(model: nn.Module) -> Conversion | None:
     """The conversion of a model with Octavo's blocks; None for a model's own code, which has the source's names."""
-    found: Conversion | None = vars(model).get(_ATTACHED)
-    return conversion(model.spec) if isinstance(model, Decoder) else found
+    spec, found = vars(model).get("spec"), vars(model).get(_ATTACHED)
+    return conversion(spec) if isinstance(spec, ModelSpec) else found  # a decoder has a spec
 
 
 def attach(model: nn.Module, way: Conversion) -> None:
@@ -153,33 +160,32 @@ def write_pretrained(
     *,
     read: Callable[[str], Tensor] | None = None,
     model: PreTrainedModel | None = None,
+    generation: Any = None,
 ) -> None:
     """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, bit for bit.
 
     Args:
         tensors: under Octavo's names (of the decoder, or of a model that kept its own code).
         config: the Hugging Face config.
-        folder: new, or empty.
+        folder: new, or empty; it appears whole or not at all.
         tokenizer_folder: its files are copied beside the weights.
         read: as in `write_weights`.
         model: with its own code, of which the tensors are; when absent the causal language model of the config.
-    """
-    from octavo.models.published import causal_lm_on_meta
+        generation: the generation config, written as it is: `save_pretrained` refuses some of the Hub's.
 
-    spec = decoder_spec(config)[0] if "embedding.weight" in tensors else None
-    reference = causal_lm_on_meta(config) if model is None else model
-    folder = write_weights(tensors, folder, reference if spec is None else conversion(spec), read=read)
-    config = type(config).from_dict(config.to_dict())
-    for key in QUANTIZED_KEYS:  # of the source
-        vars(config).pop(key, None)
-    buffers = {name for name, _ in reference.named_buffers()}  # which have dtypes of their own
-    parameters = [tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point() and name not in buffers]
-    config.dtype = max(parameters, key=lambda dtype: dtype.itemsize)
-    config.architectures = [type(reference).__name__.removeprefix("FSDP")]  # of a sharded model
-    config.save_pretrained(folder)
-    for path in sorted(tokenizer_folder.iterdir()) if tokenizer_folder else ():
-        if path.is_file() and path.name not in ("config.json", "generation_config.json"):
-            shutil.copyfile(path, folder / path.name)
+    Raises:
+        InputError: the folder is not empty or cannot be written.
+        OctavoError: the disk is full, or writing failed otherwise.
+    """
+    reference, way = _source(tensors, config, model)
+    with _new_folder(folder) as new:
+        _write_tensors(tensors, new, way, read)
+        _config_of(reference, config, tensors).save_pretrained(new)
+        if generation is not None:
+            (new / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
+        for path in sorted(tokenizer_folder.iterdir()) if tokenizer_folder else ():
+            if path.is_file() and path.name not in ("config.json", "generation_config.json"):
+                shutil.copyfile(path, new / path.name)
 
 
 def write_weights(
@@ -188,8 +194,8 @@ def write_weights(
     way: Conversion | PreTrainedModel | None,
     *,
     read: Callable[[str], Tensor] | None = None,
-) -> Path:
-    """Write weights under the names of their source, bit for bit, as safetensors; returns the folder.
+) -> None:
+    """Write weights under the names of their source, bit for bit, as safetensors; errors as in `write_pretrained`.
 
     Args:
         tensors: under Octavo's names.
@@ -198,15 +204,104 @@ def write_weights(
         read: gives the values of `tensors` on the meta device when their file is written, so that one file's values are in
             memory; a tensor with parts in two files is read twice.
     """
-    from octavo.models.published import groups, published
+    with _new_folder(folder) as new:
+        _write_tensors(tensors, new, way, read)
 
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise InputError(f"{folder} is not empty: export writes a new folder.")
+
+def load_pretrained(
+    tensors: Mapping[str, Tensor], config: Any, *, read: Callable[[str], Tensor] | None = None, generation: Any = None
+) -> PreTrainedModel:
+    """transformers' causal language model with these weights, bit for bit, in evaluation mode on the CPU.
+
+    Arguments as in `write_pretrained`; no memory is shared with `tensors`.
+    """
+    reference, way = _source(tensors, config, None)
+    pieces, theirs = _pieces(tensors, way)
+    values = read or tensors.__getitem__
+    state: dict[str, Tensor] = {}
+    for names in pieces:
+        given = {name: values(name).detach().cpu() for name in names}
+        memory = {tensor.untyped_storage().data_ptr() for tensor in given.values()}
+        for name, tensor in theirs(given).items():
+            own = tensor.untyped_storage().data_ptr() not in memory and tensor.is_contiguous()
+            state[name] = tensor if own else tensor.clone(memory_format=torch.contiguous_format)
+    config = _config_of(reference, config, tensors)
+    with without_progress_bar():
+        model, found = type(reference).from_pretrained(
+            None, config=config, state_dict=state, dtype=config.dtype, output_loading_info=True
+        )
+    lost = {kind: names for kind, names in found.items() if names}
+    assert not lost, lost  # else transformers would fill them with random values
+    if generation is not None:
+        model.generation_config = copy.deepcopy(generation)
+    return model
+
+
+def to_huggingface(model: nn.Module) -> PreTrainedModel:
+    """transformers' own model with a copy of the weights of Octavo's decoder, bit for bit, in evaluation mode.
+
+    Dtype and device are those of the parameters. Of a sharded model every rank gets the whole; all ranks call it.
+
+    Raises:
+        InputError: the model keeps its own code.
+    """
+    if not isinstance(vars(model).get("spec"), ModelSpec):
+        raise InputError(
+            f"octavo.to_huggingface: {type(model).__name__} is not Octavo's decoder. A model that keeps its own code is called"
+            " as before and runs in FP8 under octavo.fp8_autocast alone; for one without Octavo's layers octavo.export(model,"
+            " folder), and load the folder."
+        )
+    tensors = model.state_dict()
+    device = next(iter(tensors.values())).device
+
+    def whole(name: str) -> Tensor:
+        tensor = tensors[name]
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    generation = getattr(model, "generation_config", None)
+    return load_pretrained(tensors, model.config, read=whole, generation=generation).to(device)
+
+
+@contextlib.contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """Load a model of transformers without its bar on stderr."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{str(folder)!r} cannot be made: {error.strerror or error}. Give another folder.") from None
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _source(
+    tensors: Mapping[str, Tensor], config: Any, model: PreTrainedModel | None
+) -> tuple[PreTrainedModel, Conversion | PreTrainedModel]:
+    """(transformers' model that the tensors are of, the way to its names)."""
+    from octavo.models.published import causal_lm_on_meta
+
+    spec = decoder_spec(config)[0] if "embedding.weight" in tensors else None
+    reference = causal_lm_on_meta(config) if model is None else model
+    return reference, reference if spec is None else conversion(spec)
+
+
+def _config_of(reference: PreTrainedModel, config: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """A copy of a config, with the class of the model and the dtype of its parameters."""
+    config = type(config).from_dict(config.to_dict())
+    for key in QUANTIZED_KEYS:  # of the source
+        vars(config).pop(key, None)
+    buffers = {name for name, _ in reference.named_buffers()}  # which have dtypes of their own
+    parameters = [tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point() and name not in buffers]
+    config.dtype = max(parameters, key=lambda dtype: dtype.itemsize)
+    config.architectures = [type(reference).__name__.removeprefix("FSDP")]  # of a sharded model
+    return config
+
+
+def _pieces(
+    tensors: Mapping[str, Tensor], way: Conversion | PreTrainedModel | None
+) -> tuple[dict[tuple[str, ...], dict[str, Tensor]], Callable[[Mapping[str, Tensor]], dict[str, Tensor]]]:
+    """(the source's tensors of each group of names, on the meta device; the function that makes them from a group)."""
+    from octavo.models.published import groups, published
 
     def theirs(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if isinstance(way, nn.Module):
@@ -216,12 +311,55 @@ def write_weights(
         return {source: part for name, tensor in group.items() for source, part in way.split(name, tensor).items()}
 
     # The shapes alone, without reading: matrices are taken apart on the meta device.
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     if isinstance(way, nn.Module):
         ignored: set[str] = set(getattr(way, "_keys_to_ignore_on_save", None) or ())
         shapes = {name: tensor for name, tensor in shapes.items() if name not in ignored}
     together = groups(way, shapes) if isinstance(way, nn.Module) else [(name,) for name in shapes]
-    pieces = {names: theirs({name: shapes[name] for name in names}) for names in together}
+    return {names: theirs({name: shapes[name] for name in names}) for names in together}, theirs
+
+
+def _write_tensors(
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    way: Conversion | PreTrainedModel | None,
+    read: Callable[[str], Tensor] | None,
+) -> None:
+    pieces, theirs = _pieces(tensors, way)
     values = read or tensors.__getitem__
     save_shards(pieces, lambda names: theirs({name: values(name) for name in names}), folder)
-    return folder
+
+
+@contextlib.contextmanager
+def _new_folder(folder: str | Path) -> Iterator[Path]:
+    """A temporary folder that takes the place of `folder` when the block ends, and disappears after an error.
+
+    Raises:
+        InputError: `folder` is not empty, or cannot be written.
+        OctavoError: the disk is full, or writing failed otherwise.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{str(folder)!r} exists and is not empty: export writes a new folder. Give another path.")
+    if folder.is_mount():
+        raise InputError(f"{str(folder)!r} is a mount point, which no new folder can replace: give {str(folder / 'model')!r}.")
+    temporary = folder.absolute().parent / f".{folder.absolute().name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"{str(folder)!r} cannot be made: {error.strerror or error}. Give another folder.") from None
+    try:
+        yield temporary
+        use_umask(temporary)
+        fsync_tree(temporary)
+        temporary.replace(folder)  # an empty folder gives way
+        fsync_folder(temporary.parent)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        free = free_bytes(temporary) / 2**30
+        raise OctavoError(
+            f"{str(folder)!r} could not be written: {reason}. Nothing is left there. {free:.1f} GiB are free: give a folder"
+            " with more room."
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

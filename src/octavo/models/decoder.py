@@ -24,6 +24,7 @@ from octavo.fp8.recipe import CurrentScaling, Granularity, Operand
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.families import ACTIVATIONS
+from octavo.models.huggingface import PretrainedInterface, refuse_arguments
 from octavo.models.spec import ModelSpec
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.head import linear_cross_entropy
@@ -65,7 +66,7 @@ class RotaryAngles:
         return cos, sin, True
 
 
-class Decoder(nn.Module):
+class Decoder(PretrainedInterface):
     """A causal language model by its spec; `config` is the Hugging Face config of the same model.
 
     Parameters are of `params_dtype`, the residual stream and products outside FP8 of `dtype`. With `fp8_head` the head's
@@ -96,6 +97,7 @@ class Decoder(nn.Module):
         self.config, self.spec, self.dtype = config, spec, dtype
         make: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
         self.embedding = nn.Embedding(spec.vocabulary, spec.hidden_size, dtype=params_dtype, device=device)
+        self.embedding.padding_idx = spec.padding  # its row is not trained
         self.layers = nn.ModuleList(
             TransformerLayer(
                 spec.hidden_size,
@@ -137,7 +139,11 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         is_first_microbatch: bool | None = None,
-    ) -> CausalLMOutput:
+        return_dict: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **others: Any,
+    ) -> Any:
         """Logits, or with labels the loss alone.
 
         Args:
@@ -150,26 +156,50 @@ class Decoder(nn.Module):
                 other samples, and the loss is then the mean over all of them. Where every rank has all weights and one may
                 evaluate alone, a forward without gradients takes the mean over this rank's.
             is_first_microbatch: False reuses the FP8 weights of the call with True.
+            return_dict: False returns a tuple.
+            output_hidden_states: return `.hidden_states` too: the embeddings, and the output of each block, normed at the end.
+            logits_to_keep: as in Hugging Face, the last positions with logits, or the indices of positions; 0 for all.
+            others: arguments of Hugging Face's that ask for nothing (`use_cache=False`).
 
         Returns:
-            `.loss` float32 [] with labels (`.logits` is None then), else `.logits` [B, T, V].
+            `CausalLMOutput`: `.loss` float32 [] with labels (`.logits` is None then), else `.logits` [B, T, V].
 
         Raises:
-            InputError: a shape or dtype does not fit. On a CPU also an id or a label outside the vocabulary; on a GPU, which is
-                not waited for, such a label makes the loss NaN.
+            InputError: a shape or dtype does not fit, or another argument asks for something. On a CPU also an id or a label
+                outside the vocabulary; on a GPU, which is not waited for, such a label makes the loss NaN.
         """
+        refuse_arguments(others if labels is None else {**others, "logits_to_keep": logits_to_keep})
         _check_inputs(input_ids, attention_mask, position_ids, labels, self.spec.vocabulary)
         mask = _attention_mask(attention_mask, position_ids, input_ids.shape)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         angles = self.rotary(position_ids)
-        hidden = functional.embedding(input_ids, self.embedding.weight, self.spec.padding).to(self.dtype)
-        residual, delta = hidden, None
+        residual, delta = self.embedding(input_ids).to(self.dtype), None
+        states: list[Tensor] = []
         for layer in self.layers:
+            if output_hidden_states:
+                states.append(residual if delta is None else residual + delta)
             residual, delta = self.run_block(layer, residual, delta, mask, angles, is_first_microbatch)
         hidden = self.norm(residual, delta)
+        output = CausalLMOutput(hidden_states=(*states, hidden) if output_hidden_states else None)
         if labels is None:
-            return CausalLMOutput(logits=functional.linear(hidden, self.head.weight.to(self.dtype)))
+            kept = hidden[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+            output["logits"] = functional.linear(kept, self._head_weight().to(self.dtype))
+        else:
+            output["loss"] = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch)
+        return output.to_tuple() if return_dict is False else output
+
+    def _head_weight(self) -> Tensor:
+        head: Any = self.head
+        if not isinstance(head, nn.Linear):
+            kind = f"{type(head).__module__}.{type(head).__name__}"
+            raise InputError(
+                f"the head of Octavo's decoder is a {kind}, and its loss would bypass what that adds: add adapters before"
+                " octavo.transform, octavo.transform(get_peft_model(model, config))."
+            )
+        return head.weight
+
+    def _loss(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, first: bool | None) -> Tensor:
         target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
         joined = num_items_in_batch is None and self.data_group is not None and (self.sharded or checkpoints.trains())
         if num_items_in_batch is None:
@@ -178,18 +208,18 @@ class Decoder(nn.Module):
                 dist.all_reduce(num_items_in_batch, group=self.data_group)
             num_items_in_batch = num_items_in_batch.clamp(min=1)  # without a target the loss is 0, and no gradient NaN
         count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=hidden.device)
-        gemms = self._fp8_head(hidden, is_first_microbatch)
+        weight, gemms = self._head_weight(), self._fp8_head(hidden, first)
         objective = self.objective if self.training else None
         loss = linear_cross_entropy(
             hidden.flatten(0, 1),
-            self.head.weight,
+            weight,
             target,
             count,
             objective=objective,
             fp8=gemms,
             fp8_logits=self.fp8_head is True,
         )
-        return CausalLMOutput(loss=_Joined.apply(loss, self.data_group) if joined else loss)
+        return _Joined.apply(loss, self.data_group) if joined else loss
 
     def _fp8_head(self, hidden: Tensor, first: bool | None) -> LinearGemms | None:
         """The products of a head that runs in FP8 here; its operands have one scale each under every recipe."""

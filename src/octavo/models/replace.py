@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D as PlainConv1D
 
 from octavo.errors import InputError, nearest
@@ -21,9 +20,11 @@ from octavo.nn.mlp import LayerNormMLP
 
 def replace_linears(model: nn.Module) -> None:
     """Turn each plain `nn.Linear`, and Hugging Face's `Conv1D`, into Octavo's, in place; an output head stays as it is."""
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    find_head = getattr(model, "get_output_embeddings", None)  # of Hugging Face's models, and of PEFT's around them
+    head = find_head() if callable(find_head) else None
+    heads = set() if head is None else set(head.modules())  # an adapter on the head has the matrix inside
     for module in model.modules():
-        if type(module) is nn.Linear and module is not head:
+        if type(module) is nn.Linear and module not in heads:
             Linear.from_linear(module)
         elif type(module) is PlainConv1D:
             Conv1D.from_conv1d(module)

@@ -6,7 +6,8 @@ gone. Weights are read, or gathered from the ranks, for one output file at a tim
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from octavo.checkpoint.manifest import newest_whole
+from octavo.checkpoint.manifest import newest_whole, step_folders
 from octavo.checkpoint.reader import StoredWeights
 from octavo.checkpoint.shard_io import empty_tensors, layout_of
 from octavo.checkpoint.writer import weights
+from octavo.config.run import RunConfig
 from octavo.data.special_tokens import SpecialTokens
-from octavo.errors import InputError, nearest, warn
+from octavo.errors import InputError, nearest, some, unknown, warn
 from octavo.models.convert import Conversion, conversion_of, write_pretrained, write_weights
+from octavo.models.published import causal_lm_on_meta
 from octavo.models.sources import load_config, load_generation_config
 from octavo.parallel.coordination import Ranks, writing_ranks
 from octavo.run.folder import RunFolder
-from octavo.storage import write_atomic
 
 
 def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
@@ -39,8 +41,8 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
         folder: a new or empty folder.
 
     Raises:
-        InputError: the path is no run, the folder is not empty, or the model has no Hugging Face config.
-        OctavoError: no checkpoint of the run is whole.
+        InputError: the path is no run, the folder is not empty or cannot be written, or the model is not transformers'.
+        OctavoError: no checkpoint of the run is whole, or the disk is full; no folder is left.
     """
     ranks, to = writing_ranks(), Path(folder)
     if not isinstance(model_or_path, nn.Module):
@@ -48,19 +50,48 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
         ranks.on_rank_0(lambda: export_run(run, to))
         return
     config, way = getattr(model_or_path, "config", None), conversion_of(model_or_path)
-    if not hasattr(config, "save_pretrained"):
-        if way is None:
-            raise InputError(
-                "octavo.export: the model has no Hugging Face config (model.config), so Hugging Face could not load it."
-            )
-        config = None
-    ranks.on_rank_0(lambda: _check_empty(to))
     own_code = model_or_path if isinstance(model_or_path, PreTrainedModel) else None
-    _write_gathered(weights(model_or_path), config, own_code or way, to, ranks)
+    if own_code is None:
+        config = config if hasattr(config, "save_pretrained") else None
+        if way is None:
+            _check_own_code(model_or_path, config)
+    ranks.on_rank_0(lambda: _check_empty(to))
+    generation = getattr(model_or_path, "generation_config", None)
+    _write_gathered(weights(model_or_path), config, own_code or way, to, ranks, generation)
+
+
+def _check_own_code(model: nn.Module, config: Any) -> None:
+    """Raise an InputError for a model whose weights are not under the names of transformers' model of its config."""
+    kind = type(model).__name__
+    if hasattr(model, "merge_and_unload"):
+        raise InputError(
+            f"octavo.export: {kind} has adapters: model.save_pretrained(folder) writes them alone, octavo.export("
+            "model.merge_and_unload(), folder) the whole model with them."
+        )
+    own = "save model.state_dict(), its weights under their own names, by safetensors.torch.save_model(model, file)."
+    if config is None:
+        raise InputError(
+            f"octavo.export: {kind} has no Hugging Face config (model.config), so Hugging Face could not load it; {own}"
+        )
+    try:
+        theirs = {name: tuple(tensor.shape) for name, tensor in causal_lm_on_meta(config).state_dict().items()}
+    except ValueError:  # no causal language model
+        theirs = {}
+    ours = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if other := [name for name in ours if theirs.get(name) != ours[name]]:
+        raise InputError(
+            f"octavo.export: {kind} is no model of transformers, and {some(other)} of it not in the model that its config"
+            f" describes ({getattr(config, 'model_type', '?')}); {own}"
+        )
 
 
 def _write_gathered(
-    tensors: Mapping[str, torch.Tensor], config: Any, way: Conversion | PreTrainedModel | None, to: Path, ranks: Ranks
+    tensors: Mapping[str, torch.Tensor],
+    config: Any,
+    way: Conversion | PreTrainedModel | None,
+    to: Path,
+    ranks: Ranks,
+    generation: Any,
 ) -> None:
     """Write on rank 0. It broadcasts the name of each tensor, so that all ranks join the gather, and None at the end."""
     shapes = empty_tensors(layout_of(tensors), "meta")
@@ -73,7 +104,8 @@ def _write_gathered(
         if config is None:
             write_weights(shapes, to, way, read=gathered)
         else:
-            write_pretrained(shapes, config, to, read=gathered, model=way if isinstance(way, PreTrainedModel) else None)
+            model = way if isinstance(way, PreTrainedModel) else None
+            write_pretrained(shapes, config, to, read=gathered, model=model, generation=generation)
         return None
 
     while (name := ranks.on_rank_0(write)) is not None:  # on rank 0, `write` returns None at the end
@@ -91,14 +123,56 @@ def export_run(run: Path, to: Path) -> Path:
         InputError: `run` is no run, or `to` is not an empty folder.
         OctavoError: no checkpoint is whole.
     """
-    folder = RunFolder(run)
-    config = folder.config() if run.is_dir() else None
+    config = run_config(run)
+    _check_empty(to)
+    found = open_run(run, config)
+    write_pretrained(found.shapes, found.config, to, found.tokenizer, read=found.read, generation=found.generation)
+    return found.checkpoint
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A checkpoint of a run with the Hugging Face configs of its weights.
+
+    Attributes:
+        shapes: the weights under Octavo's names, on the meta device.
+        read: gives the values of one.
+        tokenizer: its folder; None for a run without.
+    """
+
+    checkpoint: Path
+    config: Any
+    generation: Any
+    tokenizer: Path | None
+    shapes: Mapping[str, torch.Tensor]
+    read: Callable[[str], torch.Tensor]
+
+
+def run_config(run: Path) -> RunConfig:
+    """The configuration of a run; an InputError for a folder that is none."""
+    config = RunFolder(run).config() if run.is_dir() else None
     if config is None:
         guess = nearest(run.name, [p.parent.name for p in run.parent.glob("*/run.toml")])
         hint = f" Did you mean {run.parent / guess}?" if guess else " Give the folder that octavo train printed at its end."
         raise InputError(f"{str(run)!r} is not the folder of a run: it has no run.toml.{hint}")
-    _check_empty(to)
-    checkpoint, _ = newest_whole(folder.checkpoints, warn)
+    return config
+
+
+def open_run(run: Path, config: RunConfig, name: str | None = None) -> OpenRun:
+    """The newest whole checkpoint of a run, or that of the name "step-N".
+
+    Raises:
+        InputError: there is no checkpoint, or none of that name.
+        OctavoError: it is damaged, or none is whole.
+    """
+    folder = RunFolder(run)
+    if name is None:
+        checkpoint, _ = newest_whole(folder.checkpoints, warn)
+    else:
+        names = [path.name for _, path in step_folders(folder.checkpoints)]
+        if names and name not in names:
+            raise unknown("checkpoint", name, names, key="--checkpoint")
+        checkpoint = folder.checkpoints / name if names else None
     if checkpoint is None:
         raise InputError(f"{run} has no checkpoint yet: run octavo train {folder.run_file} first.")
     if (folder.model / "config.json").is_file():
@@ -108,9 +182,7 @@ def export_run(run: Path, to: Path) -> Path:
     tokenizer = folder.tokenizer if folder.tokenizer.is_dir() else None
     generation = _fit_token_ids(hf_config, load_generation_config(str(folder.model)), tokenizer)
     stored = StoredWeights(checkpoint)
-    write_pretrained(empty_tensors(stored.layout, "meta"), hf_config, to, tokenizer, read=stored.__getitem__)
-    write_atomic(to / "generation_config.json", generation.to_json_string())  # save_pretrained refuses some of the Hub's
-    return checkpoint
+    return OpenRun(checkpoint, hf_config, generation, tokenizer, empty_tensors(stored.layout, "meta"), stored.__getitem__)
 
 
 def _fit_token_ids(config: Any, generation: Any | None, tokenizer: Path | None) -> Any:

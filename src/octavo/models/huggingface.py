@@ -1,0 +1,182 @@
+"""Hugging Face's interface of Octavo's decoder: the names of its models that loops, Trainer, Accelerate and PEFT use.
+
+Cheap and exact methods are here. Generation needs a cache of keys and values, so the weights are handed to transformers' own
+model: exact by construction, for the price of one copy of the weights a call. Every other name raises an error with the way,
+and `hasattr` is False for it, so that libraries do as with any module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from octavo.errors import InputError, nearest
+from octavo.models.convert import to_huggingface, write_pretrained
+from octavo.models.spec import ModelSpec
+
+_OWN = 'octavo.transform(model, blocks="own") keeps Hugging Face\'s code'
+_BEFORE = "call it on Hugging Face's model, before octavo.transform"
+_RECOMPUTE = "octavo.transform(model, recompute=True) recomputes activations in backward"
+_PEFT = "add adapters before octavo.transform: octavo.transform(get_peft_model(model, config))"
+_CACHE = "it keeps no keys and values: model.generate(...) generates with a cache, through transformers' own model"
+_COPY = "octavo.to_huggingface(model) is transformers' own model with these weights"
+_INSTEAD = {
+    "resize_token_embeddings": _BEFORE,
+    "set_input_embeddings": _BEFORE,
+    "set_output_embeddings": _BEFORE,
+    "tie_weights": "set tie_word_embeddings in the config before octavo.transform",
+    "push_to_hub": "octavo.export(model, folder), then `hf upload`",
+    "from_pretrained": "octavo.transform(AutoModelForCausalLM.from_pretrained(folder))",
+    "gradient_checkpointing_enable": _RECOMPUTE,
+    "activation_checkpointing_enable": _RECOMPUTE,
+    "gradient_checkpointing_disable": f"without {_RECOMPUTE} nothing is recomputed",
+    "prepare_inputs_for_generation": f"{_CACHE}. For PEFT, {_PEFT}",
+    "add_adapter": _PEFT,
+    "load_adapter": _PEFT,
+    "set_adapter": _PEFT,
+    "set_attn_implementation": f"Octavo chooses the kernels of its attention, and {_OWN}",
+    "get_decoder": _COPY,
+    "base_model": _COPY,
+    "model": f"its blocks are model.layers, with the names of octavo.describe(model); {_COPY}",
+    "lm_head": f"its output head is model.head; {_COPY}",
+    "past_key_values": _CACHE,
+}
+"""Names of Hugging Face's models → the way to the same end."""
+_OF_DDP = "_ddp_params_and_buffers_to_ignore"
+"""An attribute that DistributedDataParallel looks up in the model that it is given."""
+_ARGUMENTS = {
+    "use_cache": _CACHE,
+    "past_key_values": _CACHE,
+    "inputs_embeds": f"it takes input_ids; {_OWN}, which takes both",
+    "output_attentions": f"its attention never stores the probabilities; {_OWN}, which can",
+    "token_type_ids": "it has no embedding of token types",
+    "cache_position": _CACHE,
+    "logits_to_keep": "with labels it returns the loss alone; leave labels or logits_to_keep out",
+}
+"""Arguments of Hugging Face's forward → the way. None and False ask for nothing."""
+
+
+class NotInOctavo(InputError, AttributeError):
+    """A name that Hugging Face's models have and Octavo's decoder has not; the message gives the way."""
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise an InputError for an argument of a forward that Octavo's decoder does not take, unless it is None, False or 0."""
+    for name, value in arguments.items():
+        if value is None or (isinstance(value, int) and not value):
+            continue
+        guess = nearest(name, ("input_ids", "attention_mask", "position_ids", "labels", "num_items_in_batch"))
+        way = _ARGUMENTS.get(name) or (f"did you mean {guess}?" if guess else _OWN)
+        shown = f" = {value!r}" if isinstance(value, bool | int | str) else ""
+        raise InputError(f"Octavo's decoder does not take {name}{shown}: {way.rstrip('.')}{'' if way.endswith('?') else '.'}")
+
+
+class PretrainedInterface(nn.Module):
+    """What Octavo's decoder has of `transformers.PreTrainedModel`."""
+
+    accepts_loss_kwargs = True
+    """Trainer passes `num_items_in_batch`, so that micro-batches with different numbers of targets count by their targets."""
+    loss_type = "ForCausalLM"
+    """Trainer counts targets without each sequence's first token."""
+    main_input_name = "input_ids"
+    config: Any
+    spec: ModelSpec
+    embedding: nn.Embedding
+    head: nn.Linear
+    data_group: dist.ProcessGroup | None
+    generation_config: Any = None
+    """Of the Hugging Face model that was transformed; written beside exported weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_drop_tied)
+        self.register_load_state_dict_pre_hook(_add_tied)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _INSTEAD:
+            raise NotInOctavo(f"Octavo's decoder has no {name}: {_INSTEAD[name]}.")
+        if name == _OF_DDP and vars(self).get("data_group") is not None:
+            raise InputError(
+                "DistributedDataParallel, of Trainer and Accelerate too, would join the ranks a second time: octavo.init shards"
+                " this model over them and sums its gradients. Leave octavo.init out, or write the loop without them."
+            )
+        return super().__getattr__(name)
+
+    def _get_name(self) -> str:
+        """The name of transformers' class: Trainer shifts labels for its label smoothing by it."""
+        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.spec.family]
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(self._get_name(), type(self).__name__, 1)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.embedding.weight.device
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The embedding."""
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The output head."""
+        return self.head
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """The number of parameters, a tied one counted once; of a sharded model those of all ranks."""
+        return sum(
+            parameter.numel()
+            for parameter in self.parameters()
+            if (parameter.requires_grad or not only_trainable)
+            and not (exclude_embeddings and parameter is self.embedding.weight)
+        )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, arguments included, by transformers' own model with these weights, in their dtype.
+
+        FP8 has no part in it. A copy of the weights lives while it runs; of a sharded model a whole one on each rank, and all
+        ranks call it. For samples during training see `octavo.run.sample.sample_text`.
+        """
+        return to_huggingface(self).generate(*args, **kwargs)
+
+    def save_pretrained(self, folder: str | Path, *, is_main_process: bool = True, **others: Any) -> None:
+        """Write the model for `from_pretrained` to a new folder, as `octavo.export` does.
+
+        Raises:
+            InputError: the folder is not empty or cannot be written, an argument is unknown, or there are several ranks.
+        """
+        if asked := [name for name, value in others.items() if value not in (None, False)]:
+            raise InputError(
+                f"save_pretrained of Octavo's decoder does not take {asked[0]}: call octavo.export(model, folder)."
+            )
+        if self.data_group is not None:
+            raise InputError(
+                "save_pretrained writes the model of one process, and this one is of several ranks: octavo.export(model,"
+                " folder), which all ranks call, gathers and writes it."
+            )
+        if is_main_process:
+            tensors = {name: tensor.detach() for name, tensor in self.state_dict().items()}
+            write_pretrained(tensors, self.config, folder, generation=self.generation_config)
+
+
+def _drop_tied(model: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+    """Leave a tied weight once in a state dict: safetensors, and so Trainer, refuses two names for the same memory.
+
+    With `keep_vars=True` both names stay, since the caller sees the tie.
+    """
+    assert isinstance(model, PretrainedInterface)
+    if model.spec.tied and state.get(f"{prefix}head.weight") is not model.head.weight:
+        state.pop(f"{prefix}head.weight", None)
+
+
+def _add_tied(model: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any) -> None:
+    """Accept a state dict with a tied weight under the embedding's name alone."""
+    assert isinstance(model, PretrainedInterface)
+    if model.spec.tied and f"{prefix}embedding.weight" in state:
+        state.setdefault(f"{prefix}head.weight", state[f"{prefix}embedding.weight"])

@@ -1,0 +1,348 @@
+"""Text from a model: of a checkpoint or a folder through Hugging Face's generation, or of the live model of a training.
+
+A sample during training changes nothing of it: no gradient, no FP8 state, no random generator. The live model has no cache of
+keys and values, so each token costs a forward of the whole text, always of the same shape: fine for some tens of tokens, and
+right for any causal model and any sharding. Prompts are encoded as training documents are: a special token's name is text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from octavo.data import tokenizer as tokenizers
+from octavo.data.special_tokens import SpecialTokens
+from octavo.errors import InputError, OctavoError, first_line, nearest
+from octavo.models.convert import load_pretrained, without_progress_bar
+from octavo.models.decoder import Decoder
+from octavo.models.sources import load_config, load_generation_config
+from octavo.models.weight_files import WeightFiles
+from octavo.parallel.coordination import all_ranks
+from octavo.run.export import open_run, run_config
+from octavo.run.folder import RunFolder
+
+TOKENS = 128
+"""Tokens of a sample of `octavo sample`, or fewer where the model's positions end."""
+TEMPERATURE = 0.8
+TOP_P = 0.95
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The way to choose tokens: temperature 0 takes the most probable one."""
+
+    temperature: float
+    top_p: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.temperature != 0 and not 0.01 <= self.temperature <= 100:
+            raise InputError(
+                f"temperature = {self.temperature}: use 0 for the most probable token each time, or 0.01 to 100, such as 0.8."
+            )
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p = {self.top_p}: use a share of the probability above 0, at most 1.")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed = {self.seed}: use a whole number from 0 to 2^63 - 1.")
+
+    def token(self, logits: Tensor, generator: torch.Generator) -> int:
+        """A token by its logits [V]."""
+        logits = logits.detach().float().cpu()
+        if bool(logits.isnan().any()) or not bool(logits.isfinite().any()):
+            raise OctavoError("the model's logits are not finite: there is no token to choose. Look at the loss of the run.")
+        if self.temperature == 0:
+            return int(logits.argmax())
+        probabilities, order = (logits.double() / self.temperature).softmax(0).sort(descending=True, stable=True)
+        before = probabilities.cumsum(0) - probabilities
+        return int(order[torch.multinomial(probabilities.where(before < self.top_p, 0), 1, generator=generator)])
+
+
+@dataclass(frozen=True)
+class _Tokenizer:
+    """The tokenizer of a folder: the ids of prompts and the text of ids."""
+
+    folder: Path
+
+    @functools.cached_property
+    def _theirs(self) -> Any:
+        try:
+            return AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=False)
+        except Exception as error:  # transformers raises of many kinds
+            raise InputError(
+                f"{self.folder}: the tokenizer cannot be loaded: {first_line(error).rstrip('.:')}. Save it there again:"
+                f" tokenizer.save_pretrained({str(self.folder)!r})."
+            ) from None
+
+    @functools.cached_property
+    def _encoder(self) -> tokenizers.Encoder:
+        _ = self._theirs  # explains a folder without one
+        return tokenizers.load(str(self.folder))
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids that end a document."""
+        return () if self._encoder.end is None else (self._encoder.end,)
+
+    def encode(self, prompt: str | None, vocabulary: int) -> list[int]:
+        """The ids of a prompt, with the tokens that the tokenizer puts before a document; None for these tokens alone."""
+        if prompt is None:
+            special = SpecialTokens.of(self.folder)
+            first = next(([one] for one in (special.bos, special.eos) if one is not None), [])
+            ids = list(self._encoder.prefix) or first
+            if not ids:
+                raise InputError(f'{self.folder}: the tokenizer has no token that begins a text. Give a prompt: --prompt "…".')
+        else:
+            ids = self._encoder.encode_batch([prompt])[0]
+            if not ids:
+                raise InputError("the prompt is empty: give at least a word, or leave --prompt out to begin a new text.")
+            ids = [*self._encoder.prefix, *ids]
+        if max(ids) >= vocabulary:
+            raise InputError(
+                f"{self.folder}: the prompt has the token {max(ids)}, and the model {vocabulary} tokens (vocab_size): the"
+                " tokenizer is of another model."
+            )
+        return ids
+
+    def text(self, ids: list[int]) -> str:
+        """The text of ids, without special tokens."""
+        return str(self._theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+@functools.lru_cache(maxsize=4)
+def _tokenizer(folder: Path, changed: int) -> _Tokenizer:
+    return _Tokenizer(folder)
+
+
+def _tokenizer_of(folder: Path) -> _Tokenizer:
+    """The tokenizer of a folder, loaded once until its file changes."""
+    if not tokenizers.tokenizer_files(str(folder)):
+        raise InputError(
+            f"{folder} has no tokenizer (tokenizer.json), so text can neither be read nor written: save the tokenizer of the"
+            f" model there, tokenizer.save_pretrained({str(folder)!r})."
+        )
+    file = folder / "tokenizer.json"
+    return _tokenizer(folder.absolute(), file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+def _room(config: Any, prompt: int, tokens: int | None) -> int:
+    """Tokens to generate: as many as asked, by default `TOKENS` or as many as fit behind the prompt."""
+    if tokens is not None and tokens < 1:
+        raise InputError(f"tokens = {tokens}: generate at least 1.")
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int):  # a model without positions, such as Mamba
+        return tokens or TOKENS
+    if prompt >= positions:
+        raise InputError(
+            f"the prompt has {prompt:,} tokens, and the model {positions:,} positions (max_position_embeddings): give at most"
+            f" {positions - 1:,} tokens."
+        )
+    room = positions - prompt
+    if tokens is not None and tokens > room:
+        raise InputError(
+            f"{prompt:,} tokens of the prompt and {tokens:,} new ones are more than the model's {positions:,} positions"
+            f" (max_position_embeddings): set --tokens {room}, or shorten the prompt."
+        )
+    return tokens or min(TOKENS, room)
+
+
+def sample(
+    source: str | Path,
+    prompt: str | None = None,
+    *,
+    checkpoint: str | None = None,
+    tokens: int | None = None,
+    temperature: float = TEMPERATURE,
+    top_p: float = TOP_P,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Continue a prompt with the model of a run or of a Hugging Face folder, on a GPU if there is one.
+
+    Args:
+        source: the folder of a run, of an export, or of a model of Hugging Face.
+        prompt: None for a new text.
+        checkpoint: "step-N" of a run; its newest when absent.
+        tokens: new ones at most; when absent 128, or fewer where the model's positions end.
+        temperature: 0 takes the most probable token each time.
+        top_p: tokens are drawn from the most probable ones that have this share of the probability together.
+        seed: the same one gives the same text on the same machine.
+
+    Returns:
+        source, checkpoint (None for a folder), prompt, text (with the prompt), prompt_tokens, tokens, ended (by an end token),
+        temperature, top_p and seed.
+
+    Raises:
+        InputError: no run or model, no checkpoint, no tokenizer, an empty or too long prompt, or no causal language model.
+        OctavoError: a checkpoint is damaged.
+    """
+    choice, source = _Choice(temperature, top_p, seed), Path(source)
+    model, folder, step = (
+        _of_run(source, checkpoint) if RunFolder(source).run_file.is_file() else _of_folder(source, checkpoint)
+    )
+    tokenizer = _tokenizer_of(folder)
+    config = model.config.get_text_config(decoder=True)
+    ids = tokenizer.encode(prompt, config.vocab_size)
+    room = _room(config, len(ids), tokens)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    new = _generated(model, ids, room, choice, tokenizer.ends)
+    return {
+        "source": str(source),
+        "checkpoint": step,
+        "prompt": prompt,
+        "text": tokenizer.text([*ids, *new]),
+        "prompt_tokens": len(ids),
+        "tokens": len(new),
+        "ended": bool(new) and new[-1] in _ends(model, tokenizer.ends),
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+    }
+
+
+def _of_run(run: Path, checkpoint: str | None) -> tuple[PreTrainedModel, Path, str]:
+    """(the model of a run's checkpoint, the folder of its tokenizer, the name of the checkpoint)."""
+    found = open_run(run, run_config(run), checkpoint)
+    tokenizer = found.tokenizer or RunFolder(run).tokenizer
+    _ = _tokenizer_of(tokenizer).ends  # refused before the weights are read
+    model = load_pretrained(found.shapes, found.config, read=found.read, generation=found.generation)
+    return model, tokenizer, found.checkpoint.name
+
+
+def _of_folder(folder: Path, checkpoint: str | None) -> tuple[PreTrainedModel, Path, None]:
+    """(the model of a Hugging Face folder, the folder of its tokenizer, None)."""
+    if not (folder / "config.json").is_file():
+        around = folder.parent
+        near = nearest(folder.name, [p.name for p in around.iterdir() if p.is_dir()] if around.is_dir() else [])
+        weights = any(folder.glob("*.safetensors")) if folder.is_dir() else False
+        hint = (
+            " Its weights are of a model without a Hugging Face config, such as a vision transformer, which has no text."
+            if weights
+            else f" Did you mean {str(around / near)!r}?"
+            if near and near != folder.name
+            else " Give the folder that octavo train printed at its end, or one with a config.json."
+        )
+        raise InputError(f"{str(folder)!r} is neither the folder of a run (run.toml) nor of a model (config.json).{hint}")
+    if checkpoint is not None:
+        raise InputError(
+            f"--checkpoint {checkpoint}: {str(folder)!r} is a model's folder, which has no checkpoints. Leave it out."
+        )
+    config = load_config(str(folder))
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise InputError(
+            f"{str(folder)!r} has a model of the kind {config.model_type!r}, which is no causal language model: it generates no"
+            " text from a prompt alone."
+        )
+    _ = _tokenizer_of(folder).ends  # refused before the weights are read
+    WeightFiles(folder)  # refuses pickles, quantised and damaged weights
+    with without_progress_bar():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(folder), trust_remote_code=False, dtype="auto")
+    generation = load_generation_config(str(folder))
+    if generation is not None:
+        model.generation_config = generation
+    return model, folder, None
+
+
+def _ends(model: PreTrainedModel, ends: tuple[int, ...]) -> list[int]:
+    """The ids that end a text: those of the generation config, and the tokenizer's."""
+    listed = getattr(model.generation_config, "eos_token_id", None)
+    own = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    return sorted({*own, *ends})
+
+
+def _generated(model: PreTrainedModel, ids: list[int], tokens: int, choice: _Choice, ends: tuple[int, ...]) -> list[int]:
+    """New ids by Hugging Face's generation; this process's random states stay as they were."""
+    stop = _ends(model, ends)
+    drawn = {"do_sample": True, "temperature": choice.temperature, "top_p": choice.top_p, "top_k": 0}
+    config = GenerationConfig(
+        max_new_tokens=tokens,
+        eos_token_id=stop or None,
+        pad_token_id=stop[0] if stop else 0,  # of the one text nothing is padded
+        **(drawn if choice.temperature else {"do_sample": False}),
+    )
+    model.generation_config = config  # else sampling settings of the folder would join these
+    given = torch.tensor([ids], device=model.device)
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(choice.seed)
+        found = model.generate(given, attention_mask=torch.ones_like(given))
+    return [int(one) for one in found[0, len(ids) :]]
+
+
+@torch.no_grad()
+def sample_text(
+    model: nn.Module,
+    tokenizer_folder: str | Path,
+    prompt: str | None,
+    *,
+    tokens: int = 64,
+    temperature: float = TEMPERATURE,
+    top_p: float = TOP_P,
+    seed: int = 0,
+) -> str:
+    """The prompt and its continuation by the live model of a training, in `dtype` without FP8; the training goes on unchanged.
+
+    Between steps, outside of `octavo.fp8_autocast`. All ranks call it with the same arguments and get the same text.
+
+    Args:
+        model: Octavo's decoder or a causal language model of its own code, sharded or not.
+        tokenizer_folder: that of the run.
+        prompt, tokens, temperature, top_p, seed: as in `sample`.
+
+    Raises:
+        InputError: no tokenizer, an empty prompt, or more tokens than the model has positions.
+        OctavoError: the model's logits are not finite.
+    """
+    choice, ranks = _Choice(temperature, top_p, seed), all_ranks()
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "vocab_size"):
+        raise InputError(f"{type(model).__name__} has no Hugging Face config with a vocab_size: it is no language model.")
+
+    def prepared() -> list[int]:
+        found = _tokenizer_of(Path(tokenizer_folder)).encode(prompt, config.vocab_size)
+        _room(config, len(found), tokens)
+        return found
+
+    ids = ranks.on_rank_0(prepared)
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    # Always the same shape, since kernels are chosen by it. No token sees those behind it.
+    text = torch.tensor([ids + ids[-1:] * tokens], device=device)
+    end = len(ids)
+    ends = ranks.on_rank_0(lambda: _tokenizer_of(Path(tokenizer_folder)).ends)
+    with _evaluating(model):
+        while end < text.shape[1]:
+            logits = _logits(model, text, end - 1)
+            chosen = ranks.on_rank_0(functools.partial(choice.token, logits, generator))
+            text[0, end] = chosen
+            end += 1
+            if chosen in ends:
+                break
+    return ranks.on_rank_0(lambda: _tokenizer_of(Path(tokenizer_folder)).text(text[0, :end].tolist()))
+
+
+def _logits(model: nn.Module, text: Tensor, position: int) -> Tensor:
+    """The logits [V] after the token at a position."""
+    if isinstance(model, Decoder):
+        logits: Tensor = model(input_ids=text, logits_to_keep=torch.tensor([position], device=text.device)).logits
+        return logits[0, 0]
+    output = model(input_ids=text)
+    logits = getattr(output, "logits", output)
+    return logits[0, position]
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; then the mode of each module as before, since some may be frozen in evaluation mode."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,243 @@
+"""Octavo's decoder has what loops use of a Hugging Face model, with its results, and names the way to the rest."""
+
+import copy
+import json
+
+import pytest
+import torch
+from expectations import refused, same_bits
+from llamas import SHAPES, VOCABULARY, llama, tokens
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel, MixtralConfig
+
+import octavo
+from octavo.build import transform
+from octavo.errors import InputError
+from octavo.models.convert import load_pretrained
+
+SOME = ("plain", "tied", "all-biases", "one-group", "mistral-llama3-rope")
+
+
+def pair(seed=0, **changes):
+    """A Hugging Face model and its transformation in float32, both in evaluation mode."""
+    reference = llama(seed, **changes).eval()
+    return reference, transform(copy.deepcopy(reference), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SOME)
+def test_a_decoder_becomes_hugging_faces_model_again_to_the_bit(shape, dtype):
+    reference = llama(3, dtype, **SHAPES[shape])
+    reference.generation_config = GenerationConfig(eos_token_id=[5, 7], temperature=0.25, do_sample=True)
+    model = transform(copy.deepcopy(reference))
+    back = octavo.to_huggingface(model)
+    assert type(back) is type(reference)
+    assert back.dtype == dtype
+    assert not back.training
+    same_bits(back.state_dict(), reference.state_dict())
+    assert (back.lm_head.weight is back.model.embed_tokens.weight) == reference.config.tie_word_embeddings
+    assert back.generation_config.to_dict() == reference.generation_config.to_dict()
+    ids = tokens(2, 9)
+    assert torch.equal(back(input_ids=ids).logits, reference.eval()(input_ids=ids).logits)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    same_bits(back.state_dict(), reference.state_dict())  # no memory is shared
+
+
+OWN_CODE = {
+    "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16),
+    "mixtral": MixtralConfig(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=3,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_CODE)
+def test_weights_of_a_models_own_code_become_its_model_again_to_the_bit(kind):
+    """As `octavo sample` takes them from a checkpoint; Mixtral's experts are published one by one and joined again."""
+    reference = AutoModelForCausalLM.from_config(OWN_CODE[kind])
+    tensors = transform(copy.deepcopy(reference), dtype=torch.float32).state_dict()
+    found = load_pretrained(tensors, reference.config)
+    assert type(found) is type(reference)
+    same_bits(found.state_dict(), reference.state_dict())
+
+
+def test_a_model_with_its_own_code_is_told_what_to_do():
+    model = transform(GPT2LMHeadModel(OWN_CODE["gpt2"]), dtype=torch.float32)
+    refused(("GPT2LMHeadModel", "octavo.export(model, folder)"), octavo.to_huggingface, model)
+
+
+@pytest.mark.parametrize("shape", SOME)
+def test_greedy_text_is_that_of_hugging_faces_model(shape):
+    reference, model = pair(2, **SHAPES[shape], eos_token_id=None)
+    model.train()
+    ids = tokens(2, 5)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), reference.generate(ids, **options))
+    assert model.training
+
+
+@pytest.mark.parametrize("shape", ["plain", "tied"])
+def test_save_pretrained_writes_what_export_writes(shape, tmp_path):
+    reference, model = pair(**SHAPES[shape])
+    model.save_pretrained(tmp_path / "saved", is_main_process=False)
+    assert not (tmp_path / "saved").exists()
+    model.save_pretrained(tmp_path / "saved")
+    octavo.export(model, tmp_path / "exported")
+    reference.save_pretrained(tmp_path / "theirs")
+    names = {path.name for path in (tmp_path / "theirs").iterdir()}
+    assert names == {"model.safetensors", "config.json", "generation_config.json"}
+    for name in names:
+        saved = (tmp_path / "saved" / name).read_bytes()
+        assert saved == (tmp_path / "exported" / name).read_bytes()
+    same_bits(load_file(tmp_path / "saved" / "model.safetensors"), load_file(tmp_path / "theirs" / "model.safetensors"))
+    ours, theirs = (json.loads((tmp_path / f / "generation_config.json").read_text()) for f in ("saved", "theirs"))
+    assert ours == theirs
+    refused("not empty", model.save_pretrained, tmp_path / "saved")
+    refused(("push_to_hub", "octavo.export"), model.save_pretrained, tmp_path / "hub", push_to_hub=True)
+
+
+def test_a_generation_config_stays_with_the_model(tmp_path):
+    reference, _ = pair()
+    reference.generation_config = GenerationConfig(eos_token_id=[5, 7], temperature=0.25, do_sample=True)
+    octavo.export(transform(reference), tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [5, 7]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_hidden_states_are_hugging_faces(recompute):
+    reference, _ = pair(4)
+    model = transform(copy.deepcopy(reference), dtype=torch.float32, recompute=recompute)
+    ids = tokens(2, 11)
+    theirs = reference(input_ids=ids, output_hidden_states=True).hidden_states
+    ours = model(input_ids=ids, output_hidden_states=True).hidden_states
+    assert len(ours) == len(theirs) == 3
+    for own, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
+    with_labels = model(input_ids=ids, labels=ids, output_hidden_states=True)
+    assert torch.equal(with_labels.hidden_states[-1], ours[-1])
+    assert torch.equal(with_labels.loss, model(input_ids=ids, labels=ids).loss)
+
+
+def test_results_as_a_tuple_and_logits_of_some_positions():
+    reference, model = pair()
+    ids = tokens(2, 9)
+    whole = model(input_ids=ids, use_cache=False, past_key_values=None, output_attentions=False).logits
+    (logits,) = model(input_ids=ids, return_dict=False)
+    assert torch.equal(logits, whole)
+    (loss,) = model(input_ids=ids, labels=ids, return_dict=False)
+    assert torch.equal(loss, model(input_ids=ids, labels=ids).loss)
+    for kept in (1, 4, torch.tensor([0, 7])):
+        found = model(input_ids=ids, logits_to_keep=kept).logits
+        torch.testing.assert_close(found, reference(input_ids=ids, logits_to_keep=kept).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"use_cache": True}, "use_cache = True: it keeps no keys and values: model.generate"),
+        ({"past_key_values": ()}, "past_key_values"),
+        ({"inputs_embeds": torch.zeros(1, 9, 48)}, 'blocks="own"'),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"label": torch.ones(2, 9)}, "did you mean labels?"),
+        ({"labels": tokens(2, 9), "logits_to_keep": 1}, "with labels it returns the loss alone"),
+        ({"something": 3}, "something = 3"),
+    ],
+)
+def test_an_argument_that_the_decoder_cannot_follow_is_refused(arguments, words):
+    _, model = pair()
+    refused(words, model, input_ids=tokens(2, 9), **arguments)
+
+
+@pytest.mark.parametrize("shape", ["plain", "tied"])
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_parameters_are_counted_as_hugging_face_counts_them(shape, embeddings):
+    reference, _ = pair(**SHAPES[shape])
+    reference.lm_head.weight.requires_grad_(False)
+    model = transform(copy.deepcopy(reference), dtype=torch.float32)
+    for only in (False, True):
+        options = {"only_trainable": only, "exclude_embeddings": embeddings}
+        assert model.num_parameters(**options) == reference.num_parameters(**options)
+    assert model.get_input_embeddings().weight is model.embedding.weight
+    assert model.get_output_embeddings().weight is model.head.weight
+    assert model.device == reference.device
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("resize_token_embeddings", "before octavo.transform"),
+        ("push_to_hub", "octavo.export"),
+        ("gradient_checkpointing_enable", "recompute=True"),
+        ("activation_checkpointing_enable", "recompute=True"),
+        ("prepare_inputs_for_generation", "get_peft_model"),
+        ("add_adapter", "get_peft_model"),
+        ("past_key_values", "model.generate"),
+        ("model", "octavo.to_huggingface"),
+        ("lm_head", "model.head"),
+    ],
+)
+def test_what_is_missing_names_the_way_and_hasattr_is_false(name, way):
+    _, model = pair()
+    assert hasattr(llama(), name) or name in ("activation_checkpointing_enable", "past_key_values")
+    assert not hasattr(model, name)
+    refused((name, way), getattr, model, name)
+    with pytest.raises(AttributeError):
+        getattr(model, name)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = model.nonsense
+
+
+def test_a_tied_weight_is_in_a_state_dict_once_so_that_safetensors_writes_it(tmp_path):
+    _, model = pair(tie_word_embeddings=True)
+    _, other = pair(9, tie_word_embeddings=True)
+    save_file(model.state_dict(), tmp_path / "file.safetensors")
+    state = load_file(tmp_path / "file.safetensors")
+    assert "head.weight" not in state
+    other.load_state_dict(state)
+    same_bits(other.state_dict(), model.state_dict())
+    assert other.head.weight is other.embedding.weight
+    other.load_state_dict({**state, "head.weight": state["embedding.weight"]})  # as older files have it
+    with pytest.raises(RuntimeError, match=r"embedding\.weight"):
+        other.load_state_dict({name: tensor for name, tensor in state.items() if name != "embedding.weight"})
+
+
+def test_hooks_of_the_embedding_run():
+    """NEFTune's noise is one."""
+    reference, model = pair()
+    for m in (reference, model):
+        m.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output * 2)
+    ids = tokens(2, 9)
+    torch.testing.assert_close(model(input_ids=ids).logits, reference(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_that_the_loss_would_bypass_is_refused():
+    class Adapter(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.weight = base, base.weight
+
+    _, model = pair()
+    model.head = Adapter(model.head)
+    for labels in ({}, {"labels": tokens(2, 9)}):
+        refused(("Adapter", "get_peft_model"), model, input_ids=tokens(2, 9), **labels)
+
+
+def test_its_text_is_that_of_a_decoder():
+    assert str(pair()[1]).startswith(f"Decoder(\n  (embedding): Embedding({VOCABULARY}, 48)")
+
+
+def test_no_error_of_the_interface_is_lost_in_a_pickle_or_a_copy():
+    _, model = pair()
+    again = copy.deepcopy(model)
+    ids = tokens(1, 4)
+    assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
+    with pytest.raises(InputError):
+        _ = again.push_to_hub
