@@ -647,7 +647,7 @@ POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
             "optimizer__betas": st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=2),
             "train__output": st.none() | WORD,
             "train__steps": st.integers(1, 2**63 - 1),
-            "log__trackers": st.lists(st.sampled_from(["wandb", "trackio"]), max_size=2),
+            "log__trackers": st.lists(st.sampled_from(["wandb", "trackio"]), max_size=2, unique=True),
         }
     )
 )

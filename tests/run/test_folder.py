@@ -32,7 +32,7 @@ def test_a_file_of_somebody_is_not_overwritten(tiny_run, capsys, name):
 
 
 def test_a_start_that_was_killed_after_its_first_file_is_continued(tiny_run, monkeypatch, capsys):
-    run = tiny_run(steps=1)
+    run = tiny_run(steps=3)
     write = folder.write_atomic
 
     def full(path, data):
