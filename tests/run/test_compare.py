@@ -130,6 +130,15 @@ def test_runs_on_other_data_are_named_with_the_keys_that_differ(tmp_path, capsys
     assert captured.err == "".join(f"octavo: {warning}\n" for warning in warnings)
 
 
+def test_other_weights_of_the_same_tokens_are_other_samples(tmp_path):
+    folders = [described(tmp_path / name, [2.0, 2.0], fingerprint="0" * 64) for name in "ab"]
+    for folder, weights in zip(folders, ("[1, 2]", "[2, 1]"), strict=True):
+        text = (folder / "run.toml").read_text()
+        (folder / "run.toml").write_text(text.replace('"a.jsonl"', f'["a.jsonl", "b.jsonl"]\nweights = {weights}'))
+    (warning,) = compare(folders)["warnings"]
+    assert "data.weights ([1.0, 2.0] and [2.0, 1.0])" in warning
+
+
 def test_a_run_that_goes_on_and_a_longer_one_are_compared_at_the_steps_of_both(tmp_path):
     whole = described(tmp_path / "whole", [3.0, 2.0, 1.0, 1.0])
     going_on = described(tmp_path / "going", [3.0, 2.2], steps=4)
