@@ -54,6 +54,7 @@ steps = {steps}
 global_batch = 4
 micro_batch = 2
 validate_batches = 2
+sample_tokens = 0
 
 [checkpoint]
 every = {every}

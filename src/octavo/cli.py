@@ -259,15 +259,16 @@ def describe(
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/demo.", show_default=False)],
     to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="A new folder for the weights.", show_default=False)],
+    checkpoint: Annotated[str | None, typer.Option(metavar="step-N", help="A checkpoint; the newest if absent.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's newest weights, config and tokenizer for Hugging Face."""
+    """Write a run's weights, config and tokenizer for Hugging Face."""
     from octavo.run.export import export_run
     from octavo.storage import new_folder
 
-    checkpoint = export_run(run, to := new_folder(to, "--to"))
-    text = f"{checkpoint} is in {to}: AutoModelForCausalLM.from_pretrained({str(to)!r}) loads it."
-    _print({"checkpoint": str(checkpoint), "folder": str(to)} if as_json else [text])
+    written = export_run(run, to := new_folder(to, "--to"), checkpoint)
+    text = f"{written} is in {to}: AutoModelForCausalLM.from_pretrained({str(to)!r}) loads it."
+    _print({"checkpoint": str(written), "folder": str(to)} if as_json else [text])
 
 
 @app.command(epilog='Example: octavo sample runs/demo --prompt "Return the"')

@@ -92,6 +92,12 @@ _NEEDS = (
         "train.validate_every above 0",
     ),
     _Need(
+        ("train.sample_every", "train.sample_prompt"),
+        ("train.sample_tokens",),
+        lambda config: config.train.sample_tokens > 0,
+        "train.sample_tokens above 0",
+    ),
+    _Need(
         ("train.extended",),
         ("optimizer.schedule",),
         lambda config: config.optimizer.schedule != "constant",

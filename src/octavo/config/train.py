@@ -66,9 +66,8 @@ class TrainConfig(Section):
     sample_every: int = Field(
         0, ge=0, description="Steps between samples of generated text on the screen; 0: only at the end of the run."
     )
-    sample_prompt: str | None = Field(
-        None, description="Beginning of the generated text; that of the validation text (or the training text) when absent."
-    )
+    sample_prompt: str | None = Field(None, description="Beginning of the generated text; a new text when absent.")
+    sample_tokens: int = Field(48, ge=0, description="Tokens of the generated text; 0: no samples.")
 
     @field_validator("extended")
     @classmethod

@@ -116,16 +116,16 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def export_run(run: Path, to: Path) -> Path:
-    """Write the newest whole checkpoint of `run` to the folder `to`; returns the checkpoint.
+def export_run(run: Path, to: Path, checkpoint: str | None = None) -> Path:
+    """Write a checkpoint of `run` (`step-N`, or the newest whole one) to the folder `to`; returns the checkpoint.
 
     Raises:
-        InputError: `run` is no run, or `to` is not an empty folder.
+        InputError: `run` is no run, `to` is not an empty folder, or the run has no such checkpoint.
         OctavoError: no checkpoint is whole.
     """
     config = run_config(run)
     _check_empty(to)
-    found = open_run(run, config)
+    found = open_run(run, config, checkpoint)
     write_pretrained(found.shapes, found.config, to, found.tokenizer, read=found.read, generation=found.generation)
     return found.checkpoint
 

@@ -25,6 +25,7 @@ CHANGEABLE: dict[str, str] = {
     "train.early_stopping": "an earlier end, of the same steps",
     "train.sample_every": "samples do not change the run",
     "train.sample_prompt": "samples do not change the run",
+    "train.sample_tokens": "samples do not change the run",
     "train.compare_bf16": "a separate run, after this one",
     "train.micro_batch": "the same gradient, in another order of summation",
     "train.recompute": "the same numbers, for less memory",

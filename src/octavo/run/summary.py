@@ -64,6 +64,7 @@ class Result:
             "bf16": vars(self.bf16) if self.bf16 else None,
             "gap_percent": self.gap_percent,
             "sample": self.sample,
+            "ended_early": self.ended_early,
         }
 
 
@@ -109,6 +110,8 @@ def summary_lines(result: Result) -> list[str]:
         f"The run is in {result.folder}: {files}.",
         f"Loss {own.first_loss:.4f} → {own.loss:.4f} ({mean}){validation}; {own.tokens_per_second:,.0f} tok/s.",
     ]
+    if result.ended_early:
+        facts.insert(1, f"It ended at step {own.steps} of {result.config.train.steps}: {result.ended_early}.")
     if other is not None and result.gap_percent is not None:
         dtype = short_name(result.config.model.dtype)
         cost = f"loss {own.loss:.4f} in FP8 and {other.loss:.4f} in {dtype}, a gap of {result.gap_percent:+.2f}%"

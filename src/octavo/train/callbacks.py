@@ -42,6 +42,9 @@ class Callback:
 class Events:
     """The events of one training, without anybody to tell: those of the twin without FP8."""
 
+    samples = False
+    """Samples of text are shown."""
+
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Model and optimizer are ready, restored from a checkpoint if there is one."""
 
@@ -61,6 +64,8 @@ class Events:
 
 class CallbackEvents(Events):
     """Passes events on to callbacks and to an evaluation."""
+
+    samples = True
 
     def __init__(self, trainer: Any, callbacks: Sequence[Callback], evaluation: Evaluation | None) -> None:
         self._trainer = trainer

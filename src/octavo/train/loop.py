@@ -23,7 +23,7 @@ from rich.console import Console
 from octavo.build import build_model, describe, sharding_of
 from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.reader import check_stored_weights, read_state, restore
-from octavo.data.loader import BatchLoader
+from octavo.data.loader import BatchLoader, passes
 from octavo.data.packing import Batch
 from octavo.data.prefetch import Prefetcher
 from octavo.data.prepared import PreparedData
@@ -36,7 +36,7 @@ from octavo.run.folder import RunFolder
 from octavo.run.metrics import MetricsFile, read_metrics
 from octavo.run.progress import StepProgress
 from octavo.run.resume import check_same_model
-from octavo.run.summary import Summary, summarise
+from octavo.run.summary import Result, Summary, summarise
 from octavo.run.trackers import Trackers
 from octavo.train import fp8_auto
 from octavo.train.callbacks import Events
@@ -45,6 +45,7 @@ from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import build_optimizer
 from octavo.train.own_code_check import check_own_code
 from octavo.train.plan import RunPlan, model_options
+from octavo.train.sampling import sample_of
 from octavo.train.step import TrainContext, begin_histories, train_step
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
@@ -84,12 +85,8 @@ def train_one(
     stop: StopRequest,
     watch: Watchdog,
     events: Events,
-) -> tuple[Summary, str]:
-    """Train one model in a locked folder, to the last step or to a signal.
-
-    Returns:
-        Its figures, and the reason for an early end; empty for a whole run.
-    """
+) -> Result:
+    """Train one model in a locked folder, to the last step or to a signal."""
     config = plan.config
     first_rank = state.rank == 0
     watch.start()
@@ -106,7 +103,7 @@ def train_one(
     if done == plan.steps or early:
         why = f" ({early})" if early else ""
         say(console, f"{label}: already trained, {done} of {plan.steps} steps{why}, in {folder.path}")
-        return _summary(folder, done), early
+        return Result(folder.path, config, _summary(folder, done), None, ended_early=early)
     with contextlib.ExitStack() as opened:
         names = config.log.trackers if first_rank else []
         trackers = Trackers(names, folder.path, config.model_dump(mode="json"), done + 1)
@@ -115,6 +112,9 @@ def train_one(
         if first_rank:
             folder.record(config, plan.hf_config, prepared.tokenizer_folder, plan.hardware.name)
             fp8_auto.record(plan, folder)
+        if config.data.weights:
+            epochs = passes(prepared, config.data, plan.steps * config.train.global_batch)
+            say(console, f"{label}: passes over the sources: {'; '.join(f'{each.source} {each}' for each in epochs)}")
         say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
         if latest is not None and first_rank:
             _warn_of_other_layout(latest, plan)
@@ -139,15 +139,14 @@ def train_one(
             if metrics.lost:
                 warn(f"{folder.metrics} lacks the last {metrics.lost} of the {done} steps that are done: it was damaged.")
         progress = StepProgress(console, label=label, steps=plan.steps, done=done, every=config.log.every)
-        session = _Session(
-            context, validation, prepared.manifest.fingerprint, metrics, checkpoints, trackers, progress, events, best
-        )
+        session = _Session(context, validation, prepared, metrics, checkpoints, trackers, progress, events, best)
         events.started(context.model, context.optimizer)
         with progress:
             done, early = _train_steps(session, done, stop)
+        sample = sample_of(context, prepared.tokenizer_folder) if events.samples else None
         if early:
             say(console, f"{label}: ended at step {done} of {plan.steps}: {early}")
-    return _summary(folder, done), early
+    return Result(folder.path, config, _summary(folder, done), None, ended_early=early, sample=sample)
 
 
 def _early_end(plan: RunPlan, best: BestValidation) -> str:
@@ -176,7 +175,7 @@ class _Session:
 
     context: TrainContext
     validation: list[Batch]
-    fingerprint: str
+    prepared: PreparedData
     metrics: MetricsFile | None
     checkpoints: Checkpointer
     trackers: Trackers
@@ -201,6 +200,8 @@ def _train_steps(session: _Session, done: int, stop: StopRequest) -> tuple[int, 
         session.trackers.log(record)
         session.progress.step(record)
         session.checkpoints.poll()
+        if session.events.samples and config.train.sample_every and step % config.train.sample_every == 0 and step < steps:
+            _show_sample(session, step)
         session.events.stepped(record)
         if "validation_loss" in record:
             session.events.validated(record)
@@ -234,6 +235,12 @@ def _validate(session: _Session, record: dict[str, Any]) -> bool:
     return is_best
 
 
+def _show_sample(session: _Session, step: int) -> None:
+    text = sample_of(session.context, session.prepared.tokenizer_folder)
+    if text is not None:
+        session.progress.say(f"sample at step {step}: {text}")
+
+
 def _save(session: _Session, step: int, *, wait: bool) -> float:
     """Save a checkpoint; returns the seconds that the training waited for it."""
     started = time.perf_counter()
@@ -242,7 +249,7 @@ def _save(session: _Session, step: int, *, wait: bool) -> float:
     if session.metrics is not None:
         session.metrics.sync()
     scalars = {
-        "data": session.fingerprint,
+        "data": session.prepared.manifest.fingerprint,
         "layout": _layout(context.plan),
         "loss_scale": None if context.loss_scale is None else context.loss_scale.state(),
     }
@@ -340,6 +347,7 @@ def _train_step(
     tflops, mfu = plan.rates(rate)
     record = {
         "step": step,
+        "epoch": session.context.loader.loader.epoch(step),
         "loss": result.loss,
         "lr": result.lr,
         "grad_norm": result.grad_norm,

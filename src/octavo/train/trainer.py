@@ -27,9 +27,10 @@ from octavo.parallel.coordination import all_ranks, writing_ranks
 from octavo.parallel.world import init, rank_variable, state
 from octavo.run import finished
 from octavo.run.folder import RunFolder, locked
+from octavo.run.plots import plot_run
 from octavo.run.resume import check_resumable, extend, with_keys_of
 from octavo.run.summary import Result
-from octavo.train import fp8_auto
+from octavo.train import fp8_auto, memory
 from octavo.train.callbacks import Callback, CallbackEvents, Evaluation, Events
 from octavo.train.loop import say, train_one
 from octavo.train.plan import RunPlan, check, steps_of_epochs
@@ -133,6 +134,8 @@ class Trainer:
                         bf16_plan = _fit_to_past(bf16_plan, bf16_folder)
                         twin = run.train(bf16_plan, prepared, bf16_folder, Events())
                         result = dataclasses.replace(result, bf16=twin.summary)
+                if state.rank == 0:
+                    plot_run(folder.path)
                 self._events.ended(result)
         self._stop = None
         return result
@@ -173,10 +176,8 @@ class _Run:
 
     def train(self, plan: RunPlan, prepared: PreparedData, folder: RunFolder, events: Events) -> Result:
         """Train one model in a locked folder."""
-        summary, ended_early = train_one(
-            plan, prepared, folder, console=self.console, stop=self.stop, watch=self.watch, events=events
-        )
-        return Result(folder.path, plan.config, summary, None, ended_early=ended_early)
+        with memory.explaining(plan):
+            return train_one(plan, prepared, folder, console=self.console, stop=self.stop, watch=self.watch, events=events)
 
 
 def _fit_to_past(plan: RunPlan, folder: RunFolder) -> RunPlan:
