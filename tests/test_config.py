@@ -307,9 +307,9 @@ def test_validation_text_of_its_own_is_enough_to_validate():
         ({"data__source": ["a.txt", "b.txt"], "data__weights": [1, -1.5]}, ["data.weights", "greater than 0"]),
         ({"data__source": ["a.txt", "b.txt"], "data__weights": [1, math.inf]}, ["data.weights", "finite"]),
         ({"data__source": ["a.txt", "b.txt"], "data__weights": 0.5}, ["data.weights = 0.5"]),
-        ({"data__seed": 2**64}, ["data.seed = 18446744073709551616", "less than or equal to 18446744073709551615"]),
+        ({"data__seed": 2**64}, ["data.seed = 18446744073709551616", "at most 9223372036854775807"]),
         ({"data__seed": -1}, ["data.seed = -1"]),
-        ({"train__seed": 2**63}, ["train.seed = 9223372036854775808", "less than or equal to 9223372036854775807"]),
+        ({"train__seed": 2**63}, ["train.seed = 9223372036854775808", "at most 9223372036854775807"]),
     ],
 )
 def test_weights_and_seeds_out_of_range_are_refused_with_the_limit(changes, words):
@@ -320,7 +320,7 @@ def test_weights_and_seeds_out_of_range_are_refused_with_the_limit(changes, word
 
 def test_the_largest_seeds_work():
     """Of the generators of data (numpy's Philox) and of `octavo.init`, whose ranks add their numbers to the seed."""
-    config = RunConfig.from_dict(values(data__seed=2**64 - 1, train__seed=2**63 - 1))
+    config = RunConfig.from_dict(values(data__seed=2**63 - 1, train__seed=2**63 - 1))
     assert SampleOrder([3], [1], config.data.seed)[0] in range(3)
     assert InitConfig(random_seed=config.train.seed).random_seed == 2**63 - 1
     seed_everything(config.train.seed + 2**20)

@@ -49,7 +49,7 @@ class DataConfig(Section):
         0.05, ge=0.0, lt=1.0, description="Share of the documents that is held out for validation."
     )
     seed: int = Field(
-        0, ge=0, le=2**64 - 1, description="Seed of the sampled documents, the validation split and the order of samples."
+        0, ge=0, le=2**63 - 1, description="Seed of the sampled documents, the validation split and the order of samples."
     )
     workers: int = Field(
         0, ge=0, le=64, description="Threads that prefetch the sequences of coming steps; 0: each step reads its own."

@@ -20,9 +20,11 @@ from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.data import rng
-from octavo.data.packing import Int64
+
+Int64 = npt.NDArray[np.int64]
 
 _EPOCHS = 2**40
 """Streams of random numbers of a source: one an epoch."""
