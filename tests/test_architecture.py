@@ -57,6 +57,9 @@ LIGHT = (
     "octavo.plan.flops",
     "octavo.plan.memory",
     "octavo.models.families",
+    "octavo.run.finished",
+    "octavo.run.paths",
+    "octavo.run.plots",
 )
 """Modules that load no torch when they are imported."""
 

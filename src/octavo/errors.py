@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 EXIT_FAILED = 1
 EXIT_INPUT = 2
+EXIT_INTERRUPTED = 130
+"""Ended by Ctrl-C with nothing to save (128 + SIGINT, as shells count)."""
 EXIT_STOPPED = 75
 """Stopped early but saved: run the same command again (BSD's EX_TEMPFAIL, on which Slurm can requeue)."""
 
@@ -33,6 +35,15 @@ class RunStopped(OctavoError):
     exit_code = EXIT_STOPPED
 
 
+class Interrupted(OctavoError):
+    """Ctrl-C outside of a training, which it would stop and save."""
+
+    exit_code = EXIT_INTERRUPTED
+
+    def __init__(self) -> None:
+        super().__init__("interrupted.")
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known name closest to `word`; None if none is close enough to be a typing error."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
@@ -53,6 +64,11 @@ def check_flags(owner: str, **flags: object) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise InputError(f"{owner}: {name} = {flag!r} is neither True nor False.")
+
+
+def install_extra(name: str) -> str:
+    """The command that installs an extra of Octavo, from an index of packages and from a clone."""
+    return f"pip install 'octavo[{name}]' (in a clone of Octavo: pip install -e '.[{name}]')"
 
 
 def warn(message: str) -> None:

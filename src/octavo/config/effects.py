@@ -66,7 +66,32 @@ _NEEDS = (
         ("optimizer.min_lr_fraction",),
         ("optimizer.schedule",),
         lambda config: config.optimizer.schedule != "constant",
-        'optimizer.schedule = "cosine" or "linear"',
+        'optimizer.schedule = "cosine", "linear" or "wsd"',
+    ),
+    _Need(
+        ("optimizer.decay_steps",),
+        ("optimizer.schedule",),
+        lambda config: config.optimizer.schedule == "wsd",
+        'optimizer.schedule = "wsd"',
+    ),
+    _Need(("train.epochs",), ("train.tokens",), lambda config: config.train.tokens is None, "no train.tokens"),
+    _Need(
+        ("train.steps",),
+        ("train.tokens", "train.epochs"),
+        lambda config: config.train.tokens is None and config.train.epochs is None,
+        "neither train.tokens nor train.epochs",
+    ),
+    _Need(
+        ("train.early_stopping", "checkpoint.best"),
+        ("train.validate_every",),
+        lambda config: config.train.validate_every > 0,
+        "train.validate_every above 0",
+    ),
+    _Need(
+        ("train.extended",),
+        ("optimizer.schedule",),
+        lambda config: config.optimizer.schedule != "constant",
+        "a schedule that ends",
     ),
     _Need(
         ("train.validate_every", "train.validate_batches"),
@@ -125,7 +150,9 @@ def settled(config: RunConfig, idle: Sequence[Idle]) -> RunConfig:
 
 def warnings(config: RunConfig, *, one_rank: bool) -> Iterator[str]:
     """Messages about likely mistakes, and about settings without effect on one rank."""
-    steps, warmup = config.train.steps, config.optimizer.warmup_steps
+    steps, warmup = config.steps, config.optimizer.warmup_steps
+    if steps is None:
+        return
     if warmup >= steps:
         yield (
             f"optimizer.warmup_steps = {warmup} lasts the whole run of train.steps = {steps}: the rate rises to "

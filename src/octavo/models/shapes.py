@@ -5,7 +5,10 @@ The benchmark's workloads are made of them too. `model.config` of a run file ove
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from octavo.errors import InputError, unknown
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -52,3 +55,22 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama2-7b": _sizes(4096, 11008, 32, 32, 32) | {"vocab_size": 32000, "max_position_embeddings": 4096},
 }
 """Hugging Face configs by name."""
+
+
+def check_source(source: str) -> None:
+    """Check, without transformers, that `model.source` is a built-in shape, a folder with a config, or looks like an id.
+
+    Raises:
+        InputError: it is none of them.
+    """
+    if source in SHAPES:
+        return
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InputError(f"model.source = {source!r} is a folder without config.json: give a Hugging Face model folder.")
+    elif source.count("/") != 1 or source.startswith((".", "/", "~")):
+        # Not a folder that exists, and not an id of the form owner/name.
+        if "/" in source:
+            raise InputError(f"model.source = {source!r} does not exist. Built-in shapes: {', '.join(SHAPES)}.")
+        raise unknown("model", source, SHAPES, key="model.source (a folder or id of Hugging Face works too)")

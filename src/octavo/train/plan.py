@@ -21,7 +21,8 @@ from octavo.checkpoint.writer import weights
 from octavo.config.fp8 import KEYS_OF_RECIPES, Fp8Config
 from octavo.config.run import RunConfig
 from octavo.data.corpus import Corpus
-from octavo.data.prepared import prepared_or_none
+from octavo.data.loader import sequences_of
+from octavo.data.prepared import PreparedData, prepared_or_none
 from octavo.data.tokenizer import local_vocab_size
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
@@ -31,6 +32,7 @@ from octavo.hardware import Device, Gpu, describe_device, supports_fp8
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
+from octavo.models.own_code import refuse_other_models
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.weight_loader import folder_weights
 from octavo.parallel.mesh import DEGREES, Degrees, fit_batch, fit_degrees
@@ -72,6 +74,16 @@ class RunPlan:
     def params_dtype(self) -> torch.dtype:
         """Dtype of parameters, gradients and optimizer states."""
         return torch_dtype(self.config.model.params_dtype)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; known once the length of the run is resolved."""
+        assert self.config.train.steps is not None
+        return self.config.train.steps
+
+    def schedule_end(self, step: int) -> int:
+        """The last step of the schedule that `step` belongs to: the run's, or a former one of a run that was extended."""
+        return next(end for end in (*self.config.train.extended, self.steps) if step <= end)
 
     def rates(self, tokens_per_second: float) -> tuple[float | None, float | None]:
         """(TFLOP/s, MFU) of a rank at this speed of all ranks together; None for an unknown family or GPU."""
@@ -135,6 +147,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
     corpus = Corpus(config.data)
     check_layers(config.model.config)
     hf_config = load_config(config.model.source, config.model.config)
+    refuse_other_models(hf_config)
     _check_length(config, hf_config)
     _check_vocabulary(config, hf_config, corpus)
     device, hardware, native = planned.device()
@@ -158,6 +171,8 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
             raise InputError(f"fp8.enabled = true, but {why}. Set fp8.enabled = false, or change the keys named.")
         use, note = False, f"no FP8: {why}"
     config.tell_notes()
+    if (steps := config.steps or _steps_of_epochs(config)) is not None:
+        config = config.with_steps(steps)
     return RunPlan(
         config=_with_native_defaults(config, model),
         hf_config=hf_config,
@@ -176,6 +191,20 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         fp8_head=_fp8_head(model, recipe) if use else False,
     )
+
+
+def _steps_of_epochs(config: RunConfig) -> int | None:
+    """Steps of `train.epochs` of data that is prepared already; else None."""
+    prepared = prepared_or_none(config.data) if config.train.epochs is not None else None
+    return None if prepared is None else steps_of_epochs(config, prepared)
+
+
+def steps_of_epochs(config: RunConfig, prepared: PreparedData) -> int:
+    """Steps of `train.epochs` passes over the training data, rounded up."""
+    data, epochs = config.data, config.train.epochs
+    assert epochs is not None
+    sequences = len(sequences_of(prepared, "train", sequence_length=data.sequence_length, packing=data.packing))
+    return max(1, math.ceil(math.ceil(epochs * sequences) / config.train.global_batch))
 
 
 def recipe_from_config(config: Fp8Config, name: str | None = None) -> Recipe:
@@ -286,7 +315,13 @@ def _world() -> int:
 
 
 def _check_settings(config: RunConfig) -> None:
-    """Refuse float16 without float32 parameters, a loss scale out of range, validation on nothing, and compiled blocks."""
+    """Refuse float16 without float32 parameters, numbers out of range, validation on nothing, and compiled blocks."""
+    sequences, length = config.train.global_batch, config.data.sequence_length
+    if sequences * length >= 2**31:  # such a step would never end
+        raise InputError(
+            f"train.global_batch = {sequences} sequences of {length} tokens are more than 2**31 tokens in a step: use at most "
+            f"{(2**31 - 1) // length}. Change train.global_batch."
+        )
     if config.model.dtype == "float16" and config.model.params_dtype != "float32":
         raise InputError(
             f'model.params_dtype = "{config.model.params_dtype}": float16 trains float32 parameters. '
@@ -313,7 +348,7 @@ def _check_settings(config: RunConfig) -> None:
 def _check_length(config: RunConfig, hf_config: Any) -> None:
     limit = getattr(hf_config, "max_position_embeddings", None)
     length = config.data.sequence_length
-    if isinstance(limit, int) and length > limit:
+    if isinstance(limit, int) and 0 < limit < length:  # -1 of xlnet: no limit
         key = "data.sequence_length" + ("" if config.model.load else ", or raise model.config.max_position_embeddings")
         raise InputError(
             f"data.sequence_length = {length} is longer than the model's {limit} positions: use at most {limit}. Change {key}."
