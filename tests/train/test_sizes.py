@@ -17,8 +17,8 @@ from octavo.train.sizes import check_layers, check_sizes, least_parameters
 
 ABSURD = {
     "hidden size": (["model.config.hidden_size=10000000"], ["bytes a parameter", "Set model.config.hidden_size to at most"]),
-    "layers": (["model.config.num_hidden_layers=1000000"], ["model.config.num_hidden_layers = 1000000: at most 10000 layers"]),
-    "more layers than a list holds": (["model.config.num_hidden_layers=10000000000000"], ["at most 10000 layers"]),
+    "layers": (["model.config.num_hidden_layers=1000000"], ["model.config.num_hidden_layers = 1000000: use at most 16384"]),
+    "more layers than a list holds": (["model.config.num_hidden_layers=10000000000000"], ["use at most 16384"]),
     "vocabulary": (["model.config.vocab_size=16000000"], ["Set model.config.vocab_size to at most"]),
     "global batch": (
         ["train.global_batch=60000000"],
@@ -51,7 +51,7 @@ def test_absurd_sizes_are_refused_at_once(case, tiny_run, capsys, monkeypatch):
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"])
 def test_the_size_named_is_the_largest_that_is_not_refused(key, tiny_run):
-    run, value = tiny_run(), 9000 if key == "num_hidden_layers" else 10**7
+    run, value = tiny_run(), 16_000 if key == "num_hidden_layers" else 10**7
     device = Device("a small one", None, None, 1 / 64, "cuda")  # 16 MiB
     degrees = fit_degrees(world_size=1)
 
@@ -120,10 +120,10 @@ def test_own_code_is_counted_from_below():
         model = AutoModelForCausalLM.from_config(config)
     assert spec is None
     assert 0 < least <= sum(parameter.numel() for parameter in model.parameters())
-    with pytest.raises(InputError, match=r"n_layer = 20000: at most 10000"):
+    with pytest.raises(InputError, match=r"n_layer = 20000: use at most 16384"):
         check_layers({"n_layer": 20_000})
     config.n_layer = 20_000
-    with pytest.raises(InputError, match="20,000 layers, at most 10,000"):
+    with pytest.raises(InputError, match="20,000 layers, at most 16,384"):
         least_parameters(config)
 
 
