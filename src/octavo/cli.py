@@ -237,7 +237,7 @@ def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fa
     _print_once(result if as_json else [text])
 
 
-@app.command(epilog="Example: octavo describe runs/demo")
+@app.command(cls=_WithOverrides, epilog="Example: octavo describe runs/demo")
 def describe(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="A run's folder or a run file, such as runs/demo.", show_default=False)
@@ -248,10 +248,9 @@ def describe(
     as_json: AsJson = False,
 ) -> None:
     """Show the matrices of a run in FP8, the others with the reason, and its memory; no weights are read."""
-    from octavo.train import describe as description
-    from octavo.train.dry_run import target
+    from octavo.train.dry_run import describe_run, target
 
-    figures, text = description.describe_run(run, overrides or (), target(world_size, gpu))
+    figures, text = describe_run(run, overrides or (), target(world_size, gpu))
     _print_once(figures if as_json else text)
 
 

@@ -42,7 +42,7 @@ def rows(name):
 
 def measured():
     """(label, setup, GiB) of the rows that this version's layers were measured in."""
-    names = ("llama-1b-beside-te", "llama-8b-8layers", "llama2-7b-8layers", "input-gradients", "llama-1b-fp8-head")
+    names = ("llama-1b-beside-te", "llama-8b-8layers", "llama2-7b-8layers", "input-gradients")
     for name in names:
         for row in rows(f"one-gpu-{name}"):
             # octavo-default names no settings, and was measured under other defaults.
@@ -68,7 +68,7 @@ def test_measured_peaks(setup, gib):
 
 def test_there_are_measured_peaks_at_three_moments():
     """The cases above cover more than one term of the estimate."""
-    assert len(MEASURED) >= 20
+    assert len(MEASURED) >= 18
     assert {estimate(setup).moment for _, setup, _ in MEASURED} == {
         "at the output head",
         "in the backward of the last block",

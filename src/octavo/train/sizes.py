@@ -22,7 +22,7 @@ from octavo.parallel.world import rank_variable
 from octavo.plan.memory import exact_bytes
 from octavo.plan.saved import parameters
 
-MOST_LAYERS = 10_000
+MOST_LAYERS = 16_384
 """Layers of a model: each is a module, made in about 1 ms, so that a million of them would take 20 minutes before any check."""
 MOST_PARAMETERS = 10**15
 """Parameters of a model that is only planned: PyTorch counts the bytes of a tensor in 63 bits."""
@@ -40,7 +40,7 @@ def check_layers(overrides: Mapping[str, Any]) -> None:
     for key in _LAYERS:
         value = overrides.get(key)
         if isinstance(value, int) and value > MOST_LAYERS:
-            raise InputError(f"model.config.{key} = {value}: at most {MOST_LAYERS} layers. Lower model.config.{key}.")
+            raise InputError(f"model.config.{key} = {value}: use at most {MOST_LAYERS}. Lower model.config.{key}.")
 
 
 def least_parameters(hf_config: Any) -> tuple[int, ModelSpec | None]:
