@@ -29,7 +29,7 @@ alone = pytest.mark.xdist_group("ranks")
 # CUDA does not survive a fork, and what is imported beforehand may have touched it.
 _context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 multiprocessing.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "transformers", "octavo.train.loop", "octavo.parallel.world"]
+    ["torch", "torch.distributed.fsdp", "transformers", "octavo.train.trainer", "octavo.parallel.world"]
 )
 
 

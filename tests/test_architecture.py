@@ -55,7 +55,11 @@ LIGHT = (
     "octavo.hardware",
     "octavo.parallel.mesh",
     "octavo.plan.flops",
+    "octavo.plan.memory",
     "octavo.models.families",
+    "octavo.run.finished",
+    "octavo.run.paths",
+    "octavo.run.plots",
 )
 """Modules that load no torch when they are imported."""
 

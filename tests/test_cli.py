@@ -1,9 +1,13 @@
 """The command line: what a mistake is answered with, what each command prints, what `--help` costs."""
 
+import errno
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
+import traceback
 
 import pytest
 
@@ -12,11 +16,11 @@ from octavo.cli import main
 from octavo.errors import InputError, RunStopped
 from octavo.run.metrics import read_metrics
 
-COMMANDS = ("train", "prepare", "export", "sample", "doctor", "bench")
+COMMANDS = ("train", "prepare", "describe", "export", "sample", "doctor", "bench")
 
 
 def tree(folder):
-    return sorted((p.relative_to(folder).as_posix(), p.stat().st_size) for p in folder.rglob("*"))
+    return sorted((p.relative_to(folder).as_posix(), p.lstat().st_size) for p in folder.rglob("*"))
 
 
 @pytest.fixture
@@ -65,6 +69,12 @@ KEYS = {
     "a skip pattern that matches nothing": (["fp8.skip=['layers.9.*']"], ["fp8.skip pattern 'layers.9.*' matches no"]),
     "a sequence beyond the positions": (["data.sequence_length=4096"], ["4096", "at most 2048"]),
     "a tracker that is not installed": (["log.trackers=['wandb']"], ["'wandb'", "pip install 'octavo[wandb]'"]),
+    "the same as a bare word, and the way from a clone": (["log.trackers=wandb"], ["'wandb'", "pip install -e '.[wandb]'"]),
+    "a key as an option": (["--optimizer.lr=3"], ["no such option: --optimizer.lr", "did you mean optimizer.lr=3?"]),
+    "another name as an option": (["--batch-size", "3"], ["no such option: --batch-size", "did you mean train.global_batch=3"]),
+    "a key, a space and a value": (["optimizer.lr", "3"], ["Did you mean optimizer.lr=3?"]),
+    "a step that never ends": (["train.global_batch=1000000000"], ["use at most 67108863", "train.global_batch"]),
+    "a size with too many digits": (["model.config.num_hidden_layers=2000000000"], ["num_hidden_layers", "at most 16384"]),
     "a corpus that is not there": (["data.source=nowhere.jsonl"], ["nowhere.jsonl"]),
     "a pattern that matches no file": (["data.source=./*.jsonl"], ["./*.jsonl", "matches no file"]),
     "a vocabulary that is too small": (["model.config.vocab_size=256"], ["data.vocab_size = 300", "model.config.vocab_size"]),
@@ -94,7 +104,7 @@ def test_a_dry_run_finds_it_too_and_a_run_before_it_prepares_data(refused, monke
     def prepare(*_, **__):
         raise AssertionError("data is prepared")
 
-    monkeypatch.setattr("octavo.train.loop.prepare", prepare)
+    monkeypatch.setattr("octavo.train.trainer.prepare", prepare)
     overrides, words = KEYS[kind]
     for more in ([], ["--dry-run"]):
         message = refused(*overrides, f"data.folder={refused.run.folder / 'fresh'}", *more)
@@ -240,11 +250,70 @@ def test_a_model_of_an_unknown_family(refused, tmp_path):
     assert "llama" in message
 
 
-def test_an_output_that_is_no_folder(refused, tmp_path):
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("file", "it is a file"),
+        ("file/inner", "is a file"),
+        ("loop", "a symbolic link to nothing, or to itself"),
+        ("loop/inner", "a symbolic link to nothing, or to itself"),
+        ("x" * 300, "File name too long"),
+        ("/proc/nope", "No such file or directory"),
+        ("~nobody-of-this-name/x", "no user"),
+        (".", "it holds files of something else than a run"),
+        ("/", "it holds files of something else than a run"),
+        ("checkout", "it holds files of something else than a run (.git/, model/, run.toml), which the run might overwrite"),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry-run"])
+def test_an_output_that_is_no_folder_for_a_run(refused, tmp_path, output, words, more):
+    if output == "/proc/nope" and more:
+        pytest.skip("only an attempt shows it")
     (tmp_path / "file").write_text("mine")
-    message = refused(f"train.output={tmp_path / 'file'}")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "checkout" / ".git").mkdir(parents=True)
+    (tmp_path / "checkout" / "model").mkdir()
+    (tmp_path / "checkout" / "run.toml").write_text("mine")
+    message = refused(f"train.output={output}", *more)
     assert "train.output" in message
-    assert "cannot be used" in message
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("to", "words"),
+    [
+        ("file", "it is a file"),
+        ("file/inner", "is a file"),
+        ("loop", "symbolic link"),
+        ("x" * 300, "File name too long"),
+        (".", "it is not empty"),
+        ("~nobody-of-this-name/x", "no such user"),
+    ],
+)
+def test_a_folder_for_an_export_that_cannot_be_used(tmp_path, monkeypatch, capsys, to, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to("loop")
+    before = tree(tmp_path)
+    assert main(["export", str(tmp_path), "--to", to]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("octavo: --to '")
+    assert words in err
+    assert err.count("\n") == 1
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+def test_permissions(refused, tmp_path, tiny_run):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    assert f"{str(closed)!r} cannot be written" in refused(f"train.output={closed / 'run'}")
+    assert "Permission denied" in refused(f"train.output={closed}")
+    (tmp_path / "secret.txt").write_text("text")
+    (tmp_path / "secret.txt").chmod(0)
+    assert "secret.txt" in refused(f"data.source={tmp_path / 'secret.txt'}")
+    refused.run.file.chmod(0)
+    assert main(["train", str(refused.run.file)]) == 2
 
 
 def test_several_ranks(refused, monkeypatch):
@@ -283,10 +352,69 @@ def fail_with(error):
     return fail
 
 
-def test_an_unforeseen_fault_keeps_its_traceback(tiny_run, monkeypatch):
+def test_an_unforeseen_fault_keeps_its_traceback_and_ends_with_one_line(tiny_run, monkeypatch):
     monkeypatch.setattr("octavo.train.plan.check", fail_with(ValueError("unforeseen")))
-    with pytest.raises(ValueError, match="unforeseen"):
+    with pytest.raises(ValueError, match="unforeseen") as raised:
         main(["train", str(tiny_run().file), "--dry-run"])
+    last = traceback.format_exception(raised.value)[-1]
+    assert last.startswith(f"octavo: an error that Octavo {octavo.__version__} does not expect")
+    assert last.endswith("octavo doctor --json\n")
+    assert last.count("\n") == 1
+
+
+@pytest.mark.parametrize("place", ["octavo.train.plan.check", "octavo.config.run.RunConfig.from_file"])
+def test_an_interrupt_is_one_line(tiny_run, monkeypatch, capsys, place):
+    monkeypatch.setattr(place, fail_with(KeyboardInterrupt()))
+    assert main(["train", str(tiny_run().file), "--dry-run"]) == 130
+    assert capsys.readouterr().err == "octavo: interrupted.\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x"), 2),
+        (OSError(errno.EROFS, "Read-only file system", "x"), 2),
+        (OSError(errno.EIO, "Input/output error", "x"), 1),
+    ],
+    ids=["name", "read-only", "disk"],
+)
+def test_a_path_that_the_system_refuses_is_one_line(tiny_run, monkeypatch, capsys, fault, code):
+    monkeypatch.setattr("octavo.train.plan.check", fail_with(fault))
+    assert main(["train", str(tiny_run().file), "--dry-run"]) == code
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert fault.strerror in err
+    assert ("'x' cannot be used" in err) == (code == 2)
+
+
+def test_an_error_is_left_for_torchrun(tmp_path, monkeypatch, capsys):
+    """In the form that torch.distributed.elastic reads into its report."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert main(["train", "no.toml"]) == 2
+    said = capsys.readouterr().err.strip()
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    assert failure.message["message"] == said
+    assert failure.timestamp > 0
+
+
+def test_an_export_to_a_full_disk_is_one_message(tiny_run, tmp_path, monkeypatch, capsys):
+    run = tiny_run(steps=2)
+    assert main(["train", str(run.file)]) == 0
+    capsys.readouterr()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        assert main(["export", str(run.output), "--to", str(tmp_path / "hf")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    err = capsys.readouterr().err
+    assert f"{tmp_path}/hf/model.safetensors could not be written" in err
+    assert "bytes are free" in err
+    assert err.count("\n") == 1
 
 
 def test_an_export_to_a_place_that_cannot_be_made_is_one_message(tiny_run, tmp_path, capsys):
@@ -305,7 +433,9 @@ def test_a_fault_of_the_machine_is_one_line_and_exit_1(tiny_run, monkeypatch, ca
     fault = OSError(28, "No space left on device", "/full/disk")
     monkeypatch.setattr("octavo.train.plan.check", fail_with(fault))
     assert main(["train", str(tiny_run().file), "--dry-run"]) == 1
-    assert capsys.readouterr().err == "octavo: [Errno 28] No space left on device: '/full/disk'\n"
+    err = capsys.readouterr().err
+    assert err.startswith("octavo: no space for '/full/disk': ")
+    assert err.endswith(" bytes are free (No space left on device). Free some.\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -375,17 +505,6 @@ def test_doctor_speaks_text_and_json(capsys):
     assert json.loads(capsys.readouterr().out)["octavo"] == octavo.__version__
 
 
-def test_the_three_commands_of_the_closing_words_work(tiny_run, capsys):
-    run = tiny_run(steps=2)
-    assert main(["train", str(run.file)]) == 0
-    lines = capsys.readouterr().out.split("Next:\n")[1].splitlines()
-    assert len(lines) == 3
-    for line in lines:
-        command = line.split()
-        assert command[0] == "octavo"
-        assert main(command[1:]) == 0
-
-
 def test_a_rank_outside_of_its_world(refused, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert "RANK = 1 in the environment, but WORLD_SIZE is not set" in refused()
@@ -400,7 +519,7 @@ def ended_by(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(octavo.cli, "_config", fail)
-    monkeypatch.setattr(octavo.cli.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     return main(["train", "run.toml"])
 
 

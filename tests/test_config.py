@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import tomllib
 from pathlib import Path
 
@@ -12,9 +13,13 @@ from hypothesis import strategies as st
 
 from octavo.config.effects import idle_keys, without_effect
 from octavo.config.fp8 import KEYS_OF_RECIPES
+from octavo.config.parallel import InitConfig
 from octavo.config.run import RunConfig, known_keys
+from octavo.config.synonyms import _SYNONYMS, closest
+from octavo.data.order import SampleOrder
 from octavo.errors import EXIT_INPUT, InputError
 from octavo.fp8.recipe import RECIPES
+from octavo.parallel.world import seed_everything
 
 MINIMAL = """\
 [model]
@@ -98,8 +103,14 @@ def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
     written = tomllib.loads(config.to_toml())
     found = {f"{section}.{key}" for section, table in written.items() for key in table}
     unset = {"data.max_documents", "data.max_tokens", "parallel.param_dtype", "train.micro_batch"}
-    unset |= {"fp8.head", "fp8.fast_accumulation"}
+    unset |= {"fp8.head", "fp8.fast_accumulation", "train.tokens", "train.epochs", "train.sample_prompt"}
+    unset |= {"data.validation_source"}
     idle = {
+        "data.weights",
+        "data.validation_split",
+        "optimizer.decay_steps",
+        "train.early_stopping",
+        "checkpoint.best",
         "data.text_field",
         "data.subset",
         "data.split",
@@ -163,7 +174,14 @@ def test_a_mistake_is_answered_with_key_value_and_remedy(changes, words):
         assert word in said, f"{word!r} is not in: {said}"
 
 
-@pytest.mark.parametrize("key", ["model.source", "data.source", "data.sequence_length", "train.steps", "train.global_batch"])
+def test_a_run_without_a_length_is_refused_with_the_three_ways():
+    tables = values()
+    del tables["train"]["steps"]
+    said = message(RunConfig.from_dict, tables)
+    assert "train.steps is missing: give train.steps, train.tokens or train.epochs" in said
+
+
+@pytest.mark.parametrize("key", ["model.source", "data.source", "data.sequence_length", "train.global_batch"])
 def test_a_missing_key_is_named_and_described(key):
     section, name = key.split(".")
     tables = values()
@@ -196,7 +214,7 @@ def test_limits_themselves_are_allowed():
     assert (found.optimizer.betas, found.optimizer.clip, found.data.validation_fraction) == ((0, 0.999), 0, 0)
 
 
-@pytest.mark.parametrize("text", ["[model", "a = ", "[model]\nsource = 1\nsource = 2\n", "\ufeff[model]"])
+@pytest.mark.parametrize("text", ["[model", "a = ", "[model]\nsource = 1\nsource = 2\n", "\ufeff\ufeff[model]"])
 def test_a_file_that_is_not_toml_is_named(run_file, text):
     run_file.write_text(text)
     said = message(RunConfig.from_file, run_file)
@@ -233,7 +251,18 @@ IDLE = [
     ({"train__loss_scale": 2.0}, ["train.loss_scale = 2.0", 'model.dtype = "bfloat16"', '"float16"']),
     ({"optimizer__schedule": "constant", "optimizer__min_lr_fraction": 0.5}, ["optimizer.min_lr_fraction = 0.5", '"constant"']),
     ({"data__validation_fraction": 0.0, "train__validate_every": 5}, ["train.validate_every = 5", "validation_fraction = 0.0"]),
-    ({"data__validation_fraction": 0.0, "train__validate_batches": 5}, ["train.validate_batches = 5"]),
+    (
+        {"data__validation_fraction": 0.0, "train__validate_batches": 5},
+        ["train.validate_batches = 5", "a data.validation_source"],
+    ),
+    (
+        {"data__validation_source": "b.txt", "data__validation_fraction": 0.2},
+        ["data.validation_fraction = 0.2", 'data.validation_source = "b.txt"'],
+    ),
+    ({"data__validation_source": "b.txt", "data__validation_split": "test"}, ['data.validation_split = "test"', "a data set"]),
+    ({"data__validation_split": "test"}, ['data.validation_split = "test"', "with no data.validation_source"]),
+    ({"data__weights": [1]}, ["data.weights = [1.0]", "several sources in data.source"]),
+    ({"data__source": "a.txt.gz", "data__text_field": "body"}, ['data.text_field = "body"', ".csv"]),
     ({"data__tokenizer": "gpt2", "data__vocab_size": 999}, ["data.vocab_size = 999", 'data.tokenizer = "gpt2"']),
     ({"data__text_field": "body"}, ['data.text_field = "body"', 'data.source = "text.txt"']),
     ({"data__source": ["a.jsonl", "b.parquet"], "data__split": "test"}, ['data.split = "test"', "a data set"]),
@@ -250,6 +279,51 @@ def test_a_key_without_effect_is_refused_with_the_key_that_decides(changes, word
         for word in words:
             assert word in said, f"{word!r} is not in: {said}"
         assert said.count("no effect") == 1
+
+
+def test_validation_text_of_its_own_is_enough_to_validate():
+    changes = {"data__validation_source": "owner/set", "data__validation_split": "test", "train__validate_every": 5}
+    for fraction in ({}, {"data__validation_fraction": 0.05}):  # a key at its default counts as not set
+        config = RunConfig.from_dict(values(**changes, **fraction))
+        written = tomllib.loads(config.to_toml())
+        assert "validation_fraction" not in written["data"]
+        assert RunConfig.from_dict(written) == config
+        assert config.data.held_out == 0
+    held_out = config.data.of_validation
+    assert (held_out.sources, held_out.split, held_out.max_tokens, held_out.of_validation) == (
+        ["owner/set"],
+        "test",
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data__weights": [1, 2]}, ["has 2 weights", "data.source names 1 source: give one weight a source"]),
+        ({"data__source": ["a.txt", "b.txt"], "data__weights": [1]}, ["has 1 weight,", "names 2 sources", "[] joins"]),
+        ({"data__source": ["a.txt", "b.txt"], "data__weights": [1, 0]}, ["data.weights", "greater than 0"]),
+        ({"data__source": ["a.txt", "b.txt"], "data__weights": [1, -1.5]}, ["data.weights", "greater than 0"]),
+        ({"data__source": ["a.txt", "b.txt"], "data__weights": [1, math.inf]}, ["data.weights", "finite"]),
+        ({"data__source": ["a.txt", "b.txt"], "data__weights": 0.5}, ["data.weights = 0.5"]),
+        ({"data__seed": 2**64}, ["data.seed = 18446744073709551616", "less than or equal to 18446744073709551615"]),
+        ({"data__seed": -1}, ["data.seed = -1"]),
+        ({"train__seed": 2**63}, ["train.seed = 9223372036854775808", "less than or equal to 9223372036854775807"]),
+    ],
+)
+def test_weights_and_seeds_out_of_range_are_refused_with_the_limit(changes, words):
+    said = message(RunConfig.from_dict, values(**changes))
+    for word in words:
+        assert word in said
+
+
+def test_the_largest_seeds_work():
+    """Of the generators of data (numpy's Philox) and of `octavo.init`, whose ranks add their numbers to the seed."""
+    config = RunConfig.from_dict(values(data__seed=2**64 - 1, train__seed=2**63 - 1))
+    assert SampleOrder([3], [1], config.data.seed)[0] in range(3)
+    assert InitConfig(random_seed=config.train.seed).random_seed == 2**63 - 1
+    seed_everything(config.train.seed + 2**20)
 
 
 def test_the_keys_of_each_recipe_are_the_fields_of_its_class():
@@ -395,6 +469,161 @@ def test_mistakes_in_overrides(run_file):
     )
 
 
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("optimizer.learning_rate=1", "optimizer.lr?"),
+        ("train.learning-rate=1", "optimizer.lr?"),
+        ("train.batch_size=8", "train.global_batch (sequences in an optimizer step"),
+        ("train.per_device_train_batch_size=8", "train.micro_batch (sequences in a forward of one rank"),
+        ("train.gradient_accumulation_steps=8", "train.global_batch (train.micro_batch x ranks x accumulation steps)?"),
+        ("optimizer.warmup_ratio=0.1", "optimizer.warmup_steps (in optimizer steps: the ratio x train.steps)?"),
+        ("optimizer.max_grad_norm=1", "optimizer.clip?"),
+        ("train.bf16=true", 'model.dtype (model.dtype = "bfloat16", the default)?'),
+        ("train.max_steps=9", "train.steps?"),
+        ("data.context_length=9", "data.sequence_length?"),
+        ("train.output_dir=x", "train.output?"),
+        ("model.model_name_or_path=x", "model.source (and model.load = true for its weights)?"),
+        ("data.dataset=x", "data.source?"),
+        ("train.save_steps=5", "checkpoint.every?"),
+        ("train.eval_steps=5", "train.validate_every?"),
+        ("log.logging_steps=5", "log.every?"),
+        ("train.Steps=5", "train.steps?"),
+        ("Train.Steps=5", "train.steps?"),
+        ("Train.steps=5", "train?"),
+        ("hparams.learning_rate=5", "optimizer.lr?"),
+        ("checkpoint.async_=true", "checkpoint.async?"),
+    ],
+)
+def test_a_name_of_other_trainers_is_answered_with_the_key(run_file, override, meant):
+    assert f"Did you mean {meant}" in message(RunConfig.from_file, run_file, [override])
+
+
+def test_every_name_of_other_trainers_leads_to_a_known_key_and_is_none_itself():
+    known = known_keys()
+    for name, key, _ in _SYNONYMS:
+        if key in known:
+            assert f"{key.partition('.')[0]}.{name}" not in known
+            assert closest(name, known)[0] in known
+    assert closest("num_train_epochs", [*known, "train.epochs"])[0] == "train.epochs"
+    assert closest("num_train_epochs", ["train.steps"])[0] == "train.steps"
+    assert closest("xyzzy", known) == (None, "")
+
+
+def test_a_key_outside_of_all_sections_is_answered_with_its_section(run_file):
+    run_file.write_text("learning_rate = 3\n" + MINIMAL)
+    assert "learning_rate outside of all sections. Did you mean optimizer.lr?" in message(RunConfig.from_file, run_file)
+    run_file.write_text(MINIMAL.replace("[train]", "[[train]]"))
+    assert "write [train], not [[train]]" in message(RunConfig.from_file, run_file)
+    run_file.write_text(MINIMAL + '[log]\ntrackers = "wandb"\n')
+    assert 'write a list: ["wandb"]' in message(RunConfig.from_file, run_file)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["lr=1"], ["Did you mean optimizer.lr=1?"]),
+        (["--lr", "3"], ["Did you mean optimizer.lr=3?"]),
+        (["optimizer.lr", "3"], ["Did you mean optimizer.lr=3?"]),
+        (["optimizer.lr", "=", "3"], ["Did you mean optimizer.lr=3?"]),
+        (["train.steps:4"], ["Did you mean train.steps=4?"]),
+        (["train/steps=4"], ["Did you mean train.steps=4?"]),
+        (["train.steps=", "3"], ["has no value", "Write train.steps=3"]),
+        (["train.output="], ["has no value"]),
+        (["optimizer=3"], ["optimizer is a section", "optimizer.lr"]),
+        (["other.toml"], ["One command takes one run file"]),
+        (["optimizer.lr.x=3"], ["lr is a value, not a table"]),
+        (["train.output='a"], ["the quote is not closed"]),
+        (["optimizer.lr=3e-4,"], ["write 0.0003"]),
+        (['optimizer.lr="3e-4"'], ["write 0.0003"]),
+        (["train.steps=1e3"], ["write 1000"]),
+        (["train.steps=1,000"], ["write 1000"]),
+        (["train.steps=\u0664"], ["write 4"]),
+        (["fp8.enabled=True"], ["write true"]),
+        (["train.micro_batch=None"], ["leave the key out"]),
+        (["train.steps=1e400"], ["train.steps = inf"]),
+        ([f"train.seed={10**30}"], [f"train.seed = {10**30}", f"at most {2**63 - 1}"]),
+        ([f"train.steps={'9' * 5000}"], ["train.steps", "…"]),
+        (["optimizer.lr=1\ntrain.steps=7"], ["optimizer.lr"]),
+        (["log.trackers=wandb,mlflow"], ["'mlflow'", "tensorboard"]),
+        (["log.trackers=wandb,wandb"], ["named twice"]),
+        (["train.output=~nobody-of-this-name/x"], ["train.output", "no user 'nobody-of-this-name'"]),
+    ],
+    ids=str,
+)
+def test_a_plausible_form_of_an_override_is_answered_with_the_right_one(run_file, overrides, words):
+    said = message(lambda: RunConfig.from_file(run_file, overrides).output)
+    assert all(word in said for word in words), said
+    assert len(said) < 1500
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("log.trackers=wandb", lambda c: c.log.trackers == ["wandb"]),
+        ("log.trackers=wandb,trackio", lambda c: c.log.trackers == ["wandb", "trackio"]),
+        ("log.trackers=[wandb, trackio]", lambda c: c.log.trackers == ["wandb", "trackio"]),
+        ('log.trackers=["wandb", "trackio"]', lambda c: c.log.trackers == ["wandb", "trackio"]),
+        ("fp8.skip=layers.0.*", lambda c: c.fp8.skip == ["layers.0.*"]),
+        ("fp8.skip=[layers.0.*,layers.[12].*]", lambda c: c.fp8.skip == ["layers.0.*", "layers.[12].*"]),
+        ("fp8.skip=layers.[1,2].*", lambda c: c.fp8.skip == ["layers.[1,2].*"]),
+        ("data.source=[a.txt,b.txt]", lambda c: c.data.source == ["a.txt", "b.txt"]),
+        ("data.source=a.txt,b.txt", lambda c: c.data.source == ["a.txt", "b.txt"]),
+        ("data.source=[ab].txt", lambda c: c.data.source == "[ab].txt"),
+        ("optimizer.betas=0.8,0.9", lambda c: c.optimizer.betas == (0.8, 0.9)),
+        ("train.output=2026-01-31", lambda c: c.train.output == "2026-01-31"),
+        ("train.output=007", lambda c: c.train.output == "007"),
+        ("train.output=17", lambda c: c.train.output == "17"),
+        ("train.output=~/x", lambda c: c.output == Path("~/x").expanduser()),
+    ],
+)
+def test_a_bare_word_is_read_by_the_type_of_its_key(run_file, override, read):
+    assert read(RunConfig.from_file(run_file, [override]))
+
+
+def test_a_file_whose_name_has_a_comma_stays_one_source(run_file, tmp_path):
+    (tmp_path / "a,b.txt").write_text("text")
+    assert RunConfig.from_file(run_file, [f"data.source={tmp_path}/a,b.txt"]).data.source == f"{tmp_path}/a,b.txt"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xef\xbb\xbf" + MINIMAL.encode(), MINIMAL.replace("\n", "\r\n").encode(), MINIMAL.replace("\n", "\n\t").encode()],
+    ids=["byte order mark", "CRLF", "tabs"],
+)
+def test_files_of_other_editors_are_read(run_file, content):
+    run_file.write_bytes(content)
+    assert RunConfig.from_file(run_file).train.steps == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (MINIMAL.encode("utf-16"), "byte 1 is not UTF-8"),
+        (b"\0" * 10_000, "not valid TOML"),
+        (b"[model]\nsource = " + b"[" * 10_000, "nested too deeply"),
+        (b"[train]\nsteps = " + b"9" * 5000, "thousands of digits"),
+        ((".".join(["a"] * 3000) + " = 1\n").encode(), "unknown section a"),
+        (b"", "add a [model] section"),
+    ],
+    ids=["UTF-16", "zeros", "nested", "digits", "dots", "empty"],
+)
+def test_a_file_that_is_no_run_file_is_one_message(run_file, content, words):
+    run_file.write_bytes(content)
+    assert words in message(RunConfig.from_file, run_file)
+
+
+def test_a_path_that_is_no_file_is_named(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "loop.toml").symlink_to(tmp_path / "loop.toml")
+    (tmp_path / "file").write_text("")
+    assert "is a pipe or a device" in message(RunConfig.from_file, tmp_path / "pipe.toml")
+    assert "is a link to nothing" in message(RunConfig.from_file, tmp_path / "loop.toml")
+    assert "does not exist" in message(RunConfig.from_file, tmp_path / "file" / "x.toml")
+    assert "File name too long" in message(RunConfig.from_file, tmp_path / ("x" * 300))
+    assert "outside of quotes" in message(RunConfig.from_file, "~/none.toml")
+
+
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 WORD = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 SCALARS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT
@@ -409,7 +638,7 @@ POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
             "model__source": WORD,
             "model__config": st.dictionaries(WORD, JSON, max_size=4),
             "data__source": WORD | st.lists(WORD, max_size=3),
-            "data__max_tokens": st.none() | st.integers(2),
+            "data__max_tokens": st.none() | st.integers(2, 2**63 - 1),
             "fp8__skip": st.lists(WORD, max_size=3),
             "fp8__enabled": st.sampled_from([True, "auto"]),
             "fp8__margin": st.integers(-8, 8),

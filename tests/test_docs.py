@@ -27,12 +27,12 @@ def test_every_key_is_documented_in_its_section_with_its_meaning():
             default = field.get_default(call_default_factory=True)
             shown = "none" if default is None else f"`{json.dumps(list(default) if isinstance(default, tuple) else default)}`"
             assert f"| {shown} |" in row, name
-    assert RUN_FILES.count("\n| `") - len(known_keys()) == 7  # the rows of the run's folder
+    assert RUN_FILES.count("\n| `") - len(known_keys()) == 8  # the rows of the run's folder
 
 
 def test_the_keys_that_may_change_are_the_table_of_resume():
     part = RUN_FILES.split("## Continuing a run")[1].split("## The folder")[0]
-    assert set(re.findall(r"`([a-z_]+\.[a-z0-9_*]+)`", part)) - {"train.steps"} == set(CHANGEABLE)
+    assert set(re.findall(r"`([a-z_]+\.[a-z0-9_*]+)`", part)) - {"train.steps", "train.extended"} == set(CHANGEABLE)
 
 
 def rows_of(name):
@@ -122,18 +122,42 @@ def between(ones, others):
     return f"{statistics.mean(ones) - statistics.mean(others):.2f} \N{PLUS-MINUS SIGN} {error:.2f}%"
 
 
-def test_figures_of_the_readme_are_in_benchmarks():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "")
+def ratio_of(ours, theirs):
+    return f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.3f}"
+
+
+def test_figures_of_the_defaults_are_in_benchmarks():
+    """Octavo's default beside the peer with its usual head and with an FP8 head, in the results and on the README."""
+    readme, results = (
+        path.read_text(encoding="utf-8").replace("**", "") for path in (ROOT / "README.md", ROOT / "docs" / "results.md")
+    )
+    for workload in ("llama-1b", "llama-8b-8layers"):
+        entry = {row["entry"]: row for row in rows_of(f"one-gpu-defaults-{workload}")}
+        own, usual, best = (entry[name] for name in ("octavo-default", "te-delayed", "te-delayed-fp8-head"))
+        speeds = [f"{row['tokens_per_second']:,.0f}" for row in (own, usual, best)]
+        peaks = [f"{row['peak_gib']:.1f}" for row in (own, usual, best)]
+        ratios = [ratio_of(own, peer) for peer in (usual, best)]
+        beside = [f"{speeds[i]} | {peaks[i]} | {ratios[i - 1]}" for i in (1, 2)]
+        assert f"| {speeds[0]} | {own['step_ms']:.0f} | {peaks[0]} | {' | '.join(beside)} |" in results
+        assert f"| {speeds[0]} | {speeds[1]} | {ratios[0]} | {speeds[2]} | {ratios[1]} |" in readme
+        for head, ours, theirs in (
+            ("bf16", "octavo-delayed", "te-delayed"),
+            ("FP8", "octavo-delayed-fp8-head", "te-delayed-fp8-head"),
+        ):
+            pair = [entry[name] for name in (ours, theirs)]
+            figures = " | ".join(f"{row['tokens_per_second']:,.0f} | {row['step_ms']:.0f}" for row in pair)
+            assert f" | {head} | {figures} | {ratio_of(*pair)} |" in results
+    for row in (row for row in rows_of("one-gpu-input-gradients") if row["workload"] in ("llama2-7b-8layers", "vit-huge")):
+        speed = next(row[rate] for rate in ("tokens_per_second", "images_per_second") if rate in row)
+        assert f"| {speed:,.0f} |" in readme
+
+
+def test_figures_of_the_results_are_in_benchmarks():
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").replace("**", "")
     for name in ("one-gpu-llama-1b-beside-te", "one-gpu-llama-8b-8layers", "one-gpu-llama2-7b-8layers"):
         peer = next(row["tokens_per_second"] for row in rows_of(name) if row["entry"] == "te-delayed")
         for row in rows_of(name):
-            assert f"{figures_of(row)} {row['tokens_per_second'] / peer:.3f} |" in readme, row["entry"]
-    heads = {row["entry"]: row for row in rows_of("one-gpu-llama-1b-fp8-head")}
-    for ours, theirs in (("octavo-delayed", "te-delayed"), ("octavo-delayed-fp8-head", "te-delayed-fp8-head")):
-        pair = [heads[entry] for entry in (ours, theirs)]
-        speeds = [f"{row['tokens_per_second']:,.0f} | {row['step_ms']:.0f}" for row in pair]
-        ratio = pair[0]["tokens_per_second"] / pair[1]["tokens_per_second"]
-        assert f" | {speeds[0]} | {speeds[1]} | {ratio:.3f} |" in readme, ours
+            assert f"{figures_of(row)} {row['tokens_per_second'] / peer:.3f} |" in results, row["entry"]
     beside = rows_of("one-gpu-input-gradients")
     named = {
         "llama-1b": "Llama-3.2-1B",
@@ -149,7 +173,7 @@ def test_figures_of_the_readme_are_in_benchmarks():
             f"{speeds[0]:,.0f} | {row['step_ms']:.0f} | {speeds[1]:,.0f} | {peer['step_ms']:.0f} | {speeds[0] / speeds[1]:.3f}"
         )
         assert peer["entry"] == "te-delayed"
-        (line,) = [line for line in readme.splitlines() if line.endswith(f"| {figures} |")]
+        (line,) = [line for line in results.splitlines() if line.endswith(f"| {figures} |")]
         assert named[row["workload"]] in line
     sharded = {}
     for workload in ("llama-8b-16k", "llama-8b-8k"):
@@ -157,7 +181,7 @@ def test_figures_of_the_readme_are_in_benchmarks():
             figures = f"{row['tokens_per_second']:,.0f} | {row['tflops']:.0f} | {row['peak_gib']:.1f}"
             sharded.setdefault(row["entry"], []).append(figures)
     for entry, figures in sharded.items():
-        assert f"| {' | '.join(figures)} |" in readme, entry
+        assert f"| {' | '.join(figures)} |" in results, entry
     performance = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     for name in ("loss-llama-1b-low-rate", "loss-llama-1b-perturbed"):
         groups, labels = {}, {}
@@ -170,13 +194,13 @@ def test_figures_of_the_readme_are_in_benchmarks():
                 else ""
             )
             labels.setdefault(row["group"], set()).add(f"`{keys}`{more}")
-        assert f"standard deviation of {statistics.stdev(groups['bf16']):.2f}%" in readme
-        page = readme if name.endswith("low-rate") else performance
+        assert f"standard deviation of {statistics.stdev(groups['bf16']):.2f}%" in results
+        page = results if name.endswith("low-rate") else performance
         for group, gaps in groups.items():
             mean = "\N{EN DASH}" if group == "bf16" else f"{signed(statistics.mean(gaps))}%"
             figures = f" | {len(gaps)} | {mean} | {', '.join(map(signed, sorted(gaps)))} |"
             assert any(f"| {label}{figures}" in page for label in labels[group]), group
-    flowing = readme.replace("\n", " ")
+    flowing = results.replace("\n", " ")
     bf16, fp8 = (
         [row for row in rows_of("loss-llama-1b-perturbed") if (row["group"] == "bf16") is own] for own in (True, False)
     )
@@ -194,7 +218,7 @@ def test_figures_of_the_readme_are_in_benchmarks():
     assert f"fast in input gradients alone: nine runs end {between(others, plain)} above it" in flowing
     assert f"difference of the two groups is {between(fast, others)}," in flowing
     pairs = [row for row in rows_of("loss-pairs") if row["entry"] != "octavo-bf16"]
-    table = readme.split("loss-pairs.json")[1]
+    table = results.split("loss-pairs.json")[1]
     for row in pairs:
         gaps = [f"{signed(row[key])}%" for key in ("gap_percent", "validation_gap_percent")]
         assert f" | {row['keys'].partition('train.seed=')[2][0]} | {' | '.join(gaps)} |" in table
@@ -213,12 +237,13 @@ def test_figures_of_the_readme_are_in_benchmarks():
     for row in rows_of("loss-demo-seeds"):
         seeds.setdefault(row["entry"], []).append(row["gap_percent"])
     delayed, current = seeds["octavo-delayed"], seeds["octavo-current"]
-    assert f"between \u2212{-min(delayed):.2f}% and +{max(delayed):.2f}%" in readme
+    demo = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"between \u2212{-min(delayed):.2f}% and +{max(delayed):.2f}%" in demo
     means = [statistics.mean(gaps) for gaps in (delayed, current)]
-    assert f"ends {means[0]:.2f}% above bf16 in the mean and current scaling {means[1]:.2f}%" in readme
+    assert f"ends {means[0]:.2f}% above bf16 in the mean and current scaling {means[1]:.2f}%" in results
     errors = [statistics.stdev(gaps) / len(gaps) ** 0.5 for gaps in (delayed, current)]
-    assert f"standard errors of {errors[0]:.2f}% and {errors[1]:.2f}%" in readme
+    assert f"standard errors of {errors[0]:.2f}% and {errors[1]:.2f}%" in results
     peer = next(row["images_per_second"] for row in rows_of("one-gpu-vit-huge") if row["entry"] == "te-delayed")
     for row in rows_of("one-gpu-vit-huge"):
         figures = f"{row['images_per_second']:.0f} | {row['step_ms']:.0f} | {row['tflops']:.0f}"
-        assert f"| {figures} | {row['images_per_second'] / peer:.3f} |" in readme, row["entry"]
+        assert f"| {figures} | {row['images_per_second'] / peer:.3f} |" in results, row["entry"]

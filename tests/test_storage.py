@@ -39,6 +39,34 @@ def _kill(process):
     process.stdout.close()
 
 
+def test_a_name_is_a_path_or_may_be_an_id_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()
+    for name in ("gpt2", "other/name", "other/name-v1.5", "Other_1/n.a-m_e", "owner"):
+        assert not storage.names_a_path(name)
+        assert storage.taken_for_a_path(name) == ""
+    for name in (
+        "./a",
+        "../a",
+        ".",
+        "/a/b",
+        "~/a",
+        "~",
+        "a/b/c",
+        "a b",
+        "a/",
+        "a.json",
+        "other/a.JSONL",
+        "a.txt.gz",
+        "C:\\a",
+        "a*",
+    ):
+        assert storage.names_a_path(name)
+        assert storage.taken_for_a_path(name) == ""
+    assert storage.names_a_path("owner/name")
+    assert "there is a folder 'owner'" in storage.taken_for_a_path("owner/name")
+
+
 @pytest.mark.parametrize("data", ["text with ü\n", b"\x00\xff", ""])
 def test_write_atomic_replaces_all_of_the_old_content(tmp_path, data):
     path = tmp_path / "file"

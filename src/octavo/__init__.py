@@ -24,6 +24,8 @@ _HOME = {
     "to_huggingface": "octavo.models.convert",
     "clip_grad_norm_": "octavo.train.optimizer",
     "graphed": "octavo.train.graphed",
+    "Trainer": "octavo.train.trainer",
+    "Callback": "octavo.train.callbacks",
 }
 _MODULES = {name: f"octavo.{name}" for name in ("fp8", "nn", "errors", "config")} | {"recipe": "octavo.fp8.recipe"}
 
@@ -37,12 +39,14 @@ if TYPE_CHECKING:
     from octavo.parallel.deferred_init import delayed_init
     from octavo.parallel.world import init, shutdown, state
     from octavo.run.export import export
+    from octavo.train.callbacks import Callback
     from octavo.train.graphed import graphed
     from octavo.train.optimizer import clip_grad_norm_
+    from octavo.train.trainer import Trainer
 
 __all__ = [
-    "clip_grad_norm_", "config", "delayed_init", "describe", "errors", "export", "fp8", "fp8_autocast", "graphed", "init",
-    "load", "nn", "recipe", "save", "shutdown", "state", "to_huggingface", "transform",
+    "Callback", "Trainer", "clip_grad_norm_", "config", "delayed_init", "describe", "errors", "export", "fp8", "fp8_autocast",
+    "graphed", "init", "load", "nn", "recipe", "save", "shutdown", "state", "to_huggingface", "transform",
 ]  # fmt: skip
 
 

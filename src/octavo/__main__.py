@@ -2,7 +2,14 @@
 
 import sys
 
-from octavo.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from octavo.cli import main
+
+        code = main()
+    except KeyboardInterrupt:  # during the imports of the command line
+        from octavo.errors import EXIT_INTERRUPTED, warn
+
+        warn("interrupted.")
+        code = EXIT_INTERRUPTED
+    sys.exit(code)

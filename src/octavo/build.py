@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers import __version__ as transformers_version
 
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, unknown
@@ -329,6 +330,11 @@ def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
     try:
         with delayed_init():
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except KeyError as error:  # the name of an activation, or of a rotary scaling
+        raise InputError(
+            f"model.source: the config of {config.model_type} has the value {error}, which transformers {transformers_version} "
+            "does not know. Correct it in config.json, or install a newer transformers."
+        ) from None
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise

@@ -9,21 +9,59 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from octavo.errors import EXIT_FAILED, OctavoError, RunStopped, warn
+from octavo.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, Interrupted, OctavoError, RunStopped, first_line, warn
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from octavo.config.run import RunConfig
+    from octavo.run.summary import Result
+    from octavo.watchdog.stopping import StopRequest
+
+
+class _Commands(TyperGroup):
+    """Ctrl-C in any command is an error with a message and an exit code of its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
+
+class _WithOverrides(TyperCommand):
+    """A command with overrides: a key that is written as an option is answered with the override."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # No public name covers the exceptions of all versions of typer; those of an unknown option have this attribute.
+            name = getattr(error, "option_name", None)
+            start = next((i for i, each in enumerate(given) if name and each.startswith(name)), None)
+            if start is None:
+                raise
+            from octavo.config.reading import as_override
+            from octavo.config.run import RunConfig
+
+            meant = as_override(given[start:], RunConfig)
+            if meant is None:
+                raise
+            raise InputError(f"no such option: {name}. Keys are set without dashes: did you mean {meant}?") from None
+
 
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,6 +74,13 @@ RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="A run file, s
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Keys to set over the run file.", show_default=False),
+]
+WorldSize = Annotated[
+    int | None, typer.Option("--world-size", metavar="N", help="Ranks of a planned run; those at hand if absent.")
+]
+GpuName = Annotated[
+    str | None,
+    typer.Option("--gpu", metavar="NAME", help='GPU of a planned run, such as h200 or "h100 sxm"; the one at hand if absent.'),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
@@ -55,18 +100,48 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="octavo")
     except SystemExit as end:
+        if end.code == EXIT_INTERRUPTED:  # before a command was found
+            warn("interrupted.")
         return end.code if isinstance(end.code, int) else EXIT_FAILED if end.code else 0
     except OctavoError as error:
         # All ranks stop together, so rank 0 reports it; a launcher also sends the signal after another rank has failed.
         stopped_elsewhere = isinstance(error, RunStopped) and _rank() > 0
-        if not getattr(error, "reported", False) and not stopped_elsewhere:
-            _print_error(str(error))
+        _tell(str(error), error.exit_code, error, quiet=stopped_elsewhere)
         return error.exit_code
-    except OSError as error:  # a full disk or missing permission: a traceback does not help
-        if not getattr(error, "reported", False):
-            _print_error(" ".join(str(error).split()))
-        return EXIT_FAILED
+    except OSError as error:  # a full disk or a path that cannot be used: a traceback does not help
+        from octavo.storage import describe_fault
+
+        message, code = describe_fault(error)
+        _tell(message, code, error)
+        return code
+    except Exception as error:  # a bug keeps its traceback
+        error.add_note(_unexpected())
+        _tell_launcher(first_line(error), EXIT_FAILED)
+        raise
     return 0
+
+
+def _tell(message: str, code: int, error: BaseException, *, quiet: bool = False) -> None:
+    """Print an error, unless it is printed, and leave it for a launcher."""
+    _tell_launcher(message, code)
+    if not quiet and not getattr(error, "reported", False):
+        _print_error(message)
+
+
+def _tell_launcher(message: str, code: int) -> None:
+    from octavo.watchdog.processes import tell_launcher
+
+    tell_launcher(f"octavo: {message}", code)
+
+
+def _unexpected() -> str:
+    """The line under the traceback of a bug."""
+    from octavo._version import __version__
+
+    return (
+        f"octavo: an error that Octavo {__version__} does not expect, so probably a bug. Report it with the lines above, the "
+        "run file and the output of: octavo doctor --json"
+    )
 
 
 @app.callback(invoke_without_command=True)
@@ -78,13 +153,15 @@ def _octavo(version: Annotated[bool, typer.Option("--version", help="Print the v
         raise typer.Exit
 
 
-@app.command(epilog="Example: octavo train presets/demo.toml optimizer.lr=1e-3 train.output=runs/second")
+@app.command(cls=_WithOverrides, epilog="Example: octavo train presets/demo.toml optimizer.lr=1e-3 train.output=runs/second")
 def train(
     run_file: RunFile,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the resolved run and its arithmetic; write nothing.")
+        bool, typer.Option("--dry-run", help="Show the resolved run, its arithmetic and its memory; write nothing.")
     ] = False,
+    world_size: WorldSize = None,
+    gpu: GpuName = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a run, or continue it from its newest checkpoint."""
@@ -93,24 +170,55 @@ def train(
     die_with_launcher()
     config = _config(run_file, overrides)
     if dry_run:
+        from octavo.run.paths import check_paths
+
+        _say_start(run_file, _console(stderr=True, quiet=_rank() > 0 or not sys.stderr.isatty()))
+        check_paths(config)
+        from octavo.run.folder import check_output
         from octavo.train import dry_run as arithmetic
         from octavo.train import plan
 
-        figures, text = arithmetic.dry_run(plan.check(config))
+        figures, text = arithmetic.dry_run(plan.check(config, target=arithmetic.target(world_size, gpu)))
+        check_output(config.output)
         _print_once(figures if as_json else text)
         return
+    if world_size is not None or gpu is not None:
+        raise InputError("--world-size and --gpu are of a run that is planned, and this one would start: add --dry-run.")
     from octavo.watchdog.stopping import StopRequest
 
     with StopRequest() as stop:  # before the slow import of torch: a scheduler may send a signal at any time
-        from octavo.run.summary import summary_lines
-        from octavo.train.loop import train as run
-
         console = _console(stderr=as_json, quiet=_rank() > 0, on_closed=stop.output_closed)
-        result = run(config, console=console, stop=stop)
+        result = _train(run_file, config, console, stop)
+        from octavo.run.summary import summary_lines
     _print_once(result.as_dict() if as_json else summary_lines(result))
 
 
-@app.command(epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
+def _train(run_file: Path, config: RunConfig, console: Console, stop: StopRequest) -> Result:
+    """Train, or tell that nothing is left to train; all that needs no torch comes before its import, which takes seconds."""
+    _say_start(run_file, console)
+    from octavo.run.finished import finished
+    from octavo.run.paths import check_paths
+    from octavo.watchdog.processes import signals_held
+
+    if (found := finished(config)) is not None:
+        config.tell_notes()
+        result, lines = found
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        return result
+    check_paths(config)
+    with signals_held():
+        from octavo.train.trainer import Trainer
+
+    return Trainer(config, console=console).train(stop=stop)
+
+
+def _say_start(run_file: Path, console: Console) -> None:
+    from octavo._version import __version__
+
+    console.print(f"octavo {__version__}: reading {run_file} …", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(cls=_WithOverrides, epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
 def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Tokenise the data of a run in advance, on a machine without a GPU."""
     config = _config(run_file, overrides)
@@ -129,6 +237,24 @@ def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fa
     _print_once(result if as_json else [text])
 
 
+@app.command(epilog="Example: octavo describe runs/demo")
+def describe(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run's folder or a run file, such as runs/demo.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    world_size: WorldSize = None,
+    gpu: GpuName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the matrices of a run in FP8, the others with the reason, and its memory; no weights are read."""
+    from octavo.train import describe as description
+    from octavo.train.dry_run import target
+
+    figures, text = description.describe_run(run, overrides or (), target(world_size, gpu))
+    _print_once(figures if as_json else text)
+
+
 @app.command(epilog="Example: octavo export runs/demo --to demo-hf")
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/demo.", show_default=False)],
@@ -137,8 +263,9 @@ def export(
 ) -> None:
     """Write a run's newest weights, config and tokenizer for Hugging Face."""
     from octavo.run.export import export_run
+    from octavo.storage import new_folder
 
-    checkpoint = export_run(run, to)
+    checkpoint = export_run(run, to := new_folder(to, "--to"))
     text = f"{checkpoint} is in {to}: AutoModelForCausalLM.from_pretrained({str(to)!r}) loads it."
     _print({"checkpoint": str(checkpoint), "folder": str(to)} if as_json else [text])
 
@@ -169,19 +296,24 @@ def sample(
 @app.command(epilog="Example: octavo compare runs/demo/bf16 runs/demo --plot curves.png")
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; the first is the reference.")],
-    last: Annotated[int, typer.Option(help="Steps at the end whose mean loss is compared.")] = 50,
+    last: Annotated[
+        int | None, typer.Option(help="Steps at the end whose mean loss is compared; a tenth, at most 50, if absent.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the loss curves.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the losses of runs of the same steps, such as FP8 and bf16."""
-    from octavo.run.compare import check_picture, draw, lines
     from octavo.run.compare import compare as side_by_side
+    from octavo.run.compare import lines
+    from octavo.run.plots import check_picture, draw_comparison
 
     if plot is not None:
         check_picture(plot)
     found = side_by_side(runs, last=last)
     if plot is not None:
-        draw(found, plot)
+        draw_comparison(found, plot)
+    for warning in found["warnings"]:
+        warn(warning)
     _print(found if as_json else lines(found))
 
 
@@ -292,7 +424,9 @@ def _print_error(message: str) -> None:
     # All ranks find the same fault in the input: after rank 0 has printed it and exited, the launcher ends the others. A fault
     # of one rank alone is printed by that rank.
     if rank := _rank():
-        time.sleep(3)
+        from octavo.watchdog.processes import wait_for_rank_0
+
+        wait_for_rank_0(3)
         message = f"rank {rank}: {message}"
     warn(message)
 

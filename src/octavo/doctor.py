@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from octavo._version import __version__
-from octavo.errors import first_line
+from octavo.errors import first_line, install_extra
 from octavo.hardware import cpu_name, describe_device, driver_version, supports_fp8, system_memory_gib
 
 
@@ -48,15 +48,15 @@ PACKAGES = (
     Package("datasets", "datasets", "corpora", "pip install 'datasets>=4'", required=True),
     Package("safetensors", "safetensors.torch", "checkpoints", "pip install 'safetensors>=0.6'", required=True),
     Package("pydantic", "pydantic", "run files", "pip install 'pydantic>=2.11'", required=True),
-    Package("torchao", "torchao.float8", "a peer in octavo bench", "pip install 'octavo[bench]'"),
+    Package("torchao", "torchao.float8", "a peer in octavo bench", install_extra("bench")),
     Package(
         "transformer-engine", "transformer_engine.pytorch", "a peer in octavo bench",
         "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ),
     Package("timm", "timm", "vision models", "pip install timm"),
-    Package("tensorboard", "tensorboard", "log.trackers", "pip install 'octavo[tensorboard]'"),
-    Package("trackio", "trackio", "log.trackers", "pip install 'octavo[trackio]'"),
-    Package("wandb", "wandb", "log.trackers", "pip install 'octavo[wandb]'"),
+    Package("tensorboard", "tensorboard", "log.trackers", install_extra("tensorboard")),
+    Package("trackio", "trackio", "log.trackers", install_extra("trackio")),
+    Package("wandb", "wandb", "log.trackers", install_extra("wandb")),
 )  # fmt: skip
 
 FP8_MODES = {

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 EXIT_FAILED = 1
 EXIT_INPUT = 2
+EXIT_INTERRUPTED = 130
+"""Ended by Ctrl-C with nothing to save (128 + SIGINT, as shells count)."""
 EXIT_STOPPED = 75
 """Stopped early but saved: run the same command again (BSD's EX_TEMPFAIL, on which Slurm can requeue)."""
 
@@ -31,6 +33,15 @@ class RunStopped(OctavoError):
     """A signal stopped the run after it had saved; running the command again continues it."""
 
     exit_code = EXIT_STOPPED
+
+
+class Interrupted(OctavoError):
+    """Ctrl-C outside of a training, which it would stop and save."""
+
+    exit_code = EXIT_INTERRUPTED
+
+    def __init__(self) -> None:
+        super().__init__("interrupted.")
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -55,6 +66,11 @@ def check_flags(owner: str, **flags: object) -> None:
             raise InputError(f"{owner}: {name} = {flag!r} is neither True nor False.")
 
 
+def install_extra(name: str) -> str:
+    """The command that installs an extra of Octavo, from an index of packages and from a clone."""
+    return f"pip install 'octavo[{name}]' (in a clone of Octavo: pip install -e '.[{name}]')"
+
+
 def warn(message: str) -> None:
     """Write a line for the user to stderr."""
     sys.stderr.write(f"octavo: {message}\n")
@@ -70,3 +86,27 @@ def first_line(error: BaseException) -> str:
     """The type of an exception and the first line of its message, without the full stop."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     return f"{type(error).__name__}: {line.rstrip('.')}"
+
+
+_UNREACHABLE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "ConnectTimeout")
+_OFFLINE = ("couldn't connect", "couldn't reach", "offline mode")
+
+
+def unreachable(key: str, name: str, what: str, otherwise: str, *, hint: str = "") -> InputError:
+    """An InputError for an id of the Hugging Face Hub out of reach; `what`: "model", "tokenizer" or "data set"."""
+    option = "--repo-type dataset " if what == "data set" else ""
+    return InputError(
+        f"{key} = {name!r} is no path here, and the Hugging Face Hub cannot be reached for a {what} of this name; the local "
+        f"cache has none.{hint} Run `hf download {option}{name}` where there is a network, and give that folder as {key}; "
+        f"or use {otherwise}."
+    )
+
+
+def is_unreachable(error: BaseException | None) -> bool:
+    """True if the Hugging Face Hub could not be reached: by the types and messages of an exception and its causes."""
+    while error is not None:
+        text = str(error).lower()
+        if type(error).__name__ in _UNREACHABLE or any(words in text for words in _OFFLINE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,4 +1,4 @@
-"""File helpers: atomic writes, fsync, checksums, folder locks.
+"""File helpers: names of paths, atomic writes, fsync, checksums, folder locks.
 
 Prepared data and checkpoints are written by jobs that may be killed at any moment, and read by other jobs that must never see
 half a file. So files appear by rename after an fsync, and locks belong to the kernel rather than to the presence of a file.
@@ -8,9 +8,11 @@ POSIX only; no object stores.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -22,9 +24,58 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from octavo.errors import InputError
+from octavo.errors import EXIT_FAILED, EXIT_INPUT, InputError
 
 _POLL_SECONDS = 0.1
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk."""
+
+_PATHS = {
+    errno.ENOENT: "Make its folder first, or give another path.",
+    errno.ENOTDIR: "A part of the path is a file. Give another path.",
+    errno.EISDIR: "It is a folder, where a file is expected. Give another path.",
+    errno.EEXIST: "Give another path.",
+    errno.ELOOP: "A symbolic link there leads to itself. Give another path.",
+    errno.ENAMETOOLONG: "Give a shorter path.",
+    errno.EACCES: "Change its permissions, or give another path.",
+    errno.EPERM: "Change its permissions, or give another path.",
+    errno.EROFS: "Give a path on a file system that can be written.",
+}
+"""Faults of a path that the user gave, each with its remedy."""
+
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_FILE_SUFFIX = re.compile(
+    r"\.(txt|jsonl?|ndjson|[ct]sv|parquet|arrow|gz|zst|bz2|xz|zip|tar|toml|ya?ml|md|html|xml|safetensors|gguf|bin|ckpt|pth?)$",
+    re.I,
+)
+
+
+def names_a_path(name: str) -> bool:
+    """True if a name without a file or folder can only be a path: ids of the Hugging Face Hub are `name` or `owner/name`.
+
+    `owner/name` is a path too if there is a folder `owner`, or if it ends in the suffix of a file.
+    """
+    return (
+        name.startswith((".", "/", "~"))
+        or not _HUB_ID.fullmatch(name)
+        or _FILE_SUFFIX.search(name) is not None
+        or ("/" in name and Path(name).parent.is_dir())
+    )
+
+
+def taken_for_a_path(name: str) -> str:
+    """For a message that a path does not exist: the reason, if the name has the form of an id; else empty."""
+    folder = Path(name).parent
+    if (
+        not _HUB_ID.fullmatch(name)
+        or name.startswith(".")
+        or _FILE_SUFFIX.search(name)
+        or "/" not in name
+        or not folder.is_dir()
+    ):
+        return ""
+    return f" (there is a folder {str(folder)!r}; an id of the Hub needs a current folder without it)"
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -40,8 +91,10 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of a write, which knows its descriptor alone
+            error.filename = str(path)
         raise
     fsync_folder(path.parent)
 
@@ -84,12 +137,66 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def why_unusable(error: OSError) -> str:
+    """Fault and remedy of a path that the user gave."""
+    return f"{error.strerror or error}. {_PATHS.get(error.errno or 0, 'Give another path.')}"
+
+
+def describe_fault(error: OSError) -> tuple[str, int]:
+    """A fault of the system in one line, and its exit code: 2 for a path that cannot be used, with the remedy."""
+    if error.filename is not None and error.errno in NO_SPACE:
+        free = free_bytes(Path(os.fsdecode(error.filename)))
+        return f"no space for {str(error.filename)!r}: {free:,} bytes are free ({error.strerror}). Free some.", EXIT_FAILED
+    if error.filename is not None and error.errno in _PATHS:
+        return f"{str(error.filename)!r} cannot be used: {why_unusable(error)}", EXIT_INPUT
+    return " ".join(str(error).split()), EXIT_FAILED
+
+
 def free_bytes(path: Path) -> int:
     """Free bytes for this user on the file system of `path`, which need not exist yet."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def folder_fault(path: Path) -> str:
+    """The reason, with the remedy, for a path at which no folder is or can be made; empty if there is none. Makes nothing."""
+    try:
+        if path.is_dir():
+            return ""
+        if path.exists():
+            return "it is a file. Give the path of a folder."
+        if path.is_symlink():
+            return "it is a symbolic link to nothing, or to itself. Give another path."
+        above = next(folder for folder in path.absolute().parents if folder.exists() or folder.is_symlink())
+    except OSError as error:
+        return why_unusable(error)
+    if not above.is_dir():
+        what = "a file" if above.exists() else "a symbolic link to nothing, or to itself"
+        return f"{str(above)!r} is {what}. Give another path."
+    writable = os.access(above, os.W_OK | os.X_OK)
+    return "" if writable else f"{str(above)!r} cannot be written. Change its permissions, or give another path."
+
+
+def new_folder(path: Path, key: str) -> Path:
+    """The path of a new or empty folder, with the home folder for ~; makes nothing. key: for the message.
+
+    Raises:
+        InputError: it is a file or holds files, or cannot be made.
+    """
+    try:
+        path = path.expanduser()
+        fault = folder_fault(path)
+        if not fault and path.is_dir() and any(path.iterdir()):
+            fault = "it is not empty. Give the path of a new folder."
+    except RuntimeError:
+        fault = "there is no such user. Write the folder out."
+    except OSError as error:
+        fault = why_unusable(error)
+    if fault:
+        raise InputError(f"{key} {str(path)!r} cannot be used: {fault}")
+    return path
 
 
 class FolderLock:
@@ -117,6 +224,7 @@ class FolderLock:
             except Timeout:
                 raise InputError(self._in_use()) from None
             except FileNotFoundError:  # the last holder has just removed the folder; the next acquire creates it
+                self.path.mkdir(parents=True, exist_ok=True)  # raises where no folder can be made, as in /proc
                 if time.monotonic() > deadline:
                     raise
             else:

@@ -119,14 +119,25 @@ def test_a_name_of_the_hub_goes_to_datasets_and_its_failure_is_explained(config,
         asked.append((name, subset, options))
         if name == "imdb":
             return datasets.Dataset.from_dict({"text": ["good film"], "label": [1]})
-        raise ConnectionError(f"Couldn't reach '{name}' on the Hub (offline)\nmore")
+        if name == "no/net":
+            raise ConnectionError(f"Couldn't reach '{name}' on the Hub (offline)\nmore")
+        raise FileNotFoundError(f"Dataset '{name}' doesn't exist\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert _texts(config("imdb")) == ["good film"]
     assert asked == [("imdb", None, {"split": "train"})]
     with pytest.raises(InputError) as caught:
         _texts(config("no/such"))
-    for part in ("'no/such'", "Couldn't reach", "data.split", "python:docstrings"):
+    for part in ("'no/such'", "doesn't exist", "data.split", "python:docstrings"):
+        assert part in str(caught.value)
+    with pytest.raises(InputError) as caught:
+        list(Corpus(config("imdb", validation_source="no/net")).validation[0].documents())
+    for part in (
+        "data.validation_source = 'no/net'",
+        "cannot be reached",
+        "hf download --repo-type dataset no/net",
+        "local file",
+    ):
         assert part in str(caught.value)
 
 
@@ -175,7 +186,9 @@ BAD = {
     "empty": ("c.jsonl", _row(), ["holds no text", "data.source"]),
     "blank": ("c.jsonl", _row({"text": ""}), ["holds no text"]),
     "parquet": ("c.parquet", _bad_text, ["c.parquet' is not a readable Parquet file"]),
-    "kind": ("c.csv", _bad_text, ["c.csv', a .csv file", ".jsonl"]),
+    "kind": ("c.tsv", _bad_text, ["c.tsv', a .tsv file", ".txt, .jsonl, .json, .csv, .parquet", ".gz or .zst"]),
+    "kind gz": ("c.parquet.gz", _bad_text, ["c.parquet.gz', a .parquet.gz file", "all but .parquet also as .gz"]),
+    "kind tar": ("c.tar.gz", _bad_text, ["c.tar.gz', a .tar.gz file"]),
 }  # fmt: skip
 
 
@@ -230,7 +243,7 @@ def test_a_file_that_may_not_be_read(tmp_path, config, monkeypatch):
     corpus = Corpus(config(path))
     monkeypatch.setattr(type(path), "open", refuse)
     for read in (lambda: list(corpus), lambda: prepare(config(path))):
-        with pytest.raises(InputError, match=r"data\.source: cannot read .*c\.jsonl.*Permission denied"):
+        with pytest.raises(InputError, match=r"data: cannot read .*c\.jsonl.*Permission denied"):
             read()
 
 

@@ -115,7 +115,9 @@ def test_documents_are_drawn_with_equal_chance(tmp_path):
     for seed in range(1500):
         documents = [Document(str(i), None, "") for i in range(12)]
         with DocumentStore(tmp_path / "documents") as store:
-            chosen = [int(text) for text in store.texts(collect(store, documents, count=3, seed=seed, max_bytes=None))]
+            numbers = collect(store, documents, count=3, seed=seed, max_bytes=None)
+            store.seal()
+            chosen = [int(text) for text in store.texts(numbers)]
         assert chosen == sorted(set(chosen))
         counts[chosen] += 1
     assert (np.abs(counts - 375) < 90).all()  # five standard deviations

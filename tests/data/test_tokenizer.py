@@ -170,6 +170,34 @@ def test_a_tokenizer_that_cannot_be_loaded_is_explained(tmp_path, name, parts):
         assert part.format(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "runs/tokenizer.json", "there/none", "./x", "../x", "~/x/y", "a b", "x/y/z"]
+)
+def test_a_name_that_can_only_be_a_path_is_refused_before_the_hub_is_asked(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
+    with pytest.raises(InputError, match=r"is not a folder.*Give a tokenizer's folder") as caught:
+        tokenizer.load(name)
+    assert ("there is a folder 'there'" in str(caught.value)) == (name == "there/none")
+
+
+def test_a_hub_out_of_reach_is_said_with_both_remedies(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def ask(name, **options):
+        try:
+            raise ConnectionError("[Errno -2] Name or service not known")
+        except ConnectionError as error:
+            raise OSError("Can't load the tokenizer") from error
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", ask)
+    with pytest.raises(InputError) as caught:
+        tokenizer.load("owner/tok")
+    for part in ("data.tokenizer = 'owner/tok'", "cannot be reached", "`hf download owner/tok`", "that folder", '"train"'):
+        assert part in str(caught.value)
+
+
 @pytest.mark.parametrize("light", [True, False])
 def test_a_folder_with_python_code_is_refused_and_its_code_never_runs(tmp_path, light):
     """In a process whose stdin says yes: transformers would ask there whether to run the code."""

@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 import transformers.models.auto.modeling_auto  # noqa: E402, F401
 
-import octavo.train.loop  # noqa: E402, F401
+import octavo.train.trainer  # noqa: E402, F401
 from octavo.cli import main  # noqa: E402
 
 

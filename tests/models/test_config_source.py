@@ -58,6 +58,21 @@ def test_a_path_that_does_not_exist_is_no_shape(path):
     refused((path, "does not exist", "llama-tiny"), load_config, path)
 
 
+def test_a_path_is_refused_before_the_hub_is_asked_and_a_hub_out_of_reach_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "model.json").write_text("{}")
+
+    def ask(source, **options):
+        raise OSError("We couldn't connect to 'https://huggingface.co' to load the files")
+
+    monkeypatch.setattr("octavo.models.sources.AutoConfig.from_pretrained", ask)
+    refused(("'models/tinny' does not exist", "there is a folder 'models'", "'models/tiny'?"), load_config, "models/tinny")
+    refused(("'model.json' is a file", "model's folder"), load_config, "model.json")
+    refused(("'owner/weights.safetensors' does not exist",), load_config, "owner/weights.safetensors")
+    refused(("'owner/model'", "Hub cannot be reached", "`hf download owner/model`", "llama-tiny"), load_config, "owner/model")
+
+
 def test_an_unknown_override_is_answered_with_the_nearest():
     refused(("'hiden_size'", "Did you mean 'hidden_size'", "model.config"), load_config, "llama-tiny", {"hiden_size": 32})
 

@@ -4,15 +4,25 @@ import json
 import math
 
 import pytest
-from matplotlib.image import imread
 
 from octavo.cli import main
 from octavo.errors import InputError
-from octavo.run.compare import compare, draw, lines
+from octavo.run.compare import compare, lines, names_of
+
+RUN_TOML = """\
+[model]
+source = "llama-tiny"
+[data]
+source = "{source}"
+sequence_length = {sequence_length}
+[train]
+steps = {steps}
+global_batch = {global_batch}
+"""
 
 
 def run(folder, losses, speed=10.0, first=1):
-    folder.mkdir()
+    folder.mkdir(parents=True)
     records = [{"step": i + first, "loss": loss, "tokens_per_second": speed} for i, loss in enumerate(losses)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
@@ -27,8 +37,12 @@ def test_gap_of_the_last_steps(tmp_path):
     assert found["rows"][0]["gap_percent"] == 0.0
     assert math.isclose(found["rows"][1]["gap_percent"], 2.0)
     assert found["rows"][1]["losses"] == [9.0, 5.0, 2.1, 1.98]
-    assert "+2.000%" in lines(found)[2]
-    assert "steps 3 to 4" in lines(found)[0]
+    assert lines(found) == [
+        "run       loss       gap    tokens/s",
+        "bf16    2.0000    +0.00%          10",
+        "fp8     2.0400    +2.00%          20",
+        "loss: mean of steps 3 to 4",
+    ]
 
 
 def test_command(tmp_path, capsys):
@@ -36,32 +50,9 @@ def test_command(tmp_path, capsys):
     assert main(["compare", *runs, "--last", "1", "--plot", str(tmp_path / "curves.png"), "--json"]) == 0
     assert math.isclose(json.loads(capsys.readouterr().out)["rows"][1]["gap_percent"], 10.0)
     assert main(["compare", *runs, "--last", "1"]) == 0
-    assert "+10.000%" in capsys.readouterr().out
-    assert main(["compare", *runs]) == 2
+    assert "+10.00%" in capsys.readouterr().out
+    assert main(["compare", *runs, "--last", "3"]) == 2
     assert "use 1 to 2" in capsys.readouterr().err
-
-
-def test_picture_is_drawn(tmp_path):
-    found = compare([run(tmp_path / "a", [3.0, 2.0]), run(tmp_path / "b", [3.0, 2.2])], last=1)
-    draw(found, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_more_runs_than_colours_differ_by_the_style_of_their_lines(tmp_path):
-    runs = [run(tmp_path / str(index), [3.0, 2.0 + index]) for index in range(12)]
-    for count, dashed in ((10, False), (12, True)):
-        draw(compare(runs[:count], last=1), tmp_path / "curves.svg")
-        assert ("stroke-dasharray: 3" in (tmp_path / "curves.svg").read_text(encoding="utf-8")) == dashed
-
-
-@pytest.mark.parametrize("count", [2, 8, 9, 21])
-def test_the_names_of_many_runs_leave_the_curves_their_room(tmp_path, count):
-    runs = [run(tmp_path / f"current-input-gradients-{index}", [3.0, 2.0 + index]) for index in range(count)]
-    draw(compare(runs, last=1), tmp_path / "curves.png")
-    dark = imread(tmp_path / "curves.png")[..., :3].sum(-1) < 0.5
-    upright = (dark.mean(0) > 0.3).nonzero()[0]  # the frame of both axes
-    assert upright[0] < 0.15 * dark.shape[1]
-    assert upright[-1] > 0.9 * dark.shape[1]
 
 
 def test_too_few_steps_names_the_shortest(tmp_path):
@@ -87,20 +78,9 @@ def test_losses_are_compared_at_the_same_steps(tmp_path):
     assert (found["steps"], found["numbers"]) == (3, [2, 3, 4])
     assert [row["losses"] for row in found["rows"]] == [[4.0, 2.0, 1.0], [4.4, 2.2, 1.1]]
     assert math.isclose(found["rows"][1]["gap_percent"], 10.0)
-    assert "steps 3 to 4" in lines(found)[0]
-    draw(found, tmp_path / "curves.svg")
+    assert "steps 3 to 4" in lines(found)[-1]
     with pytest.raises(InputError, match=r"no step in common: .*whole has steps 1 to 4, .*later has steps 7 to 7"):
         compare([whole, run(tmp_path / "later", [1.0], first=7)], last=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "word"), [("x.foo", ".foo is not a known kind of picture"), ("no/x.png", "no folder"), ("x", "no suffix")]
-)
-def test_a_picture_that_cannot_be_written_is_refused_before_any_work(tmp_path, capsys, name, word):
-    assert main(["compare", str(tmp_path / "not looked at"), "--plot", str(tmp_path / name)]) == 2
-    err = capsys.readouterr().err
-    assert word in err
-    assert err.count("\n") == 1
 
 
 def test_json_of_a_run_that_diverged_is_valid(tmp_path, capsys):
@@ -113,3 +93,84 @@ def test_json_of_a_run_that_diverged_is_valid(tmp_path, capsys):
     row = json.loads(capsys.readouterr().out, parse_constant=refuse)["rows"][0]
     assert row["losses"] == [3.0, "NaN"]
     assert row["gap_percent"] == "NaN"
+
+
+def described(folder, losses, *, fingerprint=None, vocab_size=320, last_step=None, **keys):
+    """A run with its run file, model config and the state of a checkpoint."""
+    run(folder, losses)
+    values = {"source": "a.jsonl", "sequence_length": 32, "global_batch": 4, "steps": len(losses)} | keys
+    (folder / "run.toml").write_text(RUN_TOML.format(**values))
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    if fingerprint is not None:
+        checkpoint = folder / "checkpoints" / f"step-{len(losses)}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text(json.dumps({"data": fingerprint}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({}, []),
+        ({"sequence_length": 64}, ["data.sequence_length (32 and 64)"]),
+        ({"global_batch": 8, "vocab_size": 400}, ["train.global_batch (4 and 8)", "vocab_size of the model (320 and 400)"]),
+        ({"source": "b.jsonl"}, ["data.source (a.jsonl and b.jsonl)"]),
+        ({"source": "b.jsonl", "fingerprint": "0" * 64}, []),  # the same tokens under another name
+        ({"fingerprint": "1" * 64}, [f"tokens (fingerprint of the data) ({'0' * 12} and {'1' * 12})"]),
+    ],
+)
+def test_runs_on_other_data_are_named_with_the_keys_that_differ(tmp_path, capsys, other, words):
+    fingerprint = {"fingerprint": "0" * 64} if "fingerprint" in other else {}
+    folders = [described(tmp_path / "a", [2.0, 2.0], **fingerprint), described(tmp_path / "b", [2.0, 2.2], **other)]
+    warnings = [f"a and b differ in {', '.join(words)}: their losses do not compare."] if words else []
+    assert main(["compare", *map(str, folders), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["warnings"] == warnings
+    assert captured.err == "".join(f"octavo: {warning}\n" for warning in warnings)
+
+
+def test_a_run_that_goes_on_and_a_longer_one_are_compared_at_the_steps_of_both(tmp_path):
+    whole = described(tmp_path / "whole", [3.0, 2.0, 1.0, 1.0])
+    going_on = described(tmp_path / "going", [3.0, 2.2], steps=4)
+    with (going_on / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 1.')  # just being written
+    found = compare([whole, going_on])
+    assert found["numbers"] == [1, 2]
+    assert math.isclose(found["rows"][1]["gap_percent"], 10.0)
+    assert found["warnings"] == [
+        "whole goes on to step 4; compared are steps up to 2, at which its learning rate may be another.",
+        "going has 2 of its 4 steps; compared are steps up to 2.",
+    ]
+
+
+def test_validations_are_columns_where_all_runs_have_one(tmp_path):
+    folders = [run(tmp_path / name, [3.0, 2.0, 2.0]) for name in ("a", "b")]
+    assert "validation" not in "".join(lines(compare(folders)))
+    for folder, losses in zip(folders, ({1: 4.0, 2: 2.0}, {2: 2.1, 3: 9.0}), strict=True):
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        text = (json.dumps(r | ({"validation_loss": losses[r["step"]]} if r["step"] in losses else {})) for r in records)
+        (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in text))
+    found = compare(folders)
+    assert found["validation_step"] == 2
+    assert [row["validation_loss"] for row in found["rows"]] == [2.0, 2.1]
+    assert math.isclose(found["rows"][1]["validation_gap_percent"], 5.0)
+    table = lines(found)
+    assert table[0].split() == ["run", "loss", "gap", "validation", "gap", "tokens/s"]
+    assert table[2].split() == ["b", "2.0000", "+0.00%", "2.1000", "+5.00%", "10"]
+    assert table[3] == "loss: step 3; validation: step 2"
+    assert all(len(line) == len(table[0]) for line in table[:3])
+
+
+def test_a_name_is_the_shortest_end_of_the_path_that_no_other_run_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    paths = ["x/one/bf16", "x/two/bf16", "x/two", "x/two/../two/bf16", "."]
+    assert names_of([tmp_path / path for path in paths]) == ["one/bf16", "two/bf16", "two", "two/bf16", tmp_path.name]
+    monkeypatch.chdir("x")
+    assert names_of([type(tmp_path)("."), type(tmp_path)("one")]) == ["x", "one"]
+
+
+def test_a_reference_without_loss_has_no_gap(tmp_path):
+    found = compare([run(tmp_path / "a", [0.0, 0.0]), run(tmp_path / "b", [1.0, 1.0])])
+    assert math.isnan(found["rows"][1]["gap_percent"])

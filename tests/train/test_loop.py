@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,8 +28,8 @@ from octavo.models.families import spec_of
 from octavo.models.sources import load_config
 from octavo.run import provenance
 from octavo.run.metrics import read_metrics
-from octavo.train import loop
-from octavo.train.loop import train
+from octavo.train import loop, trainer
+from octavo.train.trainer import Trainer
 from octavo.watchdog.stopping import StopRequest
 
 
@@ -91,7 +92,7 @@ def test_the_json_of_a_run_with_its_bf16_twin(tiny_run, capsys):
     assert RunConfig.from_file(run.output / "bf16" / "run.toml").fp8.enabled is False
 
 
-def test_a_constant_schedule_can_be_prolonged_and_another_cannot(tiny_run, tmp_path, capsys):
+def test_a_constant_schedule_can_be_prolonged(tiny_run, tmp_path, capsys):
     run = tiny_run(steps=4)
     constant = "optimizer.schedule=constant"
     assert main(["train", str(run.file), constant]) == 0
@@ -100,12 +101,72 @@ def test_a_constant_schedule_can_be_prolonged_and_another_cannot(tiny_run, tmp_p
     assert losses(run.output) == losses(tmp_path / "whole")
     assert main(["train", str(run.file), constant, "train.steps=6"]) == 2
     assert "has trained 8 steps: set train.steps to 8 or more" in capsys.readouterr().err
-    other = tiny_run("cosine", steps=4)
-    assert main(["train", str(other.file)]) == 0
-    assert main(["train", str(other.file), "train.steps=8"]) == 2
-    err = capsys.readouterr().err
-    assert "train.steps was 4 and is now 8" in err
-    assert "only a constant schedule can be extended" in err
+
+
+def rates(output):
+    return [r["lr"] for r in read_metrics(output / "metrics.jsonl")]
+
+
+def test_a_finished_cosine_is_extended_on_request_and_its_run_file_reproduces_it(tiny_run, tmp_path, capsys):
+    run = tiny_run("cosine", steps=4)
+    assert main(["train", str(run.file)]) == 0
+    assert main(["train", str(run.file), "train.steps=8"]) == 2
+    assert "set train.extended=[4] too" in capsys.readouterr().err
+    assert main(["train", str(run.file), "train.steps=8", "train.extended=[3]"]) == 2
+    assert main(["train", str(run.file), "train.steps=8", "train.extended=[4]"]) == 0
+    found = rates(run.output)
+    assert found[3] == pytest.approx(3e-4)
+    assert found[4] == pytest.approx(3e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * 3 / 6)) / 2))  # two steps of warm-up
+    assert main(["train", str(run.output / "run.toml"), f"train.output={tmp_path / 'again'}"]) == 0
+    assert losses(tmp_path / "again") == losses(run.output)
+    assert main(["train", str(run.file), "train.steps=8"]) == 0  # the key of the run's own past
+    assert main(["train", str(run.file), "train.steps=6"]) == 2
+    assert "Set train.steps = 8" in capsys.readouterr().err
+
+
+def test_wsd_is_extended_before_its_decay_as_if_longer_from_the_start_and_afterwards_by_a_second_decay(tiny_run, tmp_path):
+    wsd = ["optimizer.schedule=wsd", "optimizer.decay_steps=2"]
+    run = tiny_run("wsd", steps=6, every=4)
+    whole = tmp_path / "whole"
+    assert main(["train", str(run.file), *wsd, "train.steps=9", f"train.output={whole}"]) == 0
+    assert main(["train", str(run.file), *wsd]) == 0
+    assert rates(run.output) == pytest.approx([1.5e-3, 3e-3, 3e-3, 3e-3, 1.65e-3, 3e-4])
+    shutil.rmtree(run.output / "checkpoints" / "step-6")  # stopped before the decay
+    assert main(["train", str(run.file), *wsd, "train.steps=9"]) == 0
+    assert losses(run.output) == losses(whole)
+    assert main(["train", str(run.file), *wsd, "train.steps=12"]) == 0
+    assert rates(run.output)[8:] == pytest.approx([3e-4, 3e-3, 1.65e-3, 3e-4])
+    assert RunConfig.from_file(run.output / "run.toml").train.extended == [9]
+
+
+def test_wsd_is_not_extended_inside_its_decay(tiny_run, capsys):
+    wsd = ["optimizer.schedule=wsd", "optimizer.decay_steps=3"]
+    run = tiny_run("wsd", steps=6, every=5)
+    assert main(["train", str(run.file), *wsd]) == 0
+    shutil.rmtree(run.output / "checkpoints" / "step-6")
+    assert main(["train", str(run.file), *wsd, "train.steps=9"]) == 2
+    assert "has done 5 of 6 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [("train.tokens=257", 3), ("train.tokens=256", 2), ("train.epochs=0.25", None), ("train.epochs=1", None)],
+)
+def test_the_length_of_a_run_in_tokens_or_epochs(tiny_run, capsys, length, steps):
+    run = tiny_run("length", steps=100)
+    assert main(["train", str(run.file), length, "model.config.num_hidden_layers=1"]) == 0
+    assert "train.steps = 100 has no effect" in capsys.readouterr().err
+    done = len(losses(run.output))
+    if steps is None:
+        folder = Path(RunConfig.from_file(run.file).data.folder)
+        manifest = max(folder.glob("*/manifest.json"), key=lambda path: path.stat().st_mtime)
+        tokens = json.loads(manifest.read_text())["splits"]["train"]["tokens"]
+        steps = math.ceil(float(length.partition("=")[2]) * math.ceil((tokens - 1) / 32) / 4)
+    assert done == steps
+    recorded = RunConfig.from_file(run.output / "run.toml").train
+    assert (recorded.steps, recorded.tokens, recorded.epochs) == (steps, None, None)
+    assert main(["train", str(run.file), length, "model.config.num_hidden_layers=1"]) == 0
+    assert "already trained" in capsys.readouterr().out
 
 
 def test_keys_that_the_losses_depend_on_may_not_change_and_the_others_may(tiny_run, capsys):
@@ -234,7 +295,7 @@ def test_gpt_neo_continues_with_the_same_bits(tiny_run, tmp_path):
     config = RunConfig.from_file(cut.file)
     stop.received = "SIGTERM"  # asked for before the first step has ended
     with pytest.raises(RunStopped, match="after step 1 of 6, saved"):
-        train(config, console=Console(quiet=True), stop=stop)
+        Trainer(config, console=Console(quiet=True)).train(stop=stop)
     assert main(["train", str(cut.file)]) == 0
     assert losses(cut.output) == losses(whole.output)
 
@@ -276,7 +337,7 @@ def translating(*args, **settings):
 
 @pytest.mark.parametrize("library", [swallowing, translating])
 def test_a_signal_inside_a_library_that_catches_exceptions_is_75_as_well(tiny_run, monkeypatch, capsys, library):
-    monkeypatch.setattr(loop, "prepare", library)
+    monkeypatch.setattr(trainer, "prepare", library)
     assert main(["train", str(tiny_run().file)]) == 75
     assert "stopped by SIGTERM before the first step" in capsys.readouterr().err
 
@@ -297,7 +358,7 @@ def test_ranks_that_nobody_started_are_refused(tiny_run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     run = tiny_run()
     with pytest.raises(InputError, match=r"WORLD_SIZE = 2 in the environment, but RANK, .* start the ranks with torchrun"):
-        train(RunConfig.from_file(run.file), console=Console(quiet=True))
+        Trainer(RunConfig.from_file(run.file), console=Console(quiet=True)).train()
     assert not run.output.exists()
 
 
@@ -305,7 +366,7 @@ def test_degrees_of_a_later_version_are_refused(tiny_run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = RunConfig.from_file(tiny_run().file, ["parallel.context_parallel_degree=2"])
     with pytest.raises(InputError, match=r"parallel\.context_parallel_degree = 2: this version"):
-        train(config, console=Console(quiet=True))
+        Trainer(config, console=Console(quiet=True)).train()
 
 
 def test_a_bf16_run_of_other_settings_is_not_compared_with(tiny_run, capsys):
@@ -355,7 +416,7 @@ def test_a_run_that_continues_on_another_machine_says_that_bits_may_differ(tiny_
     stop = StopRequest()
     stop.received = "SIGTERM"
     with pytest.raises(RunStopped):
-        train(RunConfig.from_file(run.file), console=Console(quiet=True), stop=stop)
+        Trainer(RunConfig.from_file(run.file), console=Console(quiet=True)).train(stop=stop)
     before = loop._layout
     monkeypatch.setattr(loop, "_layout", lambda plan: before(plan) | {key: "another"})
     capsys.readouterr()

@@ -19,11 +19,12 @@ from octavo.parallel.world import seed_everything
 from octavo.run.metrics import read_metrics
 from octavo.train import loss_scale
 from octavo.train.evaluate import validation_loss
-from octavo.train.loop import build, train
+from octavo.train.loop import build
 from octavo.train.loss_scale import LARGEST_SCALE, PATIENCE, LossScale
 from octavo.train.optimizer import clip_grad_norm_
 from octavo.train.plan import check
 from octavo.train.step import train_step
+from octavo.train.trainer import Trainer
 from octavo.watchdog.stopping import StopRequest
 
 HALF = "model.dtype=float16"
@@ -268,7 +269,7 @@ def test_a_loss_that_no_scale_mends_stops_the_run_with_the_weights_as_they_were(
 def test_a_resume_across_skipped_and_grown_steps_is_bit_exact(tiny_run, small, settings):
     whole, cut = tiny_run("whole", steps=30, every=4), tiny_run("cut", steps=30, every=4)
     overrides = [HALF, "train.validate_every=10", *settings]
-    train(RunConfig.from_file(whole.file, overrides), console=Console(quiet=True))
+    Trainer(RunConfig.from_file(whole.file, overrides), console=Console(quiet=True)).train()
     expected = curve(whole.output)
     lost = [record["step"] for record in expected if record["skipped"]]
     assert lost[:2] == [1, 2]
@@ -291,8 +292,8 @@ def test_a_resume_across_skipped_and_grown_steps_is_bit_exact(tiny_run, small, s
         stop = Stop()
         stop.at = at
         with pytest.raises(RunStopped, match=f"after step {at} of 30"):
-            train(RunConfig.from_file(cut.file, overrides), console=Console(quiet=True), stop=stop)
-    train(RunConfig.from_file(cut.file, overrides), console=Console(quiet=True))
+            Trainer(RunConfig.from_file(cut.file, overrides), console=Console(quiet=True)).train(stop=stop)
+    Trainer(RunConfig.from_file(cut.file, overrides), console=Console(quiet=True)).train()
     assert curve(cut.output) == expected
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("octavo-read")]
 

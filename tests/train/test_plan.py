@@ -5,7 +5,7 @@ import shutil
 import tomllib
 
 import pytest
-from transformers import GPT2Config, T5Config
+from transformers import AutoConfig, GPT2Config
 
 from octavo.cli import main
 from octavo.config.run import RunConfig
@@ -116,11 +116,43 @@ def test_a_run_with_other_defaults_continues_with_its_own(written, tiny_run, cap
     assert "fp8.head was False and is now 'backward'" in capsys.readouterr().err
 
 
-def test_an_encoder_decoder_is_refused_by_name(tiny_run):
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("t5", "an encoder-decoder"),
+        ("bart", "an encoder-decoder"),
+        ("whisper", "an encoder-decoder"),
+        ("bert", r"an encoder \(model.config.is_decoder = true makes it causal\)"),
+        ("roberta", "an encoder"),
+        ("modernbert", "an encoder"),
+        ("vit", "a vision model"),
+        ("wav2vec2", "an audio model"),
+        ("llava", "a model of text and other inputs"),
+    ],
+)
+def test_a_model_that_is_not_causal_is_refused_by_name_and_kind(tiny_run, kind, what):
     run = tiny_run()
-    T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=32, d_kv=8, vocab_size=512).save_pretrained(run.folder / "t5")
-    with pytest.raises(InputError, match="t5 is no causal language model"):
-        plan(run, f"model.source={run.folder / 't5'}", "model.config={}")
+    AutoConfig.for_model(kind).save_pretrained(run.folder / "model")
+    with pytest.raises(InputError, match=f"{kind} is no causal language model but {what}, .* octavo.transform"):
+        plan(run, f"model.source={run.folder / 'model'}", "model.config={}")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[]", 'has no "model_type"'),
+        ('{"model_type": ["llama"]}', 'has no "model_type"'),
+        ('{"model_type": "llama", "hidden_size": "x"}', "could not be read: .*hidden_size"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "could not be read"),
+        ('{"model_type": "llama", "hidden_act": "foo"}', "the value 'foo', which transformers"),
+    ],
+)
+def test_a_broken_config_is_named(tiny_run, content, words):
+    run = tiny_run()
+    (run.folder / "model").mkdir()
+    (run.folder / "model" / "config.json").write_text(content)
+    with pytest.raises(InputError, match=f"model.source.*{words}"):
+        plan(run, f"model.source={run.folder / 'model'}", "model.config={}")
 
 
 def test_tokens_that_changed_on_the_disk_are_prepared_anew(tiny_run, tmp_path, capsys):

@@ -18,9 +18,9 @@ def run(file, overrides):
     from rich.console import Console
 
     from octavo.config.run import RunConfig
-    from octavo.train.loop import train
+    from octavo.train.trainer import Trainer
 
-    result = train(RunConfig.from_file(file, overrides), console=Console(quiet=True))
+    result = Trainer(RunConfig.from_file(file, overrides), console=Console(quiet=True)).train()
     return result.summary.loss, result.summary.validation_loss
 
 

@@ -50,6 +50,7 @@ class Checkpointer:
     folder: Path
     keep: int
     report: Callable[[str], None]
+    protected: int = 0  # the step of a checkpoint that stays besides the newest
     ranks: Ranks = field(default_factory=all_ranks, init=False)
     io_ranks: Ranks = field(default_factory=writing_ranks, init=False)
     _damaged: list[Path] = field(default_factory=list)
@@ -142,7 +143,8 @@ class Checkpointer:
 
     def _prune(self, step: int) -> None:
         whole = [path for number, path in manifest.step_folders(self.folder) if number <= step and path not in self._damaged]
-        for path in [*whole[self.keep :], *(p for p in self._damaged if p.exists() and p.name != f"step-{step}")]:
+        older = [path for path in whole[self.keep :] if path.name != f"step-{self.protected}"]
+        for path in [*older, *(p for p in self._damaged if p.exists() and p.name != f"step-{step}")]:
             remove_checkpoint(path, step)
         self._damaged = []
 

@@ -12,6 +12,7 @@ class CheckpointConfig(Section):
 
     every: int = Field(100, ge=0, description="Steps between checkpoints; 0: only at the end or when stopped.")
     keep: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
+    best: bool = Field(False, description="Also save after each validation with a new lowest loss, and keep that checkpoint.")
     async_: bool = Field(
         False, alias="async", description="Write in the background: training waits only for the copy to host memory."
     )

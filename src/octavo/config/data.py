@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import PurePath
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from octavo.config.section import Section
+
+COMPRESSED = (".gz", ".zst")
+"""Suffixes of compressed files of text."""
 
 
 class DataConfig(Section):
     """The training text and its sequences."""
 
     source: str | list[str] = Field(
-        description='"python:docstrings", "python:packages", local .txt, .jsonl or .parquet files (globs), or a Hugging Face '
-        "data set."
+        description='"python:docstrings", "python:packages", local .txt, .jsonl, .csv or .parquet files (globs; all but '
+        ".parquet also as .gz or .zst), or a Hugging Face data set."
+    )
+    weights: list[Annotated[float, Field(gt=0)]] = Field(
+        [],
+        description="Shares of the sources in training, one positive number each, on any scale; without them all are joined.",
+    )
+    validation_source: str | list[str] | None = Field(
+        None, description="Text for validation, in the forms of `source`, in place of `validation_fraction`."
+    )
+    validation_split: str | None = Field(
+        None, description="Split of a Hugging Face data set in `validation_source`; `split` when absent."
     )
     text_field: str = Field("text", description="Column or JSON key that holds the text.")
     subset: str | None = Field(
@@ -34,7 +48,9 @@ class DataConfig(Section):
     validation_fraction: float = Field(
         0.05, ge=0.0, lt=1.0, description="Share of the documents that is held out for validation."
     )
-    seed: int = Field(0, ge=0, description="Seed of the sampled documents, the validation split and the order of samples.")
+    seed: int = Field(
+        0, ge=0, le=2**64 - 1, description="Seed of the sampled documents, the validation split and the order of samples."
+    )
     workers: int = Field(
         0, ge=0, le=64, description="Threads that prefetch the sequences of coming steps; 0: each step reads its own."
     )
@@ -47,9 +63,54 @@ class DataConfig(Section):
         """`source` as a list."""
         return [self.source] if isinstance(self.source, str) else self.source
 
+    @property
+    def validation_sources(self) -> list[str]:
+        """`validation_source` as a list."""
+        return [self.validation_source] if isinstance(self.validation_source, str) else self.validation_source or []
+
+    @property
+    def held_out(self) -> float:
+        """The share of the documents that is held out for validation: none with a source of its own."""
+        return 0.0 if self.validation_source is not None else self.validation_fraction
+
+    @property
+    def of_validation(self) -> DataConfig | None:
+        """The section of the text of `validation_source`, taken whole; None without one."""
+        if self.validation_source is None:
+            return None
+        changes = {
+            "source": self.validation_source,
+            "split": self.validation_split or self.split,
+            **dict.fromkeys(("validation_source", "validation_split", "max_documents", "max_tokens")),
+            "weights": [],
+            "validation_fraction": 0.0,
+        }
+        return self.model_copy(update=changes)
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> DataConfig:
+        if self.weights and len(self.weights) != len(self.sources):
+            count = len(self.sources)
+            raise ValueError(
+                f"data.weights = {self.weights} has {_counted(len(self.weights), 'weight')}, but data.source names "
+                f"{_counted(count, 'source')}: give one weight a source, in the same order. Change data.weights"
+                + (" ([] joins the sources)" if count > 1 else "")
+            )
+        return self
+
     @field_validator("sequence_length")
     @classmethod
     def _check_length(cls, value: int) -> int:
         if value < 2:
             raise ValueError("a sequence must have at least 2 tokens, since the first is never predicted: use 2 or more")
         return value
+
+
+def kind_of(name: str) -> str:
+    """The suffix of a file name without that of a compression: ".jsonl" of "a.jsonl.zst"."""
+    path = PurePath(name)
+    return PurePath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

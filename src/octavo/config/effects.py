@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import chain
-from pathlib import PurePath
 from typing import Any
 
+from octavo.config.data import kind_of
 from octavo.config.fp8 import KEYS_OF_RECIPES
 from octavo.config.section import keys_of
 
@@ -40,9 +40,13 @@ class _Need:
     condition: str
 
 
-def _any_source(config: RunConfig, *suffixes: str) -> bool:
+def _any_source(names: Sequence[str], *suffixes: str) -> bool:
     """True if a source is neither Python's own text nor a file of these kinds."""
-    return any(not name.startswith("python:") and PurePath(name).suffix not in suffixes for name in config.data.sources)
+    return any(not name.startswith("python:") and kind_of(name) not in suffixes for name in names)
+
+
+def _any_data_set(names: Sequence[str]) -> bool:
+    return _any_source(names, ".txt", ".jsonl", ".json", ".csv", ".parquet")
 
 
 def _of_recipes(key: str) -> _Need:
@@ -66,27 +70,65 @@ _NEEDS = (
         ("optimizer.min_lr_fraction",),
         ("optimizer.schedule",),
         lambda config: config.optimizer.schedule != "constant",
-        'optimizer.schedule = "cosine" or "linear"',
+        'optimizer.schedule = "cosine", "linear" or "wsd"',
+    ),
+    _Need(
+        ("optimizer.decay_steps",),
+        ("optimizer.schedule",),
+        lambda config: config.optimizer.schedule == "wsd",
+        'optimizer.schedule = "wsd"',
+    ),
+    _Need(("train.epochs",), ("train.tokens",), lambda config: config.train.tokens is None, "no train.tokens"),
+    _Need(
+        ("train.steps",),
+        ("train.tokens", "train.epochs"),
+        lambda config: config.train.tokens is None and config.train.epochs is None,
+        "neither train.tokens nor train.epochs",
+    ),
+    _Need(
+        ("train.early_stopping", "checkpoint.best"),
+        ("train.validate_every",),
+        lambda config: config.train.validate_every > 0,
+        "train.validate_every above 0",
+    ),
+    _Need(
+        ("train.extended",),
+        ("optimizer.schedule",),
+        lambda config: config.optimizer.schedule != "constant",
+        "a schedule that ends",
     ),
     _Need(
         ("train.validate_every", "train.validate_batches"),
         ("data.validation_fraction",),
-        lambda config: config.data.validation_fraction > 0,
-        "data.validation_fraction above 0",
+        lambda config: config.data.held_out > 0 or config.data.validation_source is not None,
+        "data.validation_fraction above 0, or a data.validation_source",
     ),
+    _Need(
+        ("data.validation_fraction",),
+        ("data.validation_source",),
+        lambda config: config.data.validation_source is None,
+        "validation on a part of data.source, without a data.validation_source",
+    ),
+    _Need(
+        ("data.validation_split",),
+        ("data.validation_source",),
+        lambda config: _any_data_set(config.data.validation_sources),
+        "a data set as data.validation_source",
+    ),
+    _Need(("data.weights",), ("data.source",), lambda config: len(config.data.sources) > 1, "several sources in data.source"),
     _Need(
         ("data.vocab_size",), ("data.tokenizer",), lambda config: config.data.tokenizer == "train", 'data.tokenizer = "train"'
     ),
     _Need(
         ("data.text_field",),
         ("data.source",),
-        lambda config: _any_source(config, ".txt"),
-        "a data.source with columns: .jsonl or .parquet files, or a data set",
+        lambda config: _any_source([*config.data.sources, *config.data.validation_sources], ".txt"),
+        "a data.source with columns: .jsonl, .csv or .parquet files, or a data set",
     ),
     _Need(
         ("data.subset", "data.split"),
         ("data.source",),
-        lambda config: _any_source(config, ".txt", ".jsonl", ".parquet"),
+        lambda config: _any_data_set([*config.data.sources, *config.data.validation_sources]),
         "a data set as data.source",
     ),
     _Need(
@@ -105,7 +147,8 @@ def without_effect(config: RunConfig) -> Iterator[Idle]:
     seen: set[str] = set()
     for need in _NEEDS:
         if not need.met(config):
-            now = " and ".join(shown(config, key) for key in need.by if value_of(config, key) != {})
+            given = [key for key in need.by if value_of(config, key) != {}]
+            now = " and ".join(f"no {key}" if value_of(config, key) is None else shown(config, key) for key in given)
             for key in need.keys:
                 if key not in seen:
                     yield Idle(key, need.by, f"has no effect with {now}: it needs {need.condition}")
@@ -125,7 +168,9 @@ def settled(config: RunConfig, idle: Sequence[Idle]) -> RunConfig:
 
 def warnings(config: RunConfig, *, one_rank: bool) -> Iterator[str]:
     """Messages about likely mistakes, and about settings without effect on one rank."""
-    steps, warmup = config.train.steps, config.optimizer.warmup_steps
+    steps, warmup = config.steps, config.optimizer.warmup_steps
+    if steps is None:
+        return
     if warmup >= steps:
         yield (
             f"optimizer.warmup_steps = {warmup} lasts the whole run of train.steps = {steps}: the rate rises to "

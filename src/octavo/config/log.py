@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from octavo.config.section import Section
 
@@ -16,3 +16,10 @@ class LogConfig(Section):
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
         default_factory=list, description="Experiment trackers that also receive the metrics (each is an extra to install)."
     )
+
+    @field_validator("trackers")
+    @classmethod
+    def _check_distinct(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError("a tracker is named twice: name each once")
+        return value

@@ -1,10 +1,9 @@
-"""Run file: all sections, TOML in and out, `section.key=value` overrides."""
+"""Run file: all sections, in from TOML and overrides, and out as TOML."""
 
 from __future__ import annotations
 
 import os
-import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ from octavo.config.log import LogConfig
 from octavo.config.model import ModelConfig
 from octavo.config.optimizer import OptimizerConfig
 from octavo.config.parallel import ParallelConfig
+from octavo.config.reading import apply_overrides, read_file
 from octavo.config.section import Section, keys_of
 from octavo.config.train import TrainConfig
-from octavo.errors import InputError, nearest, warn
+from octavo.errors import InputError, warn
 
 
 class RunConfig(Section):
@@ -46,8 +46,15 @@ class RunConfig(Section):
         return self
 
     @classmethod
-    def from_file(cls, path: str | Path, overrides: Sequence[str] = (), *, recorded: bool = False) -> RunConfig:
-        """Read a run file and apply `section.key=value` overrides.
+    def from_file(
+        cls,
+        path: str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        sections: Mapping[str, Mapping[str, Any]] | None = None,
+        recorded: bool = False,
+    ) -> RunConfig:
+        """Read a run file and apply `section.key=value` overrides, or keys by section.
 
         Keys of the file without effect under an override of another key are left out, with a note for `tell_notes`: another
         recipe brings its own settings. In the file of a run, which older versions wrote with all keys, and in a `recorded` one
@@ -57,24 +64,16 @@ class RunConfig(Section):
             InputError: the file is missing, is not TOML, or has an invalid key or value, or one without effect.
         """
         path = Path(path)
-        if not path.is_file():
-            folder, fault = (path, "is a folder") if path.is_dir() else (path.parent, "does not exist")
-            names = sorted(file.name for file in folder.glob("*.toml"))
-            inside = next((name for name in names if name != "pyproject.toml"), None)
-            guess = inside if path.is_dir() else nearest(path.name, names)
-            hint = f" Did you mean {folder / guess}?" if guess else ""
-            raise InputError(f"run file {str(path)!r} {fault}.{hint} Give the path of a TOML file, such as presets/demo.toml.")
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"run file {str(path)!r} is not valid TOML: {error}.") from None
-        for override in overrides:
-            _apply_override(values, override)
+        values = read_file(path)
+        apply_overrides(values, overrides, cls)
+        for section, keys in (sections or {}).items():
+            _merge(values.setdefault(section, {}), keys)
         train = values.get("train")
         if isinstance(train, dict):
             train.setdefault("output", f"runs/{path.stem}")
         config = cls.from_dict(values, where=str(path), context={"idle": "allowed"})
         given = {".".join(part.strip() for part in override.partition("=")[0].split(".")[:2]) for override in overrides}
+        given |= {f"{section}.{key}" for section, keys in (sections or {}).items() for key in keys}
         recorded_by_run = recorded or (path.parent / "environment.json").is_file()
         idle = idle_keys(config)
         kept = [each for each in idle if each.key in given or not (recorded_by_run or given.intersection(each.by))]
@@ -101,9 +100,38 @@ class RunConfig(Section):
         return tomli_w.dumps(_without_none(tables))
 
     @property
+    def steps(self) -> int | None:
+        """Optimizer steps; None for a number of epochs, which depends on the prepared data."""
+        train = self.train
+        if train.tokens is not None:
+            return -(-train.tokens // (train.global_batch * self.data.sequence_length))
+        return None if train.epochs is not None else train.steps
+
+    def with_steps(self, steps: int) -> RunConfig:
+        """The run with its length as `train.steps`.
+
+        Raises:
+            InputError: `train.extended` reaches beyond it.
+        """
+        extended = self.train.extended
+        if extended and extended[-1] >= steps:
+            raise InputError(f"train.extended = {extended}, but the run has {steps} steps: the former last steps lie below it.")
+        return self.model_copy(update={"train": self.train.model_copy(update={"steps": steps, "tokens": None, "epochs": None})})
+
+    @property
     def output(self) -> Path:
-        """The run's folder."""
-        return Path(self.train.output or "runs/run")
+        """The run's folder.
+
+        Raises:
+            InputError: it begins with the ~ of an unknown user.
+        """
+        path = Path(self.train.output or "runs/run")
+        try:
+            return path.expanduser()
+        except RuntimeError:
+            raise InputError(
+                f"train.output = {str(path)!r}: there is no user {path.parts[0][1:]!r}. Write the folder out."
+            ) from None
 
 
 def _refusal(config: RunConfig, idle: Sequence[Idle]) -> str:
@@ -115,22 +143,14 @@ def known_keys() -> list[str]:
     return keys_of(RunConfig)
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    parts = name.strip().split(".")
-    if not equals or len(parts) < 2 or not all(parts):
-        raise InputError(f"override {override!r} is not section.key=value, as in optimizer.lr=1e-4.")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string: train.output=runs/two
-    table = values
-    for part in parts[:-1]:
-        inner = table.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise InputError(f"override {override!r}: {part} is a value, not a table.")
-        table = inner
-    table[parts[-1]] = value
+def _merge(values: dict[str, Any], keys: Mapping[str, Any]) -> None:
+    """Put keys over those of a table, in the tables inside too."""
+    for key, value in keys.items():
+        inner = values.get(key)
+        if isinstance(value, Mapping) and isinstance(inner, dict):
+            _merge(inner, value)
+        else:
+            values[key] = value
 
 
 def _without_none(value: Any) -> Any:

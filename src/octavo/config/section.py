@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from octavo.config.synonyms import hint
 from octavo.errors import InputError, nearest
+
+_LARGEST = 2**63 - 1
+"""Largest whole number of TOML, and of the counters of PyTorch and NumPy."""
+_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+")
 
 
 class Section(BaseModel):
@@ -26,6 +34,8 @@ class Section(BaseModel):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "configuration", context: Any = None) -> Self:
         """Validate a table; one InputError reports all faults. context: for validators."""
+        if faults := "; ".join(_beyond_toml(values)):
+            raise InputError(f"{where}: {faults}.")
         try:
             return cls.model_validate(dict(values), context=context)
         except ValidationError as error:
@@ -50,21 +60,80 @@ def _distinct(error: ValidationError) -> list[Any]:
 def _explain_one(cls: type[BaseModel], loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
     name = ".".join(str(part) for part in loc[:2])
     if kind == "extra_forbidden":
-        section = cls.model_fields.get(str(loc[0]))
-        keys = list(cls.model_fields) if len(loc) == 1 or section is None else list(_fields(section.annotation))
-        elsewhere = next((key for key in keys_of(cls) if len(loc) > 1 and key.endswith(f".{loc[-1]}")), None)
-        guess = elsewhere or nearest(str(loc[-1]), keys)
-        prefix = f"{loc[0]}." if len(loc) > 1 and guess and "." not in guess else ""
-        hint = f" Did you mean {prefix}{guess}?" if guess else ""
-        what = "section" if len(loc) == 1 and any(keys_of(cls)) else "key"
-        return f"unknown {what} {name}.{hint} Known: {', '.join(keys)}"
+        return _explain_unknown(cls, name, value)
     if kind == "missing" and len(loc) == 1:
         return f"{name} is missing: add a [{name}] section"
     if kind == "missing" and len(loc) == 2:
         section = cls.model_fields[str(loc[0])]
         return f"{name} is missing: {_fields(section.annotation)[str(loc[1])].description}"
-    message = message.removeprefix("Value error, ")
-    return f"{name} = {value!r}: {message}" if loc and not isinstance(value, dict) else message
+    if kind == "value_error":
+        message = message.removeprefix("Value error, ")
+        return f"{name} = {shorten(value)}: {message}" if loc and not isinstance(value, dict) else message
+    if isinstance(value, list) and kind == "model_type":
+        return f"{name} is a list of tables: write [{name}], not [[{name}]]"
+    remedy = _remedy(kind, value)
+    return f"{name} = {shorten(value)}: {message}" + (f" ({remedy})" if remedy else "")
+
+
+def _explain_unknown(cls: type[BaseModel], name: str, value: object) -> str:
+    first, _, key = name.partition(".")
+    known = keys_of(cls)
+    if not known:
+        guess = nearest(name, cls.model_fields)
+        return f"unknown key {name}.{f' Did you mean {guess}?' if guess else ''} Known: {', '.join(cls.model_fields)}"
+    if key:
+        return f"unknown key {name}.{hint(name, known)} Known: {', '.join(_fields(cls.model_fields[first].annotation))}"
+    guess = nearest(name.lower(), cls.model_fields)
+    if not isinstance(value, dict):
+        found = hint(name, known)
+        return f"unknown key {name} outside of all sections.{found} Sections: {', '.join(cls.model_fields)}"
+    inner = next(filter(None, (hint(f"{name}.{each}", known) for each in value)), "")
+    misspelt = guess and (not inner or any(f"{guess}.{each}" in known for each in value))
+    found = f" Did you mean {guess}?" if misspelt else inner
+    return f"unknown section {name}.{found} Known: {', '.join(cls.model_fields)}"
+
+
+def _remedy(kind: str, value: object) -> str:
+    """The form in which the value would be accepted; empty if that is unknown."""
+    if isinstance(value, dict):
+        return "it is a table here; the key has one value"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if kind in ("list_type", "tuple_type") and not isinstance(value, list):
+        return f"write a list: [{shorten(value, json.dumps)}]"
+    if not isinstance(value, str) or kind not in ("int_type", "float_type", "bool_type"):
+        return ""
+    text = value.strip(" \t,;'\"").lower()
+    if text in ("none", "null", "nil", "undefined"):
+        return "leave the key out"
+    if text in ("true", "false"):
+        return f"write {text}, in small letters and without quotes" if kind == "bool_type" else ""
+    try:
+        number = float(text.replace(",", "") if _THOUSANDS.fullmatch(text) else text)
+    except ValueError:
+        return ""
+    if kind == "bool_type" or not math.isfinite(number) or (kind == "int_type" and not number.is_integer()):
+        return ""
+    return f"write {int(number) if number.is_integer() and abs(number) < 2**53 else number}"
+
+
+def _beyond_toml(values: Mapping[str, Any]) -> Iterator[str]:
+    """The whole numbers of a table that are longer than TOML's."""
+    left: list[tuple[str, Any]] = [("", values)]
+    while left:  # not recursive: a file may be nested more deeply than Python's stack
+        name, value = left.pop()
+        if isinstance(value, Mapping):
+            left += [(f"{name}.{key}" if name else str(key), inner) for key, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [(name, inner) for inner in value]
+        elif isinstance(value, int) and not -_LARGEST - 1 <= value <= _LARGEST:
+            yield f"{name} = {shorten(value)}: a whole number is at most {_LARGEST}"
+
+
+def shorten(value: object, text_of: Any = repr) -> str:
+    """A value in a message: the middle of a long one is left out."""
+    text: str = text_of(value)
+    return text if len(text) <= 200 else f"{text[:120]} … {text[-40:]}"
 
 
 def keys_of(cls: type[BaseModel]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from octavo.config.section import Section
 
@@ -13,7 +13,15 @@ class TrainConfig(Section):
     """Steps, batches, memory and validation."""
 
     output: str | None = Field(None, description="The run's folder; by default runs/<name of the run file>.")
-    steps: int = Field(ge=1, description="Optimizer steps.")
+    steps: int | None = Field(None, ge=1, description="Optimizer steps; or give `tokens` or `epochs`.")
+    tokens: int | None = Field(None, ge=1, description="Tokens to train on, in place of `steps`; rounded up to whole steps.")
+    epochs: float | None = Field(
+        None, gt=0, description="Passes over the training data, in place of `steps`; rounded up to whole steps."
+    )
+    extended: list[int] = Field(
+        default_factory=list,
+        description="Former last steps of a run that was extended: the schedule of each part ends at its own last step.",
+    )
     global_batch: int = Field(ge=1, description="Sequences in an optimizer step, over all ranks.")
     micro_batch: int | None = Field(
         None, ge=1, description="Sequences in a forward of one rank; its whole share of the global batch when absent."
@@ -27,7 +35,7 @@ class TrainConfig(Section):
     compile: bool | Literal["auto"] = Field(
         "auto", description='No value but false and "auto": the fused kernels of a block are faster than a compiled one.'
     )
-    seed: int = Field(0, ge=0, description="Seed of the initial weights and of dropout.")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of the initial weights and of dropout.")
     deterministic: bool = Field(False, description="Use only deterministic kernels on GPUs (a CPU is always deterministic).")
     loss_scale: Literal["dynamic"] | float = Field(
         "dynamic",
@@ -49,6 +57,32 @@ class TrainConfig(Section):
     )
     compare_bf16: bool = Field(False, description="Train the same steps once more without FP8, and report the gap in loss.")
     validate_every: int = Field(0, ge=0, description="Steps between validations; 0: only at the end.")
+    early_stopping: int = Field(
+        0, ge=0, description="End the run after this many validations in a row without a new lowest loss; 0: never."
+    )
     validate_batches: int = Field(
         16, ge=1, description="Micro-batches in a validation, over all ranks; fewer where the split is smaller."
     )
+    sample_every: int = Field(
+        0, ge=0, description="Steps between samples of generated text on the screen; 0: only at the end of the run."
+    )
+    sample_prompt: str | None = Field(
+        None, description="Beginning of the generated text; that of the validation text (or the training text) when absent."
+    )
+
+    @field_validator("extended")
+    @classmethod
+    def _check_extended(cls, value: list[int]) -> list[int]:
+        if any(end < 1 for end in value) or sorted(set(value)) != value:
+            raise ValueError("former last steps are 1 or more, in rising order, such as [1000, 2000]")
+        return value
+
+    @model_validator(mode="after")
+    def _check_length(self) -> TrainConfig:
+        if self.steps is None and self.tokens is None and self.epochs is None:
+            raise ValueError("train.steps is missing: give train.steps, train.tokens or train.epochs")
+        if self.extended and self.steps is not None and self.extended[-1] >= self.steps:
+            raise ValueError(
+                f"train.extended = {self.extended} reaches train.steps = {self.steps}: the former last steps lie below it"
+            )
+        return self

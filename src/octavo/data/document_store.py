@@ -124,12 +124,13 @@ class DocumentStore:
 def collect(
     store: DocumentStore, documents: Iterable[Document], *, count: int | None, seed: int, max_bytes: int | None
 ) -> DocumentNumbers:
-    """Store documents and return the numbers of the selected ones, in the order of the corpus.
+    """Store documents and return the numbers of the selected ones, in the order of the corpus; `seal` is left to the caller.
 
     Empty documents are skipped. With `count`, a uniform sample of that size is selected (reservoir sampling: every document is
-    read, but only about count · (1 + log(all / count)) are stored). Without it, reading stops once `max_bytes` are stored.
+    read, but only about count · (1 + log(all / count)) are stored). Without it, reading stops once `max_bytes` more are stored.
     """
     selected = array("q")
+    before = store.stored
     generator = rng.generator(seed, rng.DOCUMENTS)
     seen = 0
     for document in documents:
@@ -142,7 +143,6 @@ def collect(
             if slot < count:
                 selected[slot] = store.append(document)
         seen += 1
-        if count is None and max_bytes is not None and store.stored >= max_bytes:
+        if count is None and max_bytes is not None and store.stored - before >= max_bytes:
             break
-    store.seal()
     return np.sort(np.asarray(selected, np.int64))

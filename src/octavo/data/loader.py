@@ -1,8 +1,8 @@
 """Batches of a rank, as a function of the number of the next sample.
 
-Sample g of a run is sequence `permutation(seed, g // n)[g % n]` of the n sequences. So the state of the data is one integer: a
-resumed run, on any number of ranks and with any micro-batch, sees the same samples in the same global batches. The price is a
-permutation in memory, 8 bytes a sequence.
+Sample g of a run is sequence `permutation(seed, g // n)[g % n]` of the n sequences; with weights the same within each source
+(`octavo.data.order`). So the state of the data is one integer: a resumed run, on any number of ranks and with any micro-batch,
+sees the same samples in the same global batches. The price is a permutation in memory, 8 bytes a sequence.
 
 Sequences are copied from a memory map on request; `octavo.data.prefetch` requests them early, in several threads, which share
 one permutation.
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from octavo.data import rng
-from octavo.data.manifest import Split
-from octavo.data.packing import IGNORED, Batch, Int64, Sequences, join, pack_documents
+from octavo.config.data import DataConfig
+from octavo.data.manifest import Counts, Split
+from octavo.data.order import SampleOrder
+from octavo.data.packing import IGNORED, Batch, Packing, Sequences, concatenated, join, pack_documents
 from octavo.data.prepared import PreparedData
-from octavo.errors import InputError, OctavoError
+from octavo.errors import InputError, OctavoError, some
 from octavo.parallel.mesh import fit_batch
 
 
@@ -32,9 +32,10 @@ class BatchLoader:
         global_batch: sequences in a step, over all ranks.
         micro_batch: sequences in a micro-batch of one rank; None: the rank's whole share.
         dp_rank, dp_size: rank and size of the data-parallel group.
+        weights: `data.weights` of the section that was prepared.
 
     Raises:
-        InputError: ranks × micro-batch does not divide the global batch, or the split is empty.
+        InputError: ranks × micro-batch does not divide the global batch, or the split is empty, or a source with a weight.
     """
 
     def __init__(
@@ -49,18 +50,20 @@ class BatchLoader:
         micro_batch: int | None = None,
         dp_rank: int = 0,
         dp_size: int = 1,
+        weights: Sequence[float] = (),
     ) -> None:
         self.micro_batch, _ = fit_batch(global_batch, micro_batch, dp_size)
         self._sequences = sequences_of(prepared, split, sequence_length=sequence_length, packing=packing)
         if not len(self._sequences):
             raise InputError(_empty(prepared, split))
+        if split == "train" and 0 in self._sequences.of_source:
+            raise InputError(_empty(prepared, split, self._sequences.of_source.index(0)))
         self._prepared = prepared
         self._split: Split = split
         self.global_batch = global_batch
         self._rank = dp_rank
         self._ranks = dp_size
-        # A step spans two epochs at most, unless epochs are tiny.
-        self._order = lru_cache(maxsize=2)(partial(_permutation, seed, len(self._sequences)))
+        self._order = _order(self._sequences, weights, seed)
         self._ordering = threading.Lock()
 
     def step(self, first_sample: int) -> list[Batch]:
@@ -73,22 +76,35 @@ class BatchLoader:
         share = self.global_batch // self._ranks
         size = self.micro_batch
         start = first_sample + self._rank * share
-        places = (divmod(sample, len(self._sequences)) for sample in range(start, start + share))
         with self._ordering:  # one thread computes the order of an epoch, the others wait for it
-            indices = [int(self._order(epoch)[position]) for epoch, position in places]
+            indices = [self._order[sample] for sample in range(start, start + share)]
         return [self._batch(indices[at : at + size]) for at in range(0, share, size)]
+
+    def epoch(self, steps: int) -> float:
+        """The epoch after this many steps: 1.25 when a quarter of the sequences was trained twice.
+
+        With weights, passes over as many sequences as all sources have together; `source_epochs` has those of each.
+        """
+        return steps * self.global_batch / len(self._sequences)
+
+    def source_epochs(self, steps: int) -> list[float]:
+        """The epoch of each source after this many steps, in the order of `data.source`; without weights one, of all."""
+        return self._order.epochs(steps * self.global_batch)
 
     def validation(self, batches: int) -> Iterator[Batch]:
         """This rank's part of the first `batches` micro-batches of the split, in fixed order, each sequence once.
+
+        With weights the sources alternate by weight, until one has no more sequences.
 
         `batches` counts over all ranks: any number of ranks validates on the same sequences. Every rank yields equally many
         batches, since ranks run collectives together: the last may be smaller, and a rank without a sequence for it yields a
         batch of IGNORED labels.
         """
         total = min(batches * self.micro_batch, len(self._sequences))
+        order = self._order.once()
         for first in range(0, total, self.micro_batch * self._ranks):
             mine = first + self._rank * self.micro_batch
-            batch = self._batch(range(mine, min(mine + self.micro_batch, total)) or [0])
+            batch = self._batch(order[mine : min(mine + self.micro_batch, total)].tolist() or [0])
             if mine >= total:
                 batch.labels.fill_(IGNORED)
             yield batch
@@ -105,24 +121,59 @@ class BatchLoader:
         return batch
 
 
+class Passes(NamedTuple):
+    """The epochs of a source in a number of steps; of all sources together, where they have no weights."""
+
+    source: str
+    sequences: int
+    epochs: float
+
+    def __str__(self) -> str:
+        return f"{self.epochs:.2f} of {self.sequences:,} sequences"
+
+
+def passes(prepared: PreparedData, config: DataConfig, samples: int) -> list[Passes]:
+    """How often each source is repeated in a run of this many samples; empty if there is no sequence to train on."""
+    sequences = sequences_of(prepared, "train", sequence_length=config.sequence_length, packing=config.packing)
+    if not all(sequences.of_source):
+        return []
+    epochs = _order(sequences, config.weights, config.seed).epochs(samples)
+    names = config.sources if len(epochs) > 1 else [some(config.sources)]
+    return [Passes(*each) for each in zip(names, sequences.of_source, epochs, strict=True)]
+
+
 def sequences_of(
     prepared: PreparedData, split: Split, *, sequence_length: int, packing: Literal["join", "documents"]
 ) -> Sequences:
-    """The sequences of a split, by number."""
+    """The sequences of a split, by number. Where sources have weights, no sequence has text of two."""
     tokens, offsets = prepared.tokens(split), prepared.offsets(split)
-    pieces = join(len(tokens), sequence_length) if packing == "join" else pack_documents(offsets, sequence_length)
-    return Sequences(tokens, pieces, sequence_length, pad_id=prepared.manifest.end_token_id or 0)
+    parts: list[Packing] = []
+    first_tokens, document = [], 0
+    for part in prepared.manifest.parts.get(split) or [Counts(documents=len(offsets) - 1, tokens=len(tokens))]:
+        first = int(offsets[document])
+        own = offsets[document : document + part.documents + 1] - offsets[document]
+        parts.append(join(part.tokens, sequence_length) if packing == "join" else pack_documents(own, sequence_length))
+        first_tokens.append(first)
+        document += part.documents
+    whole = parts[0] if len(parts) == 1 else concatenated(parts, first_tokens)
+    of_source = tuple(map(len, parts))
+    return Sequences(tokens, whole, sequence_length, prepared.manifest.end_token_id or 0, of_source)
 
 
-def _permutation(seed: int, sequences: int, epoch: int) -> Int64:
-    return rng.generator(seed, epoch).permutation(sequences)
+def _order(sequences: Sequences, weights: Sequence[float], seed: int) -> SampleOrder:
+    """Validation text of its own has no weights."""
+    return SampleOrder(sequences.of_source, weights if len(sequences.of_source) > 1 else [1], seed)
 
 
-def _empty(prepared: PreparedData, split: Split) -> str:
-    counts = prepared.manifest.splits[split]
+def _empty(prepared: PreparedData, split: Split, source: int | None = None) -> str:
+    counts = prepared.manifest.splits[split] if source is None else prepared.manifest.parts[split][source]
     if counts.tokens == 0 and split == "validation":
-        return "there is no validation data: data.validation_fraction = 0. Set it above 0, such as 0.05, to validate."
+        return (
+            "there is no validation data: data.validation_fraction = 0. Set it above 0, such as 0.05, or name a "
+            "data.validation_source, to validate."
+        )
+    where = "" if source is None else f" of data.source {prepared.manifest.key['source'][source]!r}"
     return (
-        f"the {split} split has {counts.tokens} tokens in {counts.documents} documents, none with 2 tokens or more, so there "
-        'is nothing to predict. Give longer documents, or set data.packing = "join".'
+        f"the {split} split{where} has {counts.tokens} tokens in {counts.documents} documents, none with 2 tokens or more, so "
+        'there is nothing to predict. Give longer documents, or set data.packing = "join".'
     )

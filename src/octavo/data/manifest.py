@@ -8,7 +8,7 @@ differs: a fresh checkout changes every time and no content.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +57,7 @@ class Counts(_Record):
 
 
 class Manifest(_Record):
-    """manifest.json; `key` is the result of `key(config)`."""
+    """manifest.json; `key` is the result of `key(config)`, `parts` the sizes by source where sources have weights."""
 
     format: int
     octavo: str
@@ -66,6 +66,7 @@ class Manifest(_Record):
     sources: list[SourceFile]
     files: dict[str, OwnFile]
     splits: dict[Split, Counts]
+    parts: dict[Split, list[Counts]] = {}
     tokenizer_sha256: str | None
     vocab_size: int
     max_token_id: int
@@ -77,15 +78,24 @@ class Manifest(_Record):
 def key(config: DataConfig) -> dict[str, Any]:
     """The settings that the tokens depend on.
 
-    Not `sequence_length` and `packing`: tokens are stored unpacked, so that one preparation serves every length.
+    Not `sequence_length` and `packing`: tokens are stored unpacked, so that one preparation serves every length. Nor `weights`,
+    except where they divide `max_documents` or `max_tokens`: with any, each source is stored as a part.
     """
     folder = None if config.tokenizer == "train" else check(config.tokenizer)
+    optional: dict[str, Any] = {}
+    if config.weights:
+        limited = config.max_documents is not None or config.max_tokens is not None
+        optional["weights"] = config.weights if limited else True
+    if config.of_validation is not None:
+        names = source_names(config.of_validation, "data.validation_source")
+        optional |= {"validation_source": [identity(name) for name in names], "validation_split": config.of_validation.split}
     return {
         "format": FORMAT,
         "source": [identity(name) for name in source_names(config)],
         "tokenizer": str(folder.absolute()) if folder else config.tokenizer,
         "vocab_size": config.vocab_size if config.tokenizer == "train" else None,
         **config.model_dump(include=_PLAIN_KEYS),
+        **optional,
     }
 
 
@@ -108,10 +118,12 @@ def own_files(folder: Path) -> dict[str, OwnFile]:
     return {str(path.relative_to(folder)): OwnFile(size=path.stat().st_size, sha256=sha256_file(path)) for path in paths}
 
 
-def fingerprint(files: dict[str, OwnFile], tokenizer_sha256: str | None) -> str:
-    """Identity of the data: SHA-256 over token files and tokenizer, without paths and times."""
-    parts = [f"{name} {file.sha256}" for name, file in sorted(files.items()) if "/" not in name]
-    return hashlib.sha256("\n".join([*parts, f"tokenizer {tokenizer_sha256}"]).encode()).hexdigest()
+def fingerprint(files: dict[str, OwnFile], tokenizer_sha256: str | None, parts: Mapping[Split, Sequence[Counts]]) -> str:
+    """Identity of the data: SHA-256 over token files, tokenizer and sizes of sources, without paths and times."""
+    lines = [f"{name} {file.sha256}" for name, file in sorted(files.items()) if "/" not in name]
+    lines.append(f"tokenizer {tokenizer_sha256}")
+    lines += [f"{split} {part.documents} {part.tokens}" for split, sizes in sorted(parts.items()) for part in sizes]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def read(folder: Path, config: DataConfig) -> Manifest | None:

@@ -122,6 +122,16 @@ def _best_fit(length_P: Int64, capacity: int) -> Int64:
     return bin_P
 
 
+def concatenated(parts: Sequence[Packing], first_tokens: Sequence[int]) -> Packing:
+    """The sequences of several parts of a split, each packed by itself; `first_tokens`: position of each part in the split."""
+    start_P = np.concatenate([part.start_P + first for part, first in zip(parts, first_tokens, strict=True)])
+    pieces = np.cumsum([0, *(len(part.start_P) for part in parts)])
+    first_S = [part.first_S[1:] + before for part, before in zip(parts, pieces[:-1], strict=True)]
+    return Packing(
+        start_P, np.concatenate([part.length_P for part in parts]), np.concatenate([np.zeros(1, np.int64), *first_S])
+    )
+
+
 @dataclass(frozen=True)
 class Sequences:
     """The sequences of one split by number, read from the memory map on request.
@@ -134,12 +144,14 @@ class Sequences:
         packing: ranges of tokens by sequence.
         sequence_length: T.
         pad_id: token id of padding; any id of the vocabulary.
+        of_source: number of sequences of each source, where sources have weights; else of all.
     """
 
     tokens: npt.NDArray[Any]
     packing: Packing
     sequence_length: int
     pad_id: int
+    of_source: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.packing)

@@ -22,7 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from octavo.data.pieces import bounded_words, encodable
 from octavo.data.special_tokens import for_texts
-from octavo.errors import InputError, first_line, nearest
+from octavo.errors import InputError, first_line, is_unreachable, nearest, unreachable
+from octavo.storage import names_a_path, taken_for_a_path
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TRAINING_BYTES = 50_000_000
@@ -132,6 +133,8 @@ def load(name: str) -> Encoder:
         if not tokenizer.is_fast:
             return _from_python(tokenizer)
     except Exception as error:
+        if is_unreachable(error):
+            raise unreachable("data.tokenizer", name, "tokenizer", '"train"') from None
         fault = f"cannot be loaded: {first_line(error)}"
         if "trust_remote_code" in str(error):
             fault = "needs Python code of its own, which Octavo never runs"
@@ -154,13 +157,14 @@ def check(name: str) -> Path | None:
                 f"data.tokenizer = {name!r}: the folder holds no tokenizer.json. Give the folder that a tokenizer was saved in."
             )
         return path
-    if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+    if path.exists() or names_a_path(name):
         siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
         near = nearest(path.name, siblings)
         guess = path.parent if path.is_file() else path.parent / near if near else None
         hint = f" Did you mean {str(guess)!r}?" if guess else ""
         raise InputError(
-            f'data.tokenizer = {name!r} is not a folder.{hint} Give a tokenizer\'s folder, an id of the Hub, or "train".'
+            f"data.tokenizer = {name!r} is not a folder{taken_for_a_path(name)}.{hint} Give a tokenizer's folder, an id of the "
+            'Hub, or "train".'
         )
     return None
 

@@ -17,6 +17,57 @@ _SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 """Names of the switch of recomputation in Hugging Face's models: transformers 5.2x has the first and warns of the second."""
 
 
+def refuse_other_models(config: Any) -> None:
+    """Refuse a Hugging Face config of a model that is no causal language model, before data or weights are read.
+
+    Raises:
+        InputError: the model's name and kind, and the way to train it.
+    """
+    kind = str(config.model_type)
+    if what := _other_kind(config, kind):
+        raise InputError(
+            f"model.source: {kind} is no causal language model but {what}, and a run trains only causal language models, such "
+            f"as llama or gpt2. Give one as model.source, or train {kind} in a loop of your own: octavo.transform(model) runs "
+            "its linear layers in FP8."
+        )
+
+
+def _other_kind(config: Any, kind: str) -> str:
+    """The kind of a model that is no causal language model; empty for one that is, or whose kind is unknown."""
+    from transformers.models.auto import modeling_auto as classes
+
+    causal = kind in classes.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if config.is_encoder_decoder or kind in ("encoder-decoder", "speech-encoder-decoder", "vision-encoder-decoder"):
+        return "an encoder-decoder"
+    if kind in classes.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
+        causal and (getattr(config, "is_decoder", False) or getattr(config, "causal", False))
+    ):
+        return "an encoder" + (
+            " (model.config.is_decoder = true makes it causal)" if causal and hasattr(config, "is_decoder") else ""
+        )
+    if isinstance(getattr(config, "vocab_size", None), int) and causal:
+        return ""
+    for what, tables in _OTHER_KINDS.items():
+        if any(kind in getattr(classes, table, ()) for table in tables):
+            return what
+    return "" if causal else "another kind of model"
+
+
+_OTHER_KINDS = {
+    "a model of text and other inputs": (
+        *("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
+        *("MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_VISUAL_QUESTION_ANSWERING_MAPPING_NAMES"),
+    ),
+    "a vision model": (
+        *("MODEL_FOR_IMAGE_MAPPING_NAMES", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_BACKBONE_MAPPING_NAMES"),
+        *("MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES", "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES"),
+    ),
+    "an audio model": ("MODEL_FOR_CTC_MAPPING_NAMES", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES"),
+    "an encoder": ("MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
+}
+"""Kinds of models that are no causal language models → transformers' tables of their classes."""
+
+
 def refuse_head_settings(model: nn.Module, fp8_head: bool | Literal["backward"] | None, objective: Objective | None) -> None:
     """Raise an InputError for settings of the head of Octavo's decoder."""
     objective = objective or Objective()

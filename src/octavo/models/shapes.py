@@ -5,7 +5,11 @@ The benchmark's workloads are made of them too. `model.config` of a run file ove
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from octavo.errors import InputError, nearest, unknown
+from octavo.storage import names_a_path, taken_for_a_path
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -52,3 +56,33 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama2-7b": _sizes(4096, 11008, 32, 32, 32) | {"vocab_size": 32000, "max_position_embeddings": 4096},
 }
 """Hugging Face configs by name."""
+
+
+def check_source(source: str) -> None:
+    """Check, without transformers, that `model.source` is a built-in shape, a folder with a config, or looks like an id.
+
+    Raises:
+        InputError: it is none of them.
+    """
+    if source in SHAPES:
+        return
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InputError(f"model.source = {source!r} is a folder without config.json: give a Hugging Face model folder.")
+    elif names_a_path(source):
+        raise _no_folder(source)
+    elif "/" not in source:
+        raise unknown("model", source, SHAPES, key="model.source (a folder or id of Hugging Face works too)")
+
+
+def _no_folder(source: str) -> InputError:
+    folder = Path(source).expanduser()
+    fault = "is a file" if folder.is_file() else f"does not exist{taken_for_a_path(source)}"
+    siblings = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
+    near = nearest(folder.name, siblings)
+    guess = folder.parent if folder.is_file() else folder.parent / near if near else None
+    hint = f" Did you mean {str(guess)!r}?" if guess else ""
+    return InputError(
+        f"model.source = {source!r} {fault}.{hint} Give a model's folder, or a built-in shape: {', '.join(SHAPES)}."
+    )

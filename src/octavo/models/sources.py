@@ -11,10 +11,11 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from octavo.errors import InputError, unknown
+from octavo.errors import InputError, is_unreachable, unknown, unreachable
 from octavo.models.families import DECODER_FAMILIES
-from octavo.models.shapes import SHAPES
+from octavo.models.shapes import SHAPES, check_source
 from octavo.models.weight_files import INDEX, QUANTIZED_KEYS
+from octavo.storage import why_unusable
 
 _SIZES = frozenset(
     (
@@ -23,6 +24,10 @@ _SIZES = frozenset(
     )
 )
 """Keys of Hugging Face's configs for sizes of at least 1."""
+_LIMITS = dict.fromkeys(_SIZES - {"max_position_embeddings"}, 2**24) | dict.fromkeys(
+    ("num_hidden_layers", "num_layers", "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"), 2**14
+)
+"""Sizes that no machine holds: a number with too many digits is a typing error, and PyTorch overflows or never ends."""
 _DTYPE = "model.dtype and model.params_dtype are the dtypes of a run"
 _NOT_OF_THE_MODEL = {
     "model_type": "model.source is of one family, and other keys belong to another",
@@ -113,30 +118,37 @@ def _check_sizes(config: Any) -> None:
             raise InputError(f"model.config.{key} = {value}: use a finite number.")
         if common_names.get(key, key) in _SIZES and isinstance(value, int) and value < 1:
             raise InputError(f"model.config.{key} = {value}: a size of a model is at least 1.")
+        limit = _LIMITS.get(common_names.get(key, key))
+        if limit is not None and isinstance(value, int) and value > limit:
+            raise InputError(f"model.config.{key} = {value}: use at most {limit}.")
         if key.endswith(("norm_eps", "norm_epsilon")) and isinstance(value, float) and value < 0:
             raise InputError(f"model.config.{key} = {value}: use a number of at least 0, such as 1e-5.")
 
 
 def _read_config(source: str) -> Any:
-    folder = Path(source)
-    if folder.is_dir():
-        path = folder / "config.json"
-        if not path.is_file():
-            raise InputError(f"model.source = {source!r} is a folder without config.json: give a Hugging Face model folder.")
+    check_source(source)
+    path = Path(source) / "config.json"
+    if path.is_file():
         try:
-            kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-            raise InputError(f"{path} is not a Hugging Face config: {error}.") from None
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InputError(
+                f"model.source: {path} is not a Hugging Face config: {error}. Put the model's own there."
+            ) from None
+        except OSError as error:
+            raise InputError(f"model.source: {path} cannot be read: {why_unusable(error)}") from None
+        if not isinstance(found, dict) or not isinstance(kind := found.get("model_type"), str):
+            raise InputError(
+                f'model.source: {path} is not a Hugging Face config: it has no "model_type". Give the folder of a model that '
+                "transformers has saved."
+            )
         if kind not in AutoConfig.for_model.__globals__["CONFIG_MAPPING"]:
-            raise unknown("model family", str(kind), DECODER_FAMILIES, key=f'"model_type" in {path}')
-    elif source.count("/") != 1 or source.startswith((".", "/", "~")):
-        # Not a folder that exists, and not an id of the form owner/name.
-        if "/" in source:
-            raise InputError(f"model.source = {source!r} does not exist. Built-in shapes: {', '.join(SHAPES)}.")
-        raise unknown("model", source, SHAPES, key="model.source (a folder or id of Hugging Face works too)")
+            raise unknown("model family", kind, DECODER_FAMILIES, key=f'"model_type" in {path}')
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers validates with several exception types of its own
+        if is_unreachable(error):
+            raise unreachable("model.source", source, "model", f"a built-in shape: {', '.join(SHAPES)}") from None
         raise InputError(
             f"model.source = {source!r} could not be read: {_first_lines(error)} Give a folder on disk, or a built-in shape: "
             f"{', '.join(SHAPES)}."

@@ -1,1 +1,1 @@
-"""Arithmetic before the money is spent: FLOPs of a model. May import parallel and the levels above."""
+"""Arithmetic before the money is spent: FLOPs and memory of a model. May import parallel and the levels above."""

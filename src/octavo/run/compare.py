@@ -1,134 +1,176 @@
-"""`octavo compare`: losses of runs of the same steps, as a table, as curves and as JSON with the runs' environments.
+"""`octavo compare`: losses of runs of the same steps, as a table and as JSON with the runs' environments.
 
 A gap means something only beside the noise of training: a second run of the reference, with another order of sums, shows it.
+Losses on other tokens do not compare at all. That is a warning and no error, since a validation on the same text may.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.config.effects import value_of
+from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.run.metrics import read_metrics
-from octavo.run.summary import LAST_STEPS, median_speed
+from octavo.run.records import newest_state, read_json
+from octavo.run.summary import averaged_steps, median_speed, percent_above
 
-_PICTURES = (".png", ".pdf", ".svg")
-_LEGEND_INSIDE = 8
-"""Largest number of names in a legend above the curves; a longer legend goes beneath them."""
+_TEXT_KEYS = (
+    *("data.source", "data.text_field", "data.subset", "data.split", "data.tokenizer", "data.vocab_size"),
+    *("data.max_documents", "data.max_tokens", "data.validation_fraction", "data.validation_source", "data.validation_split"),
+)
+"""Keys that decide the tokens; not compared where the fingerprint of the tokens is the same."""
+_LOSS_KEYS = (
+    *("data.weights", "data.sequence_length", "data.packing", "data.seed"),
+    *("train.global_batch", "train.label_smoothing", "train.z_loss"),
+)
+"""Keys that decide the samples of a step, and the meaning of its loss."""
+_TOKENS, _VOCABULARY, _STEPS = "tokens (fingerprint of the data)", "vocab_size of the model", "train.steps"
 
 
-def compare(runs: Sequence[Path], *, last: int = LAST_STEPS) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Run:
+    """A run's folder with its name in the table and its steps."""
+
+    folder: Path
+    name: str
+    curve: Mapping[int, Mapping[str, Any]]
+
+
+def compare(runs: Sequence[Path], *, last: int | None = None) -> dict[str, Any]:
     """Losses and speeds of runs against the first of them.
 
     Args:
         runs: run folders; the first is the reference.
-        last: steps at the end whose mean loss is compared.
+        last: steps at the end whose mean loss is compared; by default those of a run's own summary.
 
     Returns:
-        `{"last", "steps", "numbers", "rows": [{"run", "loss", "gap_percent", "tokens_per_second", "losses", "environment"}]}`:
-        `numbers` are the steps that all runs have, `steps` their count and `losses` the losses there; `loss` is the mean of the
-        last `last`, `gap_percent` its distance to the reference's, `tokens_per_second` a median.
+        `{"last", "steps", "numbers", "validation_step", "warnings", "rows": [{"run", "loss", "gap_percent", "validation_loss",
+        "validation_gap_percent", "tokens_per_second", "losses", "environment"}]}`. `run` is the shortest end of the path that
+        no other run has, `numbers` are the steps that all runs have, `steps` their count and `losses` the losses there; `loss`
+        is the mean of the last `last`, `gap_percent` its distance to the reference's, `tokens_per_second` a median. The
+        validation is that of `validation_step`, the last step at which all runs have one; None without such a step.
 
     Raises:
         InputError: a folder is no run, or the runs have fewer than `last` steps in common.
     """
-    curves = [(run, {record["step"]: record for record in _records(run)}) for run in runs]
-    numbers = sorted(set.intersection(*(set(curve) for _, curve in curves)))
+    known = [_Run(folder, name, _curve(folder)) for folder, name in zip(runs, names_of(runs), strict=True)]
+    numbers = sorted(set.intersection(*(set(run.curve) for run in known)))
     steps = len(numbers)
     if not steps:
-        ranges = ", ".join(f"{run} has steps {min(curve)} to {max(curve)}" for run, curve in curves)
+        ranges = ", ".join(f"{run.folder} has steps {min(run.curve)} to {max(run.curve)}" for run in known)
         raise InputError(f"the runs have no step in common: {ranges}.")
+    last = averaged_steps(steps) if last is None else last
     if not 1 <= last <= steps:
-        shortest, curve = min(curves, key=lambda pair: len(pair[1]))
-        has = f"{shortest} has {steps} steps" if len(curve) == steps else f"the runs have {steps} steps in common"
-        raise InputError(f"--last {last}: {has}; use 1 to {steps}.")
-    rows: list[dict[str, Any]] = []
-    for run, curve in curves:
-        losses = [curve[number]["loss"] for number in numbers]
-        loss = math.fsum(losses[-last:]) / last
-        reference = rows[0]["loss"] if rows else loss
-        rows.append(
-            {
-                "run": run.name,
-                "loss": loss,
-                "gap_percent": 100 * (loss / reference - 1),
-                "tokens_per_second": median_speed(curve.values()),
-                "losses": losses,
-                "environment": _environment(run),
-            }
+        shortest = min(known, key=lambda run: len(run.curve))
+        has = (
+            f"{shortest.folder} has {steps} steps" if len(shortest.curve) == steps else f"the runs have {steps} steps in common"
         )
-    return {"last": last, "steps": steps, "numbers": numbers, "rows": rows}
+        raise InputError(f"--last {last}: {has}; use 1 to {steps}.")
+    validated = [n for n in numbers if all(run.curve[n].get("validation_loss") is not None for run in known)]
+    at = validated[-1] if validated else None
+    means = [math.fsum(run.curve[number]["loss"] for number in numbers[-last:]) / last for run in known]
+    checked: list[Any] = [None if at is None else run.curve[at]["validation_loss"] for run in known]
+    rows = [
+        {
+            "run": run.name,
+            "loss": loss,
+            "gap_percent": percent_above(loss, means[0]),
+            "validation_loss": validation,
+            "validation_gap_percent": None if at is None else percent_above(validation, checked[0]),
+            "tokens_per_second": median_speed(run.curve.values()),
+            "losses": [run.curve[number]["loss"] for number in numbers],
+            "environment": read_json(run.folder / "environment.json"),
+        }
+        for run, loss, validation in zip(known, means, checked, strict=True)
+    ]
+    warnings = _warnings(known, numbers)
+    return {"last": last, "steps": steps, "numbers": numbers, "validation_step": at, "warnings": warnings, "rows": rows}
 
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The comparison as a table."""
-    width = max(len(row["run"]) for row in found["rows"])
-    first, last = found["numbers"][-found["last"]], found["numbers"][-1]
-    return [
-        f"{'run':<{width}}  {'loss':>9}  {'gap':>8}  {'tokens/s':>10}   (mean of steps {first} to {last})",
-        *(
-            f"{row['run']:<{width}}  {row['loss']:9.5f}  {row['gap_percent']:+7.3f}%  {row['tokens_per_second']:10,.0f}"
-            for row in found["rows"]
-        ),
-    ]
-
-
-def check_picture(path: Path) -> None:
-    """Check the path of a picture before any work.
-
-    Raises:
-        InputError: the kind of file is not supported, or the folder does not exist.
-    """
-    if path.suffix.lower() not in _PICTURES:
-        raise InputError(
-            f"--plot {path}: {path.suffix or 'no suffix'} is not a known kind of picture. Use {', '.join(_PICTURES)}."
-        )
-    if not path.parent.is_dir():
-        raise InputError(f"--plot {path}: there is no folder {str(path.parent)!r}. Make it first, or give another path.")
-
-
-def draw(found: dict[str, Any], path: Path) -> None:
-    """Plot the loss curves, and below them each run's gap, smoothed over a twentieth of the steps."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    beneath = -(-len(found["rows"]) // 2) if len(found["rows"]) > _LEGEND_INSIDE else 0
-    size = (8, 6 + 0.2 * beneath)
-    figure, (above, below) = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=(2, 1), layout="constrained")
-    colours = plt.rcParams["axes.prop_cycle"].by_key()["color"]
-    for axes in (above, below):  # all colours in one line style, then in the next
-        axes.set_prop_cycle(plt.cycler(linestyle=("-", "--", ":")) * plt.cycler(color=colours))
-    steps = found["numbers"]
-    window = max(1, found["steps"] // 20)
-    reference = found["rows"][0]["losses"]
+    width = max(len("run"), *(len(row["run"]) for row in found["rows"]))
+    first, last, at = found["numbers"][-found["last"]], found["numbers"][-1], found["validation_step"]
+    head = f"{'run':<{width}}  {'loss':>8}  {'gap':>8}"
+    note = f"loss: mean of steps {first} to {last}" if first < last else f"loss: step {last}"
+    if at is not None:
+        head += f"  {'validation':>10}  {'gap':>8}"
+        note += f"; validation: step {at}"
+    table = [f"{head}  {'tokens/s':>10}"]
     for row in found["rows"]:
-        above.plot(steps, row["losses"], linewidth=0.9, label=f"{row['run']} ({row['gap_percent']:+.3f}%)")
-        gaps = [100 * (loss / other - 1) for loss, other in zip(row["losses"], reference, strict=True)]
-        smooth = [math.fsum(gaps[i + 1 - window : i + 1]) / window for i in range(window - 1, len(gaps))]
-        below.plot(steps[window - 1 :], smooth, linewidth=0.9)
-    above.set_ylabel("loss (nats per token)")
-    if beneath:
-        figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    else:
-        above.legend()
-    below.set_ylabel(f"% above {found['rows'][0]['run']}")
-    below.set_xlabel(f"step (below: means of {window})")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        line = f"{row['run']:<{width}}  {row['loss']:8.4f}  {row['gap_percent']:+7.2f}%"
+        if at is not None:
+            line += f"  {row['validation_loss']:10.4f}  {row['validation_gap_percent']:+7.2f}%"
+        table.append(f"{line}  {row['tokens_per_second']:10,.0f}")
+    return [*table, note]
 
 
-def _records(run: Path) -> list[dict[str, Any]]:
-    records = read_metrics(run / "metrics.jsonl")
+def names_of(runs: Sequence[Path]) -> list[str]:
+    """For each run the shortest end of its path that no other run has."""
+    paths = [Path(os.path.abspath(run)) for run in runs]  # noqa: PTH100 - `resolve` would follow links, and so rename runs
+
+    def end(path: Path, parts: int) -> Path:
+        return Path(*path.parts[-parts:])
+
+    def name(path: Path) -> str:
+        others = {other for other in paths if other != path}
+        lengths = range(1, len(path.parts) + 1)
+        distinct = (end(path, n) for n in lengths if all(end(other, n) != end(path, n) for other in others))
+        return str(next(distinct, path))
+
+    return [name(path) for path in paths]
+
+
+def _curve(run: Path) -> dict[int, dict[str, Any]]:
+    """The records of a run by step, without those that have no loss."""
+    records = [record for record in read_metrics(run / "metrics.jsonl") if {"loss", "tokens_per_second"} <= record.keys()]
     if not records:
         raise InputError(f"{str(run)!r} has no metrics.jsonl with whole lines. Give the folder of a run, such as runs/demo.")
-    return records
+    return {record["step"]: record for record in records}
 
 
-def _environment(run: Path) -> Any:
-    path = run / "environment.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def _warnings(runs: Sequence[_Run], numbers: Sequence[int]) -> list[str]:
+    """Differences of data from the reference, and runs with further steps or unfinished ones."""
+    reference, *others = runs
+    facts = {run.name: _facts(run.folder) for run in runs}
+    found = []
+    for run in others:
+        one, two = facts[reference.name], facts[run.name]
+        same_tokens = _TOKENS in one and one[_TOKENS] == two.get(_TOKENS)  # whatever the names of files are
+        keys = [key for key in one if key in two and not (same_tokens and key in _TEXT_KEYS) and key != _STEPS]
+        changed = [f"{key} ({_shown(one[key])} and {_shown(two[key])})" for key in keys if one[key] != two[key]]
+        if changed:
+            found.append(f"{reference.name} and {run.name} differ in {', '.join(changed)}: their losses do not compare.")
+    for run in runs:
+        newest, planned = max(run.curve), facts[run.name].get(_STEPS)
+        if planned is not None and newest < planned:
+            found.append(f"{run.name} has {newest} of its {planned} steps; compared are steps up to {numbers[-1]}.")
+        elif newest > numbers[-1]:
+            found.append(
+                f"{run.name} goes on to step {newest}; compared are steps up to {numbers[-1]}, at which its learning rate may "
+                "be another."
+            )
+    return found
+
+
+def _facts(run: Path) -> dict[str, Any]:
+    """The values that must agree, as far as the folder has them: an older or copied one may have its metrics alone."""
+    facts: dict[str, Any] = {}
+    if (run / "run.toml").is_file():
+        config = RunConfig.from_file(run / "run.toml", recorded=True)
+        facts |= {key: value_of(config, key) for key in (*_TEXT_KEYS, *_LOSS_KEYS, _STEPS)}
+    model = read_json(run / "model" / "config.json") or {}
+    for name, source, key in ((_VOCABULARY, model, "vocab_size"), (_TOKENS, newest_state(run), "data")):
+        if key in source:
+            facts[name] = source[key]
+    return facts
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else value[:12] if isinstance(value, str) and len(value) == 64 else str(value)

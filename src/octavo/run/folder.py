@@ -1,6 +1,7 @@
 """The folder of a run: layout, lock, and the record of each start.
 
-A start that is refused leaves nothing: a folder that it created is removed unless something was recorded in it.
+A start that is refused leaves nothing: a folder that it created is removed unless something was recorded in it. A folder with
+files that no run has written is refused, since a run writes names such as run.toml, model/config.json and metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -12,18 +13,25 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from octavo._version import __version__
 from octavo.checkpoint.manifest import step_folders
 from octavo.config.run import RunConfig
-from octavo.errors import InputError
-from octavo.models.sources import load_generation_config
+from octavo.errors import InputError, OctavoError, some
 from octavo.run.provenance import code_version, version
-from octavo.storage import FolderLock, write_atomic
+from octavo.storage import NO_SPACE, FolderLock, folder_fault, free_bytes, why_unusable, write_atomic
 
 _PACKAGES = ("torch", "transformers", "triton", "safetensors", "numpy", "tokenizers", "datasets")
+
+
+_BEFORE_A_RUN = (
+    *(".lock", ".*.tmp", ".tmp-tokenizer", "choices.json", "tensorboard", "wandb"),  # of a start that was killed
+    *("*.log", "*.out", "*.err", "lost+found", ".nfs*"),  # no names of Octavo's: schedulers and shells open them first
+)
+"""Names that may be in a folder before `environment.json`, which the first start writes before its other files."""
 
 
 class RunFolder:
@@ -59,20 +67,79 @@ class RunFolder:
         return None
 
     def record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str) -> None:
-        """Write the run file, the Hugging Face config, the source's generation config, the environment and the tokenizer."""
+        """Write the run file, the Hugging Face config, the source's generation config, the environment and the tokenizer.
+
+        Raises:
+            OctavoError: the disk is full or fails.
+        """
+        try:
+            self._write_record(config, hf_config, tokenizer, device)
+        except OSError as error:  # shutil.copytree has its own, without an errno
+            raise _no_space(self.path, error) from None
+
+    def _write_record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str) -> None:
+        from octavo.models.sources import load_generation_config  # imports transformers, which a finished run does not need
+
+        starts = [*self._starts(), _environment(device)]
+        write_atomic(self.environment, json.dumps({"starts": starts}, indent=1) + "\n")  # first: it makes the folder a run's
         write_atomic(self.run_file, config.to_toml())
         self.model.mkdir(exist_ok=True)
         write_atomic(self.model / "config.json", hf_config.to_json_string())
         generation = load_generation_config(config.model.source)
         if generation is not None:
             write_atomic(self.model / "generation_config.json", generation.to_json_string())
-        starts = json.loads(self.environment.read_text())["starts"] if self.environment.is_file() else []
-        write_atomic(self.environment, json.dumps({"starts": [*starts, _environment(device)]}, indent=1) + "\n")
         if tokenizer is not None and not self.tokenizer.exists():
             temporary = self.path / ".tmp-tokenizer"
             shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
             shutil.copytree(tokenizer, temporary)
             temporary.rename(self.tokenizer)
+
+    def _starts(self) -> list[Any]:
+        """The records of earlier starts."""
+        if not self.environment.is_file():
+            return []
+        try:
+            starts = json.loads(self.environment.read_text(encoding="utf-8"))["starts"]
+            return [*starts]
+        except (ValueError, KeyError, TypeError):
+            raise InputError(
+                f"{self.environment} is damaged, and no record of a run's starts. Remove it to continue."
+            ) from None
+
+
+def _no_space(path: Path, error: OSError) -> OctavoError:
+    return OctavoError(
+        f"the run's files could not be written to {path}: {error.strerror or 'a copy failed'}; {free_bytes(path):,} bytes are "
+        "free. Checkpoints are intact: free some space, or move the run's folder and set train.output; then run it again."
+    )
+
+
+def check_output(path: Path) -> None:
+    """Refuse a path for a run that is no folder, cannot be written, or holds files of something else; writes nothing.
+
+    Raises:
+        InputError: the fault, the path, and the key to change.
+    """
+    fault = folder_fault(path)
+    try:
+        if not fault and path.is_dir() and not (RunFolder(path).environment.is_file() or RunFolder(path).has_checkpoints):
+            fault = _foreign(path)
+    except OSError as error:
+        fault = why_unusable(error)
+    if fault:
+        raise InputError(f"train.output = {str(path)!r} cannot be used: {fault}")
+
+
+def _foreign(path: Path) -> str:
+    """The fault of a folder with files of something else; empty for an empty one, or one with the first files of a run."""
+    names = [entry.name + "/" * entry.is_dir() for entry in sorted(path.iterdir())]
+    others = [name for name in names if not any(fnmatch(name.rstrip("/"), known) for known in _BEFORE_A_RUN)]
+    if not others:
+        return ""
+    return (
+        f"it holds files of something else than a run ({some(others)}), which the run might overwrite. Name a new or an empty "
+        f"folder, such as {str(path / 'run')!r}."
+    )
 
 
 @contextmanager
@@ -80,14 +147,17 @@ def locked(path: Path) -> Iterator[RunFolder]:
     """The run folder at `path`, locked by this process.
 
     Raises:
-        InputError: another process has the lock (the message names it), or the folder cannot be written.
+        InputError: another process has the lock (the message names it), the folder cannot be written, or holds other files.
     """
+    check_output(path)
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     with ExitStack() as stack:
         try:
             stack.enter_context(FolderLock(path))
         except OSError as error:
-            raise InputError(f"train.output = {str(path)!r} cannot be used: {error.strerror}. Name another folder.") from None
+            if error.errno in NO_SPACE:
+                raise _no_space(path, error) from None
+            raise InputError(f"train.output = {str(path)!r} cannot be used: {why_unusable(error)}") from None
         try:
             yield RunFolder(path)
         except BaseException:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import OctavoError
+from octavo.storage import free_bytes
 
 _NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -60,8 +61,8 @@ class MetricsFile:
             yield
         except OSError as error:
             raise OctavoError(
-                f"{self.path} could not be written: {error.strerror}. The last checkpoint is intact: free some space, or move "
-                "the run's folder and set train.output; then run it again."
+                f"{self.path} could not be written: {error.strerror}; {free_bytes(self.path):,} bytes are free. The last "
+                "checkpoint is intact: free some space, or move the run's folder and set train.output; then run it again."
             ) from None
 
 

@@ -1,6 +1,7 @@
-"""Progress of a run: one live line on a terminal, plain lines with the same fields anywhere else.
+"""Progress of a run: a line that stays every few steps, one for each validation, and on a terminal a live line below them.
 
-A narrow terminal has no bar, and the live line wraps rather than lose fields.
+Lines fit their terminal, and plain output has 110 columns. A narrow line leaves out the fields that say least; results of a
+validation go on in a further line instead.
 """
 
 from __future__ import annotations
@@ -9,24 +10,29 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Column
 
 _ETA_STEPS = 20
 _BAR_WIDTH = 20
-_WIDTH_WITH_BAR = 110  # columns; the fields of a step without validation take about 85
+_WIDTH_WITH_BAR = 110  # columns of a terminal
+_PLAIN_WIDTH = 110  # columns of a line in a file or a pipe
+_SPACE = "  "
+_LEFT_OUT = ("tflops", "memory", "mfu", "loss scale", "epoch", "speed", "lr", "norm", "eta")
+"""Fields that a narrow line leaves out, the first one first."""
 
 
 class StepProgress:
     """Shows the steps of one training; a context manager.
 
     Args:
-        console: output; a terminal gets a live line.
+        console: output; a terminal gets a live line below the others.
         label: precision of the training, such as "fp8" or "bf16".
         steps: the last step.
         done: steps before this start.
-        every: steps between plain lines (the first and the last step are always shown).
+        every: steps between lines that stay. The first and the last step of this start have one too.
     """
 
     def __init__(self, console: Console, *, label: str, steps: int, done: int, every: int) -> None:
@@ -34,15 +40,20 @@ class StepProgress:
         self.label = label
         self.steps = steps
         self.every = every
+        self._first = done + 1
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
+        self._unshown: Mapping[str, Any] | None = None  # the newest step, as long as it has no line that stays
         self._live: Progress | None = None
         # Not on a quiet rank: a live line captures stdout and stderr, and would swallow other output.
         if console.is_terminal and not console.quiet:
-            columns: list[ProgressColumn] = [TextColumn("{task.description}")]
+            columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False)]
+            self._beside = cell_len(label) + 1
             if console.width >= _WIDTH_WITH_BAR:
                 columns.append(BarColumn(bar_width=_BAR_WIDTH))
-            columns.append(TextColumn("{task.fields[line]}", table_column=Column(no_wrap=False)))
-            self._live = Progress(*columns, console=console, transient=False)
+                self._beside += _BAR_WIDTH + 1
+            columns.append(TextColumn("{task.fields[line]}", markup=False, table_column=Column(no_wrap=True)))
+            # Transient: the last step has a line that stays.
+            self._live = Progress(*columns, console=console, transient=True)
             self._task = self._live.add_task(label, total=steps, completed=done, line=f"step {done}/{steps}")
 
     def __enter__(self) -> StepProgress:
@@ -53,37 +64,68 @@ class StepProgress:
     def __exit__(self, *error: object) -> None:
         if self._live:
             self._live.stop()
+        if self._unshown is not None:  # the run ends early
+            self._keep(self._unshown)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Show one step's metrics."""
         step = int(record["step"])
         self._recent.append(record["step_seconds"])
-        line = format_step(record, self.steps, sum(self._recent) / len(self._recent))
         if self._live:
+            line = step_line(record, self.steps, self._step_seconds, self.console.width - self._beside)
             self._live.update(self._task, completed=step, line=line)
-        elif step % self.every == 0 or step in (1, self.steps):
+        self._unshown = record
+        if step % self.every == 0 or step in (self._first, self.steps):
+            self._keep(record)
+        for line in validation_lines(record, self.steps, self._width):
             self.say(f"{self.label}  {line}")
 
     def say(self, message: str) -> None:
         """A separate line, above the live one."""
         self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
+    @property
+    def _step_seconds(self) -> float:
+        return sum(self._recent) / len(self._recent)
 
-def format_step(record: Mapping[str, Any], steps: int, mean_step_seconds: float) -> str:
-    """The known fields of one step in one line."""
+    @property
+    def _width(self) -> int:
+        """Columns of a line that stays, without the label."""
+        return (self.console.width if self._live else _PLAIN_WIDTH) - cell_len(self.label) - len(_SPACE)
+
+    def _keep(self, record: Mapping[str, Any]) -> None:
+        self.say(f"{self.label}  {step_line(record, self.steps, self._step_seconds, self._width)}")
+        self._unshown = None
+
+
+def step_line(record: Mapping[str, Any], steps: int, mean_step_seconds: float, width: int) -> str:
+    """The known fields of a training step, as many as fit into `width` columns, at least step and loss."""
     step = int(record["step"])
-    parts = [f"step {step}/{steps}", f"loss {record['loss']:.4f}"]
-    if record.get("validation_loss") is not None:
-        parts.append(f"validation {record['validation_loss']:.4f} (perplexity {record['perplexity']:,.1f})")
-    parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
-    if record.get("tflops") is not None:
-        tflops = record["tflops"]
-        parts.append(f"{tflops:,.0f} TFLOP/s" if tflops >= 100 else f"{tflops:.3g} TFLOP/s")
-    if record.get("mfu") is not None:
-        parts.append(f"MFU {100 * record['mfu']:.1f}%")
-    parts.append(f"{record['memory_gib']:.1f} GiB")
-    parts.append(f"ETA {duration((steps - step) * mean_step_seconds)}")
-    return "  ".join(parts)
+    fields = _fields(record, steps, mean_step_seconds)
+    room = width - len(str(steps)) + len(str(step))  # so that all steps of a run have the same fields
+    for name in _LEFT_OUT:
+        if cell_len(_SPACE.join(fields.values())) <= room:
+            break
+        fields.pop(name, None)
+    return _SPACE.join(fields.values())
+
+
+def validation_lines(record: Mapping[str, Any], steps: int, width: int) -> list[str]:
+    """The results of a validation, and of a user's own evaluations, in lines of at most `width` columns; none without one."""
+    step, loss, perplexity = (record.get(key) for key in ("step", "validation_loss", "perplexity"))
+    results = [] if loss is None else [f"validation {loss:.4f}"]
+    results += [] if perplexity is None else [f"perplexity {perplexity:,.1f}"]
+    for key, value in record.items():
+        if key.startswith("evaluation/") and value is not None:
+            results.append(f"{key} {value:.5g}" if isinstance(value, float) else f"{key} {value}")
+    lines = [f"step {step}/{steps}{_SPACE}loss {record['loss']:.4f}"]
+    for result in results:
+        joined = f"{lines[-1]}{_SPACE}{result}"
+        if cell_len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(f"step {step}/{steps}{_SPACE}{result}")
+    return lines if results else []
 
 
 def duration(seconds: float) -> str:
@@ -91,3 +133,23 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def _fields(record: Mapping[str, Any], steps: int, mean_step_seconds: float) -> dict[str, str]:
+    """The fields with a value, in the order of the line."""
+    step = int(record["step"])
+    texts = {
+        "skipped": ("skipped", lambda skipped: "skipped" if skipped else ""),
+        "epoch": ("epoch", lambda epoch: f"epoch {epoch:.2f}"),
+        "lr": ("lr", lambda rate: f"lr {rate:.1e}"),
+        "norm": ("grad_norm", lambda norm: f"norm {norm:.2f}" if 0.1 <= norm < 1000 else f"norm {norm:.1e}"),
+        "loss scale": ("loss_scale", lambda scale: f"scale {scale:,.0f}" if scale >= 1 else f"scale {scale:.1e}"),
+        "speed": ("tokens_per_second", lambda speed: f"{speed:,.0f} tok/s"),
+        "tflops": ("tflops", lambda rate: f"{rate:,.0f} TFLOP/s" if rate >= 100 else f"{rate:.3g} TFLOP/s"),
+        "mfu": ("mfu", lambda share: f"MFU {100 * share:.1f}%"),
+        "memory": ("memory_gib", lambda size: f"{size:.1f} GiB"),
+    }
+    known = {name: text(record[key]) for name, (key, text) in texts.items() if record.get(key) is not None}
+    fields = {"step": f"step {step}/{steps}", "loss": f"loss {record['loss']:.4f}", **known}
+    fields["eta"] = f"ETA {duration((steps - step) * mean_step_seconds)}"
+    return {name: text for name, text in fields.items() if text}

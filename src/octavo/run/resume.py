@@ -22,6 +22,9 @@ CHANGEABLE: dict[str, str] = {
     "train.output": "the folder may have been moved",
     "train.validate_every": "validation does not change the run",
     "train.validate_batches": "validation does not change the run",
+    "train.early_stopping": "an earlier end, of the same steps",
+    "train.sample_every": "samples do not change the run",
+    "train.sample_prompt": "samples do not change the run",
     "train.compare_bf16": "a separate run, after this one",
     "train.micro_batch": "the same gradient, in another order of summation",
     "train.recompute": "the same numbers, for less memory",
@@ -56,10 +59,45 @@ def with_keys_of(before: RunConfig, now: RunConfig, resolved: RunConfig) -> tupl
     A key that may change keeps its default. resolved: `now` with its defaults resolved for the model.
     """
     before = _recorded(before)
-    absent = [key for key in known_keys() if not is_given(now, key) and not _may_change(key, now)]
+    absent = [key for key in known_keys() if not is_given(now, key) and not _may_change(key)]
     taken = {key: value_of(before, key) for key in absent}
     others = [f"{key} = {json.dumps(value)}" for key, value in taken.items() if value != value_of(resolved, key)]
     return with_values(now, taken), others
+
+
+def extend(before: RunConfig, now: RunConfig, done: int) -> RunConfig:
+    """Check another number of steps than that of the run `before`; returns `now`, with `train.extended` where it needs it.
+
+    A constant schedule has no end, and wsd none before its decay. Otherwise a finished run alone can be extended: wsd begins
+    its decay again, and the rates of the other schedules jump, so that `train.extended` must ask for it.
+
+    Args:
+        done: steps of the newest checkpoint.
+
+    Raises:
+        InputError: steps that are done would have had other rates, or the extension is not asked for.
+    """
+    old, new, schedule = before.train.steps, now.train.steps, now.optimizer.schedule
+    if old is None or new is None or old == new or schedule == "constant" or schedule != before.optimizer.schedule:
+        return now
+    ends = [*before.train.extended, old]
+    asked = now.train.extended == ends
+    if schedule == "wsd" and not asked and done <= min(before.optimizer.decay_start(old), now.optimizer.decay_start(new)):
+        return now
+    rates = f'the rates of optimizer.schedule = "{schedule}" depend on the last step'
+    if new < old:
+        raise InputError(f"train.steps = {new}, but the run was started with {old}, and {rates}. Set train.steps = {old}.")
+    if done < old:
+        raise InputError(
+            f"train.steps = {new}, but the run has done {done} of {old} steps, and {rates}. Train it to step {old} first, then "
+            "extend it."
+        )
+    if schedule != "wsd" and not asked:
+        raise InputError(
+            f"train.steps = {new}, but the run has ended at step {old}, and {rates}. To go on with the rates of {new} steps, "
+            f"which are higher than the last one, set train.extended={json.dumps(ends)} too."
+        )
+    return with_values(now, {"train.extended": ends})
 
 
 def check_resumable(
@@ -71,21 +109,20 @@ def check_resumable(
 ) -> None:
     """Check that a run continues under the configuration that it was started with.
 
-    `train.steps` may change under a constant schedule only: the rates of the others depend on the last step.
+    `extend` has checked `train.steps`.
 
     Raises:
         InputError: for each changed key, its old and new value.
     """
     now = settled(now, list(without_effect(now)))
+    if now.train.extended == [*before.train.extended, before.train.steps]:
+        before = with_values(before, {"train.extended": now.train.extended})
     old, new = (_flat(config.model_dump(mode="json")) for config in (_recorded(before), now))
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not _may_change(key, now)]
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not _may_change(key)]
     if not changed:
         return
-    why = ""
-    if "train.steps" in changed:
-        why = f" The {now.optimizer.schedule} schedule ends at train.steps: only a constant schedule can be extended."
     raise InputError(
-        f"the run in {str(folder)!r} was started with other settings: {_differences(old, new, changed)}.{why} "
+        f"the run in {str(folder)!r} was started with other settings: {_differences(old, new, changed)}. "
         f"{remedy} Keys that may change: {', '.join(CHANGEABLE)}."
     )
 
@@ -115,10 +152,8 @@ def _recorded(before: RunConfig) -> RunConfig:
     return settled(before, list(without_effect(before)))
 
 
-def _may_change(key: str, config: RunConfig) -> bool:
-    if key == "train.steps":
-        return config.optimizer.schedule == "constant"
-    return any(fnmatch(key, pattern) for pattern in CHANGEABLE)
+def _may_change(key: str) -> bool:
+    return key == "train.steps" or any(fnmatch(key, pattern) for pattern in CHANGEABLE)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

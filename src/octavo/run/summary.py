@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import shlex
 import statistics
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,10 @@ from octavo.run.metrics import read_metrics
 
 LAST_STEPS = 50
 """Steps whose mean loss is reported, at most."""
+_WIDTH = 80  # columns of the text
+_SAMPLE_LINES = 6
+_FILES = ("run.toml", "metrics.jsonl", "losses.png", "checkpoints/", "model/config.json", "tokenizer/")
+_PROMPT = "The first"
 
 
 @dataclass(frozen=True)
@@ -34,17 +41,20 @@ class Summary:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of `train`: the run's folder and summary, and the summary of the run without FP8 if there is one."""
+    """Result of `train`: the run's folder and summary; that of the run without FP8, and a generated text, if there is one."""
 
     folder: Path
     config: RunConfig
     summary: Summary
     bf16: Summary | None
+    ended_early: str = ""
+    """The reason for an end before the last step."""
+    sample: str | None = None
 
     @property
     def gap_percent(self) -> float | None:
         """Distance of the FP8 loss to the loss without FP8, in % of the latter."""
-        return None if self.bf16 is None else 100 * (self.summary.loss / self.bf16.loss - 1)
+        return None if self.bf16 is None else percent_above(self.summary.loss, self.bf16.loss)
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -53,15 +63,16 @@ class Result:
             "run": vars(self.summary),
             "bf16": vars(self.bf16) if self.bf16 else None,
             "gap_percent": self.gap_percent,
+            "sample": self.sample,
         }
 
 
 def summarise(metrics: Path, steps: int) -> Summary:
-    """Figures of a finished training; its loss is the mean of the last tenth of the steps, at most 50."""
+    """Figures of a finished training; its loss is the mean of the last `averaged_steps`."""
     records = read_metrics(metrics)
     if not records or records[-1]["step"] != steps:
         raise OctavoError(f"{metrics} does not reach step {steps}: it was changed after the run ended.")
-    averaged = min(LAST_STEPS, max(1, steps // 10), len(records))
+    averaged = min(averaged_steps(steps), len(records))
     return Summary(
         steps=steps,
         first_loss=records[0]["loss"],
@@ -73,34 +84,83 @@ def summarise(metrics: Path, steps: int) -> Summary:
     )
 
 
+def averaged_steps(steps: int) -> int:
+    """Steps at the end whose mean is the loss of a run: a tenth of all, at most 50."""
+    return min(LAST_STEPS, max(1, steps // 10))
+
+
+def percent_above(loss: float, reference: float) -> float:
+    """Distance of a loss to a reference in % of the latter; NaN for a reference of 0."""
+    return 100 * (loss / reference - 1) if reference else math.nan
+
+
 def median_speed(records: Iterable[Mapping[str, Any]]) -> float:
     """Median of tokens_per_second."""
     return float(statistics.median_high(record["tokens_per_second"] for record in records))
 
 
 def summary_lines(result: Result) -> list[str]:
-    """The summary as text: folder, loss, cost of FP8, next commands."""
+    """The summary as text of 80 columns: folder, loss, cost of FP8, sample, next commands (never wrapped)."""
     own, other = result.summary, result.bf16
-    lines = ["", f"The run is in {result.folder}: run.toml, metrics.jsonl, checkpoints/, model/config.json, tokenizer/."]
-    mean = f"mean of the last {own.averaged} steps" if own.averaged > 1 else "of the last step"
+    files = ", ".join(name for name in _FILES if (result.folder / name).exists())
+    mean = f"mean of {own.averaged} steps" if own.averaged > 1 else "of the last step"
     validation = f"; validation {own.validation_loss:.4f}" if own.validation_loss is not None else ""
-    lines.append(f"Loss {own.first_loss:.4f} → {own.loss:.4f} ({mean}){validation}; {own.tokens_per_second:,.0f} tokens/s.")
+    facts = [
+        f"The run is in {result.folder}: {files}.",
+        f"Loss {own.first_loss:.4f} → {own.loss:.4f} ({mean}){validation}; {own.tokens_per_second:,.0f} tok/s.",
+    ]
     if other is not None and result.gap_percent is not None:
-        held_out = ""
-        if own.validation_loss is not None and other.validation_loss is not None:
-            held_out = f"; validation {own.validation_loss:.4f} and {other.validation_loss:.4f}"
         dtype = short_name(result.config.model.dtype)
-        lines.append(
-            f"Cost of FP8: loss {own.loss:.4f} in FP8 and {other.loss:.4f} in {dtype}, "
-            f"a gap of {result.gap_percent:+.2f}%{held_out}."
-        )
+        cost = f"loss {own.loss:.4f} in FP8 and {other.loss:.4f} in {dtype}, a gap of {result.gap_percent:+.2f}%"
+        facts.append(f"Cost of FP8: {cost}.")
+        if own.validation_loss is not None and other.validation_loss is not None:
+            gap = percent_above(own.validation_loss, other.validation_loss)
+            facts.append(f"In validation {own.validation_loss:.4f} and {other.validation_loss:.4f}, a gap of {gap:+.2f}%.")
+    lines = ["", *itertools.chain.from_iterable(map(_wrapped, facts))]
+    if result.sample is not None:
+        lines += ["", "Sample:", *_sample_lines(result.sample)]
+    return [*lines, "", "Next:", *(f"  {shlex.join(command)}" for command in _next_commands(result))]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _sample_lines(sample: str) -> list[str]:
+    """The first lines of a text, wrapped, without control characters: a terminal would obey them."""
+    plain = ("".join(c if c.isprintable() else " " for c in line) for line in sample.expandtabs(4).splitlines())
+    lines = list(itertools.chain.from_iterable(textwrap.wrap(line, _WIDTH - 2) or [""] for line in plain))
+    cut = [*lines[:_SAMPLE_LINES], "…"] if len(lines) > _SAMPLE_LINES else lines
+    return [f"  {line}".rstrip() for line in cut]
+
+
+def _next_commands(result: Result) -> Iterator[list[str]]:
+    """Commands that work in the current folder as they are printed."""
+    folder = str(result.folder)
+    folder = f"./{folder}" if folder.startswith("-") else folder  # not an option
+    yield ["octavo", "sample", folder, "--prompt", _PROMPT]
+    names = itertools.chain(["export"], (f"export-{number}" for number in itertools.count(2)))
+    yield [
+        "octavo",
+        "export",
+        folder,
+        "--to",
+        f"{folder}/{next(name for name in names if not (result.folder / name).exists())}",
+    ]
+    if result.bf16 is not None:
+        yield ["octavo", "compare", f"{folder}/bf16", folder]
     fp8 = result.config.fp8
     recipe = "current" if fp8.recipe != "current" else "delayed"
-    other_run = ("fp8.enabled=true", "fp8") if fp8.enabled is False else (f"fp8.recipe={recipe}", recipe)
-    folder = str(result.folder)
-    commands = (
-        ["export", folder, "--to", f"{folder}/export"],
-        ["train", f"{folder}/run.toml", other_run[0], f"train.output={folder}-{other_run[1]}"],
-        ["doctor"],
-    )
-    return [*lines, "", "Next:", *(f"  {shlex.join(['octavo', *command])}" for command in commands)]
+    key, name = ("fp8.enabled=true", "fp8") if fp8.enabled is False else (f"fp8.recipe={recipe}", recipe)
+    launcher = _launcher()
+    if launcher is not None:
+        yield [*launcher, "train", f"{folder}/run.toml", key, f"train.output={folder}-{name}"]
+
+
+def _launcher() -> list[str] | None:
+    """The command that starts as many ranks as this run has; None for ranks of several hosts."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world == "1":
+        return ["octavo"]
+    same_host = os.environ.get("LOCAL_WORLD_SIZE") == world
+    return ["torchrun", "--nproc-per-node", world, "-m", "octavo"] if same_host else None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from octavo.errors import InputError, first_line, warn
+from octavo.errors import InputError, first_line, install_extra, warn
 
 
 class _Tracker(Protocol):
@@ -127,6 +127,6 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise InputError(
-                f"log.trackers asks for {name!r}, which is not installed. Install it with: pip install 'octavo[{name}]', "
-                "or take it out of log.trackers."
+                f"log.trackers asks for {name!r}, which is not installed. Install it by {install_extra(name)}, or take it "
+                "out of log.trackers."
             )

@@ -1,20 +1,19 @@
-"""Training loop: a run from its configuration to its last checkpoint.
+"""Training loop: one model from its newest checkpoint, or its first weights, to the last step.
 
-All ranks run `train`; rank 0 writes the files of the run. The metrics of a step are written before its checkpoint, and cut on
-resume if there is no checkpoint, so that metrics and weights always agree.
+All ranks run `train_one`; rank 0 writes the files of the run. The metrics of a step are written before its checkpoint, and cut
+on resume if there is no checkpoint, so that metrics and weights always agree.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
+import math
 import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,104 +22,74 @@ from rich.console import Console
 
 from octavo.build import build_model, describe, sharding_of
 from octavo.checkpoint.api import Checkpointer
-from octavo.checkpoint.reader import check_stored_weights, has_own_code, read_state, restore
-from octavo.config.run import RunConfig
+from octavo.checkpoint.reader import check_stored_weights, read_state, restore
 from octavo.data.loader import BatchLoader
 from octavo.data.packing import Batch
 from octavo.data.prefetch import Prefetcher
-from octavo.data.prepared import PreparedData, check_vocabulary, prepare
-from octavo.data.special_tokens import SpecialTokens, check_overrides
+from octavo.data.prepared import PreparedData
 from octavo.dtypes import short_name, torch_dtype
 from octavo.errors import InputError, RunStopped, warn
 from octavo.models.decoder import Decoder
 from octavo.parallel.coordination import all_ranks, writing_ranks
-from octavo.parallel.world import init, seed_everything, state
-from octavo.run.folder import RunFolder, locked
-from octavo.run.metrics import MetricsFile
+from octavo.parallel.world import seed_everything, state
+from octavo.run.folder import RunFolder
+from octavo.run.metrics import MetricsFile, read_metrics
 from octavo.run.progress import StepProgress
-from octavo.run.resume import check_resumable, check_same_model, with_keys_of
-from octavo.run.summary import Result, Summary, summarise
+from octavo.run.resume import check_same_model
+from octavo.run.summary import Summary, summarise
 from octavo.run.trackers import Trackers
 from octavo.train import fp8_auto
+from octavo.train.callbacks import Events
 from octavo.train.evaluate import perplexity, validation_loss
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import build_optimizer
 from octavo.train.own_code_check import check_own_code
-from octavo.train.plan import RunPlan, check, model_options
+from octavo.train.plan import RunPlan, model_options
 from octavo.train.step import TrainContext, begin_histories, train_step
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
 
 
-def train(config: RunConfig, *, console: Console, stop: StopRequest | None = None) -> Result:
-    """Train a run, or continue it from its newest whole checkpoint. stop: signal handlers already installed.
+@dataclass
+class BestValidation:
+    """The lowest validation loss so far, and the validations since."""
 
-    Raises:
-        InputError: a fault in the configuration or the data, or a run under other settings in the folder; nothing was changed.
-        RunStopped: after a signal; the run is saved and the same call continues it.
-        OctavoError: no whole checkpoint, no space, or a loss that is not finite.
+    step: int = 0
+    loss: float = math.inf
+    since: int = 0
+
+    @classmethod
+    def of(cls, records: Iterable[Mapping[str, Any]]) -> BestValidation:
+        """From the lines of metrics.jsonl."""
+        best = cls()
+        for record in records:
+            if "validation_loss" in record:
+                best.add(record["step"], record["validation_loss"])
+        return best
+
+    def add(self, step: int, loss: float) -> None:
+        """Count a validation; NaN is never lower."""
+        if loss < self.loss:
+            self.step, self.loss, self.since = step, loss, 0
+        else:
+            self.since += 1
+
+
+def train_one(
+    plan: RunPlan,
+    prepared: PreparedData,
+    folder: RunFolder,
+    *,
+    console: Console,
+    stop: StopRequest,
+    watch: Watchdog,
+    events: Events,
+) -> tuple[Summary, str]:
+    """Train one model in a locked folder, to the last step or to a signal.
+
+    Returns:
+        Its figures, and the reason for an early end; empty for a whole run.
     """
-    plan = check(config)
-    with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop:
-        # Longer than the watchdog's timeout: it finds the failed rank before a collective times out.
-        timeout = config.launch.timeout + config.launch.grace + 60
-        init(config.parallel.model_dump() | {"random_seed": config.train.seed}, timeout=timeout)
-        with (
-            Watchdog(timeout=config.launch.timeout, grace=config.launch.grace) as watch,
-            _locked(config.output) as folder,
-        ):
-            before = folder.config() if folder.has_checkpoints else None  # a run without checkpoints may change
-            if before is not None:
-                config, taken = with_keys_of(before, config, plan.config)
-                plan = check(config) if taken else plan
-                check_resumable(before, plan.config, folder.path)
-                if taken:
-                    _say(console, f"The run continues with its own values of keys that are not set: {', '.join(taken)}.")
-                if has_own_code(folder.checkpoints, plan.weights, writing_ranks()):
-                    plan = check(config, blocks="own")
-                    _say(console, "The run keeps its own code, not Octavo's blocks: its checkpoints are of it.")
-            plan = fp8_auto.choose_layers(plan, folder, resumed=before is not None)
-            bf16_plan = without_fp8(plan) if config.train.compare_bf16 and plan.recipe is not None else None
-            if bf16_plan is not None:
-                _check_bf16_folder(RunFolder(bf16_plan.config.output), bf16_plan.config)  # before the steps in FP8
-            prepared = _prepare_on_ranks(config, console, on_change="error" if before is not None else "rebuild")
-            check_vocabulary(prepared, plan.hf_config.vocab_size)
-            plan = _with_token_ids(plan, prepared, console, resumed=before is not None)
-            if bf16_plan is not None:
-                bf16_plan = dataclasses.replace(bf16_plan, hf_config=plan.hf_config)
-            summary = _train_one(plan, prepared, folder, console=console, stop=stop, watch=watch)
-            bf16_summary = None
-            if bf16_plan is not None:
-                with _locked(bf16_plan.config.output) as bf16_folder:
-                    _check_bf16_folder(bf16_folder, bf16_plan.config)
-                    bf16_summary = _train_one(bf16_plan, prepared, bf16_folder, console=console, stop=stop, watch=watch)
-    return Result(folder.path, config, summary, bf16_summary)
-
-
-def _with_token_ids(plan: RunPlan, prepared: PreparedData, console: Console, *, resumed: bool) -> RunPlan:
-    """The plan with the bos, eos and pad ids of the run's tokenizer in its Hugging Face config."""
-    if prepared.tokenizer_folder is None:
-        return plan
-    config = copy.deepcopy(plan.hf_config)
-    tokens = SpecialTokens.of(prepared.tokenizer_folder)
-    if plan.weights_folder is not None and (plan.config.data.tokenizer == "train" or not tokens.owns(config)):
-        source = plan.config.model.source
-        _say(
-            console, f"The weights of {source} know other tokens than this tokenizer's. data.tokenizer = {source!r} has theirs."
-        )
-    ids = tokens.fit(config)
-    if not resumed:
-        check_overrides(plan.config.model.config, ids)
-    pad = ids["pad_token_id"]
-    if pad is not None and pad == prepared.manifest.end_token_id:
-        _say(console, f"The end token is also the pad (pad_token_id = {pad}): its row of the embedding is not trained.")
-    return dataclasses.replace(plan, hf_config=config)
-
-
-def _train_one(
-    plan: RunPlan, prepared: PreparedData, folder: RunFolder, *, console: Console, stop: StopRequest, watch: Watchdog
-) -> Summary:
-    """Train one model in a locked folder, to the last step or to a signal."""
     config = plan.config
     first_rank = state.rank == 0
     watch.start()
@@ -131,9 +100,13 @@ def _train_one(
     if latest is not None:
         all_ranks().on_rank_0(lambda: check_same_model(folder.model / "config.json", plan.hf_config))
     label = "fp8" if plan.recipe is not None else short_name(config.model.dtype)
-    if done == config.train.steps:
-        _say(console, f"{label}: already trained, {done} of {done} steps, in {folder.path}")
-        return _summary(folder, config)
+    best = all_ranks().on_rank_0(lambda: BestValidation.of(r for r in read_metrics(folder.metrics) if r["step"] <= done))
+    checkpoints.protected = best.step if config.checkpoint.best else 0
+    early = _early_end(plan, best)
+    if done == plan.steps or early:
+        why = f" ({early})" if early else ""
+        say(console, f"{label}: already trained, {done} of {plan.steps} steps{why}, in {folder.path}")
+        return _summary(folder, done), early
     with contextlib.ExitStack() as opened:
         names = config.log.trackers if first_rank else []
         trackers = Trackers(names, folder.path, config.model_dump(mode="json"), done + 1)
@@ -142,7 +115,7 @@ def _train_one(
         if first_rank:
             folder.record(config, plan.hf_config, prepared.tokenizer_folder, plan.hardware.name)
             fp8_auto.record(plan, folder)
-        _say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
+        say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
         if latest is not None and first_rank:
             _warn_of_other_layout(latest, plan)
         context, validation = build(plan, prepared, watch)
@@ -158,18 +131,31 @@ def _train_one(
         if plan.recipe is not None:
             found = describe(context.model)
             share = f"{found.fp8_layers} of {len(found.layers)} matrices"
-            _say(console, f"{label}: {share} run in FP8 (octavo.describe names them)")
+            say(console, f"{label}: {share} run in FP8 (octavo.describe names them)")
         _restore(context, latest, config.train.seed)
         metrics = MetricsFile(folder.metrics, done) if first_rank else None
         if metrics is not None:
             opened.callback(metrics.close)
             if metrics.lost:
                 warn(f"{folder.metrics} lacks the last {metrics.lost} of the {done} steps that are done: it was damaged.")
-        progress = StepProgress(console, label=label, steps=config.train.steps, done=done, every=config.log.every)
-        session = _Session(context, validation, prepared.manifest.fingerprint, metrics, checkpoints, trackers, progress)
+        progress = StepProgress(console, label=label, steps=plan.steps, done=done, every=config.log.every)
+        session = _Session(
+            context, validation, prepared.manifest.fingerprint, metrics, checkpoints, trackers, progress, events, best
+        )
+        events.started(context.model, context.optimizer)
         with progress:
-            _train_steps(session, done, stop)
-    return _summary(folder, config)
+            done, early = _train_steps(session, done, stop)
+        if early:
+            say(console, f"{label}: ended at step {done} of {plan.steps}: {early}")
+    return _summary(folder, done), early
+
+
+def _early_end(plan: RunPlan, best: BestValidation) -> str:
+    """The reason to end now by `train.early_stopping`; else empty."""
+    patience = plan.config.train.early_stopping
+    if not patience or best.since < patience:
+        return ""
+    return f"train.early_stopping = {patience}: the lowest validation loss was {best.loss:.4f} at step {best.step}"
 
 
 def _restore(context: TrainContext, latest: Path | None, seed: int) -> None:
@@ -195,33 +181,57 @@ class _Session:
     checkpoints: Checkpointer
     trackers: Trackers
     progress: StepProgress
+    events: Events = field(default_factory=Events)
+    best: BestValidation = field(default_factory=BestValidation)
 
 
-def _train_steps(session: _Session, done: int, stop: StopRequest) -> None:
-    """Steps `done + 1` to the last: train, validate, record, save."""
-    config = session.context.plan.config
-    steps = config.train.steps
+def _train_steps(session: _Session, done: int, stop: StopRequest) -> tuple[int, str]:
+    """Steps `done + 1` to the last: train, validate, record, save; returns the last step, and the reason if it is early."""
+    plan = session.context.plan
+    config, steps = plan.config, plan.steps
     every, validate_every = config.checkpoint.every, config.train.validate_every
     checkpoint_seconds = 0.0
     stop.training()
     for step in range(done + 1, steps + 1):
-        record, stopping = _train_step(session, step, checkpoint_seconds, stop)
-        if session.validation and (step == steps or (validate_every and step % validate_every == 0)):
-            loss = validation_loss(session.context, session.validation)
-            record |= {"validation_loss": loss, "perplexity": perplexity(loss)}
+        record, stopping, ending = _train_step(session, step, checkpoint_seconds, stop)
+        validates = step == steps or (validate_every and step % validate_every == 0)
+        is_best = _validate(session, record) if validates else False
         if session.metrics is not None:
             session.metrics.append(record)
         session.trackers.log(record)
         session.progress.step(record)
         session.checkpoints.poll()
+        session.events.stepped(record)
+        if "validation_loss" in record:
+            session.events.validated(record)
         checkpoint_seconds = 0.0
         if state.world_size == 1:  # no other rank has to agree: stop after this step
-            stopping = stop.received is not None
-        if step == steps or stopping or (every and step % every == 0):
-            checkpoint_seconds = _save(session, step, wait=step == steps or stopping)
+            stopping, ending = stop.received is not None, stop.ending
+        early = "by Trainer.stop" if ending else _early_end(plan, session.best)
+        last = step == steps or stopping or bool(early)
+        if last or is_best or (every and step % every == 0):
+            checkpoint_seconds = _save(session, step, wait=last)
         if stopping and step < steps:
             by = stop.received or "a signal to another rank"
             raise RunStopped(f"stopped by {by} after step {step} of {steps}, saved. Run the same command again to continue.")
+        if early and step < steps:
+            return step, early
+    return steps, ""
+
+
+def _validate(session: _Session, record: dict[str, Any]) -> bool:
+    """Add validation loss and the user's evaluation to a step's record; True if `checkpoint.best` saves this step."""
+    config, step = session.context.plan.config, record["step"]
+    if session.validation:
+        loss = validation_loss(session.context, session.validation)
+        loss = all_ranks().on_rank_0(lambda: loss)  # all ranks end together
+        record |= {"validation_loss": loss, "perplexity": perplexity(loss)}
+        session.best.add(step, loss)
+    record |= session.events.evaluate(session.context.model, step)
+    is_best = config.checkpoint.best and session.best.step == step
+    if config.checkpoint.best:
+        session.checkpoints.protected = session.best.step
+    return is_best
 
 
 def _save(session: _Session, step: int, *, wait: bool) -> float:
@@ -237,9 +247,10 @@ def _save(session: _Session, step: int, *, wait: bool) -> float:
         "loss_scale": None if context.loss_scale is None else context.loss_scale.state(),
     }
     background = context.plan.config.checkpoint.async_
-    session.checkpoints.save(step, context.model, context.optimizer, scalars, background=background)
+    path = session.checkpoints.save(step, context.model, context.optimizer, scalars, background=background)
     if wait:
         session.checkpoints.wait()
+    session.events.saved(path)
     return time.perf_counter() - started
 
 
@@ -267,7 +278,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
     validation: list[Batch] = []
     if prepared.manifest.splits["validation"].tokens >= 2:
         validation = list(_loader(plan, prepared, "validation").validation(config.train.validate_batches))
-    end = config.train.steps * config.train.global_batch
+    end = plan.steps * config.train.global_batch
     loader = Prefetcher(_loader(plan, prepared, "train"), workers=config.data.workers, device=plan.device, end=end)
     context = TrainContext(
         plan,
@@ -281,39 +292,9 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
     return context, validation
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[RunFolder]:
-    """The run folder at `path`, locked by rank 0 for all ranks."""
-    with contextlib.ExitStack() as stack:
-        all_ranks().on_rank_0(lambda: stack.enter_context(locked(path)).path)
-        yield RunFolder(path)
-
-
-def _prepare_on_ranks(config: RunConfig, console: Console, on_change: Literal["error", "rebuild"]) -> PreparedData:
-    """The data on every rank: rank 0 prepares it, then the first rank of each host if hosts do not share `data.folder`."""
-    prepared: PreparedData | None = None
-    own_turn = 0 if state.rank == 0 else 1 if state.local_rank == 0 else 2
-    for turn in range(3 if state.world_size > 1 else 1):
-        with writing_ranks().sharing_errors():
-            if turn == own_turn:
-                prepared = prepare(config.data, console=console, on_change=on_change)
-    assert prepared is not None
-    return prepared
-
-
-def _summary(folder: RunFolder, config: RunConfig) -> Summary:
+def _summary(folder: RunFolder, done: int) -> Summary:
     """Figures of a finished training, read by rank 0, which wrote the file: another host may still see an older one."""
-    return all_ranks().on_rank_0(lambda: summarise(folder.metrics, config.train.steps))
-
-
-def without_fp8(plan: RunPlan) -> RunPlan:
-    """The plan of the same run without FP8, in the folder `bf16` inside the run's."""
-    config = plan.config
-    fp8 = config.fp8.model_copy(update={"enabled": False})
-    train = config.train.model_copy(update={"output": str(config.output / "bf16"), "compare_bf16": False})
-    config = config.model_copy(update={"fp8": fp8, "train": train})
-    note = "The same steps without FP8, to compare the loss"
-    return dataclasses.replace(plan, config=config, recipe=None, excluded={}, fp8_note=note)
+    return all_ranks().on_rank_0(lambda: summarise(folder.metrics, done))
 
 
 def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "validation"]) -> BatchLoader:
@@ -328,6 +309,7 @@ def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "vali
         micro_batch=plan.micro_batch,
         dp_rank=state.dp_rank,
         dp_size=plan.degrees.data,
+        weights=config.data.weights,
     )
 
 
@@ -342,14 +324,16 @@ def _steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> i
             f"the data has changed since {latest}: its fingerprint was {saved['data'][:12]} and is now "
             f"{prepared.manifest.fingerprint[:12]}. Put the old data back, or set another train.output."
         )
-    step, steps = int(saved["step"]), plan.config.train.steps
+    step, steps = int(saved["step"]), plan.steps
     if step > steps:
         raise InputError(f"train.steps = {steps}, but {latest} has trained {step} steps: set train.steps to {step} or more.")
     return step
 
 
-def _train_step(session: _Session, step: int, checkpoint_seconds: float, stop: StopRequest) -> tuple[dict[str, Any], bool]:
-    """Train a step; its metrics, and True if some rank received a signal."""
+def _train_step(
+    session: _Session, step: int, checkpoint_seconds: float, stop: StopRequest
+) -> tuple[dict[str, Any], bool, bool]:
+    """Train a step; its metrics, and whether some rank received a signal or was told to end."""
     plan = session.context.plan
     result = train_step(session.context, step, stop)
     rate = result.tokens / result.step_seconds
@@ -370,7 +354,7 @@ def _train_step(session: _Session, step: int, checkpoint_seconds: float, stop: S
     }
     if result.loss_scale is not None:
         record |= {"loss_scale": result.loss_scale, "skipped": result.skipped}
-    return record, result.stopping
+    return record, result.stopping, result.ending
 
 
 def _layout(plan: RunPlan) -> dict[str, Any]:
@@ -393,14 +377,6 @@ def _warn_of_other_layout(latest: Path, plan: RunPlan) -> None:
         )
 
 
-def _check_bf16_folder(folder: RunFolder, config: RunConfig) -> None:
-    """Refuse a `bf16` folder with a run under other settings: its loss is to be compared with this run's."""
-    before = folder.config() if folder.has_checkpoints else None
-    if before is not None:
-        remedy = f"Put them back, move {str(folder.path)!r} away to train it again, or set another train.output."
-        check_resumable(before, config, folder.path, remedy=remedy)
-
-
 def _peak_memory_gib(device: torch.device) -> float:
     """Peak memory: of the allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
@@ -409,5 +385,6 @@ def _peak_memory_gib(device: torch.device) -> float:
     return peak * (1 if sys.platform == "darwin" else 1024) / 2**30
 
 
-def _say(console: Console, message: str) -> None:
+def say(console: Console, message: str) -> None:
+    """Print a line as it is."""
     console.print(message, markup=False, highlight=False, soft_wrap=True)

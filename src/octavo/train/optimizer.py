@@ -31,13 +31,17 @@ def learning_rate(step: int, config: OptimizerConfig, steps: int) -> float:
     """The rate of optimizer step `step` (the first is 1, the last is `steps`).
 
     Linear from 0 to lr at step `warmup_steps`; then constant, or linear or half a cosine to lr × min_lr_fraction at the last.
+    wsd is constant up to its last `decay_steps`, then linear.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    if config.schedule == "constant":
+    start = config.warmup_steps
+    if config.schedule == "wsd":
+        start = max(start, config.decay_start(steps))
+    if config.schedule == "constant" or step <= start:
         return config.lr
-    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-    falling = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    done = (step - start) / max(1, steps - start)
+    falling = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
     return config.lr * (config.min_lr_fraction + (1 - config.min_lr_fraction) * falling)
 
 

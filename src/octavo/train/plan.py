@@ -21,16 +21,18 @@ from octavo.checkpoint.writer import weights
 from octavo.config.fp8 import KEYS_OF_RECIPES, Fp8Config
 from octavo.config.run import RunConfig
 from octavo.data.corpus import Corpus
-from octavo.data.prepared import prepared_or_none
+from octavo.data.loader import sequences_of
+from octavo.data.prepared import PreparedData, prepared_or_none
 from octavo.data.tokenizer import local_vocab_size
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Recipe
 from octavo.fp8.scaling import states_of
-from octavo.hardware import Device, describe_device, supports_fp8
+from octavo.hardware import Device, Gpu, describe_device, supports_fp8
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
+from octavo.models.own_code import refuse_other_models
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.weight_loader import folder_weights
 from octavo.parallel.mesh import DEGREES, Degrees, fit_batch, fit_degrees
@@ -38,6 +40,7 @@ from octavo.parallel.world import rank_variable
 from octavo.plan import flops
 from octavo.run.trackers import check_trackers
 from octavo.train.loss_scale import LARGEST_SCALE
+from octavo.train.sizes import check_layers, check_sizes
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class RunPlan:
     weights: Layout  # parameters and persistent buffers
     weights_folder: Path | None  # pretrained weights; None for random ones
     blocks: Literal["auto", "own"]  # `model.blocks`; of a continued run the blocks that it began with
+    parameters: int  # of the whole model, shared ones once
+    fp8_head: bool | Literal["backward"]  # products of the decoder's head in FP8
     excluded: Mapping[str, str] = field(default_factory=dict)  # from FP8 by `fp8.enabled = "auto"`, each with the reason
 
     @property
@@ -69,6 +74,16 @@ class RunPlan:
     def params_dtype(self) -> torch.dtype:
         """Dtype of parameters, gradients and optimizer states."""
         return torch_dtype(self.config.model.params_dtype)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; known once the length of the run is resolved."""
+        assert self.config.train.steps is not None
+        return self.config.train.steps
+
+    def schedule_end(self, step: int) -> int:
+        """The last step of the schedule that `step` belongs to: the run's, or a former one of a run that was extended."""
+        return next(end for end in (*self.config.train.extended, self.steps) if step <= end)
 
     def rates(self, tokens_per_second: float) -> tuple[float | None, float | None]:
         """(TFLOP/s, MFU) of a rank at this speed of all ranks together; None for an unknown family or GPU."""
@@ -98,13 +113,31 @@ class Fp8Layer:
     recipe: Recipe | None
 
 
-def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) -> RunPlan:
-    """Check a run against this machine; `blocks` in place of `model.blocks`.
+@dataclass(frozen=True)
+class Target:
+    """Ranks and GPU of a run that is planned and not started here; None for those at hand."""
+
+    world_size: int | None = None
+    gpu: Gpu | None = None
+
+    def device(self) -> tuple[torch.device, Device, bool]:
+        """The device of a rank, its description, and True if it has FP8 products."""
+        if self.gpu is not None:
+            hardware = Device(self.gpu.name, self.gpu, self.gpu.capability, self.gpu.memory_gib, "cuda")
+            return torch.device("cuda", 0), hardware, self.gpu.fp8_tflops is not None
+        rank = rank_variable("LOCAL_RANK", 0)
+        device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+        return device, describe_device(device), supports_fp8(device)
+
+
+def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, target: Target | None = None) -> RunPlan:
+    """Check a run against this machine, or against a `target`, whose memory may be too small; `blocks`: for `model.blocks`.
 
     Raises:
         InputError: the fault, the nearest value that works and the key to change.
     """
-    world = _world()
+    planned = target or Target()
+    world = planned.world_size or _world()
     degrees = fit_degrees(**config.parallel.model_dump(include=set(DEGREES)), world_size=world)
     check_supported(degrees)
     micro_batch, accumulation = fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
@@ -112,9 +145,13 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     check_trackers(config.log.trackers)
     recipe = recipe_from_config(config.fp8)
     corpus = Corpus(config.data)
+    check_layers(config.model.config)
     hf_config = load_config(config.model.source, config.model.config)
+    refuse_other_models(hf_config)
     _check_length(config, hf_config)
     _check_vocabulary(config, hf_config, corpus)
+    device, hardware, native = planned.device()
+    check_sizes(config, hf_config, degrees, micro_batch, hardware, planned=target is not None, here=planned.gpu is None)
     blocks = blocks or config.model.blocks
     model = build_model(  # for names and shapes; building also checks the patterns of layers
         hf_config,
@@ -127,16 +164,15 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
         folder_weights(folder, model, hf_config)
-    rank = rank_variable("LOCAL_RANK", 0)
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    hardware = describe_device(device)
-    use, note = choose_fp8(config.fp8, recipe, hardware, native=supports_fp8(device))
+    use, note = choose_fp8(config.fp8, recipe, hardware, native=native)
     layers = _layers(model, recipe)
     if config.fp8.enabled is not False and (why := _without_fp8_layers(model, recipe, hf_config)):
         if config.fp8.enabled is True:
             raise InputError(f"fp8.enabled = true, but {why}. Set fp8.enabled = false, or change the keys named.")
         use, note = False, f"no FP8: {why}"
     config.tell_notes()
+    if (steps := config.steps or _steps_of_epochs(config)) is not None:
+        config = config.with_steps(steps)
     return RunPlan(
         config=_with_native_defaults(config, model),
         hf_config=hf_config,
@@ -152,7 +188,23 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None) ->
         weights=layout_of(weights(model)),
         weights_folder=folder,
         blocks=blocks,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        fp8_head=_fp8_head(model, recipe) if use else False,
     )
+
+
+def _steps_of_epochs(config: RunConfig) -> int | None:
+    """Steps of `train.epochs` of data that is prepared already; else None."""
+    prepared = prepared_or_none(config.data) if config.train.epochs is not None else None
+    return None if prepared is None else steps_of_epochs(config, prepared)
+
+
+def steps_of_epochs(config: RunConfig, prepared: PreparedData) -> int:
+    """Steps of `train.epochs` passes over the training data, rounded up."""
+    data, epochs = config.data, config.train.epochs
+    assert epochs is not None
+    sequences = len(sequences_of(prepared, "train", sequence_length=data.sequence_length, packing=data.packing))
+    return max(1, math.ceil(math.ceil(epochs * sequences) / config.train.global_batch))
 
 
 def recipe_from_config(config: Fp8Config, name: str | None = None) -> Recipe:
@@ -208,6 +260,12 @@ def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
     return found
 
 
+def _fp8_head(model: torch.nn.Module, recipe: Recipe) -> bool | Literal["backward"]:
+    """The products of the decoder's head in FP8; False where a pattern excludes it."""
+    state = vars(model.head).get("fp8_state") if isinstance(model, Decoder) else None
+    return model.fp8_head if isinstance(model, Decoder) and state is not None and state.under(recipe) is not None else False
+
+
 def _without_fp8_layers(model: torch.nn.Module, recipe: Recipe, hf_config: Any) -> str:
     """The reason if no matrix runs in FP8; else empty."""
     states = [state for _, state in states_of(model)]
@@ -257,7 +315,13 @@ def _world() -> int:
 
 
 def _check_settings(config: RunConfig) -> None:
-    """Refuse float16 without float32 parameters, a loss scale out of range, validation on nothing, and compiled blocks."""
+    """Refuse float16 without float32 parameters, numbers out of range, validation on nothing, and compiled blocks."""
+    sequences, length = config.train.global_batch, config.data.sequence_length
+    if sequences * length >= 2**31:  # such a step would never end
+        raise InputError(
+            f"train.global_batch = {sequences} sequences of {length} tokens are more than 2**31 tokens in a step: use at most "
+            f"{(2**31 - 1) // length}. Change train.global_batch."
+        )
     if config.model.dtype == "float16" and config.model.params_dtype != "float32":
         raise InputError(
             f'model.params_dtype = "{config.model.params_dtype}": float16 trains float32 parameters. '
@@ -269,10 +333,10 @@ def _check_settings(config: RunConfig) -> None:
             f"train.loss_scale = {scale:g}: a loss scale must be above 0 and at most 2**60. Set train.loss_scale to a power of "
             'two such as 1024, or to "dynamic".'
         )
-    if config.train.validate_every and config.data.validation_fraction == 0:  # a continued run may bring the fraction
-        raise InputError(
+    if config.train.validate_every and not (config.data.held_out or config.data.validation_source):
+        raise InputError(  # a continued run may bring the fraction
             f"train.validate_every = {config.train.validate_every}, but data.validation_fraction = 0 holds nothing out. Set "
-            "data.validation_fraction above 0, such as 0.05, or train.validate_every = 0."
+            "data.validation_fraction above 0, such as 0.05, name a data.validation_source, or set train.validate_every = 0."
         )
     if config.train.compile is True:  # `RunConfig` accepts it, for the run files of compiled runs
         raise InputError(
@@ -284,7 +348,7 @@ def _check_settings(config: RunConfig) -> None:
 def _check_length(config: RunConfig, hf_config: Any) -> None:
     limit = getattr(hf_config, "max_position_embeddings", None)
     length = config.data.sequence_length
-    if isinstance(limit, int) and length > limit:
+    if isinstance(limit, int) and 0 < limit < length:  # -1 of xlnet: no limit
         key = "data.sequence_length" + ("" if config.model.load else ", or raise model.config.max_position_embeddings")
         raise InputError(
             f"data.sequence_length = {length} is longer than the model's {limit} positions: use at most {limit}. Change {key}."

@@ -63,6 +63,7 @@ class StepResult:
     loss_scale: float | None  # None outside float16
     skipped: bool  # the step overflowed and changed no weight
     stopping: bool  # some rank received a signal
+    ending: bool  # some rank was told to end the run
 
 
 HISTORY_PASSES = 4
@@ -118,9 +119,11 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
     scale = 1.0 if loss_scale is None else loss_scale.scale
     norm = clip_grad_norm_(context.model, config.optimizer.clip, loss_scale=scale, optimizer=context.optimizer)
     overflow = overflow_in_fp8(context.model) if loss_scale is not None else None
-    stopped = stop is not None and stop.received is not None
-    joined = context.all_reduce(torch.stack([total, total.new_tensor(float(stopped))]))
-    loss_value, stopping, norm_value = torch.cat([joined, (norm if overflow is None else norm + overflow)[None]]).tolist()
+    flags = [0.0, 0.0] if stop is None else [float(stop.received is not None), float(stop.ending)]
+    joined = context.all_reduce(torch.cat([total[None], total.new_tensor(flags)]))
+    loss_value, stopping, ending, norm_value = torch.cat(
+        [joined, (norm if overflow is None else norm + overflow)[None]]
+    ).tolist()
 
     skipped = loss_scale is not None and loss_scale.update(loss_value, norm_value)
     if skipped:
@@ -129,7 +132,7 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
         forwards = [partial(loss_of, context, batch, targets) for batch in batches]
         advice = "" if loss_scale is None else loss_scale.advice
         check_finite(context.model, step, loss_value, norm_value, forwards, advice)
-    rate = learning_rate(step, config.optimizer, config.train.steps)
+    rate = learning_rate(step, config.optimizer, context.plan.schedule_end(step))
     for group in context.optimizer.param_groups:
         group["lr"] = rate
     if not skipped:
@@ -146,6 +149,7 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
         loss_scale=None if loss_scale is None else scale,
         skipped=skipped,
         stopping=stopping > 0,
+        ending=ending > 0,
     )
 
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import json
 import mmap
 import os
 import select
 import signal
 import socket
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -53,6 +57,39 @@ def exit_without_destructors(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold signals that stop a run until the end of the block: one within an import leaves half a module, or aborts."""
+    held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def tell_launcher(message: str, code: int) -> None:
+    """Leave an error for torchrun, whose report ends with that of the rank that failed first; without torchrun nothing.
+
+    The file is the one that torch.distributed.elastic reads, in its format; torch is not imported.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        found = {"message": message, "errorCode": code, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": found}), encoding="utf-8")
+
+
+def wait_for_rank_0(seconds: float) -> None:
+    """Wait, so that rank 0 reports a fault that all ranks find.
+
+    A rank that torchrun ends meanwhile exits with 0: torchrun's report has eight lines for each rank with another code.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    time.sleep(seconds)
 
 
 def orphaned() -> bool:

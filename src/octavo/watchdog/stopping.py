@@ -27,6 +27,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received: str | None = None  # name of the first signal
+        self.ending = False  # the run is to end as if its last step were done
         self._training = False
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -49,6 +50,10 @@ class StopRequest:
     def training(self) -> None:
         """From now on a signal waits for the end of the step."""
         self._training = True
+
+    def end(self) -> None:
+        """End the run after this step, saved."""
+        self.ending = True
 
     def output_closed(self) -> None:
         """Stop as for a signal: whoever read the output is gone."""

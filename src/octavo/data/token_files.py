@@ -1,0 +1,172 @@
+"""Token files of the two splits: documents, encoded, one after another.
+
+Token files are raw little-endian uint16 or uint32 with a file of document offsets, to be read by memory map; documents are
+stored unpacked. Memory is bounded by a batch of text and 8 bytes a document.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.progress import Progress
+
+from octavo.config.data import DataConfig
+from octavo.data.document_store import DocumentNumbers, DocumentStore
+from octavo.data.manifest import SPLITS, Counts, Split
+from octavo.data.tokenizer import Chunk, Encoder
+from octavo.errors import InputError
+
+NOTICE: dict[str, Any] = {"style": "yellow", "highlight": False, "soft_wrap": True, "markup": False}
+
+_UNKNOWN_SHARE = 0.01
+"""A larger share of unknown tokens is reported."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Documents of one source, of all sources where they have no weights, or of data.validation_source.
+
+    Attributes:
+        name: the source in words, for messages.
+        train, validation: documents of the two splits. Without `validation` the tokens of `train`, one document, are split.
+        needed: splits that must get text.
+        limit: tokens to take.
+    """
+
+    name: str
+    documents: DocumentStore
+    train: DocumentNumbers
+    validation: DocumentNumbers | None
+    needed: tuple[Split, ...]
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Written:
+    """The token files of both splits.
+
+    Attributes:
+        splits: sizes.
+        parts: sizes of each part, in order.
+        max_id: largest token id.
+    """
+
+    splits: dict[Split, Counts]
+    parts: dict[Split, list[Counts]]
+    max_id: int
+    dtype: Literal["uint16", "uint32"]
+
+
+def write_tokens(
+    config: DataConfig, parts: Sequence[Part], encoder: Encoder | None, folder: Path, progress: Progress
+) -> Written:
+    """Encode the parts, one after another, into `folder`.
+
+    Raises:
+        InputError: a part has too few tokens, or too low a limit, for a split that it is needed for.
+    """
+    for part in parts:
+        if part.limit is not None and part.limit < 2 * len(part.needed):
+            shared = f", {part.limit} of them for {part.name}," if len(config.weights) > 1 else ""
+            raise InputError(
+                f"data.max_tokens = {config.max_tokens}{shared} leaves no two tokens for each of {' and '.join(part.needed)}: "
+                f"use {'more' if shared else 'at least 4'}" + (", or data.validation_fraction = 0." if config.held_out else ".")
+            )
+    total = sum(len(part.train) + (0 if part.validation is None else len(part.validation)) for part in parts)
+    task = progress.add_task("tokenising", total=total)
+
+    def chunks(part: Part, numbers: DocumentNumbers) -> Iterator[Chunk]:
+        if part.documents.tokenised or encoder is None:
+            found: Iterator[Chunk] = ((ids, True) for ids in part.documents.token_ids(numbers))
+        else:
+            found = encoder.stream(part.documents.texts(numbers))
+        unknown = written = 0
+        for ids, ends in found:
+            progress.advance(task, int(ends))
+            written += len(ids)
+            if encoder is not None and encoder.unknown is not None:
+                unknown += int((ids == encoder.unknown).sum())
+            yield ids, ends
+        if unknown > _UNKNOWN_SHARE * written:
+            share = f"{unknown:,} of {written:,} tokens are the unknown token"
+            progress.console.print(f"{share}: data.tokenizer = {config.tokenizer!r} lacks this text.", **NOTICE)
+
+    vocabulary = encoder.vocab_size if encoder else max(part.documents.max_id for part in parts) + 1
+    dtype: Literal["uint16", "uint32"] = "uint16" if vocabulary <= 2**16 else "uint32"
+    writers: dict[Split, _Writer] = {name: _Writer(folder, name, dtype) for name in SPLITS}
+    sizes: dict[Split, list[Counts]] = {name: [] for name in SPLITS}
+    for part in parts:
+        before = {name: writer.counts for name, writer in writers.items()}
+        if part.validation is None:
+            whole = np.concatenate([ids for ids, _ in chunks(part, part.train)])[: part.limit]
+            tail = held_out(len(whole), config, least=2)
+            if tail >= 2:  # otherwise both are too short
+                writers["train"].write([(whole[:-tail], True)], None)
+                writers["validation"].write([(whole[-tail:], True)], None)
+        else:
+            tail = 0 if part.limit is None else held_out(part.limit, config, least=2)
+            writers["train"].write(chunks(part, part.train), None if part.limit is None else part.limit - tail)
+            writers["validation"].write(chunks(part, part.validation), None if part.limit is None else tail)
+        for name, writer in writers.items():
+            sizes[name].append(_difference(writer.counts, before[name]))
+    for writer in writers.values():
+        writer.close()
+    for number, part in enumerate(parts):
+        for name in part.needed:
+            if (tokens := sizes[name][number].tokens) < 2:
+                remedy = ", or set data.validation_fraction = 0." if config.held_out else "."
+                raise InputError(
+                    f"{part.name} gives {tokens} tokens for {name}, and a sequence needs at least 2. Give more text{remedy}"
+                )
+    max_id = max(writer.max_id for writer in writers.values())
+    return Written({name: writer.counts for name, writer in writers.items()}, sizes, max_id, dtype)
+
+
+def held_out(count: int, config: DataConfig, *, least: int) -> int:
+    """Number of held out documents or tokens; at least `least` on each side, if anything is held out."""
+    fraction = config.held_out
+    return min(max(round(count * fraction), least), count - least) if fraction else 0
+
+
+def _difference(now: Counts, before: Counts) -> Counts:
+    return Counts(documents=now.documents - before.documents, tokens=now.tokens - before.tokens)
+
+
+class _Writer:
+    """Writes the two files of a split: tokens and document offsets."""
+
+    def __init__(self, folder: Path, name: Split, dtype: Literal["uint16", "uint32"]) -> None:
+        self._stored = np.dtype(dtype).newbyteorder("<")
+        self._tokens = (folder / f"{name}.bin").open("wb")
+        self._starts = folder / f"{name}.offsets.bin"
+        self._offsets = array("Q", [0])
+        self._at = 0
+        self.max_id = -1
+
+    def write(self, chunks: Iterable[Chunk], limit: int | None) -> None:
+        """Append documents, of at most `limit` tokens together."""
+        end = None if limit is None else self._at + limit
+        for chunk, ends in chunks:
+            ids = chunk if end is None else chunk[: end - self._at]
+            if len(ids):
+                self.max_id = max(self.max_id, int(ids.max()))
+                self._tokens.write(ids.astype(self._stored).tobytes())
+                self._at += len(ids)
+            full = end is not None and self._at >= end
+            if (ends or full) and self._at > self._offsets[-1]:
+                self._offsets.append(self._at)
+            if full:
+                return
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(documents=len(self._offsets) - 1, tokens=self._at)
+
+    def close(self) -> None:
+        self._tokens.close()
+        np.asarray(self._offsets, "<u8").tofile(self._starts)

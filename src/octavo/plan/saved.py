@@ -1,0 +1,244 @@
+"""Tensors that a training keeps for backward, by layer: what each autograd function of `octavo.nn` saves, and in which dtype.
+
+On a CPU the sums are those of autograd's saved tensors, byte for byte (`tests/plan/test_memory.py`). Attention dropout and its
+random state are left out. Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from octavo.models.spec import ModelSpec
+
+GRANULARITIES: Mapping[str, str] = {"delayed": "tensor", "current": "tensor", "rowwise": "row", "block": "block"}
+"""Recipe → elements that share a scale."""
+OFFLOADED_BYTES = 1 << 20
+"""Smaller tensors are not offloaded, as in `octavo.parallel.offload`."""
+
+
+class BlockRecipes(NamedTuple):
+    """The recipe of each matrix of a block by name; None for no FP8."""
+
+    qkv: str | None
+    proj: str | None
+    fc1: str | None
+    fc2: str | None
+
+
+NO_FP8 = BlockRecipes(None, None, None, None)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that the memory of one rank depends on.
+
+    Attributes:
+        spec: of Octavo's decoder; None for a model that keeps its own code.
+        parameters: of the whole model.
+        micro_batch, sequence_length: sequences in a forward, tokens in a sequence.
+        compute_bytes, params_bytes: of an activation, and of a parameter with its gradient and each of its states.
+        blocks: recipes of each block; empty for none in FP8.
+        head: products of the head in FP8, as `fp8.head`.
+        accumulates: several micro-batches make a step.
+        documents: attention stays within documents, by a mask.
+        world, shard: ranks of the run, and those over which each parameter is sharded.
+        gather_bytes, reduce_bytes: of a gathered parameter outside FP8, and of a gradient that is summed over ranks.
+        reshard: gathered blocks are freed after their forward.
+        late: float16, whose gradient of the head stays float32 until backward.
+        history: steps of delayed scaling; 0 for none.
+    """
+
+    spec: ModelSpec | None
+    parameters: int
+    micro_batch: int
+    sequence_length: int
+    compute_bytes: int = 2
+    params_bytes: int = 4
+    blocks: tuple[BlockRecipes, ...] = ()
+    head: bool | Literal["backward"] = False
+    recompute: bool | Literal["mlp"] = False
+    offload: bool = False
+    accumulates: bool = False
+    documents: bool = False
+    world: int = 1
+    shard: int = 1
+    gather_bytes: int = 2
+    reduce_bytes: int = 4
+    reshard: bool = True
+    late: bool = False
+    history: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a forward of one rank."""
+        return self.micro_batch * self.sequence_length
+
+    @property
+    def sharded(self) -> bool:
+        """Parameters are gathered for their use."""
+        return self.world > 1
+
+    @property
+    def recipes(self) -> tuple[BlockRecipes, ...]:
+        """Recipes of each block."""
+        layers = 0 if self.spec is None else self.spec.layers
+        return self.blocks or (NO_FP8,) * layers
+
+
+class Saved(NamedTuple):
+    """One tensor that a block saves for backward: its bytes, its part, and True for the block's MLP."""
+
+    bytes: int
+    part: Literal["activations", "weight copies"]
+    mlp: bool
+
+
+def block_parameters(spec: ModelSpec) -> int:
+    """Parameters of one block."""
+    qkv, attended, ffn = widths(spec)
+    matrices = spec.hidden_size * (qkv + attended + ffn + spec.ffn_size)
+    norms = 2 * spec.hidden_size * (2 if spec.normalization == "LayerNorm" else 1)
+    attention = qkv + spec.hidden_size if spec.attention_bias else 0
+    return matrices + norms + attention + (ffn + spec.hidden_size if spec.mlp_bias else 0)
+
+
+def root_parameters(spec: ModelSpec) -> int:
+    """Parameters outside of blocks: embedding, last norm, and the head unless it is the embedding."""
+    return spec.vocabulary * spec.hidden_size * (1 if spec.tied else 2) + spec.hidden_size
+
+
+def parameters(spec: ModelSpec) -> int:
+    """Parameters of Octavo's decoder."""
+    return spec.layers * block_parameters(spec) + root_parameters(spec)
+
+
+def saved_by_head(setup: Setup, spec: ModelSpec) -> int:
+    """Bytes that the output head saves: the gradients of its input and of its weight."""
+    weight = 4 if setup.late else root_bytes(setup)
+    return setup.tokens * spec.hidden_size * setup.compute_bytes + spec.vocabulary * spec.hidden_size * weight
+
+
+def saved_by_ends(setup: Setup, spec: ModelSpec) -> int:
+    """Activations saved outside of blocks and head: token ids, rotary tables, the last norm's input and statistics."""
+    tables = 2 * (setup.micro_batch if setup.documents else 1) * setup.sequence_length * spec.head_dim * 4
+    return 8 * setup.tokens + tables + setup.tokens * (spec.hidden_size * setup.compute_bytes + 4)
+
+
+def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
+    """Tensors that one block saves when it is not recomputed as a whole."""
+    n, d, c = setup.tokens, spec.hidden_size, setup.compute_bytes
+    qkv, attended, ffn = widths(spec)
+    stats = 4 * n * (2 if spec.normalization == "LayerNorm" else 1)
+    first_again = setup.recompute == "mlp"
+    q1, q2, q3, q4 = (granularity_of(name) for name in recipes)
+    attention = [n * d * c, stats, *_input(n, d, q1, c), n * qkv * c, n * attended * c, 4 * n * spec.heads]
+    if setup.documents:  # the mask as an addend, which each layer makes for itself
+        attention.append(setup.tokens * setup.sequence_length * c)
+    if q2:  # without FP8 the projection reads the result of attention, which is counted
+        attention += _input(n, attended, q2, c)
+    mlp = [n * d * c, stats]
+    if first_again:
+        mlp += _input(n, d, q3, c, rowwise=q3 in ("row", "block"))
+    else:
+        mlp += [*_input(n, d, q3, c), n * ffn * c]
+    if q4 in ("row", "block"):  # the cast is not repeated
+        mlp += _input(n, spec.ffn_size, q4, c)
+    weights = _saved_weight(setup, qkv, d, q1), _saved_weight(setup, d, attended, q2, copied=True)
+    mlp_weights = _saved_weight(setup, ffn, d, q3, rowwise=first_again), _saved_weight(setup, d, spec.ffn_size, q4)
+    out = [Saved(size, "activations", False) for size in attention] + [Saved(size, "activations", True) for size in mlp]
+    out += [Saved(size, "weight copies", False) for sizes in weights for size in sizes]
+    return out + [Saved(size, "weight copies", True) for sizes in mlp_weights for size in sizes]
+
+
+def saved_in_forward(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
+    """Tensors that one block saves in forward."""
+    if setup.recompute is True:
+        return [Saved(setup.tokens * spec.hidden_size * setup.compute_bytes, "activations", False)]
+    return saved_by_block(setup, spec, recipes)
+
+
+def is_offloaded(setup: Setup, saved: Saved) -> bool:
+    """True if this tensor waits in host memory."""
+    return setup.offload and saved.bytes >= OFFLOADED_BYTES
+
+
+def kept_weights(setup: Setup, spec: ModelSpec) -> int:
+    """FP8 weights that several micro-batches share: both layouts, from the first on and until the next step."""
+    if not setup.accumulates:
+        return 0
+    qkv, attended, ffn = widths(spec)
+    d, total = spec.hidden_size, 0
+    shapes = ((qkv, d), (d, attended), (ffn, d), (d, spec.ffn_size))
+    for recipes, times in Counter(setup.recipes).items():
+        for name, shape in zip(recipes, shapes, strict=True):
+            granularity = granularity_of(name)
+            if granularity is not None and not (setup.sharded and granularity == "tensor"):  # else gathered as FP8
+                total += times * sum(map(sum, _weight_copy(*shape, granularity)))
+    return total + (2 * spec.vocabulary * d if setup.head else 0)
+
+
+def widths(spec: ModelSpec) -> tuple[int, int, int]:
+    """Rows of the joint query/key/value matrix, width of attention's result, rows of the first MLP matrix."""
+    attended = spec.heads * spec.head_dim
+    return attended + 2 * spec.kv_heads * spec.head_dim, attended, spec.ffn_size * (2 if spec.gated else 1)
+
+
+def granularity_of(recipe: str | None) -> str | None:
+    """Elements of a recipe that share a scale, as in `GRANULARITIES`; None for no FP8."""
+    return None if recipe is None else GRANULARITIES[recipe]
+
+
+def travels(setup: Setup) -> bool:
+    """Some weights of a block are gathered in FP8, and the others in their own dtype with them."""
+    return setup.sharded and any(granularity_of(name) == "tensor" for recipes in set(setup.recipes) for name in recipes)
+
+
+def block_bytes(setup: Setup) -> int:
+    """Bytes of a block's parameter as its layer sees it outside of FP8, and of its gradient before it is summed."""
+    return setup.params_bytes if not setup.sharded or travels(setup) else setup.gather_bytes
+
+
+def root_bytes(setup: Setup) -> int:
+    """The same of parameters outside of blocks."""
+    return setup.gather_bytes if setup.sharded else setup.params_bytes
+
+
+def _input(rows: int, columns: int, granularity: str | None, compute: int, *, rowwise: bool = False) -> list[int]:
+    """A saved operand [rows, columns]: in high precision, or columnwise FP8 with its scales; rowwise: that layout too."""
+    if granularity is None:
+        return [rows * columns * compute]
+    if granularity == "tensor":
+        return [rows * columns, 4]
+    down, along = (1, 1) if granularity == "row" else (math.ceil(rows / 128), math.ceil(columns / 128))  # scales of a row
+    columnwise = [rows * columns, 4 * columns * down]
+    return [*columnwise, rows * columns, 4 * rows * along] if rowwise else columnwise
+
+
+def _weight_copy(rows: int, columns: int, granularity: str) -> tuple[list[int], list[int]]:
+    """An FP8 weight columnwise and rowwise, each with its scales."""
+    if granularity == "tensor":
+        return [rows * columns], [rows * columns, 4]
+    if granularity == "row":
+        return [rows * columns, 4 * columns], [rows * columns, 4 * rows]
+    blocks = 4 * math.ceil(rows / 128) * math.ceil(columns / 128)
+    return [rows * columns, blocks], [rows * columns, blocks]
+
+
+def _saved_weight(
+    setup: Setup, rows: int, columns: int, granularity: str | None, *, rowwise: bool = False, copied: bool = False
+) -> list[int]:
+    """Copies of a weight that backward keeps; the FP8 weights of micro-batches count in `kept_weights`.
+
+    copied: a projection outside FP8 saves its weight in the compute dtype.
+    """
+    if granularity is None:
+        seen = block_bytes(setup)
+        return [rows * columns * setup.compute_bytes] if copied and seen != setup.compute_bytes else []
+    if granularity == "tensor" or setup.accumulates:
+        return []
+    along, across = _weight_copy(rows, columns, granularity)
+    return along + (across if rowwise else [])

@@ -1,0 +1,23 @@
+"""The paths that a run file names, checked before torch and transformers are imported: a wrong one costs half a second.
+
+Files are found, not read. The checks are those of the modules that use the paths, and run there again.
+"""
+
+from __future__ import annotations
+
+from octavo.config.run import RunConfig
+from octavo.data import tokenizer
+from octavo.data.corpus import Corpus
+from octavo.models.shapes import check_source
+
+
+def check_paths(config: RunConfig) -> None:
+    """Check that the local files and folders of a run exist.
+
+    Raises:
+        InputError: a file of data.source, data.tokenizer or model.source is not there.
+    """
+    check_source(config.model.source)
+    Corpus(config.data)
+    if config.data.tokenizer != "train":
+        tokenizer.check(config.data.tokenizer)

@@ -1,0 +1,333 @@
+"""Memory of a run: its estimate beside the device's memory, the settings that make it fit, and the message where it ran out.
+
+Glue between a checked run and `octavo.plan.memory`. Settings are tried in the order of their cost in speed, on these ranks, on
+more, and with parameters in bfloat16. On a CPU the estimate is that of a GPU's kernels: reference kernels hold more beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.dtypes import torch_dtype
+from octavo.errors import OctavoError
+from octavo.hardware import GIB
+from octavo.models.families import decoder_spec
+from octavo.parallel.mesh import divisors
+from octavo.parallel.world import rank_variable
+from octavo.plan.memory import PARTS, USABLE, Estimate, estimate
+from octavo.plan.saved import BlockRecipes, Setup
+from octavo.run.resume import CHANGEABLE
+from octavo.train.plan import RunPlan
+
+MOST_RANKS = 1 << 12
+"""Ranks tried, by doubling."""
+_MATRICES = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
+_CPU_FULL = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)")
+_GPU_FULL = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory")  # not PyTorch's own
+_ASKED = re.compile(r"[Tt]ried to allocate (?P<size>[\d.]+ \w+)")
+
+
+@dataclass(frozen=True)
+class Option:
+    """Keys that make a run fit, "ranks" among them, and the estimate with them."""
+
+    changes: Mapping[str, Any]
+    estimate: Estimate
+
+    def __str__(self) -> str:
+        words = [f"{value} ranks" if key == "ranks" else f"{key} = {json.dumps(value)}" for key, value in self.changes.items()]
+        host = f" and {size(self.estimate.host)} of host memory" if self.estimate.host else ""
+        return f"{', '.join(words)}: {size(self.estimate.total)}{host}"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a rank of a run.
+
+    Attributes:
+        estimate: of the run as it is.
+        of_rank: bytes of the device; of a CPU its share for one of the ranks on this machine.
+        fits: None where activations are unknown and the rest fits.
+        options: the cheapest setting on these ranks, the fewest ranks, and bfloat16 parameters, or a shorter sequence where
+            none of them is enough; empty for a run that fits.
+    """
+
+    estimate: Estimate
+    of_rank: float
+    fits: bool | None
+    options: tuple[Option, ...]
+
+
+def setup_of(plan: RunPlan) -> Setup:
+    """The part of a run on which its memory depends."""
+    config = plan.config
+    spec = decoder_spec(plan.hf_config)[0] if plan.blocks == "auto" else None
+    blocks: tuple[BlockRecipes, ...] = ()
+    if spec is not None and plan.recipe is not None:
+        blocks = tuple(
+            BlockRecipes(*(_recipe(plan, f"layers.{i}.{matrix}") for matrix in _MATRICES)) for i in range(spec.layers)
+        )
+    history = 0 if plan.recipe is None or plan.recipe.history is None else plan.recipe.history.length
+    return Setup(
+        spec=spec,
+        parameters=plan.parameters,
+        micro_batch=plan.micro_batch,
+        sequence_length=config.data.sequence_length,
+        compute_bytes=plan.dtype.itemsize,
+        params_bytes=plan.params_dtype.itemsize,
+        blocks=blocks,
+        head=False if plan.recipe is None else plan.fp8_head,
+        recompute=config.train.recompute,
+        offload=(config.train.offload or config.parallel.sm_activation_offloading) and plan.hardware.kind == "cuda",
+        accumulates=plan.accumulation > 1,
+        documents=config.data.packing == "documents",
+        world=plan.degrees.world,
+        shard=plan.degrees.hybrid_shard,
+        gather_bytes=torch_dtype(config.parallel.param_dtype or config.model.dtype).itemsize,
+        reduce_bytes=torch_dtype(config.parallel.reduce_dtype).itemsize,
+        reshard=config.parallel.reshard_after_forward,
+        late=plan.dtype == torch.float16,
+        history=history,
+    )
+
+
+def _recipe(plan: RunPlan, name: str) -> str | None:
+    """The name of a layer's recipe; None for no FP8."""
+    layer = plan.layers[name]
+    return None if layer.recipe is None or name in plan.excluded else layer.recipe.name
+
+
+def memory_of(plan: RunPlan) -> Memory:
+    """The estimate of a run beside its device's memory, and the settings that make it fit."""
+    setup = setup_of(plan)
+    found, room = _estimate(plan, setup), _of_rank(plan)
+    fits = _fits(found, room)
+    return Memory(found, room, fits, tuple(_options(plan, setup, room)) if fits is False else ())
+
+
+def _estimate(plan: RunPlan, setup: Setup) -> Estimate:
+    """The estimate, with `train.compare_bf16` that of the larger of the two trainings."""
+    found = estimate(setup)
+    if not plan.config.train.compare_bf16:
+        return found
+    return max(found, estimate(dataclasses.replace(setup, blocks=(), head=False, history=0)), key=lambda one: one.total)
+
+
+def _of_rank(plan: RunPlan) -> float:
+    """Bytes for a rank: of its GPU, or of the CPU's memory divided by the ranks on this machine."""
+    ranks = rank_variable("LOCAL_WORLD_SIZE", plan.degrees.world) if plan.hardware.kind == "cpu" else 1
+    return plan.hardware.memory_gib * GIB / max(1, ranks)
+
+
+def _fits(found: Estimate, room: float) -> bool | None:
+    if not found.complete:
+        return None if found.exact <= USABLE * room else False
+    return found.total <= USABLE * room
+
+
+def _options(plan: RunPlan, setup: Setup, room: float) -> list[Option]:
+    """The first setting that fits on these ranks, on the fewest more, and with bfloat16 parameters; else a shorter sequence."""
+    options: list[Option] = []
+
+    def first(tried: Iterator[tuple[dict[str, Any], Setup]]) -> list[Option]:
+        for changes, other in tried:
+            found = _estimate(plan, other)
+            if changes and _fits(found, room) is not False:
+                return [Option(changes, found)]
+        return []
+
+    share, on_gpu = plan.config.train.global_batch // plan.degrees.data, plan.hardware.kind == "cuda"
+    options += first(_settings(setup, share, offloads=on_gpu))
+    if on_gpu:  # more ranks would share the memory of a CPU
+        options += first(_on_more_ranks(plan, setup))
+    if setup.params_bytes == 4 and plan.dtype != torch.float16:
+        half = _settings(dataclasses.replace(setup, params_bytes=2), share, offloads=on_gpu)
+        options += first(({"model.params_dtype": "bfloat16"} | changes, other) for changes, other in half)
+    return options or first(_shorter(setup, share, offloads=on_gpu))
+
+
+def _shorter(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dict[str, Any], Setup]]:
+    """Settings of the same ranks with a half, a quarter, … of the sequence."""
+    length = setup.sequence_length // 2
+    while length >= 2:
+        for changes, other in _settings(dataclasses.replace(setup, sequence_length=length), share, offloads=offloads):
+            yield {"data.sequence_length": length} | changes, other
+        length //= 2
+
+
+def _settings(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dict[str, Any], Setup]]:
+    """Settings of the same ranks, those with the least cost in speed first.
+
+    share: sequences of a rank in a step. offloads: activations in host memory are out of the device's.
+    """
+    levels: tuple[Any, ...] = (False, "mlp", True)
+    own = setup.spec is None  # whose code takes none of these
+    for offload in (setup.offload,) if own or setup.offload or not offloads else (False, True):
+        for recompute in (setup.recompute,) if own else levels[levels.index(setup.recompute) :]:
+            for micro in (setup.micro_batch, *_smaller(share, setup.micro_batch)):
+                changes: dict[str, Any] = {}
+                if micro != setup.micro_batch:
+                    changes["train.micro_batch"] = micro
+                if recompute != setup.recompute:
+                    changes["train.recompute"] = recompute
+                if offload != setup.offload:
+                    changes["train.offload"] = True
+                parts: dict[str, Any] = {"micro_batch": micro, "recompute": recompute, "offload": offload}
+                yield changes, dataclasses.replace(setup, **parts, accumulates=share > micro)
+
+
+def _smaller(share: int, micro: int) -> list[int]:
+    """Smaller micro-batches, the largest first; of a share beyond any step only 1."""
+    if share > 10**8:
+        return [1] if micro > 1 else []
+    return [size for size in reversed(divisors(share)) if size < micro]
+
+
+def _on_more_ranks(plan: RunPlan, setup: Setup) -> Iterator[tuple[dict[str, Any], Setup]]:
+    """All settings on 2, 4, … times as many ranks, sharded over all of them."""
+    config, world = plan.config, 2 * plan.degrees.world
+    while world <= MOST_RANKS:
+        changes: dict[str, Any] = {"ranks": world}
+        if config.parallel.hybrid_shard_degree:
+            changes["parallel.hybrid_shard_degree"] = 0
+        share = -(-config.train.global_batch // world)
+        if share * world != config.train.global_batch:
+            changes["train.global_batch"] = share * world
+        micro = max(size for size in [*_smaller(share, setup.micro_batch + 1), 1] if size <= setup.micro_batch)
+        if config.train.micro_batch is not None and micro != setup.micro_batch:
+            changes["train.micro_batch"] = micro
+        other = dataclasses.replace(setup, world=world, shard=world, micro_batch=micro)
+        for more, tried in _settings(other, share, offloads=True):
+            yield changes | more, tried
+        world *= 2
+
+
+def figures(plan: RunPlan, found: Memory) -> dict[str, Any]:
+    """A run's memory for `--json`, in GiB."""
+    known = found.estimate.complete
+    return {
+        "device": plan.hardware.name,
+        "ranks": plan.degrees.world,
+        "device_gib": found.of_rank / GIB,
+        "usable_gib": USABLE * found.of_rank / GIB,
+        "parts_gib": {part: found.estimate.parts[part] / GIB if part in found.estimate.parts else None for part in PARTS},
+        "exact_gib": found.estimate.exact / GIB,
+        "total_gib": found.estimate.total / GIB if known else None,
+        "host_gib": found.estimate.host / GIB,
+        "peak": found.estimate.moment if known else None,
+        "fits": found.fits,
+        "options": [
+            {"changes": dict(option.changes), "total_gib": option.estimate.total / GIB if known else None}
+            for option in found.options
+        ],
+    }
+
+
+def lines(plan: RunPlan, found: Memory) -> list[str]:
+    """A run's memory as text."""
+    made, usable = found.estimate, size(USABLE * found.of_rank)
+    each = "" if plan.degrees.world == 1 else f" on each of {plan.degrees.world} ranks"
+    fits = "does not fit" if found.fits is False else "fits"
+    room = f"{plan.hardware.name} with {size(found.of_rank)}"
+    parts = ", ".join(f"{part} {size(count)}" for part, count in made.parts.items() if count)
+    if made.complete:
+        text = [f"memory      {size(made.total)}{each}: {fits} {room}; the peak is {made.moment}", f"            {parts}"]
+    else:
+        unknown = "activations unknown for this model's own code"
+        text = [f"memory      {size(made.total)}{each} and activations: without these it {fits} {room}"]
+        text += [f"            {parts}, {unknown}"]
+    if made.host:
+        text.append(f"            and {size(made.host)} of host memory for each rank's offloaded activations")
+    if plan.hardware.kind == "cpu":
+        text.append("            as a GPU's kernels need it; those of a CPU need more")
+    if found.fits is False:
+        text.append(f"            at most {usable} fit, the rest is for libraries and fragments; the run fits with")
+        text += [f"            - {option}" for option in found.options] or [f"            - {_nothing(plan)}"]
+    return text
+
+
+def _nothing(plan: RunPlan) -> str:
+    """The advice where no setting makes a run fit."""
+    if plan.hardware.kind == "cpu":
+        return "GPUs: --world-size 8 --gpu h200 plans it on eight, and names the ranks that it needs"
+    return f"no setting up to {MOST_RANKS} ranks: choose a smaller model"
+
+
+def size(count: float) -> str:
+    """Bytes as text: GiB, or MiB below one."""
+    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
+
+
+@contextlib.contextmanager
+def explaining(plan: RunPlan) -> Iterator[None]:
+    """Around the training of a run: an error of full memory becomes the message of `out_of_memory`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        explained = out_of_memory(error, plan)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def out_of_memory(error: BaseException, plan: RunPlan) -> OctavoError | None:
+    """One message for an error that says that memory ran out: the device, the estimate, the key to lower; None for others.
+
+    Of a GPU (PyTorch's allocator, CUDA, cuBLAS and NCCL), and of a CPU (PyTorch's allocator and Python's MemoryError).
+    """
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    on_gpu = isinstance(error, torch.OutOfMemoryError) or _GPU_FULL.search(text) is not None
+    if not (on_gpu or isinstance(error, MemoryError) or _CPU_FULL.search(text)):
+        return None
+    found = memory_of(plan)
+    made = found.estimate
+    total, free = torch.cuda.mem_get_info(plan.device)[::-1] if on_gpu and torch.cuda.is_available() else _host_memory()
+    asked = _ASKED.search(text)
+    wanted = f" for {asked['size']}" if asked else ""
+    place = plan.hardware.name if on_gpu else "this machine"
+    largest = sorted(made.parts.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{part} {size(count)}" for part, count in largest)
+    known = f"{size(made.total)} a rank" + ("" if made.complete else " and activations, which are unknown for its own code")
+    message = (
+        f"out of memory{wanted}: {place} has {size(total)}, {size(total - free)} in use. The run's estimate is {known}: "
+        f"{parts}. {_advice(plan, found)}"
+    )
+    return OctavoError(message)
+
+
+def _advice(plan: RunPlan, found: Memory) -> str:
+    """The key to lower after memory ran out: the run's first option, else the first setting with a tenth less."""
+    option = next(iter(found.options), None)
+    if option is None and found.fits is not False:
+        share = plan.config.train.global_batch // plan.degrees.data
+        tried = _settings(setup_of(plan), share, offloads=plan.hardware.kind == "cuda")
+        less = (Option(changes, _estimate(plan, other)) for changes, other in tried if changes)
+        option = next((one for one in less if one.estimate.total <= 0.9 * found.estimate.total), None)
+    if option is None:
+        if found.fits is False:
+            return "No setting of these ranks makes it fit: use more ranks, or a smaller model."
+        return f"Lower {'data.sequence_length' if found.estimate.complete else 'train.micro_batch or data.sequence_length'}."
+    new = [key for key in option.changes if key != "ranks" and not any(fnmatch(key, pattern) for pattern in CHANGEABLE)]
+    again = f"It is another run then: set train.output too ({new[0]} may not change)" if new else "The run then continues"
+    verb = "Start" if "ranks" in option.changes else "Set"
+    return f"{verb} {option} by the estimate. {again}."
+
+
+def _host_memory() -> tuple[float, float]:
+    """Bytes of the machine, and those of them that are available."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    info = Path("/proc/meminfo")
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", info.read_text(), re.MULTILINE) if info.is_file() else None
+    free = int(available[1]) * 1024 if available else page * os.sysconf("SC_AVPHYS_PAGES")
+    return page * os.sysconf("SC_PHYS_PAGES"), free

@@ -1,0 +1,160 @@
+"""Refusal of sizes that no memory of this machine holds, by arithmetic: before a model is built, even on the meta device.
+
+Only lower bounds count: parameters, gradients and optimizer states; the token ids of a step; one activation of the residual
+stream. A run that passes may still run out of memory; `octavo.train.memory` has the whole estimate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.config.run import RunConfig
+from octavo.dtypes import torch_dtype
+from octavo.errors import InputError
+from octavo.hardware import GIB, Device, system_memory_gib
+from octavo.models.families import decoder_spec
+from octavo.models.spec import ModelSpec
+from octavo.parallel.mesh import Degrees
+from octavo.parallel.world import rank_variable
+from octavo.plan.memory import exact_bytes
+from octavo.plan.saved import parameters
+
+MOST_LAYERS = 10_000
+"""Layers of a model: each is a module, made in about 1 ms, so that a million of them would take 20 minutes before any check."""
+MOST_PARAMETERS = 10**15
+"""Parameters of a model that is only planned: PyTorch counts the bytes of a tensor in 63 bits."""
+MOST_RANKS = 4096
+"""Ranks that are advised."""
+TOKEN_BYTES = 24
+"""Of a token of a step in host memory: id, label and position, int64 each."""
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_FIELDS = {"vocab_size": "vocabulary", "num_hidden_layers": "layers", "intermediate_size": "ffn_size"}
+"""Keys of model.config → fields of `ModelSpec` that may be lowered alone."""
+
+
+def check_layers(overrides: Mapping[str, Any]) -> None:
+    """Refuse a depth in model.config before transformers makes a config of it, with lists of as many entries."""
+    for key in _LAYERS:
+        value = overrides.get(key)
+        if isinstance(value, int) and value > MOST_LAYERS:
+            raise InputError(f"model.config.{key} = {value}: at most {MOST_LAYERS} layers. Lower model.config.{key}.")
+
+
+def least_parameters(hf_config: Any) -> tuple[int, ModelSpec | None]:
+    """Parameters of a config: exactly, with the decoder's spec; or of a model's own code those of the smallest possible."""
+    layers = next((value for key in _LAYERS if isinstance(value := getattr(hf_config, key, None), int)), 0)
+    if layers > MOST_LAYERS:
+        raise InputError(f"the model has {layers:,} layers, at most {MOST_LAYERS:,}: lower model.config.num_hidden_layers.")
+    spec, _ = decoder_spec(hf_config)
+    if spec is not None:
+        return parameters(spec), spec
+    hidden = getattr(hf_config, "hidden_size", 0)
+    vocabulary = getattr(hf_config, "vocab_size", 0)
+    if not (isinstance(hidden, int) and isinstance(vocabulary, int)):
+        return 0, None
+    return hidden * vocabulary + layers * hidden * hidden, None
+
+
+def check_sizes(
+    config: RunConfig, hf_config: Any, degrees: Degrees, micro_batch: int, hardware: Device, *, planned: bool, here: bool
+) -> None:
+    """Refuse a run beyond the whole memory of its machine.
+
+    planned: the run may exceed the memory of its devices, but not PyTorch's arithmetic. here: on this machine, whose memory has
+    to hold the token ids of a step.
+
+    Raises:
+        InputError: the bytes, the memory, the nearest size that fits and its key.
+    """
+    count, spec = least_parameters(hf_config)
+    if here:
+        _check_tokens(config, degrees, system_memory_gib() * GIB)
+    if planned:
+        if count > MOST_PARAMETERS:
+            raise _too_many(config, spec, count, MOST_PARAMETERS, f"more than {MOST_PARAMETERS:,} can be planned")
+        return
+    of_device = hardware.memory_gib * GIB
+    if hardware.kind == "cpu":  # which ranks on this machine share
+        of_device /= max(1, rank_variable("LOCAL_WORLD_SIZE", degrees.world))
+    params_bytes = torch_dtype(config.model.params_dtype).itemsize
+    exact = exact_bytes(count, params_bytes, degrees.hybrid_shard)
+    if exact > of_device:
+        most = int(of_device * degrees.hybrid_shard / exact_bytes(1, params_bytes))
+        what = (
+            f"{exact / GIB:,.0f} GiB of weights, gradients and optimizer states for "
+            f"{'one rank' if degrees.world == 1 else f'each of {degrees.world} ranks'} "
+            f"({exact_bytes(1, params_bytes)} bytes a parameter), beyond the {of_device / GIB:,.0f} GiB of "
+            f"{hardware.name} for a rank"
+        )
+        options = []
+        if exact * 2 <= of_device * params_bytes and config.model.dtype != "float16":
+            options.append('set model.params_dtype = "bfloat16"')
+        ranks = 1 << max(0, math.ceil(math.log2(exact_bytes(count, params_bytes) / of_device)))
+        if hardware.kind == "cuda" and ranks <= MOST_RANKS:
+            options.append(f"start {ranks} ranks with parallel.hybrid_shard_degree = 0")
+        elif hardware.kind == "cpu":
+            options.append("plan it on GPUs with --dry-run --gpu h200")
+        raise _too_many(config, spec, count, most, what, options)
+    hidden = getattr(hf_config, "hidden_size", 1)
+    token, length = hidden * torch_dtype(config.model.dtype).itemsize, config.data.sequence_length
+    if micro_batch * length * token > of_device:
+        most = int(of_device // (length * token))
+        advice = (
+            f"train.micro_batch to at most {most}" if most else f"data.sequence_length to at most {int(of_device // token)}"
+        )
+        raise InputError(
+            f"{micro_batch} x {length} tokens (train.micro_batch x data.sequence_length) are "
+            f"{micro_batch * length * token / GIB:,.0f} GiB in a single activation, beyond the {of_device / GIB:,.0f} GiB of "
+            f"{hardware.name} for a rank. Set {advice}."
+        )
+
+
+def _check_tokens(config: RunConfig, degrees: Degrees, host: float) -> None:
+    """Refuse a step whose token ids the host cannot hold: a rank reads all of its micro-batches first."""
+    length, batch = config.data.sequence_length, config.train.global_batch
+    share = batch // degrees.data * length * TOKEN_BYTES
+    if share <= host:
+        return
+    most = int(host // (length * TOKEN_BYTES)) * degrees.data
+    advice = f"train.global_batch to at most {most}" if most else f"data.sequence_length to at most {int(host // TOKEN_BYTES)}"
+    raise InputError(
+        f"train.global_batch = {batch} sequences of data.sequence_length = {length} tokens are {share / GIB:,.0f} GiB of "
+        f"token ids in a rank's step, beyond the {host / GIB:,.0f} GiB of this machine. Set {advice}."
+    )
+
+
+def _too_many(
+    config: RunConfig, spec: ModelSpec | None, count: int, most: int, what: str, others: Sequence[str] = ()
+) -> InputError:
+    """The refusal of `count` parameters, with the largest size of an overridden key and other settings that fit."""
+    options = [f"set model.config.{key} to at most {value}" for key, value in _lowered(config, spec, most).items()]
+    options = [*(options or [f"choose a model.source of at most {most:,} parameters"]), *others]
+    advice = ", or ".join(options)
+    source = config.model.source
+    return InputError(f"model.source = {source!r}: {count:,} parameters are {what}. {advice[0].upper()}{advice[1:]}.")
+
+
+def _lowered(config: RunConfig, spec: ModelSpec | None, most: int) -> dict[str, int]:
+    """The first key of model.config whose largest value with at most `most` parameters is of use, with that value."""
+    if spec is None:
+        return {}
+    for key in config.model.config:
+        if key == "hidden_size":
+            low, high, step = 0, spec.hidden_size // (2 * spec.heads), 2 * spec.heads
+        elif key in _FIELDS:
+            low, high, step = 0, getattr(spec, _FIELDS[key]), 1
+        else:
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            value = middle * step
+            changes: dict[str, Any] = (
+                {"hidden_size": value, "head_dim": 2 * middle} if key == "hidden_size" else {_FIELDS[key]: value}
+            )
+            low, high = (middle, high) if parameters(dataclasses.replace(spec, **changes)) <= most else (low, middle)
+        if low:
+            return {key: low * step}
+    return {}

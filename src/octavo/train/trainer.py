@@ -1,0 +1,239 @@
+"""`octavo.Trainer`: the run of a run file as a Python object, and what `octavo train` runs.
+
+A run is its folder: it is locked, checked against its past, continued, and followed by its twin without FP8 if that is asked
+for. The steps of one training are `octavo.train.loop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from octavo.checkpoint.manifest import step_folders
+from octavo.checkpoint.reader import has_own_code
+from octavo.config.run import RunConfig
+from octavo.data.prepared import PreparedData, check_vocabulary, prepare
+from octavo.data.special_tokens import SpecialTokens, check_overrides
+from octavo.errors import InputError
+from octavo.parallel.coordination import all_ranks, writing_ranks
+from octavo.parallel.world import init, rank_variable, state
+from octavo.run import finished
+from octavo.run.folder import RunFolder, locked
+from octavo.run.resume import check_resumable, extend, with_keys_of
+from octavo.run.summary import Result
+from octavo.train import fp8_auto
+from octavo.train.callbacks import Callback, CallbackEvents, Evaluation, Events
+from octavo.train.loop import say, train_one
+from octavo.train.plan import RunPlan, check, steps_of_epochs
+from octavo.watchdog.stopping import StopRequest
+from octavo.watchdog.watchdog import Watchdog
+
+
+class Trainer:
+    """A run: `octavo.Trainer("run.toml", optimizer={"lr": 1e-4}).train()`.
+
+    It leaves the same folder and the same numbers as `octavo train` on the same keys, and continues from its newest checkpoint
+    if there is one. Over ranks every rank makes one.
+
+    Args:
+        run_file: path of a run file, or a `RunConfig`; None: all keys are keywords.
+        callbacks: objects with methods of `Callback`, called on every rank.
+        evaluate: function of model and step, called after each validation on every rank; its figures go to metrics.jsonl as
+            `evaluation/NAME`. The model is in evaluation mode, without gradients.
+        console: for progress; the standard output when absent.
+        sections: keys by section, over those of the run file.
+
+    Attributes:
+        config: the run's configuration.
+        model: the model in training, from the first step on; after the end too, unless `train.compare_bf16` was trained.
+        optimizer: the same for the optimizer.
+        step: the last step that is done.
+
+    Raises:
+        InputError: an unknown key or a value out of range.
+    """
+
+    def __init__(
+        self,
+        run_file: str | Path | RunConfig | None = None,
+        *,
+        callbacks: Sequence[Callback] = (),
+        evaluate: Evaluation | None = None,
+        console: Console | None = None,
+        **sections: Mapping[str, Any],
+    ) -> None:
+        for name, keys in sections.items():
+            if not isinstance(keys, Mapping):
+                raise InputError(f"Trainer({name}={keys!r}): a section is a dict of keys, such as train={{'steps': 100}}.")
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise InputError(f"Trainer(callbacks=…): {callback!r} is no octavo.Callback: derive its class from it.")
+        if evaluate is not None and not callable(evaluate):
+            raise InputError(f"Trainer(evaluate={evaluate!r}): it is a function of model and step.")
+        if isinstance(run_file, RunConfig):
+            if sections:
+                raise InputError("Trainer: a RunConfig has all keys. Give a run file with keywords, or the RunConfig alone.")
+            self.config = run_file
+        elif run_file is None:
+            self.config = RunConfig.from_dict(sections, where="Trainer")
+        else:
+            self.config = RunConfig.from_file(run_file, sections=sections)
+        self.model: nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.step = 0
+        self._console = console
+        self._events = CallbackEvents(self, list(callbacks), evaluate)
+        self._stop: StopRequest | None = None
+
+    def stop(self) -> None:
+        """End the training after this step: it is saved, and `train` returns. For callbacks, on one rank or on all."""
+        if self._stop is None:
+            raise InputError("Trainer.stop: no training is running; call it from a callback.")
+        self._stop.end()
+
+    def train(self, *, stop: StopRequest | None = None) -> Result:
+        """Train the run, or continue it from its newest whole checkpoint. stop: signal handlers already installed.
+
+        Raises:
+            InputError: a fault in the configuration or the data, or a run under other settings in the folder; nothing was
+                changed.
+            RunStopped: after a signal; the run is saved and the same call continues it.
+            OctavoError: no whole checkpoint, no space, or a loss that is not finite.
+        """
+        config = self.config
+        console = self._console or Console(quiet=rank_variable("RANK", 0) > 0)
+        plan = check(config)
+        with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop:
+            self._stop = stop
+            # Longer than the watchdog's timeout: it finds the failed rank before a collective times out.
+            timeout = config.launch.timeout + config.launch.grace + 60
+            init(config.parallel.model_dump() | {"random_seed": config.train.seed}, timeout=timeout)
+            with (
+                Watchdog(timeout=config.launch.timeout, grace=config.launch.grace) as watch,
+                _locked(config.output) as folder,
+            ):
+                run = _Run(folder, console, stop, watch)
+                plan, prepared = run.settle(config, plan)
+                self.config = plan.config
+                bf16_plan = without_fp8(plan) if plan.config.train.compare_bf16 and plan.recipe is not None else None
+                if bf16_plan is not None:  # before the steps in FP8
+                    bf16_plan = _fit_to_past(bf16_plan, RunFolder(bf16_plan.config.output))
+                result = run.train(plan, prepared, folder, self._events)
+                if bf16_plan is not None and not result.ended_early:
+                    self.model = self.optimizer = None  # its memory is the twin's
+                    with _locked(bf16_plan.config.output) as bf16_folder:
+                        bf16_plan = _fit_to_past(bf16_plan, bf16_folder)
+                        twin = run.train(bf16_plan, prepared, bf16_folder, Events())
+                        result = dataclasses.replace(result, bf16=twin.summary)
+                self._events.ended(result)
+        self._stop = None
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A run in its locked folder."""
+
+    folder: RunFolder
+    console: Console
+    stop: StopRequest
+    watch: Watchdog
+
+    def settle(self, config: RunConfig, plan: RunPlan) -> tuple[RunPlan, PreparedData]:
+        """The plan as the run's past allows it, with the number of steps and the tokenizer's ids; and the data."""
+        before = self.folder.config() if self.folder.has_checkpoints else None  # a run without checkpoints may change
+        if before is not None:
+            config, taken = with_keys_of(before, config, plan.config)
+            plan = check(config) if taken else plan
+            if taken:
+                say(self.console, f"The run continues with its own values of keys that are not set: {', '.join(taken)}.")
+        prepared: PreparedData | None = None
+        on_change: Literal["error", "rebuild"] = "error" if before is not None else "rebuild"
+        if config.train.epochs is not None:  # the number of steps depends on the data, which may have changed
+            prepared = _prepare_on_ranks(config, self.console, on_change)
+            plan = dataclasses.replace(plan, config=plan.config.with_steps(steps_of_epochs(config, prepared)))
+        if before is not None:
+            plan = _fit_to_past(plan, self.folder)
+            if has_own_code(self.folder.checkpoints, plan.weights, writing_ranks()):
+                own = check(config, blocks="own")
+                plan = dataclasses.replace(own, config=own.config.model_copy(update={"train": plan.config.train}))
+                say(self.console, "The run keeps its own code, not Octavo's blocks: its checkpoints are of it.")
+        plan = fp8_auto.choose_layers(plan, self.folder, resumed=before is not None)
+        prepared = prepared or _prepare_on_ranks(plan.config, self.console, on_change)
+        check_vocabulary(prepared, plan.hf_config.vocab_size)
+        return _with_token_ids(plan, prepared, self.console, resumed=before is not None), prepared
+
+    def train(self, plan: RunPlan, prepared: PreparedData, folder: RunFolder, events: Events) -> Result:
+        """Train one model in a locked folder."""
+        summary, ended_early = train_one(
+            plan, prepared, folder, console=self.console, stop=self.stop, watch=self.watch, events=events
+        )
+        return Result(folder.path, plan.config, summary, None, ended_early=ended_early)
+
+
+def _fit_to_past(plan: RunPlan, folder: RunFolder) -> RunPlan:
+    """The plan of a run that continues in `folder`, extended where its steps have grown; another run there is refused."""
+    before = folder.config() if folder.has_checkpoints else None
+    if before is None:
+        return plan
+    remedy = "Put them back to continue it, or set another train.output."
+    if folder.path.name == "bf16" and plan.recipe is None:  # its loss is to be compared with the other run's
+        remedy = f"Put them back, move {str(folder.path)!r} away to train it again, or set another train.output."
+    newest = max(step for step, _ in step_folders(folder.checkpoints))
+    config = extend(before, plan.config, newest)
+    check_resumable(before, config, folder.path, remedy=remedy)
+    return dataclasses.replace(plan, config=config)
+
+
+def without_fp8(plan: RunPlan) -> RunPlan:
+    """The plan of the same run without FP8."""
+    note = "The same steps without FP8, to compare the loss"
+    return dataclasses.replace(plan, config=finished.without_fp8(plan.config), recipe=None, excluded={}, fp8_note=note)
+
+
+def _with_token_ids(plan: RunPlan, prepared: PreparedData, console: Console, *, resumed: bool) -> RunPlan:
+    """The plan with the bos, eos and pad ids of the run's tokenizer in its Hugging Face config."""
+    if prepared.tokenizer_folder is None:
+        return plan
+    config = copy.deepcopy(plan.hf_config)
+    tokens = SpecialTokens.of(prepared.tokenizer_folder)
+    if plan.weights_folder is not None and (plan.config.data.tokenizer == "train" or not tokens.owns(config)):
+        source = plan.config.model.source
+        say(
+            console, f"The weights of {source} know other tokens than this tokenizer's. data.tokenizer = {source!r} has theirs."
+        )
+    ids = tokens.fit(config)
+    if not resumed:
+        check_overrides(plan.config.model.config, ids)
+    pad = ids["pad_token_id"]
+    if pad is not None and pad == prepared.manifest.end_token_id:
+        say(console, f"The end token is also the pad (pad_token_id = {pad}): its row of the embedding is not trained.")
+    return dataclasses.replace(plan, hf_config=config)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[RunFolder]:
+    """The run folder at `path`, locked by rank 0 for all ranks."""
+    with contextlib.ExitStack() as stack:
+        all_ranks().on_rank_0(lambda: stack.enter_context(locked(path)).path)
+        yield RunFolder(path)
+
+
+def _prepare_on_ranks(config: RunConfig, console: Console, on_change: Literal["error", "rebuild"]) -> PreparedData:
+    """The data on every rank: rank 0 prepares it, then the first rank of each host if hosts do not share `data.folder`."""
+    prepared: PreparedData | None = None
+    own_turn = 0 if state.rank == 0 else 1 if state.local_rank == 0 else 2
+    for turn in range(3 if state.world_size > 1 else 1):
+        with writing_ranks().sharing_errors():
+            if turn == own_turn:
+                prepared = prepare(config.data, console=console, on_change=on_change)
+    assert prepared is not None
+    return prepared

@@ -1,0 +1,170 @@
+"""Compressed files and CSV give the documents of the plain files, as a stream; a fault is named with its line."""
+
+import csv
+import gzip
+import io
+import json
+import random
+import tracemalloc
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+
+from octavo.data.corpus import Corpus
+from octavo.data.prepared import prepare
+from octavo.errors import InputError
+
+TEXTS = ["plain", "with, comma", 'a "quoted" word', "two\nlines", "two\r\nlines", "ü 漢字 😀", " spaces ", "'"]
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: pa.Codec("zstd").compress(data, asbytes=True)}
+
+
+def _csv(rows):
+    out = io.StringIO(newline="")
+    csv.writer(out).writerows(rows)
+    return out.getvalue().encode()
+
+
+def _content(kind, texts):
+    if kind == ".txt":
+        return "\ufeff".encode() + "\n".join(texts).encode()
+    if kind == ".csv":
+        return "\ufeff".encode() + _csv([["id", "text"], *([str(i), text] for i, text in enumerate(texts))])
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def _read(config, path, **changes):
+    return [document.text for document in Corpus(config(path, **changes))]
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("kind", [".txt", ".jsonl", ".json", ".csv"])
+def test_a_file_gives_its_documents_compressed_or_not(tmp_path, config, kind, compression):
+    path = tmp_path / f"c{kind}{compression}"
+    path.write_bytes(COMPRESS[compression](_content(kind, TEXTS)))
+    assert _read(config, path) == (["\n".join(TEXTS)] if kind == ".txt" else TEXTS)
+    assert Corpus(config(path)).holds_text()
+    assert _read(config, tmp_path / f"*{kind}{compression}") == _read(config, path)
+    assert _read(config, tmp_path) == _read(config, path)  # a folder
+
+
+@pytest.mark.parametrize("compression", [".gz", ".zst"])
+def test_archives_joined_end_to_end_are_one_file(tmp_path, config, compression):
+    path = tmp_path / f"c.jsonl{compression}"
+    path.write_bytes(b"".join(COMPRESS[compression](_content(".jsonl", [text])) for text in TEXTS))
+    assert _read(config, path) == TEXTS
+
+
+def _lines(count):
+    draw = random.Random(0)
+    return b"".join(b'{"text": "%d %d"}\n' % (i, draw.getrandbits(64)) for i in range(count))
+
+
+@pytest.mark.parametrize("compression", [".gz", ".zst"])
+@pytest.mark.parametrize("fault", ["cut", "last byte", "other", "empty", "junk"])
+def test_a_damaged_archive_is_named_with_the_line_before_anything_is_written(tmp_path, config, compression, fault):
+    whole = COMPRESS[compression](_lines(20_000))
+    content = {
+        "cut": whole[: len(whole) // 2],
+        "last byte": whole[:-1],
+        "other": b"plain text\n" * 20,
+        "empty": b"",
+        "junk": whole + b"junk that is no archive",
+    }[fault]
+    path = tmp_path / f"c.jsonl{compression}"
+    path.write_bytes(content)
+    with pytest.raises(
+        InputError, match=rf"c\.jsonl\{compression}, after line (\d+): the \{compression} file is damaged"
+    ) as caught:
+        prepare(config(path))
+    line = int(str(caught.value).split("after line ")[1].split(":")[0])
+    assert (line > 1000) == (fault in ("cut", "last byte", "junk"))
+    assert "Replace it." in str(caught.value)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_wrong_byte_in_a_gzip_file_is_found_by_its_checksum(tmp_path, config):
+    whole = bytearray(gzip.compress(_lines(2000), compresslevel=0))
+    whole[5000] ^= 1
+    (tmp_path / "c.txt.gz").write_bytes(whole)
+    with pytest.raises(InputError, match=r"c\.txt\.gz, after line 2000: .*CRC"):
+        prepare(config(tmp_path / "c.txt.gz"))
+
+
+@pytest.mark.parametrize("compression", [".gz", ".zst"])
+def test_a_faulty_line_of_an_archive_has_its_number(tmp_path, config, compression):
+    path = tmp_path / f"c.jsonl{compression}"
+    path.write_bytes(COMPRESS[compression](b'{"text": "a"}\n{"text": "\xff"}\n'))
+    with pytest.raises(InputError, match=r"line 2: byte 11 of the line, 0xff, is not UTF-8"):
+        prepare(config(path))
+    path.write_bytes(COMPRESS[compression](b'{"text": "a"}\n\n{"txt": "b"}\n'))
+    with pytest.raises(InputError, match=r"line 3: there is no 'text', only 'txt'. Did you mean 'txt'"):
+        prepare(config(path))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("kind", [".jsonl", ".csv", ".txt"])
+def test_a_compressed_file_under_the_name_of_a_plain_one_is_recognised(tmp_path, config, kind, suffix):
+    (tmp_path / f"c{kind}").write_bytes(COMPRESS[suffix](_content(kind, TEXTS)))
+    with pytest.raises(
+        InputError, match=rf"line 1: .* is not UTF-8\. It begins as a \{suffix} file: add \{suffix} to its name"
+    ):
+        prepare(config(tmp_path / f"c{kind}"))
+
+
+def test_zstandard_without_a_codec_names_the_installation(tmp_path, config, monkeypatch):
+    path = tmp_path / "c.jsonl.zst"
+    path.write_bytes(COMPRESS[".zst"](_content(".jsonl", TEXTS)))
+    monkeypatch.setattr(pa, "Codec", SimpleNamespace(is_available=lambda codec: codec != "zstd"))
+    with pytest.raises(InputError, match=r"c\.jsonl\.zst' needs Zstandard.*pip install --force-reinstall pyarrow.*zstd -d"):
+        prepare(config(path))
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("kind", [".jsonl", ".csv"])
+def test_a_file_is_a_stream(tmp_path, config, kind, compression):
+    """Documents of 11 MB together are never in memory at once, compressed or not."""
+    path = tmp_path / f"c{kind}{compression}"
+    content = _content(kind, ["some words " * 5] * 100)
+    content += (content.split(b"\n", 1)[1] if kind == ".csv" else content) * 2000
+    path.write_bytes(COMPRESS[compression](content))
+    corpus = Corpus(config(path))
+    next(iter(corpus))  # imports
+    tracemalloc.start()
+    for number, _ in enumerate(corpus):
+        if number == 4000:
+            break
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(content) > 11e6
+    assert peak < 2e6
+
+
+BAD = {
+    "column": ("id,body\n1,a\n", r"line 1: there is no 'text', only 'id', 'body'"),
+    "delimiter": ("id;text\n1;a\n", r"line 1: there is no 'text', only 'id;text'. Did you mean 'id;text'"),
+    "ids": ("input_ids\n1 2 3\n", r"line 1: there is no 'text'"),
+    "twice": ("text,text\na,b\n", r"line 1: 2 columns are named 'text'"),
+    "short": ("id,text\n1,a\n2\n", r"line 3: the row has 1 values, and there are 2 columns"),
+    "long": ('id,text\n1,"a\nb"\n2,a, b\n', r"line 4: the row has 3 values, and there are 2 columns. Quote values"),
+    "open quote": ('id,text\n1,"a"\n2,"b\n3,c\n', r"line 3 is not CSV: unexpected end of data"),
+    "quote": ('id,text\n1,"a"b\n', r"line 2 is not CSV: ',' expected after '\"'"),
+    "returns": ("id,text\r1,a\r", r"line 1 is not CSV: new-line character"),
+    "nothing": ("", r"holds no text"),
+    "names alone": ("id,text\n", r"holds no text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_faulty_csv_file_is_named_with_its_line(tmp_path, config, case):
+    content, message = BAD[case]
+    (tmp_path / "c.csv").write_text(content, newline="")
+    with pytest.raises(InputError, match=message):
+        prepare(config(tmp_path / "c.csv"))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_csv_columns_of_any_name_long_values_and_blank_lines(tmp_path, config):
+    long = "word " * 100_000  # longer than Python's own limit of a value
+    (tmp_path / "c.csv").write_bytes(b"\n" + _csv([["body", "id"], [long, "1"]]) + b"\r\n" + _csv([["", "2"], ["b", ""]]))
+    assert _read(config, tmp_path / "c.csv", text_field="body") == [long, "", "b"]

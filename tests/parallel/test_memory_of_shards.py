@@ -1,0 +1,68 @@
+"""The estimate of memory over several ranks, against the storages that FSDP2 holds."""
+
+import pytest
+import torch
+from llamas import llama_config
+from sharded import build
+
+import ranks
+from octavo.fp8.autocast import fp8_autocast, microbatch
+from octavo.fp8.recipe import RECIPES
+from octavo.models.families import spec_of
+from octavo.parallel import world
+from octavo.parallel.fsdp import accumulate
+from octavo.plan import memory, saved
+from octavo.plan.saved import BlockRecipes, Setup
+
+pytestmark = ranks.alone
+SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+
+
+def held_by_fsdp(recipe_name):
+    """Bytes on this rank: of a gathered block, of gathered root parameters, and of whole gradients after a micro-batch."""
+    world.init({})
+    recipe = None if recipe_name is None else RECIPES[recipe_name]()
+    model = build(torch.bfloat16, recipe, sizes=SIZES)
+    found = {}
+
+    def group(module):
+        return module._get_fsdp_state()._fsdp_param_group.fsdp_params
+
+    def gathered(module):
+        tensors = {}
+        for parameter in group(module):
+            for tensor in [*parameter.all_gather_outputs, *parameter._unsharded_inner_tensors]:
+                tensors[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return sum(tensors.values())
+
+    def note(*_):
+        found["block"], found["root"] = gathered(model.layers[1]), gathered(model)
+
+    model.layers[1].layernorm_mlp.register_forward_hook(note)
+    ids = torch.randint(0, 96, (1, 16))
+    accumulate(model, last=False)
+    with microbatch(first=True), fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+        loss = model(input_ids=ids, labels=ids, num_items_in_batch=30).loss
+    loss.backward()
+    whole = 0
+    for module in (*model.layers, model):
+        for parameter in group(module):
+            kept = parameter.unsharded_accumulated_grad
+            if kept is None:
+                kept = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            whole += 0 if kept is None else kept.untyped_storage().nbytes()
+    found["whole gradients"] = whole
+    found["shards"] = sum(p.to_local().nbytes for p in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "rowwise"])
+def test_gathered_weights_and_whole_gradients(recipe):
+    spec = spec_of(llama_config(**SIZES))
+    blocks = (BlockRecipes(*(recipe,) * 4),) * 3 if recipe else ()
+    setup = Setup(spec, saved.parameters(spec), 1, 16, blocks=blocks, world=2, shard=2, accumulates=True)
+    for found in ranks.run(2, held_by_fsdp, recipe):
+        assert found["block"] == pytest.approx(memory._gathered_block(setup, spec), rel=0.01)
+        assert found["root"] == pytest.approx(saved.root_parameters(spec) * 2, rel=0.01)
+        assert found["whole gradients"] == memory._whole_gradients(setup) == 4 * saved.parameters(spec)
+        assert found["shards"] == memory.exact_bytes(saved.parameters(spec), 4, 2) // 4

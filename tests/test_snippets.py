@@ -1,0 +1,146 @@
+"""Every snippet of the README and of docs/ runs as it is printed, in one folder a page.
+
+What a GPU or minutes would be needed for is only parsed: `octavo bench`, and the runs of presets, which are planned. Runs get
+small sizes on top.
+"""
+
+import re
+import shlex
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import octavo
+from conftest import write_corpus
+from octavo.bench.suites import SUITES
+from octavo.cli import app, main
+from octavo.config.run import RunConfig
+from octavo.data.tokenizer import train as train_tokenizer
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+SMALL = ("data.sequence_length=32", "train.global_batch=4", "train.epochs=0.1")
+NOT_OCTAVO = ("make", "pip", "python3 -m venv")
+CONFIG = {
+    "vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def snippets(page):
+    """(language, text) of each fenced block."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S)
+
+
+@pytest.fixture(scope="session")
+def furnished(tmp_path_factory):
+    """A folder with all that a reader has: a model in Hugging Face's format, texts, a run file, the presets."""
+    place = tmp_path_factory.mktemp("snippets")
+    (place / "texts").mkdir()
+    corpus = write_corpus(place / "texts" / "some.jsonl")
+    (place / "presets").symlink_to(ROOT / "presets")
+    (place / "folder").mkdir()
+    train_tokenizer(["a few words and more words"] * 20, 300).save(place / "folder")
+    AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG)).save_pretrained(place / "folder")
+    (place / "run.toml").write_text(
+        f"""[model]
+source = "llama-tiny"
+config = {{ {", ".join(f"{key} = {value}" for key, value in CONFIG.items())} }}
+[data]
+source = "{corpus}"
+vocab_size = 300
+sequence_length = 32
+[train]
+steps = 4
+global_batch = 2
+"""
+    )
+    return place
+
+
+@pytest.fixture
+def place(furnished, tmp_path, monkeypatch):
+    shutil.copytree(furnished, tmp_path / "place", symlinks=True)
+    monkeypatch.chdir(tmp_path / "place")
+    return tmp_path / "place"
+
+
+def names_before(page):
+    """The names that a page's first snippet may take for granted: none in the README."""
+    if page == "README.md":
+        return {}
+    config = LlamaConfig(**CONFIG)
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(0, 256, (2, 16))
+    return {
+        "octavo": octavo, "torch": torch, "AutoModelForCausalLM": AutoModelForCausalLM, "config": config, "model": model,
+        "ids": ids,
+    }  # fmt: skip
+
+
+def arguments_of(line):
+    """The arguments after `octavo` of a line of shell; None for a line of another program."""
+    words = shlex.split(line, comments=True)
+    if not words or line.startswith(NOT_OCTAVO):
+        return None
+    if words[0] == "torchrun":
+        assert words[1:5] == ["--nproc-per-node", words[2], "-m", "octavo"], line
+        return words[5:]
+    assert words[0] == "octavo", line
+    return words[1:]
+
+
+def parse(arguments):
+    """Let the command line accept the arguments, without running them."""
+    group = typer.main.get_command(app)
+    _, command, rest = group.resolve_command(group.make_context("octavo", ["doctor"]), arguments)
+    return command.make_context(arguments[0], rest).params
+
+
+def run_line(line):
+    arguments = arguments_of(line)
+    if arguments is None:
+        return
+    if arguments[0] == "bench":
+        given = parse(arguments)
+        suite = SUITES.get(given["suite"])
+        for key, known in (("cases", suite and suite.known), ("entries", suite and suite.entries)):
+            assert not given[key] or known is None or set(given[key].split(",")) <= set(known), line
+        return
+    if arguments[:1] == ["train"]:
+        preset = arguments[1].startswith("presets/")
+        arguments += [] if "--dry-run" not in arguments and not preset else ["--dry-run"]
+        arguments += [] if preset else SMALL
+    assert main(arguments) == 0, line
+
+
+def run_toml(text):
+    """A block with its file's name on the first line becomes that file; another is a part of a run file."""
+    named = re.match(r"# (\S+\.toml)\n", text)
+    if named:
+        Path(named[1]).write_text(text)
+        RunConfig.from_file(named[1])
+        return
+    values = tomllib.loads(Path("run.toml").read_text())
+    for section, keys in tomllib.loads(text).items():
+        values.setdefault(section, {}).update(keys)
+    RunConfig.from_dict(values)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_snippets_of_a_page_run(page, place, capsys):
+    names = names_before(page)
+    for language, text in snippets(page):
+        if language == "python":
+            exec(compile(text, page, "exec"), names)
+        elif language == "toml":
+            run_toml(text)
+        elif re.match(r"octavo|torchrun|make|pip|python3", text):
+            for line in text.splitlines():
+                run_line(line)

@@ -1,0 +1,225 @@
+"""Memory of a run in its dry run, for other GPUs and ranks than those at hand; the message of a run that ran out of it."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from octavo.cli import main
+from octavo.config.run import RunConfig
+from octavo.errors import OctavoError
+from octavo.hardware import GIB, GPUS, lookup
+from octavo.plan.memory import PARTS, USABLE, estimate
+from octavo.plan.saved import BlockRecipes
+from octavo.train.memory import explaining, lines, memory_of, out_of_memory, setup_of
+from octavo.train.plan import Target, check
+
+ROOT_8B = "model.source=llama-8b"
+SHAPE_8B = [ROOT_8B, "model.config={}", "data.sequence_length=8192"]
+
+
+def planned(run, *overrides, ranks=1, gpu="h200"):
+    return check(RunConfig.from_file(run.file, overrides), target=Target(ranks, lookup(gpu)))
+
+
+def dry(run, capsys, *arguments):
+    assert main(["train", str(run.file), "--dry-run", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_dry_run_plans_ranks_of_a_gpu_that_is_not_there(tiny_run, capsys):
+    run = tiny_run()
+    found = dry(run, capsys, "--world-size", "8", "--gpu", "H200", *SHAPE_8B, "train.global_batch=16")
+    memory = found["memory"]
+    assert (found["device"], memory["ranks"], memory["device_gib"]) == ("H200", 8, 139)
+    assert found["fp8"] == "FP8 on H200: delayed scaling, HYBRID"
+    assert found["batch"]["data_parallel"] == 8
+    assert list(memory["parts_gib"]) == list(PARTS)
+    assert memory["parts_gib"]["parameters"] == pytest.approx(8_030_261_248 * 4 / 8 / GIB)
+    assert memory["parts_gib"]["optimizer states"] == pytest.approx(8_030_261_248 * 8 / 8 / GIB)
+    assert memory["total_gib"] == pytest.approx(sum(memory["parts_gib"].values()))
+    assert memory["fits"] is True
+    assert memory["options"] == []
+
+
+def test_settings_that_fit_are_named_and_really_fit(tiny_run, capsys):
+    run, batch = tiny_run(), ["train.global_batch=8", "train.micro_batch=8"]
+    memory = dry(run, capsys, "--world-size", "1", "--gpu", "h200", *SHAPE_8B, *batch)["memory"]
+    assert memory["fits"] is False
+    assert memory["total_gib"] > memory["usable_gib"] == pytest.approx(USABLE * 139)
+    ranks, *_ = (option["changes"] for option in memory["options"] if "ranks" in option["changes"])
+    assert ranks["ranks"] > 1
+    assert any(option["changes"].get("model.params_dtype") == "bfloat16" for option in memory["options"])
+    for option in memory["options"]:
+        changes = dict(option["changes"])
+        world = changes.pop("ranks", 1)
+        overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+        kept = [key for key in batch if key.partition("=")[0] not in changes]
+        again = dry(run, capsys, "--world-size", str(world), "--gpu", "h200", *SHAPE_8B, *kept, *overrides)["memory"]
+        assert again["fits"] is True
+        assert again["total_gib"] == pytest.approx(option["total_gib"])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "first"),
+    [
+        ("h200", None),
+        ("h100 sxm", {"train.micro_batch": 8}),
+        ("L40S", {"train.micro_batch": 4}),
+        ("RTX 4090", {"ranks": 2, "train.micro_batch": 2}),  # no setting of one rank fits beside 18 GiB of states
+    ],
+)
+def test_the_setting_with_the_least_cost_in_speed_comes_first(gpu, first, tiny_run):
+    sizes = ["model.source=llama-1b", "model.config={}", "data.sequence_length=4096", "train.global_batch=16"]
+    plan = planned(tiny_run(), *sizes, "train.micro_batch=16", gpu=gpu)
+    found = memory_of(plan)
+    assert found.fits is (first is None)
+    assert (dict(found.options[0].changes) if found.options else None) == first
+
+
+def test_the_setup_follows_the_run(tiny_run):
+    run = tiny_run()
+    plan = planned(run, ranks=2)
+    setup = setup_of(plan)
+    delayed = BlockRecipes(*("delayed",) * 4)
+    assert setup.blocks == (delayed, delayed)
+    assert (setup.head, setup.history, setup.accumulates, setup.micro_batch) == ("backward", 4, False, 2)
+    assert (setup.world, setup.shard, setup.params_bytes, setup.compute_bytes) == (2, 2, 4, 2)
+    assert setup.parameters == plan.parameters == sum(torch.Size(shape).numel() for shape, _ in plan.weights.values())
+    chosen = setup_of(
+        planned(run, 'fp8.layers={"layers.0.*" = "rowwise"}', 'fp8.skip=["*.fc2", "head"]', "train.micro_batch=1")
+    )
+    assert chosen.blocks == (BlockRecipes("rowwise", "rowwise", "rowwise", None), delayed._replace(fc2=None))
+    assert (chosen.head, chosen.accumulates) == (False, True)
+    off = setup_of(planned(run, "fp8.enabled=false", "model.dtype=float32", "train.recompute=mlp", "train.offload=true"))
+    assert off.blocks == ()
+    assert (off.head, off.history, off.compute_bytes, off.recompute, off.offload) == (False, 0, 4, "mlp", True)
+    without = setup_of(planned(run, gpu="A100 40GB"))  # no FP8 products
+    assert without.blocks == ()
+    assert without.head is False
+
+
+def test_own_code_has_exact_states_and_unknown_activations(tiny_run, tmp_path, capsys):
+    GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=64).save_pretrained(tmp_path / "gpt2")
+    source = [f"model.source={tmp_path / 'gpt2'}", "model.config={}"]
+    memory = dry(tiny_run(), capsys, *source)["memory"]
+    assert (memory["total_gib"], memory["fits"], memory["parts_gib"]["activations"]) == (None, None, None)
+    plan = planned(tiny_run("again"), *source)
+    assert memory["exact_gib"] * GIB == 16 * plan.parameters
+    text = "\n".join(lines(plan, memory_of(plan)))
+    assert "activations unknown for this model's own code" in text
+    assert "without these it fits H200 with 139.0 GiB" in text
+
+
+def test_options_of_a_plan_are_checked(tiny_run, capsys):
+    file = str(tiny_run().file)
+    for arguments, parts in (
+        (["--dry-run", "--gpu", "h1000"], ["unknown GPU 'h1000'", "RTX 4090", "Change --gpu"]),
+        (["--dry-run", "--gpu", "H100"], ["several GPUs: H100 SXM, H100 PCIe, H100 NVL"]),
+        (["--dry-run", "--world-size", "0"], ["--world-size 0", "at least 1 rank"]),
+        (["--dry-run", "--world-size", "3"], ["train.global_batch = 4", "multiple of 3"]),
+        (["--gpu", "h200"], ["add --dry-run"]),
+    ):
+        assert main(["train", file, *arguments]) == 2
+        message = capsys.readouterr().err
+        assert all(part in message for part in parts), message
+    for gpu in GPUS:
+        assert planned(tiny_run(gpu.name.replace(" ", "-")), gpu=gpu.name).hardware.memory_gib == gpu.memory_gib
+
+
+def test_a_cpu_that_cannot_allocate_is_explained(tiny_run):
+    plan = check(RunConfig.from_file(tiny_run().file))
+    for allocate, asked in (
+        (lambda: torch.empty(2**50, dtype=torch.uint8), " for 1125899906842624 bytes"),
+        (lambda: bytearray(2**60), ""),
+    ):
+        with pytest.raises((RuntimeError, MemoryError)) as caught:
+            allocate()
+        message = str(out_of_memory(caught.value, plan))
+        assert message.startswith(f"out of memory{asked}: this machine has ")
+        assert "in use. The run's estimate is" in message
+        assert "temporaries" in message or "activations" in message
+        assert "Lower data.sequence_length" in message or "Set train." in message
+        assert "\n" not in message
+
+
+def test_work_inside_the_context_fails_with_the_message(tiny_run):
+    plan = check(RunConfig.from_file(tiny_run().file))
+    with pytest.raises(OctavoError, match=r"^out of memory for 1125899906842624 bytes: ") as caught, explaining(plan):
+        torch.empty(2**50, dtype=torch.uint8)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), explaining(plan):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+def test_a_full_gpu_is_explained_with_the_key_to_lower(tiny_run):
+    plan = planned(tiny_run(), *SHAPE_8B, "train.global_batch=8", "train.micro_batch=8")
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of …")
+    explained = out_of_memory(error, plan)
+    assert explained.exit_code == 1
+    option = memory_of(plan).options[0]
+    assert str(option).startswith("train.offload = true: ")
+    assert str(option).endswith(" and 208.2 GiB of host memory")  # 106,624 bytes of 65,536 tokens in 32 layers
+    assert str(explained).startswith("out of memory for 2.00 GiB: H200 has ")
+    assert f"Set {option} by the estimate. The run then continues." in str(explained)
+    one_gpu = planned(
+        tiny_run("1b"),
+        "model.source=llama-1b",
+        "model.config={}",
+        "data.sequence_length=4096",
+        "train.global_batch=64",
+        "train.micro_batch=64",
+    )
+    assert "Set train.micro_batch = 16: " in str(out_of_memory(error, one_gpu))
+    for text in ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"):
+        assert str(out_of_memory(RuntimeError(text), one_gpu)).startswith("out of memory: H200 has")
+    # A run that should fit gets the first setting that takes a tenth less.
+    fits = planned(tiny_run("fits"), "train.micro_batch=4", "data.sequence_length=64", "train.global_batch=4")
+    assert memory_of(fits).fits
+    smaller = estimate(dataclasses.replace(setup_of(fits), micro_batch=2, accumulates=True)).total
+    assert smaller > 0.9 * memory_of(fits).estimate.total  # so small a run is nothing but workspaces
+    assert "Lower data.sequence_length" in str(out_of_memory(error, fits))
+
+
+def test_another_run_is_advised_where_a_key_may_not_change(tiny_run):
+    """A CPU too small for float32 parameters: bfloat16 fits, which a run cannot change to."""
+    plan = check(RunConfig.from_file(tiny_run().file, ["model.config.vocab_size=50000", "train.micro_batch=1"]))
+    setup = setup_of(plan)
+    half = estimate(dataclasses.replace(setup, params_bytes=2, recompute=True)).total / USABLE / GIB
+    small = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, memory_gib=1.01 * half))
+    message = str(out_of_memory(MemoryError(), small))
+    assert 'Set model.params_dtype = "bfloat16"' in message
+    assert "It is another run then: set train.output too (model.params_dtype may not change)." in message
+    assert not any("train.offload" in option.changes for option in memory_of(small).options)  # the host's is the same memory
+
+
+def test_a_shorter_sequence_is_advised_where_no_setting_is_enough(tiny_run):
+    plan = check(RunConfig.from_file(tiny_run().file, ["train.micro_batch=1"]))
+    plan = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, memory_gib=1.0))
+    length = plan.config.data.model_copy(update={"sequence_length": 4_000_000})
+    plan = dataclasses.replace(plan, config=plan.config.model_copy(update={"data": length}))
+    found = memory_of(plan)
+    (option,) = found.options
+    assert option.changes["data.sequence_length"] in [4_000_000 >> halvings for halvings in range(1, 12)]
+    assert option.estimate.total <= USABLE * GIB < found.estimate.total
+    twice = dataclasses.replace(
+        setup_of(plan), sequence_length=2 * option.changes["data.sequence_length"], recompute=True, micro_batch=1
+    )
+    assert estimate(twice).total > USABLE * GIB
+
+
+def test_the_larger_of_two_trainings_counts(tiny_run):
+    sizes = ["model.source=llama-1b", "model.config={}", "data.sequence_length=4096", "train.micro_batch=4"]
+    alone, both, without = (
+        memory_of(planned(tiny_run(name), *sizes, *more)).estimate.total
+        for name, more in (("a", []), ("b", ["train.compare_bf16=true", "fp8.head=false"]), ("c", ["fp8.enabled=false"]))
+    )
+    assert both == without > alone - GIB
+
+
+def test_other_errors_are_not_explained(tiny_run):
+    plan = check(RunConfig.from_file(tiny_run().file))
+    for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("x"), OSError(28, "No space left")):
+        assert out_of_memory(error, plan) is None

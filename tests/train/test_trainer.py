@@ -1,0 +1,165 @@
+"""`octavo.Trainer`: the run of a run file as an object, with callbacks, an evaluation, an early end and the best checkpoint."""
+
+import json
+import random
+import tomllib
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+import octavo
+from octavo.cli import main
+from octavo.errors import InputError
+from octavo.run.metrics import read_metrics
+
+
+def losses(output):
+    return [(r["step"], r["loss"].hex()) for r in read_metrics(output / "metrics.jsonl")]
+
+
+def kept(output):
+    return sorted(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").iterdir())
+
+
+def trainer_of(run, **more):
+    return octavo.Trainer(run.file, console=Console(quiet=True), **more)
+
+
+class Events(octavo.Callback):
+    """Writes down every event, and draws random numbers to disturb the run."""
+
+    def __init__(self):
+        self.seen = []
+
+    def disturb(self):
+        torch.rand(3), np.random.rand(), random.random()
+
+    def on_step(self, trainer, record):
+        self.disturb()
+        assert trainer.step == record["step"]
+        assert trainer.model is not None
+        self.seen.append(("step", record["step"]))
+
+    def on_validation(self, trainer, record):
+        self.seen.append(("validation", record["step"], round(record["validation_loss"], 4)))
+
+    def on_checkpoint(self, trainer, path):
+        assert (path / "manifest.json").is_file()
+        self.seen.append(("checkpoint", path.name))
+
+    def on_end(self, trainer, result):
+        self.seen.append(("end", result.summary.steps))
+
+
+def test_a_trainer_has_the_numbers_of_the_command_whatever_its_callbacks_and_evaluation_draw(tiny_run, tmp_path):
+    run = tiny_run(steps=4, every=2)
+    assert main(["train", str(run.file), "train.validate_every=3", f"train.output={tmp_path / 'command'}"]) == 0
+    events, modes = Events(), []
+
+    def evaluate(model, step):
+        events.disturb()
+        modes.append((step, model.training, torch.is_grad_enabled()))
+        return {"accuracy": torch.tensor(0.25), "steps": step}
+
+    trainer = trainer_of(run, callbacks=[events], evaluate=evaluate, train={"validate_every": 3})
+    result = trainer.train()
+    assert losses(run.output) == losses(tmp_path / "command")
+    assert modes == [(3, False, False), (4, False, False)]
+    records = read_metrics(run.output / "metrics.jsonl")
+    assert [r.get("evaluation/accuracy") for r in records] == [None, None, 0.25, 0.25]
+    assert records[3]["evaluation/steps"] == 4
+    assert trainer.model.training
+    validation = [round(r["validation_loss"], 4) for r in records[2:]]
+    assert events.seen == [
+        ("step", 1), ("step", 2), ("checkpoint", "step-2"), ("step", 3), ("validation", 3, validation[0]), ("step", 4),
+        ("validation", 4, validation[1]), ("checkpoint", "step-4"), ("end", 4),
+    ]  # fmt: skip
+    assert result.summary.validation_loss == records[-1]["validation_loss"]
+    assert result.ended_early == ""
+
+
+def test_keywords_alone_make_a_run(tiny_run):
+    run = tiny_run(steps=2)
+    sections = tomllib.loads(run.file.read_text())
+    result = octavo.Trainer(console=Console(quiet=True), **sections).train()
+    assert result.folder == run.output
+    assert main(["train", str(run.file), f"train.output={run.folder / 'file'}"]) == 0
+    assert losses(run.output) == losses(run.folder / "file")
+
+
+def test_keywords_go_into_the_tables_of_the_file(tiny_run):
+    trainer = trainer_of(tiny_run(), model={"config": {"num_hidden_layers": 1}}, optimizer={"lr": 1e-4})
+    assert trainer.config.model.config["hidden_size"] == 32
+    assert trainer.config.model.config["num_hidden_layers"] == 1
+    assert trainer.config.optimizer.lr == 1e-4
+
+
+class StopAt(octavo.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, trainer, record):
+        if record["step"] == self.step:
+            trainer.stop()
+
+
+def test_a_callback_ends_the_run_which_is_saved_and_continues(tiny_run, tmp_path):
+    run = tiny_run(steps=4)
+    assert main(["train", str(run.file), f"train.output={tmp_path / 'whole'}"]) == 0
+    result = trainer_of(run, callbacks=[StopAt(2)], train={"compare_bf16": True}).train()
+    assert result.ended_early == "by Trainer.stop"
+    assert result.summary.steps == 2
+    assert result.bf16 is None
+    assert kept(run.output) == [2]
+    assert trainer_of(run).train().ended_early == ""
+    assert losses(run.output) == losses(tmp_path / "whole")
+
+
+def worsening(monkeypatch, values):
+    """Validation losses of a run, given by step."""
+    monkeypatch.setattr("octavo.train.loop.validation_loss", lambda context, batches: values.pop(0))
+
+
+def test_early_stopping_ends_the_run_for_good_and_keeps_the_best_checkpoint(tiny_run, monkeypatch, capsys):
+    run = tiny_run(steps=12)
+    arguments = ["train", str(run.file), "train.validate_every=1", "train.early_stopping=3", "checkpoint.best=true"]
+    worsening(monkeypatch, [5.0, 4.0, float("nan"), 4.5, 4.0, 3.0])
+    assert main([*arguments, "checkpoint.keep=1"]) == 0
+    assert "ended at step 5 of 12: train.early_stopping = 3: the lowest validation loss was 4.0000 at step 2" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert kept(run.output) == [2, 5]
+    before = losses(run.output)
+    assert main([*arguments, "--json"]) == 0  # it has ended
+    assert losses(run.output) == before
+    assert json.loads(capsys.readouterr().out)["run"]["steps"] == 5
+    more = [argument.replace("early_stopping=3", "early_stopping=4") for argument in arguments]
+    worsening(monkeypatch, [3.9, 5.0, 5.0, 5.0, 5.0, 5.0])
+    assert main([*more, "checkpoint.keep=1"]) == 0
+    assert kept(run.output) == [6, 10]
+
+
+def test_what_a_trainer_refuses(tiny_run):
+    run = tiny_run()
+    with pytest.raises(InputError, match=r"Did you mean optimizer\.lr"):
+        trainer_of(run, optimizer={"lrr": 1e-4})
+    with pytest.raises(InputError, match="a section is a dict"):
+        trainer_of(run, train=3)
+    with pytest.raises(InputError, match=r"no octavo\.Callback"):
+        trainer_of(run, callbacks=[print])
+    with pytest.raises(InputError, match="a function of model and step"):
+        trainer_of(run, evaluate=3)
+    with pytest.raises(InputError, match="no training is running"):
+        trainer_of(run).stop()
+    with pytest.raises(InputError, match="the RunConfig alone"):
+        octavo.Trainer(trainer_of(run).config, train={"steps": 3})
+    with pytest.raises(InputError, match="returned list"):
+        trainer_of(run, evaluate=lambda model, step: [1.0]).train()
+    with pytest.raises(InputError, match="returned x = 'high'"):
+        trainer_of(run, evaluate=lambda model, step: {"x": "high"}).train()
+    with pytest.raises(InputError, match=r"train\.early_stopping = 2 has no effect"):
+        trainer_of(run, train={"early_stopping": 2})
+    with pytest.raises(InputError, match=r"train\.steps, train\.tokens or train\.epochs"):
+        octavo.Trainer(model={"source": "llama-tiny"}, data={"source": "x", "sequence_length": 8}, train={"global_batch": 1})
