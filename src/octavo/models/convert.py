@@ -357,8 +357,8 @@ def _new_folder(folder: str | Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise OctavoError(
-            f"{str(folder)!r} could not be written: {reason}. Nothing is left there. {free_bytes(temporary):,} bytes are free: give a folder"
-            " with more room."
+            f"{str(folder)!r} could not be written: {reason}. Nothing is left there."
+            f" {free_bytes(temporary):,} bytes are free: give a folder with more room."
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
