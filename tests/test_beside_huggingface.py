@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent / "models"))
+sys.path.append(str(Path(__file__).parent / "models"))
 from expectations import refused
 from llamas import llama, tokens
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments

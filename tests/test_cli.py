@@ -412,7 +412,8 @@ def test_an_export_to_a_full_disk_is_one_message(tiny_run, tmp_path, monkeypatch
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
     err = capsys.readouterr().err
-    assert f"{tmp_path}/hf/model.safetensors could not be written" in err
+    assert f"'{tmp_path}/hf' could not be written" in err
+    assert not (tmp_path / "hf").exists()
     assert "bytes are free" in err
     assert err.count("\n") == 1
 

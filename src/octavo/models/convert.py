@@ -356,10 +356,9 @@ def _new_folder(folder: str | Path) -> Iterator[Path]:
         fsync_folder(temporary.parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
-        free = free_bytes(temporary) / 2**30
         raise OctavoError(
-            f"{str(folder)!r} could not be written: {reason}. Nothing is left there. {free:.1f} GiB are free: give a folder"
-            " with more room."
+            f"{str(folder)!r} could not be written: {reason}. Nothing is left there."
+            f" {free_bytes(temporary):,} bytes are free: give a folder with more room."
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octavo.errors import InputError, OctavoError, first_line, some
-from octavo.storage import free_bytes
+from octavo.errors import InputError, first_line, some
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -265,13 +264,7 @@ def save_shards(
         for group, wanted in shard.items():
             values = read(group)
             content |= {theirs: values[theirs].detach().cpu().contiguous() for theirs in wanted}
-        try:
-            save_file(content, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # of the system; safetensors has no other error here
-            raise OctavoError(
-                f"{folder / file} could not be written: {first_line(error)}; {free_bytes(folder):,} bytes are free. Remove the "
-                "folder, make room, and write it again."
-            ) from None
+        save_file(content, folder / file, metadata={"format": "pt"})
         where.update(dict.fromkeys(content, file))
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}
