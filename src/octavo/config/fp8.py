@@ -30,7 +30,9 @@ class Fp8Config(Section):
     format: Literal["HYBRID", "E4M3"] = Field(
         "HYBRID", description="HYBRID: E4M3 forward, E5M2 for gradients (delayed and current scaling only)."
     )
-    amax_history_len: int = Field(1024, ge=1, description="Steps in the amax history of a scale (delayed scaling only).")
+    amax_history_len: int = Field(
+        1024, ge=1, le=2**20, description="Steps in the amax history of a scale (delayed scaling only)."
+    )
     amax_compute_algo: Literal["max", "most_recent"] = Field(
         "max", description="Which amax of the history sets the scale (delayed scaling only)."
     )

@@ -21,16 +21,11 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "optimizer.schedule",
         "lr_scheduler_type lr_scheduler scheduler lr_schedule lr_decay_style",
-        '"cosine", "linear" or "constant"',
+        '"cosine", "linear", "wsd" or "constant"',
     ),
     ("optimizer.min_lr_fraction", "min_lr min_lr_ratio lr_end final_lr", "a fraction of optimizer.lr"),
     ("optimizer.clip", "grad_clip max_grad_norm clip_grad clip_grad_norm gradient_clipping gradient_clip_val clip_norm", ""),
     ("train.epochs", "epoch num_epochs num_train_epochs max_epochs n_epochs", ""),
-    (
-        "train.steps",
-        "epochs epoch num_epochs num_train_epochs max_epochs n_epochs",
-        "in optimizer steps: epochs x sequences of the data / train.global_batch; --dry-run shows the epochs",
-    ),
     ("train.steps", "max_steps num_steps total_steps train_steps num_train_steps iterations max_iters train_iters", ""),
     (
         "train.global_batch",

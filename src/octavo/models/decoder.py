@@ -28,7 +28,7 @@ from octavo.models.huggingface import PretrainedInterface, refuse_arguments
 from octavo.models.spec import ModelSpec
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.head import linear_cross_entropy
-from octavo.nn.linear import compute_dtype
+from octavo.nn.linear import compute_dtype, high_precision
 from octavo.nn.norm import RMSNorm
 
 IGNORED = -100
@@ -184,7 +184,7 @@ class Decoder(PretrainedInterface):
         output = CausalLMOutput(hidden_states=(*states, hidden) if output_hidden_states else None)
         if labels is None:
             kept = hidden[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
-            output["logits"] = functional.linear(kept, self._head_weight().to(self.dtype))
+            output["logits"] = high_precision(kept, self._head_weight().to(self.dtype))
         else:
             output["loss"] = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch)
         return output.to_tuple() if return_dict is False else output

@@ -74,7 +74,10 @@ class _Head:
     def add(self, grad: Gradient, part: slice) -> None:
         assert grad.high_precision is not None
         if self.d_hidden is not None:
-            torch.mm(grad.high_precision, self.weight, out=self.d_hidden[part])
+            if gemm.widens(grad.high_precision):
+                self.d_hidden[part] = gemm.high_precision_mm(grad.high_precision, self.weight, self.d_hidden.dtype)
+            else:
+                torch.mm(grad.high_precision, self.weight, out=self.d_hidden[part])
         if self.want_weight:
             self.d_weight = _add_product(self.d_weight, grad.high_precision, self.hidden[part])
 
@@ -261,5 +264,6 @@ def _add_product(total: Tensor | None, grad: Tensor, hidden: Tensor) -> Tensor:
             return torch.mm(grad.t(), hidden, out_dtype=torch.float32)
         return torch.addmm(total, grad.t(), hidden, out_dtype=torch.float32, out=total)
     # A frequent word's sum ends beyond float16.
-    part = (grad.t().float() @ hidden.float()) if grad.dtype == torch.float16 else (grad.t() @ hidden).float()
+    widened = grad.dtype == torch.float16 or gemm.widens(grad)
+    part = (grad.t().float() @ hidden.float()) if widened else (grad.t() @ hidden).float()
     return part if total is None else total.add_(part)

@@ -20,6 +20,7 @@ from octavo.fp8 import autocast
 from octavo.fp8.linear import LinearGemms, saved_input
 from octavo.fp8.quantizer import DenseOperand, Producer, active_recipe
 from octavo.fp8.scaling import ModuleState
+from octavo.kernels import gemm
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.norm import (
     FLOATS,
@@ -46,6 +47,33 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
+def high_precision(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear` of operands of one dtype, fast in bf16 on any CPU."""
+    if gemm.widens(x) and not torch.compiler.is_compiling():
+        return _WideLinear.apply(x, weight, bias)
+    return functional.linear(x, weight, bias)
+
+
+class _WideLinear(torch.autograd.Function):
+    """Products in float32 with results in the operands' dtype, as `gemm.widens` says; it saves the operands themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return gemm.high_precision_mm(flat(x), weight.t(), x.dtype, bias).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = flat(grad)
+        d_x = gemm.high_precision_mm(rows, weight, x.dtype).view_as(x) if needs_x else None
+        d_weight = gemm.high_precision_mm(rows.t(), flat(x), weight.dtype) if needs_weight else None
+        d_bias = rows.float().sum(0).to(rows.dtype) if ctx.has_bias and needs_bias else None
+        return d_x, d_weight, d_bias
+
+
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: ModuleState, out_dtype: torch.dtype, first: bool | None
 ) -> Tensor:
@@ -53,7 +81,7 @@ def product(
     recipe = active_recipe(state, x.device)
     if recipe is None:
         bias = None if bias is None else bias.to(out_dtype)
-        return functional.linear(x.to(out_dtype), weight.to(out_dtype), bias)
+        return high_precision(x.to(out_dtype), weight.to(out_dtype), bias)
     if x.dtype == torch.float64:
         raise InputError(f"an FP8 layer got an input of torch.float64: use {', '.join(map(str, FLOATS))}, or leave FP8.")
     gemms = LinearGemms(state, weight, recipe, out_dtype, first)

@@ -40,12 +40,11 @@ from octavo.run.summary import Result, Summary, summarise
 from octavo.run.trackers import Trackers
 from octavo.train import fp8_auto
 from octavo.train.callbacks import Events
-from octavo.train.evaluate import perplexity, validation_loss
+from octavo.train.evaluate import perplexity, sample_of, validation_loss
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import build_optimizer
 from octavo.train.own_code_check import check_own_code
 from octavo.train.plan import RunPlan, model_options
-from octavo.train.sampling import sample_of
 from octavo.train.step import TrainContext, begin_histories, train_step
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
