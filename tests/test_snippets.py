@@ -4,6 +4,9 @@ What a GPU or minutes would be needed for is only parsed: `octavo bench`, and th
 small sizes on top.
 """
 
+import ast
+import importlib.util
+import io
 import re
 import shlex
 import shutil
@@ -25,7 +28,7 @@ from octavo.data.tokenizer import train as train_tokenizer
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 SMALL = ("data.sequence_length=32", "train.global_batch=4", "train.epochs=0.1")
-NOT_OCTAVO = ("make", "pip", "python3 -m venv")
+NOT_OCTAVO = ("make", "pip", "python3 -m venv", "bash")
 CONFIG = {
     "vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 4096,
@@ -57,10 +60,13 @@ source = "{corpus}"
 vocab_size = 300
 sequence_length = 32
 [train]
-steps = 4
+steps = 2
 global_batch = 2
 """
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert main(["train", "run.toml", "train.output=runs/demo", "train.compare_bf16=true"]) == 0
     return place
 
 
@@ -86,6 +92,7 @@ def names_before(page):
 
 def arguments_of(line):
     """The arguments after `octavo` of a line of shell; None for a line of another program."""
+    line = line.partition("| ")[2] if line.startswith("echo ") else line
     words = shlex.split(line, comments=True)
     if not words or line.startswith(NOT_OCTAVO):
         return None
@@ -103,9 +110,14 @@ def parse(arguments):
     return command.make_context(arguments[0], rest).params
 
 
-def run_line(line):
+def run_line(line, monkeypatch):
     arguments = arguments_of(line)
     if arguments is None:
+        return
+    if line.startswith("echo "):
+        monkeypatch.setattr("sys.stdin", io.StringIO(shlex.split(line)[1]))
+    if "--checkpoint" in arguments:  # a step of the reader's own run
+        assert parse(arguments)["checkpoint"].startswith("step-")
         return
     if arguments[0] == "bench":
         given = parse(arguments)
@@ -118,6 +130,12 @@ def run_line(line):
         arguments += [] if "--dry-run" not in arguments and not preset else ["--dry-run"]
         arguments += [] if preset else SMALL
     assert main(arguments) == 0, line
+
+
+def all_installed(text):
+    """False for a snippet of timm where that is not installed."""
+    imported = [alias.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for alias in node.names]
+    return all(name != "timm" or importlib.util.find_spec(name) for name in imported)
 
 
 def run_toml(text):
@@ -134,13 +152,13 @@ def run_toml(text):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_snippets_of_a_page_run(page, place, capsys):
+def test_the_snippets_of_a_page_run(page, place, monkeypatch, capsys):
     names = names_before(page)
     for language, text in snippets(page):
-        if language == "python":
+        if language == "python" and all_installed(text):
             exec(compile(text, page, "exec"), names)
         elif language == "toml":
             run_toml(text)
-        elif re.match(r"octavo|torchrun|make|pip|python3", text):
+        elif re.match(r"octavo|torchrun|make|pip|python3|echo", text):
             for line in text.splitlines():
-                run_line(line)
+                run_line(line, monkeypatch)
