@@ -353,3 +353,17 @@ def test_another_format_on_a_live_model_keeps_the_amaxes_and_scales_for_its_own_
         assert state["format"] == {"HYBRID": "E5M2", "E4M3": "E4M3"}[name]
         largest = state["amax_history"].max()
         assert state["scale"] == torch.tensor({"HYBRID": 57344.0, "E4M3": 448.0}[name]) / largest
+
+
+def test_a_training_inside_of_one_context_is_warned_of(layer, draw):
+    """Its scales of inputs and weights would never move."""
+    with octavo.fp8_autocast(fp8_recipe=delayed()):
+        for _ in range(99):
+            layer(batch(draw)).sum().backward()
+        with pytest.warns(UserWarning, match="Enter it around each forward"):
+            layer(batch(draw)).sum().backward()
+        layer(batch(draw)).sum().backward()
+    for _ in range(120):
+        with octavo.fp8_autocast(fp8_recipe=delayed()):
+            y = layer(batch(draw)).sum()
+        y.backward()

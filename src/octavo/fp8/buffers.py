@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ _ROUNDING = 1 + 2.0**-20
 _buffers: weakref.WeakValueDictionary[int, ScaleBuffer] = weakref.WeakValueDictionary()
 _sets: weakref.WeakValueDictionary[int, BufferSet] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_LONG = 100
+"""Backward passes inside one outermost autocast, more than micro-batches of a step: the training stands inside of it."""
 
 
 class Slot:
@@ -246,6 +249,7 @@ class _State:
     is_open: bool = False
     seen: bool = False  # a layer has run in FP8, replays of CUDA graphs not counted
     recorded: bool = False  # by a layer that has
+    backwards: int = 0  # that ended while it was open
     task: int = -1  # autograd's number of the last backward that recorded
 
 
@@ -259,6 +263,7 @@ def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
     _state.session = Session(Joint(group, reduce_amax))
     _state.seen = _state.recorded = False
     _state.is_open = True
+    _state.backwards = 0
 
 
 def leave() -> None:
@@ -316,6 +321,13 @@ def update_after_backward() -> None:
 
 
 def _end_backward() -> None:
+    _state.backwards += _state.is_open
+    if _state.is_open and _state.backwards == _LONG:
+        warnings.warn(
+            f"fp8_autocast is open since {_LONG} backward passes: delayed scaling changes the scales of inputs and weights where"
+            " the outermost context ends. Enter it around each forward, not around the training.",
+            stacklevel=2,
+        )
     for buffers in list(_sets.values()):
         buffers.update_backward()
 
