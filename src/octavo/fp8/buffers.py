@@ -324,8 +324,8 @@ def _end_backward() -> None:
     _state.backwards += _state.is_open
     if _state.is_open and _state.backwards == _LONG:
         warnings.warn(
-            f"fp8_autocast is open since {_LONG} backward passes: delayed scaling changes the scales of inputs and weights where"
-            " the outermost context ends. Enter it around each forward, not around the training.",
+            f"fp8_autocast is open since {_LONG} backward passes: delayed scaling changes the scales of inputs and weights"
+            " where the outermost context ends. Enter it around each forward, not around the training.",
             stacklevel=2,
         )
     for buffers in list(_sets.values()):
