@@ -384,7 +384,6 @@ def test_an_older_file_of_a_run_with_a_key_without_effect_is_read(run_file, caps
         (["optimizer.warmup_steps=40"], ["optimizer.warmup_steps = 40", "rises to 7.5e-05 at the last step and never falls"]),
         (["train.validate_every=11"], ["train.validate_every = 11", "train.steps = 10"]),
         (["checkpoint.every=11"], ["checkpoint.every = 11"]),
-        (["log.every=11"], ["log.every = 11"]),
         (["parallel.reduce_dtype=bfloat16"], ['parallel.reduce_dtype = "bfloat16"', "one rank"]),
         (["launch.timeout=5"], ["launch.timeout = 5.0", "one rank"]),
         (["optimizer.warmup_steps=9", "train.validate_every=10", "checkpoint.every=10", "log.every=10"], []),

@@ -7,6 +7,7 @@ small sizes on top.
 import ast
 import importlib.util
 import io
+import json
 import re
 import shlex
 import shutil
@@ -19,7 +20,6 @@ import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import octavo
-from conftest import write_corpus
 from octavo.bench.suites import SUITES
 from octavo.cli import app, main
 from octavo.config.run import RunConfig
@@ -29,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 SMALL = ("data.sequence_length=32", "train.global_batch=4", "train.epochs=0.1")
 NOT_OCTAVO = ("make", "pip", "python3 -m venv", "bash")
+WORDS = "a scale for each tensor keeps small values in reach of the format while large ones saturate "
 CONFIG = {
     "vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 4096,
@@ -46,7 +47,8 @@ def furnished(tmp_path_factory):
     """A folder with all that a reader has: a model in Hugging Face's format, texts, a run file, the presets."""
     place = tmp_path_factory.mktemp("snippets")
     (place / "texts").mkdir()
-    corpus = write_corpus(place / "texts" / "some.jsonl")
+    corpus = place / "texts" / "some.jsonl"
+    corpus.write_text("".join(json.dumps({"text": WORDS * (1 + number % 5)}) + "\n" for number in range(60)))
     (place / "presets").symlink_to(ROOT / "presets")
     (place / "folder").mkdir()
     train_tokenizer(["a few words and more words"] * 20, 300).save(place / "folder")

@@ -123,15 +123,15 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _tell(message: str, code: int, error: BaseException, *, quiet: bool = False) -> None:
     """Print an error, unless it is printed, and leave it for a launcher."""
-    _tell_launcher(message, code)
     if not quiet and not getattr(error, "reported", False):
+        _tell_launcher(message, code)
         _print_error(message)
 
 
 def _tell_launcher(message: str, code: int) -> None:
     from octavo.watchdog.processes import tell_launcher
 
-    tell_launcher(f"octavo: {message}", code)
+    tell_launcher(message, code)
 
 
 def _unexpected() -> str:

@@ -166,7 +166,7 @@ def test_the_start_is_announced_and_paths_are_checked_before_torch_is_imported(t
 
 
 def test_rank_0_alone_announces_the_start(tiny_run, monkeypatch, capsys):
-    monkeypatch.setattr("octavo.cli.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("octavo.watchdog.processes.time.sleep", lambda seconds: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))

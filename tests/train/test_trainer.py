@@ -158,8 +158,71 @@ def test_what_a_trainer_refuses(tiny_run):
     with pytest.raises(InputError, match="returned list"):
         trainer_of(run, evaluate=lambda model, step: [1.0]).train()
     with pytest.raises(InputError, match="returned x = 'high'"):
-        trainer_of(run, evaluate=lambda model, step: {"x": "high"}).train()
+        trainer_of(tiny_run("other"), evaluate=lambda model, step: {"x": "high"}).train()
     with pytest.raises(InputError, match=r"train\.early_stopping = 2 has no effect"):
         trainer_of(run, train={"early_stopping": 2})
     with pytest.raises(InputError, match=r"train\.steps, train\.tokens or train\.epochs"):
         octavo.Trainer(model={"source": "llama-tiny"}, data={"source": "x", "sequence_length": 8}, train={"global_batch": 1})
+
+
+class Failing(octavo.Callback):
+    def on_step(self, trainer, record):
+        if record["step"] == 3:
+            raise KeyError("a typing error")
+
+
+def failing_evaluation(model, step):
+    raise KeyError("a typing error")
+
+
+@pytest.mark.parametrize("user", [{"callbacks": [Failing()]}, {"evaluate": failing_evaluation}], ids=["callback", "evaluate"])
+def test_a_users_error_loses_no_step(tiny_run, tmp_path, user):
+    run = tiny_run(steps=4)
+    assert main(["train", str(run.file), "train.validate_every=3", f"train.output={tmp_path / 'whole'}"]) == 0
+    with pytest.raises(KeyError, match="typing error"):
+        trainer_of(run, train={"validate_every": 3}, **user).train()
+    assert kept(run.output) == [3]
+    assert len(losses(run.output)) == 3
+    trainer_of(run, train={"validate_every": 3}).train()
+    assert losses(run.output) == losses(tmp_path / "whole")
+
+
+def test_gradients_of_an_evaluation_enter_no_step(tiny_run, tmp_path):
+    run = tiny_run(steps=3)
+    given = {"validate_every": 1}
+    assert main(["train", str(run.file), "train.validate_every=1", f"train.output={tmp_path / 'whole'}"]) == 0
+
+    def evaluate(model, step):
+        ids = torch.arange(16)[None]
+        with torch.enable_grad():
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        return {"loss": loss}
+
+    trainer_of(run, evaluate=evaluate, train=given).train()
+    assert losses(run.output) == losses(tmp_path / "whole")
+
+
+def test_a_moved_run_is_the_one_that_continues(tiny_run, tmp_path, capsys):
+    run = tiny_run(steps=4)
+    constant = "optimizer.schedule=constant"
+    assert main(["train", str(run.file), constant]) == 0
+    moved = tmp_path / "moved"
+    run.output.rename(moved)
+    assert main(["train", str(moved / "run.toml"), "train.steps=6"]) == 0
+    assert "is of the run in its folder" in capsys.readouterr().err
+    assert len(losses(moved)) == 6
+    assert not run.output.exists()
+
+
+def test_no_export_among_the_checkpoints(tiny_run, capsys):
+    run = tiny_run(steps=1)
+    assert main(["train", str(run.file)]) == 0
+    assert main(["export", str(run.output), "--to", str(run.output / "checkpoints" / "step-15")]) == 2
+    assert "among the run's checkpoints" in capsys.readouterr().err
+
+
+def test_a_decay_that_begins_too_early_is_said(tiny_run, capsys):
+    run = tiny_run(steps=4)
+    assert main(["train", str(run.file), "optimizer.schedule=wsd", "optimizer.decay_steps=3", "--dry-run"]) == 0
+    assert "before step 2 of the full rate" in capsys.readouterr().err

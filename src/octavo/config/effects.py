@@ -183,10 +183,16 @@ def warnings(config: RunConfig, *, one_rank: bool) -> Iterator[str]:
             f"{config.optimizer.lr * steps / warmup:g} at the last step and never falls. Lower optimizer.warmup_steps unless "
             "that is meant."
         )
+    decay = config.optimizer.decay_start(steps) if config.optimizer.schedule == "wsd" else steps
+    begun = max([warmup, *config.train.extended])
+    if decay < begun < steps:
+        yield (
+            f"optimizer.decay_steps: the decay of wsd would begin after step {decay}, before step {begun} of the full rate, "
+            f"and lasts {steps - begun} steps. Lower optimizer.decay_steps unless that is meant."
+        )
     for key, consequence in (
         ("train.validate_every", "the only validation is at the end"),
         ("checkpoint.every", "the only checkpoint is at the end"),
-        ("log.every", "the only progress line is at the end"),
     ):
         if (every := value_of(config, key)) > steps and _is_changed(config, key):
             yield f"{key} = {every} is more than train.steps = {steps}: {consequence}."

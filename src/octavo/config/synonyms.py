@@ -69,7 +69,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("data.vocab_size", "vocabulary_size vocab", ""),
     ("data.workers", "num_workers dataloader_num_workers", ""),
     ("data.max_documents", "max_train_samples max_samples", ""),
-    ("data.validation_fraction", "val_split validation_split val_size test_size eval_split", "a share of the documents"),
+    ("data.validation_fraction", "val_split val_size test_size eval_split", "a share of the documents"),
     ("checkpoint.every", "save_steps save_interval save_every checkpoint_every checkpoint_interval ckpt_every", ""),
     ("checkpoint.keep", "save_total_limit keep_last max_checkpoints", ""),
     ("train.validate_every", "eval_steps eval_interval eval_every val_check_interval validation_interval", ""),

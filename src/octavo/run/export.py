@@ -124,6 +124,8 @@ def export_run(run: Path, to: Path, checkpoint: str | None = None) -> Path:
         OctavoError: no checkpoint is whole.
     """
     config = run_config(run)
+    if to.resolve().is_relative_to((run / "checkpoints").resolve()):
+        raise InputError(f"--to {str(to)!r} lies among the run's checkpoints, which it removes in time. Give another folder.")
     _check_empty(to)
     found = open_run(run, config, checkpoint)
     write_pretrained(found.shapes, found.config, to, found.tokenizer, read=found.read, generation=found.generation)

@@ -1,7 +1,7 @@
 """Events of a training: the calls that `octavo.Trainer` passes on to a user's callbacks and evaluation.
 
-They run on every rank, so that a callback may use collectives. A callback cannot change the numbers of a run by drawing random
-numbers, and neither can an evaluation: the generators are restored after each.
+They run on every rank, so that a callback may use collectives. If one raises, the step is saved first. Random numbers that they
+draw change no number of the run: the generators are restored after each.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class CallbackEvents(Events):
 
 def _number(name: str, value: Any) -> float:
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"Trainer(evaluate=…) returned {name} = {value!r}: it is a number, such as {math.pi:.2f}.") from None
 

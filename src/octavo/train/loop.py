@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -201,9 +201,10 @@ def _train_steps(session: _Session, done: int, stop: StopRequest) -> tuple[int, 
         session.checkpoints.poll()
         if session.events.samples and config.train.sample_every and step % config.train.sample_every == 0 and step < steps:
             _show_sample(session, step)
-        session.events.stepped(record)
-        if "validation_loss" in record:
-            session.events.validated(record)
+        with _saved_first(session, record):
+            session.events.stepped(record)
+            if "validation_loss" in record:
+                session.events.validated(record)
         checkpoint_seconds = 0.0
         if state.world_size == 1:  # no other rank has to agree: stop after this step
             stopping, ending = stop.received is not None, stop.ending
@@ -227,11 +228,29 @@ def _validate(session: _Session, record: dict[str, Any]) -> bool:
         loss = all_ranks().on_rank_0(lambda: loss)  # all ranks end together
         record |= {"validation_loss": loss, "perplexity": perplexity(loss)}
         session.best.add(step, loss)
-    record |= session.events.evaluate(session.context.model, step)
+    with _saved_first(session, record, recorded=False):
+        record |= session.events.evaluate(session.context.model, step)
+    session.context.optimizer.zero_grad()  # of an evaluation that went backward
     is_best = config.checkpoint.best and session.best.step == step
     if config.checkpoint.best:
         session.checkpoints.protected = session.best.step
     return is_best
+
+
+@contextlib.contextmanager
+def _saved_first(session: _Session, record: Mapping[str, Any], *, recorded: bool = True) -> Iterator[None]:
+    """Around a user's code: if it raises, the step is recorded and saved before the error goes on.
+
+    On one rank: several save together, and the others know nothing of the error.
+    """
+    try:
+        yield
+    except BaseException:
+        if state.world_size == 1:
+            if session.metrics is not None and not recorded:
+                session.metrics.append(record)
+            _write_checkpoint(session, record["step"], wait=True)
+        raise
 
 
 def _show_sample(session: _Session, step: int) -> None:
@@ -243,6 +262,11 @@ def _show_sample(session: _Session, step: int) -> None:
 def _save(session: _Session, step: int, *, wait: bool) -> float:
     """Save a checkpoint; returns the seconds that the training waited for it."""
     started = time.perf_counter()
+    session.events.saved(_write_checkpoint(session, step, wait=wait))
+    return time.perf_counter() - started
+
+
+def _write_checkpoint(session: _Session, step: int, *, wait: bool) -> Path:
     context = session.context
     context.watch.phase("checkpoint")
     if session.metrics is not None:
@@ -256,8 +280,7 @@ def _save(session: _Session, step: int, *, wait: bool) -> float:
     path = session.checkpoints.save(step, context.model, context.optimizer, scalars, background=background)
     if wait:
         session.checkpoints.wait()
-    session.events.saved(path)
-    return time.perf_counter() - started
+    return path
 
 
 def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) -> tuple[TrainContext, list[Batch]]:

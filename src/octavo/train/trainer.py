@@ -19,6 +19,7 @@ from torch import nn
 
 from octavo.checkpoint.manifest import step_folders
 from octavo.checkpoint.reader import has_own_code
+from octavo.config.effects import with_values
 from octavo.config.run import RunConfig
 from octavo.data.prepared import PreparedData, check_vocabulary, prepare
 from octavo.data.special_tokens import SpecialTokens, check_overrides
@@ -74,9 +75,12 @@ class Trainer:
         for name, keys in sections.items():
             if not isinstance(keys, Mapping):
                 raise InputError(f"Trainer({name}={keys!r}): a section is a dict of keys, such as train={{'steps': 100}}.")
+        if not isinstance(callbacks, list | tuple):
+            raise InputError(f"Trainer(callbacks={callbacks!r}): give a list of callbacks, such as callbacks=[MyCallback()].")
         for callback in callbacks:
             if not isinstance(callback, Callback):
-                raise InputError(f"Trainer(callbacks=…): {callback!r} is no octavo.Callback: derive its class from it.")
+                way = "make an object of it" if isinstance(callback, type) else "derive its class from octavo.Callback"
+                raise InputError(f"Trainer(callbacks=…): {callback!r} is no octavo.Callback: {way}.")
         if evaluate is not None and not callable(evaluate):
             raise InputError(f"Trainer(evaluate={evaluate!r}): it is a function of model and step.")
         if isinstance(run_file, RunConfig):
@@ -91,7 +95,7 @@ class Trainer:
         self.optimizer: torch.optim.Optimizer | None = None
         self.step = 0
         self._console = console
-        self._events = CallbackEvents(self, list(callbacks), evaluate)
+        self._events = CallbackEvents(self, callbacks, evaluate)
         self._stop: StopRequest | None = None
 
     def stop(self) -> None:
@@ -189,6 +193,8 @@ def _fit_to_past(plan: RunPlan, folder: RunFolder) -> RunPlan:
     if folder.path.name == "bf16" and plan.recipe is None:  # its loss is to be compared with the other run's
         remedy = f"Put them back, move {str(folder.path)!r} away to train it again, or set another train.output."
     newest = max(step for step, _ in step_folders(folder.checkpoints))
+    same_end = with_values(plan.config, {"train.extended": before.train.extended})
+    check_resumable(before, same_end, folder.path, remedy=remedy)  # other keys first: they may be why the steps differ
     config = extend(before, plan.config, newest)
     check_resumable(before, config, folder.path, remedy=remedy)
     return dataclasses.replace(plan, config=config)
