@@ -357,7 +357,7 @@ def test_an_unforeseen_fault_keeps_its_traceback_and_ends_with_one_line(tiny_run
     with pytest.raises(ValueError, match="unforeseen") as raised:
         main(["train", str(tiny_run().file), "--dry-run"])
     last = traceback.format_exception(raised.value)[-1]
-    assert last.startswith(f"octavo: an error that Octavo {octavo.__version__} does not expect")
+    assert last.startswith(f"Octavo {octavo.__version__} does not expect")
     assert last.endswith("octavo doctor --json\n")
     assert last.count("\n") == 1
 

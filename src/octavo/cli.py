@@ -139,7 +139,7 @@ def _unexpected() -> str:
     from octavo._version import __version__
 
     return (
-        f"octavo: an error that Octavo {__version__} does not expect, so probably a bug. Report it with the lines above, the "
+        f"Octavo {__version__} does not expect this error, so it is probably a bug. Report it with the lines above, the "
         "run file and the output of: octavo doctor --json"
     )
 
