@@ -140,7 +140,8 @@ def test_a_rank_that_raises(job, command):
     job = job(command, fault=f"raise:forward:{STEP}:2")
     ends_with(job, f"rank 2 of 3 failed in forward of step {STEP}: ValueError: the planted fault", within=GRACE)
     assert job.said[1].startswith("[rank2]: Traceback")
-    assert job.said[-1] == "[rank2]: ValueError: the planted fault"
+    assert job.said[-2] == "[rank2]: ValueError: the planted fault"
+    assert "octavo doctor --json" in job.said[-1]
     assert all(line.startswith("[rank2]:") for line in job.said[1:])
 
 
