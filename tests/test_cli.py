@@ -395,7 +395,7 @@ def test_an_error_is_left_for_torchrun(tmp_path, monkeypatch, capsys):
     assert main(["train", "no.toml"]) == 2
     said = capsys.readouterr().err.strip()
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
-    assert failure.message["message"] == said
+    assert f"octavo: {failure.message['message']}" == said
     assert failure.timestamp > 0
 
 

@@ -161,6 +161,6 @@ def test_the_snippets_of_a_page_run(page, place, monkeypatch, capsys):
             exec(compile(text, page, "exec"), names)
         elif language == "toml":
             run_toml(text)
-        elif re.match(r"octavo|torchrun|make|pip|python3|echo", text):
+        elif re.match(r"octavo (?!\d)|torchrun|make|pip|python3|echo", text):
             for line in text.splitlines():
                 run_line(line, monkeypatch)

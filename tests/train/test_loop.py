@@ -45,7 +45,7 @@ def test_a_run_leaves_what_it_promises(tiny_run, capsys):
     run = tiny_run(steps=7, every=2)
     assert main(["train", str(run.file), "train.validate_every=3", "checkpoint.keep=2"]) == 0
     assert {p.name for p in run.output.iterdir()} == {
-        ".lock", "run.toml", "metrics.jsonl", "checkpoints", "model", "tokenizer", "environment.json",
+        ".lock", "run.toml", "metrics.jsonl", "checkpoints", "model", "tokenizer", "environment.json", "losses.png",
     }  # fmt: skip
     assert steps_kept(run.output) == [6, 7]
     records = read_metrics(run.output / "metrics.jsonl")

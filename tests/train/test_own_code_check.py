@@ -112,5 +112,5 @@ def test_a_run_is_refused_before_its_first_step(tiny_run, tmp_path, capsys):
     settings = re.sub(r"\[model\.config\]\n.*?(?=\n\[)", "", run.file.read_text(), flags=re.DOTALL)
     run.file.write_text(re.sub(r'(?m)^source = "llama-tiny"', f'source = "{tmp_path / "bert"}"', settings))
     assert main(["train", str(run.file)]) == 2
-    assert "BertLMHeadModel is not causal" in capsys.readouterr().err
+    assert "bert is no causal language model but an encoder" in capsys.readouterr().err
     assert not list(run.output.glob("checkpoints/*"))

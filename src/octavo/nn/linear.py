@@ -49,7 +49,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def high_precision(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` of operands of one dtype, fast in bf16 on any CPU."""
-    if gemm.widens(x) and not torch.compiler.is_compiling():
+    if gemm.widens(x):
         return _WideLinear.apply(x, weight, bias)
     return functional.linear(x, weight, bias)
 
