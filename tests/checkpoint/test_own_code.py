@@ -21,6 +21,9 @@ LLAMA = {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_w
 MODELS = {
     "mistral": lambda seed: llama(seed, model_type="mistral"),
     "llama": lambda seed: llama(seed, **LLAMA),
+    "gpt_neox": lambda seed: llama(seed, model_type="gpt_neox"),
+    "phi3": lambda seed: llama(seed, model_type="phi3"),
+    "qwen3": lambda seed: llama(seed, model_type="qwen3"),
     "vit": vit,
 }
 OPTIMIZERS = {

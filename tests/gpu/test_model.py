@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import octavo
 from octavo.build import build_model
@@ -11,6 +12,13 @@ from octavo.models.sources import load_config
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 CONFIG = load_config("llama-tiny", {"num_hidden_layers": 2, "vocab_size": 1000})
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
+FAMILIES = {
+    "gpt_neox": load_config("pythia-160m", SIZES),
+    "gpt_neox serial": load_config("pythia-160m", SIZES | {"use_parallel_residual": False}),
+    "qwen3": AutoConfig.for_model("qwen3", **SIZES, num_key_value_heads=2, head_dim=96, tie_word_embeddings=True),
+}
+"""Blocks of other kinds than Llama's."""
 RECIPES = [
     octavo.recipe.DelayedScaling(amax_history_len=4),
     octavo.recipe.CurrentScaling(),
@@ -19,9 +27,9 @@ RECIPES = [
 ]
 
 
-def built(device, *, dtype=torch.bfloat16, compile=False, **options):
+def built(device, *, config=CONFIG, dtype=torch.bfloat16, compile=False, **options):
     """compile: each block, as a user's own loop may."""
-    model = build_model(CONFIG, dtype=dtype, params_dtype=torch.float32, device=device, seed=3, **options)
+    model = build_model(config, dtype=dtype, params_dtype=torch.float32, device=device, seed=3, **options)
     for part in (*model.layers, model.norm) if compile else ():
         part.compile()
     return model
@@ -55,6 +63,14 @@ def test_initial_weights_are_those_of_the_cpu():
 def test_gpu_follows_cpu(recipe, compile):
     _, cpu = train("cpu", recipe)
     _, gpu = train("cuda", recipe, compile=compile)
+    torch.testing.assert_close(gpu, cpu, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES], ids=lambda r: r.name if r else "bf16")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gpu_follows_cpu_in_other_families(family, recipe):
+    _, cpu = train("cpu", recipe, config=FAMILIES[family])
+    _, gpu = train("cuda", recipe, config=FAMILIES[family])
     torch.testing.assert_close(gpu, cpu, rtol=5e-3, atol=0)
 
 

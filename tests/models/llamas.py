@@ -1,4 +1,4 @@
-"""Small Llamas and Mistrals of Hugging Face with weights that matter, and how their gradients are compared with Octavo's."""
+"""Small models of the decoder's families with weights that matter, and how their gradients are compared with Octavo's."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,6 +15,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+
+
+def _partial(fraction, **keys):
+    """`rope_parameters` by which this part of each head rotates."""
+    return {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": fraction} | keys
+
+
 SHAPES = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -35,14 +42,32 @@ SHAPES = {
     "mistral-tied": {"model_type": "mistral", "tie_word_embeddings": True, "num_key_value_heads": 1},
     "mistral-llama3-rope": {"model_type": "mistral", "rope_parameters": LLAMA3_ROPE},
     "mistral-narrow-heads": {"model_type": "mistral", "head_dim": 6, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 1},
+    "qwen3": {"model_type": "qwen3"},
+    "qwen3-biases": {"model_type": "qwen3", "attention_bias": True, "head_dim": 10, "rope_parameters": LLAMA3_ROPE},
+    "phi3": {"model_type": "phi3"},
+    "phi3-partial": {"model_type": "phi3", "rope_parameters": _partial(0.75), "num_key_value_heads": 1, "pad_token_id": 5},
+    "neox": {"model_type": "gpt_neox"},
+    "neox-serial": {"model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False},
+    "neox-tanh-tied": {"model_type": "gpt_neox", "hidden_act": "gelu_fast", "tie_word_embeddings": True, "pad_token_id": 5},
+    "neox-whole-heads": {"model_type": "gpt_neox", "rope_parameters": _partial(1.0), "hidden_act": "relu2"},
+    "neox-no-rotation": {"model_type": "gpt_neox", "rope_parameters": _partial(0.0)},
+    "neox-linear-rope": {"model_type": "gpt_neox", "rope_parameters": _partial(0.5, rope_type="linear", factor=4.0)},
 }
 """By name what a config has in place of the keys of `llama_config`."""
+DEFAULTS = {
+    "mistral": {"sliding_window": None},
+    "qwen3": {"head_dim": 16},
+    "phi3": {"pad_token_id": None},
+}
+"""Keys of a family whose own default is not that of a small Llama."""
 
 
 def llama_config(**changes):
     """A Llama of two layers, 97 words, 4 query heads on 2 key-value heads, and a feed-forward size of 44.
 
-    With `model_type="mistral"` a Mistral without a window.
+    With `model_type` another family of that size, Mistral without a window; one without grouped queries ignores their number.
     """
     values = {
         "model_type": "llama",
@@ -57,7 +82,7 @@ def llama_config(**changes):
     }
     values |= changes
     kind = values.pop("model_type")
-    return AutoConfig.for_model(kind, **({"sliding_window": None} if kind == "mistral" else {}) | values)
+    return AutoConfig.for_model(kind, **DEFAULTS.get(kind, {}) | values)
 
 
 def llama(seed=0, dtype=torch.float32, **changes):

@@ -14,7 +14,17 @@ from octavo.models.shapes import SHAPES
 from octavo.models.sources import load_config
 
 
-@pytest.mark.parametrize(("name", "billions"), [("llama-1b", 1.2358), ("llama-8b", 8.0303), ("llama2-7b", 6.7384)])
+PUBLISHED = {
+    "llama-1b": 1.2358,
+    "llama-8b": 8.0303,
+    "llama2-7b": 6.7384,
+    "pythia-160m": 0.162322944,
+    "pythia-410m": 0.405334016,
+    "gpt-neox-20b": 20.55456768,
+}
+
+
+@pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
 def test_built_in_shapes_have_the_published_number_of_parameters(name, billions):
     model = build_model(load_config(name), dtype=torch.bfloat16, params_dtype=torch.float32, device="meta", seed=0)
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=1e-4)
@@ -103,6 +113,7 @@ def test_an_override_of_one_rotary_key_keeps_the_others():
         ({"head_dim": -16}, ("head_dim = -16",)),
         ({"num_hidden_layers": True}, ("num_hidden_layers", "bool")),
         ({"hidden_size": "64"}, ("hidden_size", "'64'")),
+        ({"rope_parameters": {"partial_rotary_factor": 1.5}}, ("partial_rotary_factor = 1.5", "from 0 to 1")),
         ({"rms_norm_eps": float("nan")}, ("rms_norm_eps = nan", "finite")),
         ({"rms_norm_eps": -1e-5}, ("rms_norm_eps = -1e-05", "at least 0")),
         ({"attention_dropout": float("inf")}, ("attention_dropout",)),

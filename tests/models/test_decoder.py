@@ -1,11 +1,15 @@
-"""Octavo's decoder computes what Hugging Face's Llama computes: logits, loss and every gradient, with masks and documents."""
+"""Octavo's decoder computes what Hugging Face's models compute: logits, loss and every gradient, with masks and documents."""
 
 import pytest
 import torch
 from llamas import SHAPES, VOCABULARY, assert_same_gradients, gradients, llama, tokens
 
-from octavo.build import transform
+from octavo.build import describe, transform
 from octavo.errors import InputError
+
+
+FAMILIES = ["plain", "qwen3", "phi3-partial", "neox", "neox-serial"]
+"""Of `SHAPES`, one of each kind of block."""
 
 
 def pair(seed=0, **changes):
@@ -94,9 +98,11 @@ def test_labels_give_the_loss_alone_and_no_labels_the_logits_alone():
         assert torch.equal(model(input_ids=ids, labels=ids).loss, with_labels.loss)
 
 
-@pytest.mark.parametrize("side", ["right", "left", "both"])
-def test_padding_is_ignored_as_hugging_face_ignores_it(side):
-    reference, model = pair(3)
+@pytest.mark.parametrize(
+    ("side", "shape"), [("right", "plain"), ("left", "plain"), *(("both", shape) for shape in FAMILIES)]
+)
+def test_padding_is_ignored_as_hugging_face_ignores_it(side, shape):
+    reference, model = pair(3, **SHAPES[shape])
     ids = tokens(3, 12)
     mask = torch.ones_like(ids)
     if side != "left":
@@ -131,8 +137,9 @@ def positions(lengths):
     return torch.cat([torch.arange(n) for n in lengths])
 
 
-def test_documents_of_restarting_positions_are_computed_alone():
-    model = transform(llama(4), dtype=torch.float32)
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_documents_of_restarting_positions_are_computed_alone(shape):
+    model = transform(llama(4, **SHAPES[shape]), dtype=torch.float32)
     ids = tokens(len(LENGTHS), 17)
     together = model(input_ids=ids, position_ids=torch.stack([positions(row) for row in LENGTHS])).logits
     for row, lengths in enumerate(LENGTHS):
@@ -140,8 +147,9 @@ def test_documents_of_restarting_positions_are_computed_alone():
             assert_close(logits[None], model(input_ids=part[None]).logits)
 
 
-def test_documents_have_the_loss_and_the_gradients_of_each_alone():
-    packed, alone = (transform(llama(4), dtype=torch.float32) for _ in range(2))
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_documents_have_the_loss_and_the_gradients_of_each_alone(shape):
+    packed, alone = (transform(llama(4, **SHAPES[shape]), dtype=torch.float32) for _ in range(2))
     ids = tokens(2, 17)
     lengths = (5, 1, 11)
     labels = ids.clone()
@@ -167,8 +175,9 @@ def test_documents_and_padding_together():
     assert_close(together[6:11], model(input_ids=ids[:, 6:11]).logits[0])
 
 
-def test_positions_that_go_on_from_elsewhere_are_hugging_faces():
-    reference, model = pair(8, **SHAPES["llama3-rope"])
+@pytest.mark.parametrize("shape", ["llama3-rope", *FAMILIES])
+def test_positions_that_go_on_from_elsewhere_are_hugging_faces(shape):
+    reference, model = pair(8, **SHAPES[shape])
     ids = tokens(2, 9)
     later = torch.arange(40, 49)[None]
     assert_close(model(input_ids=ids, position_ids=later).logits, reference(input_ids=ids, position_ids=later).logits)
@@ -178,7 +187,7 @@ def relative_error(found, wanted):
     return ((found.float() - wanted).norm() / wanted.norm()).item()
 
 
-@pytest.mark.parametrize("shape", ["plain", "all-biases", "llama3-rope"])
+@pytest.mark.parametrize("shape", ["all-biases", "llama3-rope", "neox-tanh-tied", *FAMILIES])
 def test_bf16_is_as_close_to_float32_as_hugging_faces_bf16(shape):
     half = llama(2, torch.bfloat16, **SHAPES[shape])
     exact = llama(2, **SHAPES[shape])
@@ -199,13 +208,59 @@ def test_bf16_is_as_close_to_float32_as_hugging_faces_bf16(shape):
         assert relative_error(found, best[name]) <= 1.5 * relative_error(theirs[name], best[name]) + 2e-3, name
 
 
-@pytest.mark.parametrize("rope", ["plain", "llama3-rope", "linear-rope"])
+@pytest.mark.parametrize(
+    "dropout",
+    [
+        {"model_type": "gpt_neox", "hidden_dropout": 0.2},
+        {"model_type": "gpt_neox", "hidden_dropout": 0.2, "use_parallel_residual": False},
+        {"model_type": "phi3", "resid_pdrop": 0.2},
+        {"model_type": "phi3", "embd_pdrop": 0.2},
+    ],
+    ids=str,
+)
+def test_dropout_of_hidden_states_draws_where_hugging_face_draws(dropout):
+    reference, model = pair(2, **dropout)
+    ids = tokens(3, 17)
+    found = []
+    for m in (reference, model):
+        torch.manual_seed(5)
+        found.append(m(input_ids=ids, labels=ids).loss)
+        found[-1].backward()
+    assert_close(found[1], found[0])
+    assert_same_gradients(model, reference)
+    assert_close(model.eval()(input_ids=ids).logits, reference.eval()(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "gpt_neox", "hidden_act": "quick_gelu"}, "hidden_act = 'quick_gelu' is not one of relu2, gelu, "),
+        ({"model_type": "qwen2", "hidden_act": "relu2"}, "hidden_act = 'relu2' is not one of silu"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            "sliding_window = 8: the decoder's attention has no window",
+        ),
+        ({"model_type": "phi3", "sliding_window": 8}, "sliding_window = 8: the decoder's attention has no window"),
+        (
+            {"rope_parameters": SHAPES["linear-rope"]["rope_parameters"] | {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor = 0.5: heads of this family rotate whole",
+        ),
+    ],
+    ids=str,
+)
+def test_what_the_decoder_does_not_compute_keeps_its_own_code(changes, reason):
+    model = transform(llama(**changes), dtype=torch.float32)
+    assert type(model).__module__.startswith("transformers.")
+    assert describe(model).own_code.startswith(reason)
+
+
+@pytest.mark.parametrize("rope", ["plain", "llama3-rope", "linear-rope", "neox", "neox-linear-rope", "phi3-partial"])
 def test_angles_stay_float32_in_a_bf16_model(rope):
     reference = llama(**SHAPES[rope])
     model = transform(reference, dtype=torch.bfloat16).to(torch.bfloat16)
     at = torch.arange(0, 100, 7)[None]
     cos, sin, _ = model.rotary(at)
-    wanted_cos, wanted_sin = reference.model.rotary_emb(torch.zeros(1, 1), at)
+    wanted_cos, wanted_sin = reference.base_model.rotary_emb(torch.zeros(1, 1), at)
     assert cos.dtype == sin.dtype == torch.float32
     torch.testing.assert_close(cos, wanted_cos, rtol=0, atol=1e-6)
     torch.testing.assert_close(sin, wanted_sin, rtol=0, atol=1e-6)

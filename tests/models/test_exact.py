@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo.models.decoder import Decoder
@@ -55,8 +55,49 @@ def test_loaded_copied_frozen_resized_and_used_models(tmp_path):
     resized = llama()
     resized.resize_token_embeddings(80)
     assert isinstance(transformed(resized), Decoder)
-    mistral = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))
-    assert isinstance(transformed(mistral), Decoder)
+
+
+FAMILIES = {
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "phi3": {"pad_token_id": None},
+    "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+}
+
+
+def of_family(family):
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **FAMILIES[family]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_the_config_of_another_family_builds(family, dtype):
+    assert isinstance(transformed(copy.deepcopy(of_family(family)).to(dtype)), Decoder)
+
+
+CHANGED_FAMILIES = {
+    "serial": ("gpt_neox", lambda m: setattr(m.gpt_neox.layers[1], "use_parallel_residual", False), "use_parallel_residual is"),
+    "dropout": ("gpt_neox", lambda m: setattr(m.gpt_neox.layers[0].post_mlp_dropout, "p", 0.5), r"post_mlp_dropout\.p is 0\.5"),
+    "norm": ("gpt_neox", lambda m: setattr(m.gpt_neox.layers[0], "input_layernorm", nn.RMSNorm(32)), "input_layernorm is a RMS"),
+    "frequencies": (
+        "gpt_neox",
+        lambda m: setattr(m.gpt_neox.rotary_emb, "inv_freq", torch.ones(4)),
+        "rotates by other frequencies",
+    ),
+    "query norm": ("qwen3", lambda m: setattr(m.model.layers[0].self_attn, "q_norm", nn.Identity()), "q_norm is a Identity"),
+    "bias": ("qwen2", lambda m: setattr(m.model.layers[0].self_attn, "o_proj", nn.Linear(32, 32)), "o_proj.bias is an extra"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_FAMILIES)
+def test_another_family_that_was_changed_keeps_its_code(name):
+    family, edit, reason = CHANGED_FAMILIES[name]
+    model = of_family(family)
+    edit(model)
+    out = transformed(model)
+    assert not isinstance(out, Decoder)
+    assert re.search(reason, str(octavo.describe(out)))
 
 
 class Adapter(nn.Linear):

@@ -15,7 +15,7 @@ from octavo.build import transform
 from octavo.errors import InputError
 from octavo.models.convert import load_pretrained
 
-SOME = ("plain", "tied", "all-biases", "one-group", "mistral-llama3-rope")
+SOME = ("plain", "tied", "all-biases", "one-group", "mistral-llama3-rope", "qwen3", "phi3", "neox")
 
 
 def pair(seed=0, **changes):
@@ -35,7 +35,7 @@ def test_a_decoder_becomes_hugging_faces_model_again_to_the_bit(shape, dtype):
     assert back.dtype == dtype
     assert not back.training
     same_bits(back.state_dict(), reference.state_dict())
-    assert (back.lm_head.weight is back.model.embed_tokens.weight) == reference.config.tie_word_embeddings
+    assert (back.get_output_embeddings().weight is back.get_input_embeddings().weight) == reference.config.tie_word_embeddings
     assert back.generation_config.to_dict() == reference.generation_config.to_dict()
     ids = tokens(2, 9)
     assert torch.equal(back(input_ids=ids).logits, reference.eval()(input_ids=ids).logits)
@@ -111,9 +111,11 @@ def test_a_generation_config_stays_with_the_model(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [5, 7]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_hidden_states_are_hugging_faces(recompute):
-    reference, _ = pair(4)
+@pytest.mark.parametrize(
+    ("recompute", "shape"), [(False, "plain"), (True, "plain"), (False, "qwen3"), (True, "neox"), (False, "neox-serial")]
+)
+def test_hidden_states_are_hugging_faces(recompute, shape):
+    reference, _ = pair(4, **SHAPES[shape])
     model = transform(copy.deepcopy(reference), dtype=torch.float32, recompute=recompute)
     ids = tokens(2, 11)
     theirs = reference(input_ids=ids, output_hidden_states=True).hidden_states

@@ -27,7 +27,8 @@ RECIPES = {
 
 def train(recipe, recompute, *, away=False, dropout=0.0, dtype=torch.float32, inside=False, micro_batches=1, family="llama"):
     """Losses, every gradient of every step, and the FP8 state of a short run."""
-    config = llama_config(attention_dropout=dropout, model_type=family)
+    hidden = {"hidden_dropout": dropout} if family == "gpt_neox" else {}
+    config = llama_config(attention_dropout=dropout, model_type=family, **hidden)
     model = build_model(
         config, dtype=dtype, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute, offload=away
     )
@@ -58,7 +59,9 @@ def assert_same_bits(one, other):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("family", "dropout"), [("llama", 0.0), ("llama", 0.1), ("mistral", 0.1)])
+@pytest.mark.parametrize(
+    ("family", "dropout"), [("llama", 0.0), ("llama", 0.1), ("mistral", 0.1), ("gpt_neox", 0.1), ("qwen3", 0.1)]
+)
 def test_recomputation_changes_no_bit(recipe, family, dropout):
     kept, *again = (train(RECIPES[recipe], recompute, dropout=dropout, family=family) for recompute in (False, True, "mlp"))
     for run in again:
@@ -108,8 +111,10 @@ def test_a_recomputed_model_keeps_less_for_backward():
 
 
 @pytest.mark.parametrize("recompute", [False, True, "mlp"])
-@pytest.mark.parametrize("recipe", ["none", "delayed", "rowwise"])
-def test_offloading_changes_no_bit_and_keeps_nothing_of_a_block_but_on_the_host(recipe, recompute, monkeypatch):
+@pytest.mark.parametrize(
+    ("recipe", "family"), [("none", "llama"), ("delayed", "llama"), ("rowwise", "llama"), ("delayed", "gpt_neox")]
+)
+def test_offloading_changes_no_bit_and_keeps_nothing_of_a_block_but_on_the_host(recipe, family, recompute, monkeypatch):
     kept = []
     original = offload._Away
 
@@ -117,10 +122,10 @@ def test_offloading_changes_no_bit_and_keeps_nothing_of_a_block_but_on_the_host(
         kept.append(copy)
         return original(copy, device)
 
-    plain = train(RECIPES[recipe], recompute, dropout=0.1)
+    plain = train(RECIPES[recipe], recompute, dropout=0.1, family=family)
     monkeypatch.setattr(offload, "_Away", counted)
     monkeypatch.setattr(offload, "SMALLEST_BYTES", 0)
-    assert_same_bits(plain, train(RECIPES[recipe], recompute, away=True, dropout=0.1))
+    assert_same_bits(plain, train(RECIPES[recipe], recompute, away=True, dropout=0.1, family=family))
     assert len(kept) >= 3
     assert not any(copy.is_pinned() for copy in kept)
 

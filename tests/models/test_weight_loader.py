@@ -13,7 +13,7 @@ from octavo.models.convert import conversion
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
 from octavo.models.weight_files import InMemoryWeights, WeightFiles
-from octavo.models.weight_loader import WeightLoader
+from octavo.models.weight_loader import WeightLoader, folder_weights
 from octavo.nn.attention import merge_qkv
 from octavo.nn.mlp import interleave
 
@@ -38,7 +38,8 @@ class Recorded(InMemoryWeights):
 def check_every_range(decoder, name, sources, whole):
     """Each range of rows of a joined matrix, in the numbers of the rows of its sources."""
     weights = {theirs: p.clone() for theirs, p in hugging_face(parameters(decoder), decoder.spec).items()}
-    for theirs, rows in zip(conversion(decoder.spec).names(name), sources, strict=True):
+    names = conversion(decoder.spec).names(name)
+    for theirs, rows in zip(names, sources if len(names) > 1 else [torch.cat(sources)], strict=True):
         weights[theirs] = rows.float()[:, None].expand_as(weights[theirs])
     load = WeightLoader(decoder, InMemoryWeights(weights))
     width = decoder.get_parameter(name).shape[1]
@@ -59,20 +60,28 @@ def decoder(**changes):
     return Decoder(config, spec_of(config), dtype=torch.float32, params_dtype=torch.float32)
 
 
+JOINED = ["llama", "phi3"]
+"""Families whose sources have the parts of a joined matrix apart, and one after the other in one matrix."""
+
+
+@pytest.mark.parametrize("family", JOINED)
 @pytest.mark.parametrize(
     ("heads", "groups", "head_dim"), [(1, 1, 2), (4, 2, 4), (4, 1, 2), (3, 3, 2), (6, 3, 2), (8, 2, 2), (2, 2, 6)]
 )
-def test_every_range_of_joined_queries_keys_and_values(heads, groups, head_dim):
+def test_every_range_of_joined_queries_keys_and_values(family, heads, groups, head_dim):
     q, k, v = numbered([heads * head_dim, groups * head_dim, groups * head_dim])
-    model = decoder(num_attention_heads=heads, num_key_value_heads=groups, head_dim=head_dim)
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": head_dim}
+    model = decoder(model_type=family, **sizes)
     name = "layers.0.self_attention.layernorm_qkv.weight"
     check_every_range(model, name, (q, k, v), merge_qkv(q, k, v, groups))
 
 
+@pytest.mark.parametrize("family", JOINED)
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 12, 16, 20, 32, 44, 48])
-def test_every_range_of_gate_and_up(size):
+def test_every_range_of_gate_and_up(family, size):
     gate, up = numbered([size, size])
-    check_every_range(decoder(intermediate_size=size), "layers.0.layernorm_mlp.fc1_weight", (gate, up), interleave(gate, up))
+    model = decoder(model_type=family, intermediate_size=size)
+    check_every_range(model, "layers.0.layernorm_mlp.fc1_weight", (gate, up), interleave(gate, up))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -81,7 +90,7 @@ def test_parts_of_a_decoder_are_slices_of_the_whole(tmp_path, shape, dtype):
     theirs = llama(2, dtype, **SHAPES[shape])
     theirs.save_pretrained(tmp_path, max_shard_size=20_000)
     decoder = transform(theirs, dtype=torch.float32)
-    files, held = WeightFiles(tmp_path), Recorded(theirs.state_dict())
+    files, held = folder_weights(tmp_path, None, theirs.config), Recorded(theirs.state_dict())
     for weights in (files, held):
         load = WeightLoader(decoder, weights)
         assert set(load.names) == {name for name, _ in decoder.named_parameters(remove_duplicate=False)}

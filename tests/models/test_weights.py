@@ -100,7 +100,7 @@ def test_a_folder_with_files_is_not_written_over(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("shape", ["plain", "tied", "all-biases"])
+@pytest.mark.parametrize("shape", ["plain", "tied", "all-biases", "qwen3", "phi3-partial", "neox", "neox-tanh-tied"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_models_loaded_from_a_folder_have_the_logits_of_the_source(tmp_path, shape, sharded):
     theirs = llama(6, **SHAPES[shape])

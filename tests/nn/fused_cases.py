@@ -73,12 +73,15 @@ def mlp_by_hand(p, h, kind, activation):
     return plain.linear(hidden, p["fc2_weight"], p.get("fc2_bias"))
 
 
-def split_by_hand(p, h, kind, heads, groups, angles):
+def split_by_hand(p, h, kind, heads, groups, angles, norms=None):
+    """norms: parameters of the norms of queries and keys, before the rotation."""
     normed = plain.norm(kind, h, p["layer_norm_weight"], p.get("layer_norm_bias"), EPS)
     biases = split_qkv(p["bias"], heads, groups) if "bias" in p else (None, None, None)
     weights = split_qkv(p["weight"], heads, groups)
     dim = weights[1].shape[0] // groups
     q, k, v = (plain.linear(normed, w, b).unflatten(-1, (-1, dim)) for w, b in zip(weights, biases, strict=True))
+    if norms is not None:
+        q, k = (plain.norm(kind, x, norms[f"{n}.weight"], norms.get(f"{n}.bias"), EPS) for n, x in (("q_norm", q), ("k_norm", k)))
     return (plain.rotate(q, *angles), plain.rotate(k, *angles), v) if angles else (q, k, v)
 
 
@@ -86,12 +89,16 @@ def part_of(p, prefix):
     return {name.removeprefix(prefix): value for name, value in p.items() if name.startswith(prefix)}
 
 
-def layer_by_hand(p, x, pending, *, kind, activation, heads, groups, angles, allowed):
+def layer_by_hand(p, x, pending, *, kind, activation, heads, groups, angles, allowed, normed, parallel):
     """Both of what a transformer layer hands on."""
     h = x + pending
-    q, k, v = split_by_hand(part_of(p, "self_attention.layernorm_qkv."), h, kind, heads, groups, angles)
+    norms = part_of(p, "self_attention.") if normed else None
+    q, k, v = split_by_hand(part_of(p, "self_attention.layernorm_qkv."), h, kind, heads, groups, angles, norms)
     proj = part_of(p, "self_attention.proj.")
-    h = h + plain.linear(plain.attention(q, k, v, allowed), proj["weight"], proj.get("bias"))
+    attended = plain.linear(plain.attention(q, k, v, allowed), proj["weight"], proj.get("bias"))
+    if parallel:
+        return h, attended + mlp_by_hand(part_of(p, "layernorm_mlp."), h, kind, activation)
+    h = h + attended
     return h, mlp_by_hand(part_of(p, "layernorm_mlp."), h, kind, activation)
 
 
@@ -149,8 +156,13 @@ def mlp_case(kind="RMSNorm", bias=True, activation="swiglu", sizes=SMALL, again=
     )
 
 
-def layer_case(kind="RMSNorm", bias=True, masked="causal", rotate=True, activation="swiglu", sizes=SMALL):
-    """masked: "causal", "no_mask", or "mask" for a random one. Scores are of size 1: a softmax between one key and all."""
+def layer_case(
+    kind="RMSNorm", bias=True, masked="causal", rotate=True, activation="swiglu", sizes=SMALL, *, normed=False, parallel=False
+):
+    """masked: "causal", "no_mask", or "mask" for a random one. Scores are of size 1: a softmax between one key and all.
+
+    normed: queries and keys are normalised before the rotation. In a parallel layer a part of each head rotates.
+    """
     module = octavo.nn.TransformerLayer(
         sizes.hidden,
         sizes.ffn,
@@ -162,6 +174,10 @@ def layer_case(kind="RMSNorm", bias=True, masked="causal", rotate=True, activati
         bias=bias,
         activation=activation,
         self_attn_mask_type="causal" if masked == "mask" else masked,
+        parallel_attention_mlp=parallel,
+        qk_norm_type=kind if normed else None,
+        qk_norm_eps=EPS,
+        qk_norm_before_rope=True,
     )
     plain.randomise(module)
     with torch.no_grad():
@@ -173,13 +189,19 @@ def layer_case(kind="RMSNorm", bias=True, masked="causal", rotate=True, activati
         random = torch.rand(sizes.batch, *allowed.shape[1:], generator=torch.Generator().manual_seed(4)) < 0.5
         allowed = random | torch.eye(sizes.tokens, dtype=torch.bool)
         mask = allowed[:, None]
-    angles = plain.angles(sizes.batch, sizes.tokens, sizes.head) if rotate else None
+    angles = plain.angles(sizes.batch, sizes.tokens, rotated_columns(sizes, parallel)) if rotate else None
     how = {"kind": kind, "activation": activation, "heads": sizes.heads, "groups": sizes.groups}
+    how |= {"normed": normed, "parallel": parallel}
 
     def call(m, x, pending):
         return m.forward_residual(x, pending, None if mask is None else mask.to(x.device), tables_for(angles, x))
 
     return Case(module, call, functools.partial(layer_by_hand, angles=angles, allowed=allowed, **how))
+
+
+def rotated_columns(sizes, parallel):
+    """Of a head, in a layer."""
+    return sizes.head // 4 * 2 if parallel else sizes.head
 
 
 def tables_for(angles, x):
@@ -189,6 +211,8 @@ def tables_for(angles, x):
 CASES = {
     "norm": norm_case, "linear": linear_case, "split": split_case, "mlp": mlp_case, "layer": layer_case,
     "mlp again": functools.partial(mlp_case, again=True),
+    "normed layer": functools.partial(layer_case, normed=True),
+    "parallel layer": functools.partial(layer_case, parallel=True, activation="gelu"),
 }  # fmt: skip
 
 

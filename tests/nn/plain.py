@@ -43,10 +43,11 @@ def causal(tokens):
 
 
 def rotate(x, cos, sin):
-    """x [B, T, H, D] as complex numbers of its two halves, turned by the angles [B, T, D]."""
-    half = x.shape[-1] // 2
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos, sin)[:, :, None, :half]
-    return torch.cat([turned.real, turned.imag], -1)
+    """The first columns of x [B, T, H, D] as complex numbers of their two halves, turned by the angles [B, T, columns]."""
+    columns = cos.shape[-1]
+    half = columns // 2
+    turned = torch.complex(x[..., :half], x[..., half:columns]) * torch.complex(cos, sin)[:, :, None, :half]
+    return torch.cat([turned.real, turned.imag, x[..., columns:]], -1)
 
 
 def angles(batch, tokens, dim):

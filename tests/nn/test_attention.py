@@ -73,17 +73,55 @@ def attention_by_hand(p, x, layer, kind, cos, sin, allowed, prefix=""):
     bias = p.get(f"{prefix}layernorm_qkv.bias")
     biases = (None, None, None) if bias is None else split_qkv(bias, heads, groups)
     q, k, v = (plain.linear(normed, w, b).unflatten(-1, (-1, dim)) for w, b in zip(weights, biases, strict=True))
+
+    def normed_heads(name, x):
+        if layer.q_norm is None:
+            return x
+        of = layer.q_norm.normalization
+        return plain.norm(of, x, p[f"{prefix}{name}.weight"], p.get(f"{prefix}{name}.bias"), layer.q_norm.eps)
+
+    if layer.norm_first:
+        q, k = normed_heads("q_norm", q), normed_heads("k_norm", k)
     if cos is not None:
         q, k = plain.rotate(q, cos, sin), plain.rotate(k, cos, sin)
+    if not layer.norm_first:
+        q, k = normed_heads("q_norm", q), normed_heads("k_norm", k)
     return plain.linear(plain.attention(q, k, v, allowed), p[f"{prefix}proj.weight"], p.get(f"{prefix}proj.bias"))
 
 
 @pytest.mark.parametrize(("heads", "groups"), HEADS)
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("rotary", [True, False])
+@pytest.mark.parametrize("rotary", [6, 4, 0])
 def test_multihead_attention(heads, groups, kind, rotary):
     layer = plain.randomise(octavo.nn.MultiheadAttention(16, heads, 6, num_gqa_groups=groups, normalization=kind))
-    cos, sin = plain.angles(2, 9, 6) if rotary else (None, None)
+    check_multihead_attention(layer, kind, rotary)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["behind the rotation", "in front of it"])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("rotary", [6, 4, 0])
+def test_queries_and_keys_may_be_normed(kind, first, rotary):
+    norm = {"qk_norm_type": kind, "qk_norm_eps": 1e-3, "qk_norm_before_rope": first}
+    layer = plain.randomise(octavo.nn.MultiheadAttention(16, 4, 6, num_gqa_groups=2, **norm))
+    check_multihead_attention(layer, "LayerNorm", rotary)
+
+
+def test_another_norm_of_queries_and_keys_is_refused():
+    for layer in (octavo.nn.MultiheadAttention, octavo.nn.TransformerLayer):
+        with pytest.raises(InputError, match="unknown qk_norm_type 'L2Normalization'.*Known: LayerNorm, RMSNorm"):
+            layer(16, 4, 4, qk_norm_type="L2Normalization")
+
+
+def test_short_sequences_of_normed_queries_take_the_long_way(monkeypatch):
+    calls = calls_of_the_short_kernel(monkeypatch)
+    layer = octavo.nn.MultiheadAttention(16, 2, attn_mask_type="no_mask", qk_norm_type="RMSNorm").bfloat16()
+    layer(plain.fresh(2, 9, 16).bfloat16())
+    assert calls == []
+
+
+def check_multihead_attention(layer, kind, rotary):
+    """Output and every gradient, with so many columns of each head rotated."""
+    cos, sin = plain.angles(2, 9, rotary) if rotary else (None, None)
 
     class Rotated(torch.nn.Module):
         def __init__(self):

@@ -25,6 +25,7 @@ from fused_cases import (
     layer_by_hand,
     layer_case,
     mlp_case,
+    rotated_columns,
     run,
     same_bits,
     split_case,
@@ -51,7 +52,7 @@ def test_without_fp8_they_are_float64(which, kind, bias):
 
 @pytest.mark.parametrize("recipe", FP8)
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("which", ["linear", "split", "mlp", "layer"])
+@pytest.mark.parametrize("which", ["linear", "split", "mlp", "layer", "normed layer", "parallel layer"])
 def test_with_fp8_they_are_float64_but_for_its_rounding(which, kind, recipe):
     case = CASES[which](kind)
     warm(case, RECIPES[recipe])
@@ -89,7 +90,7 @@ def test_every_attention(recipe, masked, groups, rotate):
 
 @torch_warns_of_itself
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("which", ["norm", "linear", "mlp", "layer"])
+@pytest.mark.parametrize("which", ["norm", "linear", "mlp", "layer", "normed layer", "parallel layer"])
 def test_they_are_what_a_compiler_is_given_instead(which, recipe):
     if which == "norm" and recipe != "none":
         pytest.skip("no product")
@@ -113,9 +114,8 @@ def test_they_are_what_a_compiler_is_given_instead(which, recipe):
 def test_a_stream_is_its_sum(which, recipe):
     """One tensor in, one out: the additions are then PyTorch's, and the same bits."""
     case, twin = CASES[which](), CASES[which]()
-    attention = (
-        {} if which != "layer" else {"rotary_pos_emb": tuple(t.float() for t in plain.angles(*SMALL.shape[:2], SMALL.head))}
-    )
+    angles = plain.angles(*SMALL.shape[:2], rotated_columns(SMALL, which == "parallel layer"))
+    attention = {"rotary_pos_emb": tuple(t.float() for t in angles)} if "layer" in which else {}
 
     def alone(m, x, pending):
         h = x + pending
@@ -126,10 +126,10 @@ def test_a_stream_is_its_sum(which, recipe):
                 h,
                 rotation=Rotation(SMALL.heads, SMALL.groups, *(t.float() for t in plain.angles(*SMALL.shape[:2], SMALL.head))),
             )[1:]
-        return (m(h, **attention),) if which == "layer" else (h, m(h))
+        return (m(h, **attention),) if "layer" in which else (h, m(h))
 
     summed = twin._replace(call=alone)
-    if which == "layer":
+    if "layer" in which:
         case = case._replace(call=lambda m, x, p, inner=case.call: (sum(inner(m, x, p)),))
     for _ in range(2):
         found, wanted = (run(c, *inputs(), RECIPES[recipe]) for c in (case, summed))

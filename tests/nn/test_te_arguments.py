@@ -161,7 +161,7 @@ WANTED = {
     "sequence_parallel": True, "tp_size": 2, "fuse_wgrad_accumulation": True, "ub_overlap_ag": True, "parallel_mode": "column",
     "parameters_split": ("q", "k"), "zero_centered_gamma": True, "delay_wgrad_compute": True, "symmetric_ar_type": "multimem",
     "set_parallel_mode": True, "activation_params": {"limit": 7.0}, "checkpoint": True, "window_size": (128, 0),
-    "softcap": 30.0, "softmax_type": "learnable", "attention_type": "cross", "qk_norm_type": "RMSNorm",
+    "softcap": 30.0, "softmax_type": "learnable", "attention_type": "cross",
     "qkv_weight_interleaved": False,
     "rotary_pos_interleaved": True, "input_layernorm": False, "layer_type": "decoder", "output_layernorm": True,
     "apply_residual_connection_post_layernorm": True, "drop_path_rate": 0.1, "ub_tp_comm_overlap": True,
@@ -418,8 +418,14 @@ def test_rotary_angles_as_transformer_engine_makes_them():
     want = layer(x, rotary_pos_emb=tables)
     assert torch.equal(layer(x, rotary_pos_emb=angles), want)
     assert torch.equal(layer(x, rotary_pos_emb=(angles, angles)), want)
+    few = angles[..., ::2]  # the first two columns of each head rotate
+    part = layer(x, rotary_pos_emb=few)
+    assert torch.equal(layer(x, rotary_pos_emb=tuple(f(few[:9, 0, 0])[None] for f in (torch.cos, torch.sin))), part)
+    assert not torch.equal(layer(x), part)
+    assert not torch.equal(part, want)
     assert not torch.equal(layer(x), want)
-    for wrong in (angles[:5], angles[..., :2], (angles, angles.clone())):
+    wide, odd = tuple(torch.cat([t, t], -1) for t in tables), tuple(t[..., :3] for t in tables)
+    for wrong in (angles[:5], angles[..., :3], torch.cat([angles, angles], -1), (angles, angles.clone()), wide, odd):
         with pytest.raises(InputError, match="rotary_pos_emb"):
             layer(x, rotary_pos_emb=wrong)
 

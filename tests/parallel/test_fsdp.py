@@ -77,7 +77,10 @@ def test_delayed_scaling_in_float32_is_one_rank_s_to_rounding(on_one_rank):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"reshard_after_forward": False}, {"recompute": True}, {"recompute": "mlp"}, {"tied": True}, {"model_type": "mistral"}],
+    [
+        *({"reshard_after_forward": False}, {"recompute": True}, {"recompute": "mlp"}, {"tied": True}),
+        *({"model_type": "mistral"}, {"model_type": "qwen3"}, {"model_type": "gpt_neox"}),
+    ],
 )
 @pytest.mark.parametrize("recipe", [None, "delayed"])
 def test_variants_equal_one_rank(settings, recipe):

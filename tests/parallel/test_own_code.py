@@ -211,7 +211,7 @@ def losses_and_scales(family, fp8, way):
     size |= {"max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 0}
     config = AutoConfig.for_model(family, **size, **NO_DROPOUT[family])
     recipe = DelayedScaling(amax_history_len=4)
-    options = {"dtype": torch.bfloat16, "params_dtype": torch.float32, "device": "cpu", "seed": 0}
+    options = {"dtype": torch.bfloat16, "params_dtype": torch.float32, "device": "cpu", "seed": 0, "blocks": "own"}
     sharding = sharded.sharding(recipe, torch.bfloat16) if world.state.world_size > 1 else None
     model = build_model(config, sharding=sharding, recompute=way == "recompute", **options)
     if way == "reentrant":

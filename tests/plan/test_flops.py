@@ -8,7 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPTNeoConfig, GPTNeoXConfig, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GPTNeoConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from octavo.errors import InputError
@@ -24,6 +33,7 @@ MODELS = [
     MistralConfig(**SMALL, num_key_value_heads=2, head_dim=16),
     MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
     Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=32),
+    Phi3Config(**SMALL, num_key_value_heads=2, pad_token_id=None),
     GPTNeoXConfig(**SMALL),
     GPTNeoConfig(hidden_size=64, num_layers=4, num_heads=4, vocab_size=128, attention_types=[[["global", "local"], 2]]),
 ]

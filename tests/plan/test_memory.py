@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from octavo.bench.cases import CASES
 from octavo.build import build_model
@@ -28,7 +28,16 @@ from octavo.plan.saved import BlockRecipes, Setup
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 GIB = 2**30
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96, "max_position_embeddings": 64}
-CONFIG = LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=3, **SIZES)
+STACK = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+CONFIG = LlamaConfig(**STACK, **SIZES)
+_HEADS = {"num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 64}
+FAMILIES = {
+    "neox": GPTNeoXConfig(**STACK, **_HEADS),
+    "neox serial": GPTNeoXConfig(**STACK, **_HEADS, use_parallel_residual=False, attention_bias=False),
+    "qwen2": Qwen2Config(**STACK, **SIZES),
+    "qwen3": Qwen3Config(**STACK, **SIZES),
+    "phi3": Phi3Config(**STACK, **_HEADS, pad_token_id=None),
+}
 
 
 def setup_of(spec, batch, length, recipe=None, **others):
@@ -115,6 +124,13 @@ def test_parameters_are_those_of_the_decoder(tied):
     assert saved.parameters(spec) == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_hugging_faces_model(family):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    assert saved.parameters(spec_of(FAMILIES[family])) == sum(parameter.numel() for parameter in model.parameters())
+
+
 def saved_bytes(model, recipe, documents, first):
     """Bytes that autograd saves in a forward without those of parameters, and bytes of cached FP8 weights.
 
@@ -156,19 +172,25 @@ def test_saved_tensors_under_other_settings(recipe, setting):
     check_saved(recipe, **setting)
 
 
-def check_saved(recipe, **setting):
+@pytest.mark.parametrize("recompute", [False, "mlp", True])
+@pytest.mark.parametrize(("family", "recipe"), [*((family, None) for family in FAMILIES), ("neox", "delayed"), ("qwen3", "block")])
+def test_saved_tensors_of_other_families(family, recipe, recompute):
+    check_saved(recipe, FAMILIES[family], recompute=recompute)
+
+
+def check_saved(recipe, config=CONFIG, **setting):
     """Every byte that autograd saves, and every cached FP8 weight, is in the estimate's parts."""
-    setup = setup_of(spec_of(CONFIG), 2, 48, recipe, **setting)
+    setup = setup_of(spec_of(config), 2, 48, recipe, **setting)
     dtypes = {2: torch.bfloat16, 4: torch.float32}
     model = build_model(
-        CONFIG, dtype=dtypes[setup.compute_bytes], params_dtype=dtypes[setup.params_bytes], device="cpu", seed=0,
+        config, dtype=dtypes[setup.compute_bytes], params_dtype=dtypes[setup.params_bytes], device="cpu", seed=0,
         recompute=setup.recompute, fp8_head=setup.head,
     )  # fmt: skip
     kept, cached = saved_bytes(model, recipe, setup.documents, True if setup.accumulates else None)
     blocks = sum(one.bytes for recipes in setup.recipes for one in saved.saved_in_forward(setup, setup.spec, recipes))
     ends = saved.saved_by_ends(setup, setup.spec) + saved.saved_by_head(setup, setup.spec)
     if setup.recompute is True:  # the tables are alive as arguments of the recomputation
-        ends -= 2 * 48 * 32 * 4
+        ends -= 2 * 48 * int(setup.spec.head_dim * setup.spec.rotary_fraction) * 4
     assert kept == pytest.approx(blocks + ends, abs=64)  # a few scales of one number
     if recipe is None or not setup.accumulates:
         assert cached == 0

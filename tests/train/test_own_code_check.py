@@ -59,7 +59,7 @@ CONFIGS = {
 
 def model_of(family, **changes):
     config = type(CONFIGS[family]).from_dict(CONFIGS[family].to_dict() | changes)
-    return build_model(config, dtype=torch.bfloat16, params_dtype=torch.float32, device="cpu", seed=3)
+    return build_model(config, dtype=torch.bfloat16, params_dtype=torch.float32, device="cpu", seed=3, blocks="own")
 
 
 def probe(model, *, documents):

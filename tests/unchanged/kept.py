@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from bits import elements_bits, machine, stored_tensors
@@ -127,11 +127,13 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-def language_model(kind: str, *, seed: int = 5) -> tuple[nn.Module, torch.optim.Optimizer]:
+def language_model(
+    kind: str, *, seed: int = 5, blocks: Literal["auto", "own"] = "auto"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A transformed model with random weights, and an optimizer with the parameter groups of `octavo train`."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **CONFIGS[kind]))
-    model = octavo.transform(model, params_dtype=torch.float32, fp8_head=False).train()
+    model = octavo.transform(model, params_dtype=torch.float32, fp8_head=False, blocks=blocks).train()
     groups = [[p for p in model.parameters() if p.ndim >= 2], [p for p in model.parameters() if p.ndim < 2]]
     return model, torch.optim.AdamW([{"params": group} for group in groups], lr=1e-2)
 

@@ -94,13 +94,13 @@ def _steps(
         yield loss.item().hex(), norm.item().hex()
 
 
-def _language_model(make: Callable[[], PreTrainedModel], recipe: str, folder: Path) -> dict[str, Any]:
+def _language_model(make: Callable[[], PreTrainedModel], recipe: str, folder: Path, **how: Any) -> dict[str, Any]:
     """Six steps in FP8; and the last three again in another model that loads what was saved after the first three."""
     chosen = _recipes()[recipe]
     found: list[tuple[str, str]] = []
     again: list[tuple[str, str]] = []
     for number, losses in enumerate((found, again)):
-        model = octavo.transform(make(), recipe=chosen, params_dtype=torch.float32).train()
+        model = octavo.transform(make(), recipe=chosen, params_dtype=torch.float32, **how).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
         def loss_of(step: int, model: Any = model) -> Tensor:
@@ -146,12 +146,12 @@ def _plain(recipe: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _initial(config: Any, kind: type[PreTrainedModel], folder: Path) -> dict[str, Any]:
+def _initial(config: Any, kind: type[PreTrainedModel], folder: Path, **how: Any) -> dict[str, Any]:
     """The weights of a model from the meta device, by octavo.init's seed."""
     octavo.init({"random_seed": 7})
     with octavo.delayed_init():
         model = kind(config)
-    octavo.export(octavo.transform(model, params_dtype=torch.float32), folder / "export")
+    octavo.export(octavo.transform(model, params_dtype=torch.float32, **how), folder / "export")
     return {"export": export_bits(folder / "export")}
 
 
@@ -201,9 +201,9 @@ def _cases() -> Iterator[tuple[str, Callable[[Path], dict[str, Any]]]]:
         yield f"loop-llama-{recipe}", partial(_language_model, _llama, recipe)
         yield f"loop-plain-{recipe}", partial(_plain, recipe)
         yield f"layers-{recipe}", partial(_layers, recipe)
-    yield "loop-gpt-neox-delayed", partial(_language_model, _neox, "delayed")
+    yield "loop-gpt-neox-delayed", partial(_language_model, _neox, "delayed", blocks="own")
     yield "initial-llama", partial(_initial, _llama_config(), LlamaForCausalLM)
-    yield "initial-gpt-neox", partial(_initial, _neox_config(), GPTNeoXForCausalLM)
+    yield "initial-gpt-neox", partial(_initial, _neox_config(), GPTNeoXForCausalLM, blocks="own")
 
 
 LOOPS: dict[str, Callable[[Path], dict[str, Any]]] = dict(_cases())

@@ -153,7 +153,7 @@ def _train(case: Train, folder: Path, data: dict[str, Any]) -> dict[str, Any]:
     if case.own:
         keys = {key: value for key, value in keys.items() if not key.startswith("model.config.")}
         AutoConfig.for_model(case.own, **OWN_CODE[case.own]).save_pretrained(folder / "source")
-        keys["model.source"] = str(folder / "source")
+        keys |= {"model.source": str(folder / "source"), "model.blocks": "own"}
     if case.keys.get("fp8.enabled", True) is False or case.keys.get("fp8.recipe", "delayed") != "delayed":
         del keys["fp8.amax_history_len"]  # refused without delayed scaling
     for start in case.starts:

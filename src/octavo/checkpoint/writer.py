@@ -206,6 +206,7 @@ def spec_record(model: nn.Module) -> dict[str, Any] | None:
         "kv_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
         "activation": spec.activation,
+        "parallel": spec.parallel,
         "norm_eps": spec.norm_eps,
         "rotary": dict(spec.rotary),
     }

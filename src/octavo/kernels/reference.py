@@ -185,12 +185,22 @@ def activation_backward(name: str, dy: Tensor, x: Tensor, block: int) -> Tensor:
     return torch.stack((dy * up * slope(gate), dy * curve(gate)), -2).flatten(-3)
 
 
-def rope(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    """Rotate the two halves of each head by the angles of its position, in float32; the result has x's dtype."""
-    x = x_BTHD.float()
+def rope(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
+    """Rotate the two halves of each head's first R columns by the angles of its position, in float32; x's dtype."""
+    x, rest = x_BTHD.tensor_split([cos_BTR.shape[-1]], -1)
+    x = x.float()
     first, second = x.chunk(2, -1)
     rotated = torch.cat((-second, first), -1)
-    return (x * cos_BTD[:, :, None] + rotated * sin_BTD[:, :, None]).to(x_BTHD.dtype)
+    turned = (x * cos_BTR[:, :, None] + rotated * sin_BTR[:, :, None]).to(x_BTHD.dtype)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+
+def rope_backward(d_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
+    """The gradient of `rope`'s x, float32, from that of its result."""
+    (cos_1, cos_2), (sin_1, sin_2) = (table[:, :, None].chunk(2, -1) for table in (cos_BTR, sin_BTR))
+    half = cos_1.shape[-1]
+    first, second, rest = d_BTHD.float().split([half, half, d_BTHD.shape[-1] - 2 * half], -1)
+    return torch.cat((first * cos_1 + second * sin_2, second * cos_2 - first * sin_1, rest), -1)
 
 
 def split_rotate(
@@ -198,13 +208,12 @@ def split_rotate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, T, H, D], keys and values [B, T, G, D] of the joint product, W = (H + 2G)·D grouped by key-value head.
 
-    With angles, the first R columns of each head of queries and keys are rotated as in `rope`.
+    With angles, queries and keys are rotated as in `rope`.
     """
     grouped = qkv_BTW.unflatten(-1, (groups, heads // groups + 2, -1))
     q, k, v = (part.flatten(2, 3) for part in grouped.split([heads // groups, 1, 1], 3))
     if cos_BTR is not None and sin_BTR is not None:
-        width = cos_BTR.shape[-1]
-        q, k = (torch.cat((rope(x[..., :width], cos_BTR, sin_BTR), x[..., width:]), -1) for x in (q, k))
+        q, k = rope(q, cos_BTR, sin_BTR), rope(k, cos_BTR, sin_BTR)
     return q.contiguous(), k.contiguous(), v.contiguous()
 
 
@@ -212,14 +221,7 @@ def join_rotated(dq_BTHD: Tensor, dk_BTGD: Tensor, dv_BTGD: Tensor, cos_BTR: Ten
     """The gradient of the joint product, float32 [B, T, W], from those of `split_rotate`'s results."""
     dq, dk, dv = dq_BTHD.float(), dk_BTGD.float(), dv_BTGD.float()
     if cos_BTR is not None and sin_BTR is not None:
-        (cos_1, cos_2), (sin_1, sin_2) = (table[:, :, None].chunk(2, -1) for table in (cos_BTR, sin_BTR))
-        half = cos_1.shape[-1]
-
-        def back(grad: Tensor) -> Tensor:
-            first, second, rest = grad.split([half, half, grad.shape[-1] - 2 * half], -1)
-            return torch.cat((first * cos_1 + second * sin_2, second * cos_2 - first * sin_1, rest), -1)
-
-        dq, dk = back(dq), back(dk)
+        dq, dk = rope_backward(dq, cos_BTR, sin_BTR), rope_backward(dk, cos_BTR, sin_BTR)
     groups = dk.shape[2]
     return torch.cat([part.unflatten(2, (groups, -1)) for part in (dq, dk, dv)], 3).flatten(2)
 

@@ -179,7 +179,7 @@ def write_pretrained(
     """
     reference, way = _source(tensors, config, model)
     with _new_folder(folder) as new:
-        _write_tensors(tensors, new, way, read)
+        _write_tensors(tensors, new, way, read, reference)
         _config_of(reference, config, tensors).save_pretrained(new)
         if generation is not None:
             (new / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
@@ -298,9 +298,12 @@ def _config_of(reference: PreTrainedModel, config: Any, tensors: Mapping[str, Te
 
 
 def _pieces(
-    tensors: Mapping[str, Tensor], way: Conversion | PreTrainedModel | None
+    tensors: Mapping[str, Tensor], way: Conversion | PreTrainedModel | None, reference: PreTrainedModel | None = None
 ) -> tuple[dict[tuple[str, ...], dict[str, Tensor]], Callable[[Mapping[str, Tensor]], dict[str, Tensor]]]:
-    """(the source's tensors of each group of names, on the meta device; the function that makes them from a group)."""
+    """(the source's tensors of each group of names, on the meta device; the function that makes them from a group).
+
+    reference: transformers' model at the end of a `Conversion`, for its published names in place of its own.
+    """
     from octavo.models.published import groups, published
 
     def theirs(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -308,7 +311,8 @@ def _pieces(
             return published(way, group)
         if way is None:
             return dict(group)
-        return {source: part for name, tensor in group.items() for source, part in way.split(name, tensor).items()}
+        found = {source: part for name, tensor in group.items() for source, part in way.split(name, tensor).items()}
+        return found if reference is None else published(reference, found)
 
     # The shapes alone, without reading: matrices are taken apart on the meta device.
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
@@ -324,8 +328,9 @@ def _write_tensors(
     folder: Path,
     way: Conversion | PreTrainedModel | None,
     read: Callable[[str], Tensor] | None,
+    reference: PreTrainedModel | None = None,
 ) -> None:
-    pieces, theirs = _pieces(tensors, way)
+    pieces, theirs = _pieces(tensors, way, reference)
     values = read or tensors.__getitem__
     save_shards(pieces, lambda names: theirs({name: values(name) for name in names}), folder)
 

@@ -29,7 +29,7 @@ from octavo.models.spec import ModelSpec
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.head import linear_cross_entropy
 from octavo.nn.linear import compute_dtype, high_precision
-from octavo.nn.norm import RMSNorm
+from octavo.nn.norm import NORM_LAYERS
 
 IGNORED = -100
 """The label of a position that is not predicted, as in Hugging Face."""
@@ -42,7 +42,8 @@ class RotaryAngles:
         self.dtype = dtype  # the tables are rounded to it, and returned in float32
         kind = spec.rotary.get("rope_type", "default")
         if kind == "default":
-            exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device="cpu") / spec.head_dim
+            rotated = int(spec.head_dim * spec.rotary_fraction)
+            exponent = torch.arange(0, rotated, 2, dtype=torch.float32, device="cpu") / rotated
             self.inv_freq, self.factor = 1.0 / (spec.rotary["rope_theta"] ** exponent), 1.0
         else:
             config = LlamaConfig(
@@ -55,7 +56,7 @@ class RotaryAngles:
             self.inv_freq, self.factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
 
     def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """position_ids [B, T] → cos, sin: float32 [B, T, D]; and that the halves of each are the same."""
+        """position_ids [B, T] → cos, sin: float32 [B, T, Dr] of the columns that rotate; and that their halves are the same."""
         if self.inv_freq.device != position_ids.device:
             self.inv_freq = self.inv_freq.to(position_ids.device)
         angles = position_ids[..., None].float() * self.inv_freq
@@ -105,17 +106,25 @@ class Decoder(PretrainedInterface):
                 spec.heads,
                 spec.kv_heads,
                 layernorm_epsilon=spec.norm_eps,
+                hidden_dropout=spec.hidden_dropout,
                 attention_dropout=spec.attention_dropout,
                 kv_channels=spec.head_dim,
                 normalization=spec.normalization,
-                bias=spec.attention_bias,
+                bias=spec.proj_bias,
+                qkv_bias=spec.qkv_bias,
                 mlp_bias=spec.mlp_bias,
                 activation=ACTIVATIONS[spec.activation, spec.gated],
+                parallel_attention_mlp=spec.parallel,
+                qk_norm_type="RMSNorm" if spec.qk_norm else None,
+                qk_norm_eps=spec.norm_eps,
+                qk_norm_before_rope=True,
                 **make,
             )
             for _ in range(spec.layers)
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, **make)
+        for layer in self.layers:
+            layer.drops_apart = True  # as GPT-NeoX does
+        self.norm = NORM_LAYERS[spec.normalization](spec.hidden_size, spec.norm_eps, **make)
         self.head = nn.Linear(spec.hidden_size, spec.vocabulary, bias=False, dtype=params_dtype, device=device)
         if spec.tied:
             self.head.weight = self.embedding.weight
@@ -174,7 +183,8 @@ class Decoder(PretrainedInterface):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         angles = self.rotary(position_ids)
-        residual, delta = self.embedding(input_ids).to(self.dtype), None
+        embedded = self.embedding(input_ids).to(self.dtype)
+        residual, delta = functional.dropout(embedded, self.spec.embedding_dropout, self.training), None
         states: list[Tensor] = []
         for layer in self.layers:
             if output_hidden_states:

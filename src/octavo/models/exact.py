@@ -49,7 +49,8 @@ def _differences(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> Ite
         if isinstance(inv_freq, torch.Tensor) and not inv_freq.is_meta:
             angles = RotaryAngles(spec)
             if (
-                not torch.allclose(inv_freq.float().cpu(), angles.inv_freq, rtol=1e-2)
+                inv_freq.shape != angles.inv_freq.shape
+                or not torch.allclose(inv_freq.float().cpu(), angles.inv_freq, rtol=1e-2)
                 or module.attention_scaling != angles.factor
             ):
                 yield f"{name} rotates by other frequencies than the config says"

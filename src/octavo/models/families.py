@@ -7,7 +7,7 @@ gets FP8 linears in place and is counted all the same. Neither torch nor transfo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -16,7 +16,12 @@ from octavo.models.spec import ModelSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary scalings that do not depend on the sequence at hand."""
-ACTIVATIONS = {("silu", True): "swiglu"}
+_GELU = dict.fromkeys(("gelu", "gelu_python"), "gelu_exact") | dict.fromkeys(
+    # One function in five spellings of its constants and its cube, the same in float32.
+    ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
+    "gelu",
+)
+ACTIVATIONS = {("silu", True): "swiglu", ("relu2", False): "srelu"} | {(name, False): ours for name, ours in _GELU.items()}
 """The activations of the decoder: (`ModelSpec.activation`, `gated`) → the layers' name."""
 
 
@@ -74,38 +79,49 @@ class Family:
     Attributes:
         gated: the MLP's activation is applied to a gate.
         keys: fields of `ModelSpec` → config keys that only some families have.
+        fixed: fields of `ModelSpec` that are the same in the whole family.
         normalization: of `ModelSpec`.
+        grouped: the config may give the number of key-value heads and the head dimension; False: as many as heads.
+        partial_rotary: `partial_rotary_factor` is read.
+        pads: the row of the pad token in the embedding is not trained.
         names: of its weights; None for a family that is only counted.
     """
 
     gated: bool
     keys: Mapping[str, str]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     normalization: str = "RMSNorm"
+    grouped: bool = True
+    partial_rotary: bool = False
+    pads: bool = True
     names: NameTable | None = None
 
     def read(self, config: Any) -> ModelSpec:
         """The spec of a config of this family."""
         hidden = int(config.hidden_size)
         heads = _first(config, "num_attention_heads", "num_heads")
+        rotary = dict(getattr(config, "rope_parameters", None) or {})
         return ModelSpec(
             family=config.model_type,
             hidden_size=hidden,
             ffn_size=_first(config, "intermediate_size", default=4 * hidden),
             layers=_first(config, "num_hidden_layers", "num_layers"),
             heads=heads,
-            kv_heads=_first(config, "num_key_value_heads", default=heads),
-            head_dim=_first(config, "head_dim", default=hidden // heads),
+            kv_heads=_first(config, "num_key_value_heads", default=heads) if self.grouped else heads,
+            head_dim=_first(config, "head_dim", default=hidden // heads) if self.grouped else hidden // heads,
             vocabulary=config.vocab_size,
             normalization=self.normalization,
             activation=_first(config, "hidden_act", "activation_function"),
             gated=self.gated,
             tied=bool(config.tie_word_embeddings),
-            padding=getattr(config, "pad_token_id", None),
+            padding=getattr(config, "pad_token_id", None) if self.pads else None,
             initializer_range=config.initializer_range,
-            rotary=dict(getattr(config, "rope_parameters", None) or {}),
+            rotary=rotary,
+            rotary_fraction=rotary.get("partial_rotary_factor", 1.0) if self.partial_rotary else 1.0,
             max_positions=config.max_position_embeddings,
             windows=_windows(config),
-            **{field: getattr(config, key) for field, key in self.keys.items()},
+            **{name: getattr(config, key) for name, key in self.keys.items()},
+            **self.fixed,
         )
 
 
@@ -149,20 +165,76 @@ _LLAMA_NAMES = NameTable(
     theirs="model.layers",
 )
 
+_QWEN3_NAMES = replace(
+    _LLAMA_NAMES,
+    block={
+        **_LLAMA_NAMES.block,
+        "self_attention.q_norm.weight": "self_attn.q_norm.weight",
+        "self_attention.k_norm.weight": "self_attn.k_norm.weight",
+    },
+)
+_PHI3_NAMES = replace(
+    _LLAMA_NAMES,
+    block={
+        **_LLAMA_NAMES.block,
+        "self_attention.layernorm_qkv.weight": Joined(Join.QKV, ("self_attn.qkv_proj.weight",)),
+        "layernorm_mlp.fc1_weight": Joined(Join.GATE_UP, ("mlp.gate_up_proj.weight",)),
+    },
+)
+_NEOX_NAMES = NameTable(
+    model={
+        "embedding.weight": "gpt_neox.embed_in.weight",
+        "norm.weight": "gpt_neox.final_layer_norm.weight",
+        "norm.bias": "gpt_neox.final_layer_norm.bias",
+        "head.weight": "lm_head.weight",  # "embed_out" in folders, which transformers renames
+    },
+    block={
+        "self_attention.layernorm_qkv.layer_norm_weight": "input_layernorm.weight",
+        "self_attention.layernorm_qkv.layer_norm_bias": "input_layernorm.bias",
+        # Its rows are those of `Join.QKV` already: query, key and value of one head, then of the next.
+        "self_attention.layernorm_qkv.weight": "attention.query_key_value.weight",
+        "self_attention.layernorm_qkv.bias": "attention.query_key_value.bias",
+        "self_attention.proj.weight": "attention.dense.weight",
+        "self_attention.proj.bias": "attention.dense.bias",
+        "layernorm_mlp.layer_norm_weight": "post_attention_layernorm.weight",
+        "layernorm_mlp.layer_norm_bias": "post_attention_layernorm.bias",
+        "layernorm_mlp.fc1_weight": "mlp.dense_h_to_4h.weight",
+        "layernorm_mlp.fc1_bias": "mlp.dense_h_to_4h.bias",
+        "layernorm_mlp.fc2_weight": "mlp.dense_4h_to_h.weight",
+        "layernorm_mlp.fc2_bias": "mlp.dense_4h_to_h.bias",
+    },
+    ours="layers",
+    theirs="gpt_neox.layers",
+)
+
 _RMS = {"norm_eps": "rms_norm_eps"}
 _DROPOUT = {"attention_dropout": "attention_dropout"}
-_BIASES = {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+_ATTENTION_BIAS = {"qkv_bias": "attention_bias", "proj_bias": "attention_bias"}
 _EXPERTS = {"experts": "num_local_experts", "visited": "num_experts_per_tok"}
+_NEOX = {
+    **_DROPOUT,
+    **_ATTENTION_BIAS,
+    "norm_eps": "layer_norm_eps",
+    "parallel": "use_parallel_residual",
+    "hidden_dropout": "hidden_dropout",
+    "embedding_dropout": "hidden_dropout",
+}
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(gated=True, keys=_RMS | _DROPOUT | _BIASES, names=_LLAMA_NAMES),
+    "llama": Family(gated=True, keys=_RMS | _DROPOUT | _ATTENTION_BIAS | {"mlp_bias": "mlp_bias"}, names=_LLAMA_NAMES),
     "mistral": Family(gated=True, keys=_RMS | _DROPOUT, names=_LLAMA_NAMES),
     "mixtral": Family(gated=True, keys=_RMS | _EXPERTS),
-    "qwen2": Family(gated=True, keys=_RMS),
-    "qwen3": Family(gated=True, keys=_RMS),
-    "gpt_neox": Family(gated=False, keys={"norm_eps": "layer_norm_eps"}, normalization="LayerNorm"),
+    "qwen2": Family(gated=True, keys=_RMS | _DROPOUT, fixed={"qkv_bias": True}, names=_LLAMA_NAMES),
+    "qwen3": Family(gated=True, keys=_RMS | _DROPOUT | _ATTENTION_BIAS, fixed={"qk_norm": True}, names=_QWEN3_NAMES),
+    "phi3": Family(
+        gated=True, keys=_RMS | _DROPOUT | {"hidden_dropout": "resid_pdrop"}, partial_rotary=True, names=_PHI3_NAMES
+    ),
+    "gpt_neox": Family(
+        gated=False, keys=_NEOX, fixed={"mlp_bias": True}, normalization="LayerNorm", grouped=False, partial_rotary=True,
+        pads=False, names=_NEOX_NAMES,
+    ),
     "gpt_neo": Family(gated=False, keys={"norm_eps": "layer_norm_epsilon"}, normalization="LayerNorm"),
-}
+}  # fmt: skip
 """By Hugging Face's `model_type`."""
 
 DECODER_FAMILIES = tuple(kind for kind, family in FAMILIES.items() if family.names is not None)
@@ -184,10 +256,15 @@ def decoder_spec(config: Any) -> tuple[ModelSpec | None, str]:
         return None, f"no decoder for the family {kind!r}"
     spec = spec_of(config)
     if (spec.activation, spec.gated) not in ACTIVATIONS:
-        return None, f"hidden_act = {spec.activation!r} is not one of {', '.join(name for name, _ in ACTIVATIONS)}"
-    rope = spec.rotary.get("rope_type", "default")
+        known = ", ".join(name for name, gated in ACTIVATIONS if gated == spec.gated)
+        return None, f"hidden_act = {spec.activation!r} is not one of {known}"
+    rope, fraction = spec.rotary.get("rope_type", "default"), spec.rotary.get("partial_rotary_factor", 1.0)
     if rope not in ROPE_TYPES:
         return None, f"rope_type = {rope!r} is not one of {', '.join(ROPE_TYPES)}"
+    if fraction != spec.rotary_fraction and rope != "default":  # which alone does not read it
+        return None, f"partial_rotary_factor = {fraction}: heads of this family rotate whole"
+    if not 0 <= spec.rotary_fraction <= 1:
+        return None, f"partial_rotary_factor = {fraction} is not between 0 and 1"
     window = next((window for window in spec.windows if window is not None), None)
     if window is not None:
         return None, f"sliding_window = {window}: the decoder's attention has no window"

@@ -43,6 +43,22 @@ _LLAMA3 = {
 }
 _TIED = {"tie_word_embeddings": True}
 
+
+def _neox(hidden_size: int, layers: int, heads: int, vocabulary: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_neox",
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     # hidden size, intermediate size, layers, heads, key-value heads
     "llama-tiny": _sizes(256, 704, 4, 4, 2) | _TIED | {"vocab_size": 4096, "max_position_embeddings": 2048},
@@ -54,6 +70,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-70b": _sizes(8192, 28672, 80, 64, 8) | _LLAMA3,
     # Llama-2-7B
     "llama2-7b": _sizes(4096, 11008, 32, 32, 32) | {"vocab_size": 32000, "max_position_embeddings": 4096},
+    # hidden size, layers, heads, words
+    "pythia-160m": _neox(768, 12, 12, 50304),
+    "pythia-410m": _neox(1024, 24, 16, 50304),
+    "gpt-neox-20b": _neox(6144, 44, 64, 50432) | {"hidden_act": "gelu_fast"},
 }
 """Hugging Face configs by name."""
 

@@ -123,6 +123,13 @@ def _check_sizes(config: Any) -> None:
             raise InputError(f"model.config.{key} = {value}: use at most {limit}.")
         if key.endswith(("norm_eps", "norm_epsilon")) and isinstance(value, float) and value < 0:
             raise InputError(f"model.config.{key} = {value}: use a number of at least 0, such as 1e-5.")
+    rope = getattr(config, "rope_parameters", None)
+    fraction = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+    if isinstance(fraction, int | float) and not 0 <= fraction <= 1:
+        raise InputError(
+            f"model.config.rope_parameters.partial_rotary_factor = {fraction}: the share of a head's columns that rotate is from"
+            " 0 to 1, such as 0.25."
+        )
 
 
 def _read_config(source: str) -> Any:

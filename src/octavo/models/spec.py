@@ -21,12 +21,16 @@ class ModelSpec:
         hidden_size, ffn_size, layers, heads, kv_heads, head_dim, vocabulary: its shape; `ffn_size` is that of one expert.
         normalization, norm_eps: "RMSNorm" or "LayerNorm", and the addend of its mean square.
         activation, gated: the function of the MLP by Hugging Face's name; True if it is applied to a gate.
-        attention_bias, mlp_bias: biases of both products of the attention, and of the MLP.
-        attention_dropout: in training.
+        qkv_bias, proj_bias, mlp_bias: biases of the attention's joint product, of its output product, and of the MLP.
+        qk_norm: queries and keys are normalised head by head before their rotation, by an RMSNorm each.
+        parallel: attention and MLP read the same residual stream, each through a norm of its own.
+        attention_dropout, hidden_dropout, embedding_dropout: in training: of the probabilities, of what a block adds to the
+            residual stream, and of the embeddings.
         tied: the output head is the embedding.
         padding: the token whose row of the embedding is not trained, as in Hugging Face (`pad_token_id`).
         initializer_range: standard deviation of the initial matrices.
         rotary: Hugging Face's `rope_parameters`; empty for a model without.
+        rotary_fraction: of each head's columns, the first, that rotate.
         max_positions: of rotary scalings.
         windows: one entry a layer: None for full attention, else the keys that a sliding window keeps.
         experts, visited: experts of each MLP (0 for none), and those of them that a token visits.
@@ -44,13 +48,19 @@ class ModelSpec:
     norm_eps: float
     activation: str
     gated: bool
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    proj_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    parallel: bool = False
     attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    embedding_dropout: float = 0.0
     tied: bool = False
     padding: int | None = None
     initializer_range: float = 0.02
     rotary: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    rotary_fraction: float = 1.0
     max_positions: int | None = None
     windows: tuple[int | None, ...] = ()
     experts: int = 0

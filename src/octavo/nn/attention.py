@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from octavo.errors import InputError
+from octavo.errors import InputError, unknown
 from octavo.kernels.attention import short
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
-from octavo.nn.norm import FLOATS_OF_PYTORCH, ResidualLayer, check_input
-from octavo.nn.rotary import Angles, Rotation
+from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, ResidualLayer, check_input
+from octavo.nn.rotary import Angles, Rotation, rotate
 from octavo.nn.te_arguments import Draws, Init, Tracker, check, check_dropout, check_format, check_mask, cos_and_sin
 
 
@@ -136,6 +136,8 @@ class MultiheadAttention(ResidualLayer):
 
     `bias` is that of both products where `qkv_bias` and `proj_bias` say nothing else. With `return_bias` that of the output
     product is not added but returned behind the result. qkv_format: "bshd", or "sbhd" for hidden states [T, B, hidden].
+    `qk_norm_type` "RMSNorm" or "LayerNorm" normalises queries and keys head by head (`q_norm`, `k_norm`), after the rotation or
+    with `qk_norm_before_rope` before it.
     """
 
     def __init__(
@@ -157,6 +159,9 @@ class MultiheadAttention(ResidualLayer):
         normalization: str = "LayerNorm",
         qkv_format: str = "bshd",
         return_bias: bool = False,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
         get_rng_state_tracker: Tracker | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -181,6 +186,13 @@ class MultiheadAttention(ResidualLayer):
             init_method=init_method,
             **make,
         )
+        if qk_norm_type is not None and qk_norm_type not in NORM_LAYERS:
+            raise unknown("qk_norm_type", qk_norm_type, NORM_LAYERS)
+        self.q_norm, self.k_norm = (
+            NORM_LAYERS[qk_norm_type](head_dim, qk_norm_eps, params_dtype=params_dtype, device=device) if qk_norm_type else None
+            for _ in range(2)
+        )
+        self.norm_first = qk_norm_before_rope and qk_norm_type is not None
         self.proj = Linear(
             self.heads * head_dim,
             hidden_size,
@@ -202,11 +214,11 @@ class MultiheadAttention(ResidualLayer):
         return_residual: bool = False,
         **te_arguments: Any,
     ) -> Any:
-        """hidden_states [B, T, hidden], mask bool [B, 1, T, T], rotary (cos, sin) each float32 [B, T, D] → like the input.
+        """hidden_states [B, T, hidden], mask bool [B, 1, T, T], rotary (cos, sin) each float32 [B, T, Dr] → like the input.
 
-        The mask is True where a query attends to a key, as PyTorch's, and stands in place of the mask type. rotary_pos_emb may
-        also be Transformer Engine's angles, [T, 1, 1, D]. attn_mask_type: for this call. delta and return_residual are for
-        `forward_residual`.
+        The mask is True where a query attends to a key, as PyTorch's, and stands in place of the mask type. Of each head the
+        first Dr columns rotate. rotary_pos_emb may also be Transformer Engine's angles, [T, 1, 1, Dr]. attn_mask_type: for this
+        call. delta and return_residual are for `forward_residual`.
         """
         if te_arguments:
             check("MultiheadAttention.forward", te_arguments, MultiheadAttention.forward)
@@ -218,9 +230,12 @@ class MultiheadAttention(ResidualLayer):
             h, qkv = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch)
             context = short_attention(qkv, self.heads, self.groups, self.core_attention.softmax_scale)
         else:
-            rotation = Rotation(self.heads, self.groups, *(angles or (None, None)))
-            h, *parts = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch, rotation=rotation)
-            context = self.core_attention(*parts, attention_mask, attn_mask_type=attn_mask_type)
+            rotation = Rotation(self.heads, self.groups, *((not self.norm_first and angles) or (None, None)))
+            h, q, k, v = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch, rotation=rotation)
+            if self.q_norm is not None and self.k_norm is not None:
+                after = angles if self.norm_first else None
+                q, k = rotate(self.q_norm(q), after), rotate(self.k_norm(k), after)
+            context = self.core_attention(q, k, v, attention_mask, attn_mask_type=attn_mask_type)
         if self.sequence_first:
             h, context = h.transpose(0, 1), context.transpose(0, 1)
         attended = self.proj(context, is_first_microbatch)
@@ -231,5 +246,7 @@ class MultiheadAttention(ResidualLayer):
         core = self.core_attention
         causal = core.causal if attn_mask_type is None else check_mask("attn_mask_type", attn_mask_type)
         if causal or (core.attention_dropout and self.training) or torch.compiler.is_compiling() or x.numel() == 0:
+            return False
+        if self.q_norm is not None:
             return False
         return short.takes(compute_dtype(x), x.shape[1], self.head_dim)

@@ -23,10 +23,14 @@ class TransformerLayer(ResidualLayer):
     """x + attention(norm(x)), then h + mlp(norm(h)). The residual stream keeps the input's dtype.
 
     With `parallel_attention_mlp` x + attention(norm(x)) + mlp(norm'(x)). `hidden_dropout` is that of the results of attention
-    and MLP. attn_input_format: "bshd" for hidden states [B, T, hidden], or "sbhd" for [T, B, hidden]. `bias` is that of all
+    and MLP, there of their sum; with `drops_apart` of each by itself. `qk_norm_type` and the two arguments after it are
+    MultiheadAttention's. attn_input_format: "bshd" for hidden states [B, T, hidden], or "sbhd" for [T, B, hidden]. `bias` is that of all
     products where `qkv_bias` and `mlp_bias` say nothing else. `init_method` fills the weights of the first product of attention
     and MLP, `output_layer_init_method` those of the second.
     """
+
+    drops_apart = False
+    """With `parallel_attention_mlp` and `hidden_dropout`: drop from attention and MLP by themselves, not from their sum."""
 
     def __init__(
         self,
@@ -50,6 +54,9 @@ class TransformerLayer(ResidualLayer):
         activation: str = "gelu",
         attn_input_format: str = "bshd",
         parallel_attention_mlp: bool = False,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
         get_rng_state_tracker: Tracker | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -75,6 +82,9 @@ class TransformerLayer(ResidualLayer):
             bias=bias,
             qkv_bias=qkv_bias,
             qkv_format=attn_input_format,
+            qk_norm_type=qk_norm_type,
+            qk_norm_eps=qk_norm_eps,
+            qk_norm_before_rope=qk_norm_before_rope,
             **make,
         )
         self.layernorm_mlp = LayerNormMLP(
@@ -110,9 +120,12 @@ class TransformerLayer(ResidualLayer):
         )
         if self.parallel:
             h, out = self.layernorm_mlp.forward_residual(h, None, is_first_microbatch)
-            out = attended + out
+            apart = self.drops_apart
+            out = self._dropped(attended) + self._dropped(out) if apart else self._dropped(attended + out)
         else:
-            attended = functional.dropout(attended, self.hidden_dropout, self.training)
-            h, out = self.layernorm_mlp.forward_residual(h, attended, is_first_microbatch)
-        out = functional.dropout(out, self.hidden_dropout, self.training)
+            h, out = self.layernorm_mlp.forward_residual(h, self._dropped(attended), is_first_microbatch)
+            out = self._dropped(out)
         return (h, out) if return_residual else h + out
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, self.hidden_dropout, self.training)

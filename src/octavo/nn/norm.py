@@ -201,3 +201,7 @@ class LayerNorm(_Norm):
     """(x − mean) / √(variance + eps) · weight + bias; weight, bias: [hidden_size]. The result has x's dtype."""
 
     normalization = "LayerNorm"
+
+
+NORM_LAYERS: dict[str, type[_Norm]] = {norm.normalization: norm for norm in (LayerNorm, RMSNorm)}
+"""By the name of the normalisation."""

@@ -1,10 +1,14 @@
-"""Splits the joint query/key/value product into heads and rotates queries and keys, as one kernel or in PyTorch."""
+"""Splits the joint query/key/value product into heads and rotates queries and keys, as one kernel or in PyTorch.
+
+Queries and keys that are normalised between the two (`rotate`) rotate in PyTorch on every device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from octavo.fp8.quantizer import DenseOperand, Producer
@@ -17,9 +21,9 @@ Angles = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, bool]
 
 
 class Rotation(NamedTuple):
-    """How a joint query/key/value product is split; cos and sin float32 [B or 1, T, D], None to rotate nothing.
+    """How a joint query/key/value product is split; cos and sin float32 [B or 1, T, Dr], None to rotate nothing.
 
-    mirrored: a promise that the second halves of both tables repeat their first, so that only those are read.
+    Of each head the first Dr columns rotate, an even number of them or all. mirrored: a promise that the second halves of both tables repeat their first, so that only those are read.
     """
 
     heads: int
@@ -56,3 +60,24 @@ class Rotation(NamedTuple):
             return join_rotated(dq, dk, dv, self.cos, self.sin, quantizer, mirrored=self.mirrored)
 
         return produce
+
+
+class _RotateFunction(torch.autograd.Function):
+    """Keeps the angles alone for backward, and nothing of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return reference.rope(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return reference.rope_backward(dy, *ctx.saved_tensors).to(dy.dtype), None, None
+
+
+def rotate(x: Tensor, angles: Angles | None) -> Tensor:
+    """x [B, T, H, D] with the first Dr columns of each head rotated."""
+    if angles is None:
+        return x
+    cos, sin = angles[:2]
+    return reference.rope(x, cos, sin) if torch.compiler.is_compiling() else _RotateFunction.apply(x, cos, sin)

@@ -60,11 +60,6 @@ _SCORES = {
     "softcap": Only((None, 0.0), _SOFTMAX),
 }
 _SINK = {"softmax_type": Only(("vanilla",), _SOFTMAX)}
-_QK_NORM = {
-    "qk_norm_type": Only((None,), "Queries and keys are not normalised."),
-    "qk_norm_eps": FREE,
-    "qk_norm_before_rope": FREE,
-}
 _QKV_LAYOUT = {
     "fuse_qkv_params": FREE,
     "qkv_weight_interleaved": Only((True,), "Rows are grouped by key-value head: octavo.nn.attention.merge_qkv."),
@@ -119,13 +114,13 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
         "kv_layer": Only((None,), _SPLIT),
         "qkv_interleave_dim": FREE,
     },
-    "MultiheadAttention": _PARALLEL | _ROLES | _UB | _GAMMA | _SCORES | _SINK | _SELF | _QKV_LAYOUT | _QK_NORM | _WARM_UP
+    "MultiheadAttention": _PARALLEL | _ROLES | _UB | _GAMMA | _SCORES | _SINK | _SELF | _QKV_LAYOUT | _WARM_UP
     | {
         "input_layernorm": Only((True,), "The norm is part of this layer; without one: Linear and DotProductAttention."),
         "return_layernorm_output": Only((False,), "Use a norm and a Linear."),
     },
     "MultiheadAttention.forward": _SCORES | _SEQUENCES | _CALL | {"encoder_output": Only((None,), _DECODER)},
-    "TransformerLayer": _PARALLEL | _ROLES | _GAMMA | _SCORES | _SINK | _QKV_LAYOUT | _QK_NORM | _WARM_UP | _ACTIVATION
+    "TransformerLayer": _PARALLEL | _ROLES | _GAMMA | _SCORES | _SINK | _QKV_LAYOUT | _WARM_UP | _ACTIVATION
     | dict.fromkeys(_UB_FLAGS, FREE)  # as in Transformer Engine, without effect unless ub_tp_comm_overlap is set
     | _CROSS
     | {
@@ -197,23 +192,32 @@ def check_mask(argument: str, name: str) -> bool:
 
 
 def cos_and_sin(rotary: Any, tokens: int, head_dim: int) -> Any:
-    """cos and sin for the first `tokens` positions of Transformer Engine's angles, float32 [T, 1, 1, D]; others as they are.
+    """cos and sin for the first `tokens` positions of Transformer Engine's angles, float32 [T, 1, 1, Dr]; others as they are.
+
+    Dr: the columns of each head that rotate, the first; an even number of at most `head_dim`.
 
     Raises:
-        InputError: the angles are too few, of another size than the heads, or different for queries and keys.
+        InputError: the angles are too few, do not fit the heads, or are different for queries and keys.
     """
     if isinstance(rotary, tuple) and rotary[0] is rotary[1]:
         rotary = rotary[0]  # the angles of queries and of keys
+    table = rotary if isinstance(rotary, Tensor) or rotary is None else rotary[0]
+    fits = table is None or (table.shape[-1] <= head_dim and (table.shape[-1] == head_dim or table.shape[-1] % 2 == 0))
     if not isinstance(rotary, Tensor):
-        if rotary is None or rotary[0].dim() == 3:
+        if rotary is None or (table.dim() == 3 and fits):
             return rotary
+        if table.dim() == 3:
+            raise InputError(
+                f"rotary_pos_emb has (cos, sin) of {table.shape[-1]} columns, and heads have {head_dim}: give as many, or an"
+                " even number of fewer, which then rotate alone."
+            )
         raise InputError(
             "rotary_pos_emb with other angles for keys than for queries is not supported: pass one tensor of angles."
         )
-    if rotary.dim() != 4 or rotary.shape[0] < tokens or rotary.shape[1:] != (1, 1, head_dim):
+    if rotary.dim() != 4 or rotary.shape[0] < tokens or rotary.shape[1:3] != (1, 1) or not fits:
         raise InputError(
             f"rotary_pos_emb has the shape {list(rotary.shape)}: angles are [{tokens} or more, 1, 1, {head_dim}] (sequence and "
-            "head dimension). Or pass (cos, sin), each [batch or 1, sequence, head dimension]."
+            "head dimension, or an even number of its columns). Or pass (cos, sin), each [batch or 1, sequence, head dimension]."
         )
     angles = rotary[:tokens, 0, 0].float()[None]
     return angles.cos(), angles.sin()

@@ -1,6 +1,6 @@
 """Tensors that a training keeps for backward, by layer: what each autograd function of `octavo.nn` saves, and in which dtype.
 
-On a CPU the sums are those of autograd's saved tensors, byte for byte (`tests/plan/test_memory.py`). Attention dropout and its
+On a CPU the sums are those of autograd's saved tensors, byte for byte (`tests/plan/test_memory.py`). Dropout, its masks and its
 random state are left out. Imports neither torch nor transformers.
 """
 
@@ -101,14 +101,18 @@ def block_parameters(spec: ModelSpec) -> int:
     """Parameters of one block."""
     qkv, attended, ffn = widths(spec)
     matrices = spec.hidden_size * (qkv + attended + ffn + spec.ffn_size)
-    norms = 2 * spec.hidden_size * (2 if spec.normalization == "LayerNorm" else 1)
-    attention = qkv + spec.hidden_size if spec.attention_bias else 0
-    return matrices + norms + attention + (ffn + spec.hidden_size if spec.mlp_bias else 0)
+    norms = 2 * _norm_parameters(spec) + (2 * spec.head_dim if spec.qk_norm else 0)
+    biases = qkv * spec.qkv_bias + spec.hidden_size * spec.proj_bias + (ffn + spec.hidden_size) * spec.mlp_bias
+    return matrices + norms + biases
+
+
+def _norm_parameters(spec: ModelSpec) -> int:
+    return spec.hidden_size * (2 if spec.normalization == "LayerNorm" else 1)
 
 
 def root_parameters(spec: ModelSpec) -> int:
     """Parameters outside of blocks: embedding, last norm, and the head unless it is the embedding."""
-    return spec.vocabulary * spec.hidden_size * (1 if spec.tied else 2) + spec.hidden_size
+    return spec.vocabulary * spec.hidden_size * (1 if spec.tied else 2) + _norm_parameters(spec)
 
 
 def parameters(spec: ModelSpec) -> int:
@@ -124,23 +128,27 @@ def saved_by_head(setup: Setup, spec: ModelSpec) -> int:
 
 def saved_by_ends(setup: Setup, spec: ModelSpec) -> int:
     """Activations saved outside of blocks and head: token ids, rotary tables, the last norm's input and statistics."""
-    tables = 2 * (setup.micro_batch if setup.documents else 1) * setup.sequence_length * spec.head_dim * 4
-    return 8 * setup.tokens + tables + setup.tokens * (spec.hidden_size * setup.compute_bytes + 4)
+    columns = 2 * math.ceil(int(spec.head_dim * spec.rotary_fraction) / 2)  # that rotate
+    tables = 2 * (setup.micro_batch if setup.documents else 1) * setup.sequence_length * columns * 4
+    return 8 * setup.tokens + tables + setup.tokens * (spec.hidden_size * setup.compute_bytes + _statistics(spec))
 
 
 def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
     """Tensors that one block saves when it is not recomputed as a whole."""
     n, d, c = setup.tokens, spec.hidden_size, setup.compute_bytes
     qkv, attended, ffn = widths(spec)
-    stats = 4 * n * (2 if spec.normalization == "LayerNorm" else 1)
+    stats = n * _statistics(spec)
     first_again = setup.recompute == "mlp"
     q1, q2, q3, q4 = (granularity_of(name) for name in recipes)
     attention = [n * d * c, stats, *_input(n, d, q1, c), n * qkv * c, n * attended * c, 4 * n * spec.heads]
+    if spec.qk_norm:  # queries and keys before their norms, and the norms' statistics
+        heads = spec.heads + spec.kv_heads
+        attention += [n * heads * spec.head_dim * c, 4 * n * heads]
     if setup.documents:  # the mask as an addend, which each layer makes for itself
         attention.append(setup.tokens * setup.sequence_length * c)
     if q2:  # without FP8 the projection reads the result of attention, which is counted
         attention += _input(n, attended, q2, c)
-    mlp = [n * d * c, stats]
+    mlp = [stats] if spec.parallel else [n * d * c, stats]  # the stream that attention reads, too
     if first_again:
         mlp += _input(n, d, q3, c, rowwise=q3 in ("row", "block"))
     else:
@@ -152,6 +160,11 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
     out = [Saved(size, "activations", False) for size in attention] + [Saved(size, "activations", True) for size in mlp]
     out += [Saved(size, "weight copies", False) for sizes in weights for size in sizes]
     return out + [Saved(size, "weight copies", True) for sizes in mlp_weights for size in sizes]
+
+
+def _statistics(spec: ModelSpec) -> int:
+    """Bytes of a norm's statistics of a token."""
+    return 8 if spec.normalization == "LayerNorm" else 4
 
 
 def saved_in_forward(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
