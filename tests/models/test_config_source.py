@@ -13,7 +13,6 @@ from octavo.models.families import decoder_spec
 from octavo.models.shapes import SHAPES
 from octavo.models.sources import load_config
 
-
 PUBLISHED = {
     "llama-1b": 1.2358,
     "llama-8b": 8.0303,

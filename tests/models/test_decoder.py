@@ -7,7 +7,6 @@ from llamas import SHAPES, VOCABULARY, assert_same_gradients, gradients, llama, 
 from octavo.build import describe, transform
 from octavo.errors import InputError
 
-
 FAMILIES = ["plain", "qwen3", "phi3-partial", "neox", "neox-serial"]
 """Of `SHAPES`, one of each kind of block."""
 
@@ -98,9 +97,7 @@ def test_labels_give_the_loss_alone_and_no_labels_the_logits_alone():
         assert torch.equal(model(input_ids=ids, labels=ids).loss, with_labels.loss)
 
 
-@pytest.mark.parametrize(
-    ("side", "shape"), [("right", "plain"), ("left", "plain"), *(("both", shape) for shape in FAMILIES)]
-)
+@pytest.mark.parametrize(("side", "shape"), [("right", "plain"), ("left", "plain"), *(("both", shape) for shape in FAMILIES)])
 def test_padding_is_ignored_as_hugging_face_ignores_it(side, shape):
     reference, model = pair(3, **SHAPES[shape])
     ids = tokens(3, 12)

@@ -79,7 +79,11 @@ def test_what_the_config_of_another_family_builds(family, dtype):
 CHANGED_FAMILIES = {
     "serial": ("gpt_neox", lambda m: setattr(m.gpt_neox.layers[1], "use_parallel_residual", False), "use_parallel_residual is"),
     "dropout": ("gpt_neox", lambda m: setattr(m.gpt_neox.layers[0].post_mlp_dropout, "p", 0.5), r"post_mlp_dropout\.p is 0\.5"),
-    "norm": ("gpt_neox", lambda m: setattr(m.gpt_neox.layers[0], "input_layernorm", nn.RMSNorm(32)), "input_layernorm is a RMS"),
+    "norm": (
+        "gpt_neox",
+        lambda m: setattr(m.gpt_neox.layers[0], "input_layernorm", nn.RMSNorm(32)),
+        "input_layernorm is a RMS",
+    ),
     "frequencies": (
         "gpt_neox",
         lambda m: setattr(m.gpt_neox.rotary_emb, "inv_freq", torch.ones(4)),

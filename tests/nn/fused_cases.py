@@ -81,7 +81,9 @@ def split_by_hand(p, h, kind, heads, groups, angles, norms=None):
     dim = weights[1].shape[0] // groups
     q, k, v = (plain.linear(normed, w, b).unflatten(-1, (-1, dim)) for w, b in zip(weights, biases, strict=True))
     if norms is not None:
-        q, k = (plain.norm(kind, x, norms[f"{n}.weight"], norms.get(f"{n}.bias"), EPS) for n, x in (("q_norm", q), ("k_norm", k)))
+        q, k = (
+            plain.norm(kind, x, norms[f"{n}.weight"], norms.get(f"{n}.bias"), EPS) for n, x in (("q_norm", q), ("k_norm", k))
+        )
     return (plain.rotate(q, *angles), plain.rotate(k, *angles), v) if angles else (q, k, v)
 
 

@@ -108,7 +108,7 @@ def test_queries_and_keys_may_be_normed(kind, first, rotary):
 
 def test_another_norm_of_queries_and_keys_is_refused():
     for layer in (octavo.nn.MultiheadAttention, octavo.nn.TransformerLayer):
-        with pytest.raises(InputError, match="unknown qk_norm_type 'L2Normalization'.*Known: LayerNorm, RMSNorm"):
+        with pytest.raises(InputError, match=r"unknown qk_norm_type 'L2Normalization'.*Known: LayerNorm, RMSNorm"):
             layer(16, 4, 4, qk_norm_type="L2Normalization")
 
 

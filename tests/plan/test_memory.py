@@ -173,7 +173,9 @@ def test_saved_tensors_under_other_settings(recipe, setting):
 
 
 @pytest.mark.parametrize("recompute", [False, "mlp", True])
-@pytest.mark.parametrize(("family", "recipe"), [*((family, None) for family in FAMILIES), ("neox", "delayed"), ("qwen3", "block")])
+@pytest.mark.parametrize(
+    ("family", "recipe"), [*((family, None) for family in FAMILIES), ("neox", "delayed"), ("qwen3", "block")]
+)
 def test_saved_tensors_of_other_families(family, recipe, recompute):
     check_saved(recipe, FAMILIES[family], recompute=recompute)
 

@@ -99,31 +99,7 @@ class Decoder(PretrainedInterface):
         make: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
         self.embedding = nn.Embedding(spec.vocabulary, spec.hidden_size, dtype=params_dtype, device=device)
         self.embedding.padding_idx = spec.padding  # its row is not trained
-        self.layers = nn.ModuleList(
-            TransformerLayer(
-                spec.hidden_size,
-                spec.ffn_size,
-                spec.heads,
-                spec.kv_heads,
-                layernorm_epsilon=spec.norm_eps,
-                hidden_dropout=spec.hidden_dropout,
-                attention_dropout=spec.attention_dropout,
-                kv_channels=spec.head_dim,
-                normalization=spec.normalization,
-                bias=spec.proj_bias,
-                qkv_bias=spec.qkv_bias,
-                mlp_bias=spec.mlp_bias,
-                activation=ACTIVATIONS[spec.activation, spec.gated],
-                parallel_attention_mlp=spec.parallel,
-                qk_norm_type="RMSNorm" if spec.qk_norm else None,
-                qk_norm_eps=spec.norm_eps,
-                qk_norm_before_rope=True,
-                **make,
-            )
-            for _ in range(spec.layers)
-        )
-        for layer in self.layers:
-            layer.drops_apart = True  # as GPT-NeoX does
+        self.layers = nn.ModuleList(_block(spec, make) for _ in range(spec.layers))
         self.norm = NORM_LAYERS[spec.normalization](spec.hidden_size, spec.norm_eps, **make)
         self.head = nn.Linear(spec.hidden_size, spec.vocabulary, bias=False, dtype=params_dtype, device=device)
         if spec.tied:
@@ -249,6 +225,31 @@ class Decoder(PretrainedInterface):
             state.begin(Operand.INPUT, recipe, hidden, self.data_group)
             state.begin(Operand.WEIGHT, recipe, self.head.weight, None)
         return LinearGemms(state, self.head.weight, recipe, compute_dtype(hidden), first)
+
+
+def _block(spec: ModelSpec, make: dict[str, Any]) -> TransformerLayer:
+    block = TransformerLayer(
+        spec.hidden_size,
+        spec.ffn_size,
+        spec.heads,
+        spec.kv_heads,
+        layernorm_epsilon=spec.norm_eps,
+        hidden_dropout=spec.hidden_dropout,
+        attention_dropout=spec.attention_dropout,
+        kv_channels=spec.head_dim,
+        normalization=spec.normalization,
+        bias=spec.proj_bias,
+        qkv_bias=spec.qkv_bias,
+        mlp_bias=spec.mlp_bias,
+        activation=ACTIVATIONS[spec.activation, spec.gated],
+        parallel_attention_mlp=spec.parallel,
+        qk_norm_type="RMSNorm" if spec.qk_norm else None,
+        qk_norm_eps=spec.norm_eps,
+        qk_norm_before_rope=True,
+        **make,
+    )
+    block.drops_apart = True  # as GPT-NeoX does
+    return block
 
 
 class _Joined(torch.autograd.Function):

@@ -127,8 +127,8 @@ def _check_sizes(config: Any) -> None:
     fraction = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
     if isinstance(fraction, int | float) and not 0 <= fraction <= 1:
         raise InputError(
-            f"model.config.rope_parameters.partial_rotary_factor = {fraction}: the share of a head's columns that rotate is from"
-            " 0 to 1, such as 0.25."
+            f"model.config.rope_parameters.partial_rotary_factor = {fraction}: the share of a head's columns that rotate is"
+            " from 0 to 1, such as 0.25."
         )
 
 

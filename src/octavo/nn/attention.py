@@ -231,7 +231,8 @@ class MultiheadAttention(ResidualLayer):
             context = short_attention(qkv, self.heads, self.groups, self.core_attention.softmax_scale)
         else:
             rotation = Rotation(self.heads, self.groups, *((not self.norm_first and angles) or (None, None)))
-            h, q, k, v = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch, rotation=rotation)
+            h, *parts = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch, rotation=rotation)
+            q, k, v = parts
             if self.q_norm is not None and self.k_norm is not None:
                 after = angles if self.norm_first else None
                 q, k = rotate(self.q_norm(q), after), rotate(self.k_norm(k), after)

@@ -23,10 +23,10 @@ class TransformerLayer(ResidualLayer):
     """x + attention(norm(x)), then h + mlp(norm(h)). The residual stream keeps the input's dtype.
 
     With `parallel_attention_mlp` x + attention(norm(x)) + mlp(norm'(x)). `hidden_dropout` is that of the results of attention
-    and MLP, there of their sum; with `drops_apart` of each by itself. `qk_norm_type` and the two arguments after it are
-    MultiheadAttention's. attn_input_format: "bshd" for hidden states [B, T, hidden], or "sbhd" for [T, B, hidden]. `bias` is that of all
-    products where `qkv_bias` and `mlp_bias` say nothing else. `init_method` fills the weights of the first product of attention
-    and MLP, `output_layer_init_method` those of the second.
+    and MLP, and with `parallel_attention_mlp` of their sum. attn_input_format: "bshd" for hidden states [B, T, hidden], or
+    "sbhd" for [T, B, hidden]. `bias` is that of all products where `qkv_bias` and `mlp_bias` say nothing else. `init_method`
+    fills the weights of the first product of attention and MLP, `output_layer_init_method` those of the second. `qk_norm_type`,
+    `qk_norm_eps` and `qk_norm_before_rope` are those of `MultiheadAttention`.
     """
 
     drops_apart = False

@@ -201,23 +201,23 @@ def cos_and_sin(rotary: Any, tokens: int, head_dim: int) -> Any:
     """
     if isinstance(rotary, tuple) and rotary[0] is rotary[1]:
         rotary = rotary[0]  # the angles of queries and of keys
-    table = rotary if isinstance(rotary, Tensor) or rotary is None else rotary[0]
-    fits = table is None or (table.shape[-1] <= head_dim and (table.shape[-1] == head_dim or table.shape[-1] % 2 == 0))
+    if rotary is None:
+        return None
+    columns = (rotary if isinstance(rotary, Tensor) else rotary[0]).shape[-1]
+    fits = columns == head_dim or (columns < head_dim and columns % 2 == 0)
+    how = f"{head_dim} as a head, or an even number of fewer, which then rotate alone"
     if not isinstance(rotary, Tensor):
-        if rotary is None or (table.dim() == 3 and fits):
-            return rotary
-        if table.dim() == 3:
+        if rotary[0].dim() != 3:
             raise InputError(
-                f"rotary_pos_emb has (cos, sin) of {table.shape[-1]} columns, and heads have {head_dim}: give as many, or an"
-                " even number of fewer, which then rotate alone."
+                "rotary_pos_emb with other angles for keys than for queries is not supported: pass one tensor of angles."
             )
-        raise InputError(
-            "rotary_pos_emb with other angles for keys than for queries is not supported: pass one tensor of angles."
-        )
+        if not fits:
+            raise InputError(f"rotary_pos_emb has (cos, sin) of {columns} columns: give {how}.")
+        return rotary
     if rotary.dim() != 4 or rotary.shape[0] < tokens or rotary.shape[1:3] != (1, 1) or not fits:
         raise InputError(
-            f"rotary_pos_emb has the shape {list(rotary.shape)}: angles are [{tokens} or more, 1, 1, {head_dim}] (sequence and "
-            "head dimension, or an even number of its columns). Or pass (cos, sin), each [batch or 1, sequence, head dimension]."
+            f"rotary_pos_emb has the shape {list(rotary.shape)}: angles are [{tokens} or more, 1, 1, columns], {how}. Or pass"
+            " (cos, sin), each [batch or 1, sequence, columns]."
         )
     angles = rotary[:tokens, 0, 0].float()[None]
     return angles.cos(), angles.sin()
