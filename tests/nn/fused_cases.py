@@ -81,9 +81,7 @@ def split_by_hand(p, h, kind, heads, groups, angles, norms=None):
     dim = weights[1].shape[0] // groups
     q, k, v = (plain.linear(normed, w, b).unflatten(-1, (-1, dim)) for w, b in zip(weights, biases, strict=True))
     if norms is not None:
-        q, k = (
-            plain.norm(kind, x, norms[f"{n}.weight"], norms.get(f"{n}.bias"), EPS) for n, x in (("q_norm", q), ("k_norm", k))
-        )
+        q, k = (plain.norm("RMSNorm", x, norms[f"{name}.weight"], None, EPS) for name, x in (("q_norm", q), ("k_norm", k)))
     return (plain.rotate(q, *angles), plain.rotate(k, *angles), v) if angles else (q, k, v)
 
 
@@ -91,7 +89,7 @@ def part_of(p, prefix):
     return {name.removeprefix(prefix): value for name, value in p.items() if name.startswith(prefix)}
 
 
-def layer_by_hand(p, x, pending, *, kind, activation, heads, groups, angles, allowed, normed, parallel):
+def layer_by_hand(p, x, pending, *, kind, activation, heads, groups, angles, allowed, normed=False, parallel=False):
     """Both of what a transformer layer hands on."""
     h = x + pending
     norms = part_of(p, "self_attention.") if normed else None
@@ -163,7 +161,7 @@ def layer_case(
 ):
     """masked: "causal", "no_mask", or "mask" for a random one. Scores are of size 1: a softmax between one key and all.
 
-    normed: queries and keys are normalised before the rotation. In a parallel layer a part of each head rotates.
+    normed: queries and keys go through an RMSNorm before the rotation. In a parallel layer a part of each head rotates.
     """
     module = octavo.nn.TransformerLayer(
         sizes.hidden,
@@ -177,7 +175,7 @@ def layer_case(
         activation=activation,
         self_attn_mask_type="causal" if masked == "mask" else masked,
         parallel_attention_mlp=parallel,
-        qk_norm_type=kind if normed else None,
+        qk_norm_type="RMSNorm" if normed else None,
         qk_norm_eps=EPS,
         qk_norm_before_rope=True,
     )

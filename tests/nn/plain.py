@@ -68,10 +68,10 @@ def linear(x, weight, bias=None):
     return functional.linear(x, weight, bias)
 
 
-def assert_equals_float64(module, by_hand, *inputs, tolerance=2e-5):
+def assert_equals_float64(module, by_hand, *inputs, tolerance=2e-5, zero=1e-9):
     """Output and every gradient of `module(*inputs)` are those of `by_hand(parameters, *inputs)` in float64.
 
-    Errors are relative to the largest entry of each tensor.
+    Errors are relative to the largest entry of each tensor; `zero` is the rounding of a gradient that is none.
     """
     parameters = {name: p.detach().double().requires_grad_() for name, p in module.named_parameters()}
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -87,4 +87,4 @@ def assert_equals_float64(module, by_hand, *inputs, tolerance=2e-5):
     for name, (found, expected) in pairs.items():
         assert found is not None, name
         error = (found.double() - expected).abs().max()
-        assert error <= tolerance * expected.abs().max() + 1e-9, f"{name}: off by {error}, largest {expected.abs().max()}"
+        assert error <= tolerance * expected.abs().max() + zero, f"{name}: off by {error}, largest {expected.abs().max()}"

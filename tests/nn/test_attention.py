@@ -103,7 +103,8 @@ def test_multihead_attention(heads, groups, kind, rotary):
 def test_queries_and_keys_may_be_normed(kind, first, rotary):
     norm = {"qk_norm_type": kind, "qk_norm_eps": 1e-3, "qk_norm_before_rope": first}
     layer = plain.randomise(octavo.nn.MultiheadAttention(16, 4, 6, num_gqa_groups=2, **norm))
-    check_multihead_attention(layer, "LayerNorm", rotary)
+    # The same addend to every key changes no softmax: the bias of their norm has no gradient behind the rotation.
+    check_multihead_attention(layer, "LayerNorm", rotary, zero=1e-5)
 
 
 def test_another_norm_of_queries_and_keys_is_refused():
@@ -119,7 +120,7 @@ def test_short_sequences_of_normed_queries_take_the_long_way(monkeypatch):
     assert calls == []
 
 
-def check_multihead_attention(layer, kind, rotary):
+def check_multihead_attention(layer, kind, rotary, **how):
     """Output and every gradient, with so many columns of each head rotated."""
     cos, sin = plain.angles(2, 9, rotary) if rotary else (None, None)
 
@@ -134,7 +135,7 @@ def check_multihead_attention(layer, kind, rotary):
     def by_hand(p, x):
         return attention_by_hand(p, x, layer, kind, cos, sin, plain.causal(9), "inner.")
 
-    plain.assert_equals_float64(Rotated(), by_hand, plain.fresh(2, 9, 16))
+    plain.assert_equals_float64(Rotated(), by_hand, plain.fresh(2, 9, 16), **how)
 
 
 @pytest.mark.parametrize("degree", [1, 2])

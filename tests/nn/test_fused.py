@@ -88,9 +88,12 @@ def test_every_attention(recipe, masked, groups, rotate):
         assert_within_format(found, wanted, deeper=1.5)
 
 
+COMPILED = [(which, recipe) for which in ("norm", "linear", "mlp", "layer") for recipe in RECIPES]
+COMPILED += [(which, recipe) for which in ("normed layer", "parallel layer") for recipe in ("none", "delayed")]
+
+
 @torch_warns_of_itself
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("which", ["norm", "linear", "mlp", "layer", "normed layer", "parallel layer"])
+@pytest.mark.parametrize(("which", "recipe"), COMPILED)
 def test_they_are_what_a_compiler_is_given_instead(which, recipe):
     if which == "norm" and recipe != "none":
         pytest.skip("no product")
