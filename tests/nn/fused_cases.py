@@ -90,14 +90,14 @@ def part_of(p, prefix):
 
 
 def layer_by_hand(p, x, pending, *, kind, activation, heads, groups, angles, allowed, normed=False, parallel=False):
-    """Both of what a transformer layer hands on."""
+    """What a transformer layer hands on: stream and delta, or of a parallel one their sum."""
     h = x + pending
     norms = part_of(p, "self_attention.") if normed else None
     q, k, v = split_by_hand(part_of(p, "self_attention.layernorm_qkv."), h, kind, heads, groups, angles, norms)
     proj = part_of(p, "self_attention.proj.")
     attended = plain.linear(plain.attention(q, k, v, allowed), proj["weight"], proj.get("bias"))
     if parallel:
-        return h, attended + mlp_by_hand(part_of(p, "layernorm_mlp."), h, kind, activation)
+        return (h + attended + mlp_by_hand(part_of(p, "layernorm_mlp."), h, kind, activation),)
     h = h + attended
     return h, mlp_by_hand(part_of(p, "layernorm_mlp."), h, kind, activation)
 
@@ -194,7 +194,8 @@ def layer_case(
     how |= {"normed": normed, "parallel": parallel}
 
     def call(m, x, pending):
-        return m.forward_residual(x, pending, None if mask is None else mask.to(x.device), tables_for(angles, x))
+        handed_on = m.forward_residual(x, pending, None if mask is None else mask.to(x.device), tables_for(angles, x))
+        return tuple(one for one in handed_on if one is not None)
 
     return Case(module, call, functools.partial(layer_by_hand, angles=angles, allowed=allowed, **how))
 

@@ -92,7 +92,9 @@ def test_variants_equal_one_rank(settings, recipe):
     if "reshard_after_forward" in settings:
         options["settings"] = settings
     many = ranks.run(2, _train, setting, 3, options)
-    compare(one, many, loss=1e-6, gradient=1e-5 if recipe is None else 2e-2)
+    # AdamW makes whole steps of the rounding of gradients that are none: of GPT-NeoX's key biases.
+    exact = 1e-4 if settings.get("model_type") == "gpt_neox" else 1e-5
+    compare(one, many, loss=1e-6, gradient=exact if recipe is None else 2e-2)
 
 
 def _train(setting, steps, options):

@@ -111,7 +111,7 @@ class TransformerLayer(ResidualLayer):
         """hidden_states [B, T, hidden] → the same shape; the other arguments as in `MultiheadAttention`.
 
         The mask is True where a query attends to a key: the opposite of Transformer Engine's. delta and return_residual are for
-        `forward_residual`.
+        `forward_residual`, whose delta is None with `parallel_attention_mlp`.
         """
         if te_arguments:
             check("TransformerLayer.forward", te_arguments, TransformerLayer.forward)
@@ -122,9 +122,11 @@ class TransformerLayer(ResidualLayer):
             h, out = self.layernorm_mlp.forward_residual(h, None, is_first_microbatch)
             apart = self.drops_apart
             out = self._dropped(attended) + self._dropped(out) if apart else self._dropped(attended + out)
-        else:
-            h, out = self.layernorm_mlp.forward_residual(h, self._dropped(attended), is_first_microbatch)
-            out = self._dropped(out)
+            # Added here, not by the next norm: both parts return the stream as they got it, and FSDP2 wants no view of it.
+            h = h + out
+            return (h, None) if return_residual else h
+        h, out = self.layernorm_mlp.forward_residual(h, self._dropped(attended), is_first_microbatch)
+        out = self._dropped(out)
         return (h, out) if return_residual else h + out
 
     def _dropped(self, x: Tensor) -> Tensor:

@@ -136,9 +136,7 @@ class _NormFunction(torch.autograd.Function):
 class ResidualLayer(nn.Module):
     """A layer of the residual stream. Its `forward` takes `delta` and `return_residual` for this method."""
 
-    def forward_residual(
-        self, residual: Tensor, delta: Tensor | None = None, *args: Any, **options: Any
-    ) -> tuple[Tensor, Tensor]:
+    def forward_residual(self, residual: Tensor, delta: Tensor | None = None, *args: Any, **options: Any) -> tuple[Tensor, Any]:
         """residual, delta [B, T, hidden] → the same for the next layer, whose norm adds delta to residual while it reads both.
 
         The other arguments are `forward`'s; hooks of the module run. The last delta is added by a norm or by hand.

@@ -120,8 +120,8 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     counts = Counter(setup.recipes)
     activations = ends + sum(times * _sum(stays[recipes], "activations") for recipes, times in counts.items())
     copies = kept + sum(times * _sum(stays[recipes], "weight copies") for recipes, times in counts.items())
-    # The last norm's result, and the last block's, which that norm adds to the residual stream.
-    results = stream * (1 if setup.recompute is True else 2)
+    # The last norm's result, and the last block's, which that norm adds to the residual stream if the block has not.
+    results = stream * (1 if setup.recompute is True or spec.parallel else 2)
     yield (
         "at the output head",
         {"gradients": before, "gathered weights": held, "weight copies": copies, "activations": activations}
