@@ -25,6 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 
+from octavo.collectives.context import STRATEGIES, ContextGroup
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, unknown
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
@@ -42,6 +43,7 @@ from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason,
 from octavo.models.weight_files import DEQUANTISE, InMemoryWeights, Weights
 from octavo.models.weight_loader import WeightLoader, folder_weights
 from octavo.nn.norm import FLOATS
+from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
 from octavo.parallel.fsdp import Sharding, blocks_of, check_same_weights, gather_weights_in_fp8, shard
@@ -65,7 +67,7 @@ def transform(
     layers: Mapping[str, Any] | None = None,
     load_from: str | Path | None = None,
     load_state_dict_from_rank0: bool = False,
-    cp_comm_type: str = "all_gather",
+    cp_comm_type: str | None = None,
     params_dtype: torch.dtype | None = None,
     fp8_head: bool | Literal["backward"] | None = None,
     recompute: bool | Literal["mlp"] = False,
@@ -91,7 +93,8 @@ def transform(
             Later patterns win; `skip` overrides all. `fp8_autocast` joins amaxes for all of them.
         load_from: a Hugging Face model folder with weights, of which each rank reads its own rows.
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
-        cp_comm_type: exchange of context parallelism; without effect on one rank.
+        cp_comm_type: exchange of context parallelism, as in `octavo.init`, whose it is when absent. "own": a model that keeps
+            its code splits its sequences itself, through `octavo.context_parallel`.
         params_dtype: of parameters; their own when absent. float32 under a bf16 `dtype` is master weights.
         fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients; False: none. When absent
             "backward" for Octavo's decoder, but False for a Transformer Engine `recipe` and for other models.
@@ -108,7 +111,8 @@ def transform(
         fp8_head = False
     _check_arguments(model, dtype, params_dtype, skip, layers, cp_comm_type)
     params_dtype = params_dtype or _params_dtype(model)
-    sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype)
+    strategy = cp_comm_type or state.config.cp_comm_type
+    sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype, strategy=strategy)
     training = model.training
     if sharding is not None and load_from is None and not load_state_dict_from_rank0:
         check_same_weights(model, all_ranks())
@@ -213,15 +217,35 @@ def build_model(
         return model.train()
     # 4. Shard.
     if sharding is not None:
+        _share_sequences(model, sharding)
         shard(model, parts, sharding, summed=isinstance(model, Decoder) or not averaged)
-        if isinstance(model, Decoder):
-            model.data_group, model.sharded = sharding.data_group, sharding.mesh.size(-1) > 1
     # 5. and 6. Materialise, load.
     materialise(model, device, _values(model, weights, from_rank0, seed))
     # 7. Gather.
     if sharding is not None:
         gather_weights_in_fp8(model, parts, sharding)
     return model.train()
+
+
+def _share_sequences(model: nn.Module, sharding: Sharding) -> None:
+    """Tell a model which ranks see other samples, and which share its sequences."""
+    context = sharding.context
+    if isinstance(model, Decoder):
+        model.data_group, model.token_group = sharding.data_group, sharding.token_group
+        model.sharded = sharding.mesh.size(-1) > 1
+        if context is not None:
+            spec = model.spec
+            check_context(
+                context.size, context.strategy, spec.heads, spec.kv_heads, windows=spec.windows, dropout=spec.attention_dropout
+            )
+            model.context = context.resolved(spec.heads, spec.kv_heads)
+            for layer in model.layers:
+                layer.self_attention.core_attention.context = model.context  # type: ignore[union-attr]
+    elif context is not None and context.strategy != "own":
+        raise InputError(own_code_message(type(model).__name__, context.size))
+    if context is not None:
+        for _, layer_state in states_of(model):
+            layer_state.context_group = context.group
 
 
 def _keep_own_code(model: nn.Module, reason: str, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
@@ -232,8 +256,8 @@ def _keep_own_code(model: nn.Module, reason: str, recompute: bool | Literal["mlp
 
 def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layers: Any, cp_comm_type: Any) -> None:
     """Refuse arguments of `transform` of the wrong kind."""
-    if cp_comm_type not in ("all_gather", "p2p", "a2a"):
-        raise unknown("cp_comm_type", str(cp_comm_type), ("all_gather", "p2p", "a2a"))
+    if cp_comm_type not in (None, *STRATEGIES, "auto", "own"):
+        raise unknown("cp_comm_type", str(cp_comm_type), (*STRATEGIES, "auto", "own"))
     if not isinstance(model, nn.Module):
         raise InputError(f"octavo.transform got {type(model).__name__}: give a torch.nn.Module.")
     for name, given in (("dtype", dtype), ("params_dtype", params_dtype)):
@@ -358,17 +382,19 @@ def _params_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def sharding_of(
-    ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype | None
+    ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype | None, strategy: str
 ) -> Sharding | None:
-    """The sharding over the ranks of `octavo.init`; None for one rank."""
+    """The sharding over the ranks of `octavo.init`, which exchange keys and values by `strategy`; None for one rank."""
     if ranks.shard_mesh is None or ranks.world_size == 1:
         return None
     check_supported(ranks.degrees)
-    asked = ranks.config.param_dtype
+    asked, group = ranks.config.param_dtype, ranks.cp_process_group
     param_dtype = dtype if asked is None else torch_dtype(asked)
     return Sharding(
         mesh=ranks.shard_mesh,
         data_group=ranks.dp_process_group,
+        token_group=ranks.token_process_group,
+        context=None if group is None or ranks.cp_size == 1 else ContextGroup(group, strategy),
         recipe=recipe,
         param_dtype=None if param_dtype == params_dtype else param_dtype,
         reduce_dtype=torch_dtype(ranks.config.reduce_dtype),
@@ -377,11 +403,11 @@ def sharding_of(
 
 
 def check_supported(degrees: Degrees) -> None:
-    """Raise an InputError for a degree of tensor, context or expert parallelism beyond 1, which this version does not run."""
-    for name in ("tensor", "context", "expert"):
+    """Raise an InputError for a degree of tensor or expert parallelism beyond 1, which this version does not run."""
+    for name in ("tensor", "expert"):
         if (degree := getattr(degrees, name)) > 1:
             raise InputError(
-                f"parallel.{name}_parallel_degree = {degree}: this version shards over data-parallel ranks only. "
+                f"parallel.{name}_parallel_degree = {degree}: this version has data and context parallelism. "
                 f"Set parallel.{name}_parallel_degree = 1."
             )
 

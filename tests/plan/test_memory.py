@@ -137,7 +137,8 @@ def saved_bytes(model, recipe, documents, first):
     caches = [state.weight_cache for _, state in states_of(model) if state.weight_cache is not None]
     cached = [tensor for cache in caches for tensor in cache if tensor is not None]
     own |= {tensor.untyped_storage().data_ptr() for tensor in cached}
-    return sum(t.nbytes for (pointer, _), t in kept.items() if pointer not in own), sum(t.nbytes for t in cached)
+    whole = (t.nbytes if layout else t.untyped_storage().nbytes() for (p, layout), t in kept.items() if p not in own)
+    return sum(whole), sum(t.nbytes for t in cached)
 
 
 @pytest.mark.parametrize("recompute", [False, "mlp", True])

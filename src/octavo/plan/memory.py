@@ -112,7 +112,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     before, kept = _whole_gradients(setup), kept_weights(setup, spec)
     held, passing = _gathered(setup, spec)
     of_head = spec.vocabulary * spec.hidden_size * (4 if setup.late else root_bytes(setup))
-    ends = saved_by_ends(setup, spec) + (setup.tokens * setup.sequence_length if setup.documents else 0)
+    ends = saved_by_ends(setup, spec)
     stays = {
         recipes: [saved for saved in saved_in_forward(setup, spec, recipes) if not is_offloaded(setup, saved)]
         for recipes in set(setup.recipes)
@@ -141,7 +141,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
             {"gradients": before + of_head + done, "gathered weights": held + passing}
             | {"weight copies": copied + _sum(again, "weight copies")}
             | {"activations": there + _sum(again, "activations")}  # the stream's gradient is where the last norm's input was
-            | {"temporaries": _backward_of_mlp(setup, spec, recipes) + summed}
+            | {"temporaries": max(_backward_of_mlp(setup, spec, recipes), _exchanged(setup, spec)) + summed}
             | always,
         )
     apart = of_head if spec.tied else 0  # the gradients of head and embedding, before they are added
@@ -209,6 +209,17 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
     wide = n * ffn * 4 if q3 in ("row", "block") else 0  # in float32 before its cast
     products = (f * d + ffn * d) * w + weight(ffn * d, q3) + 2 * n * d * c
     return dy + hidden + activated + d_hidden + max(n * f * c + wide, weight(f * d, q4) + n * f * c, products)
+
+
+def _exchanged(setup: Setup, spec: ModelSpec) -> int:
+    """Temporaries of attention's backward over ranks: whole keys and values, as they come and in order, and their gradients.
+
+    Those are float32: the share of one chunk, that of all chunks, and what is summed over the ranks.
+    """
+    if setup.context == 1:
+        return 0
+    whole = 2 * setup.tokens * setup.context * spec.kv_heads * spec.head_dim
+    return whole * (2 * setup.compute_bytes + 3 * 4)
 
 
 def _sum(saved: Sequence[Saved], part: str) -> int:

@@ -99,6 +99,7 @@ def setup_of(plan: RunPlan) -> Setup:
         reshard=config.parallel.reshard_after_forward,
         late=plan.dtype == torch.float16,
         history=history,
+        context=plan.degrees.context,
     )
 
 
