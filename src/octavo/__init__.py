@@ -47,8 +47,9 @@ if TYPE_CHECKING:
     from octavo.train.trainer import Trainer
 
 __all__ = [
-    "Callback", "Trainer", "clip_grad_norm_", "config", "context_parallel", "delayed_init", "describe", "errors", "export", "fp8", "fp8_autocast",
-    "graphed", "init", "load", "nn", "recipe", "save", "shutdown", "state", "to_huggingface", "transform",
+    "Callback", "Trainer", "clip_grad_norm_", "config", "context_parallel", "delayed_init", "describe", "errors", "export",
+    "fp8", "fp8_autocast", "graphed", "init", "load", "nn", "recipe", "save", "shutdown", "state", "to_huggingface",
+    "transform",
 ]  # fmt: skip
 
 

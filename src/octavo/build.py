@@ -42,6 +42,7 @@ from octavo.models.spec import ModelSpec
 from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
 from octavo.models.weight_files import DEQUANTISE, InMemoryWeights, Weights
 from octavo.models.weight_loader import WeightLoader, folder_weights
+from octavo.nn.attention import DotProductAttention
 from octavo.nn.norm import FLOATS
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
@@ -50,10 +51,14 @@ from octavo.parallel.fsdp import Sharding, blocks_of, check_same_weights, gather
 from octavo.parallel.mesh import Degrees
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.offload import offloaded
-from octavo.parallel.recompute import recomputed
+from octavo.parallel.recompute import recomputed, selectively_recomputed
 from octavo.parallel.world import State, state
 
 __all__ = ["build_model", "describe", "transform"]
+
+
+Recompute = bool | Literal["mlp", "selective"]
+"""What backward makes again, as in `transform`."""
 
 
 def transform(
@@ -70,7 +75,7 @@ def transform(
     cp_comm_type: str | None = None,
     params_dtype: torch.dtype | None = None,
     fp8_head: bool | Literal["backward"] | None = None,
-    recompute: bool | Literal["mlp"] = False,
+    recompute: Recompute = False,
     offload: bool = False,
     blocks: Literal["auto", "own"] = "auto",
 ) -> nn.Module:
@@ -98,7 +103,7 @@ def transform(
         params_dtype: of parameters; their own when absent. float32 under a bf16 `dtype` is master weights.
         fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients; False: none. When absent
             "backward" for Octavo's decoder, but False for a Transformer Engine `recipe` and for other models.
-        recompute: keep only each block's input for backward; "mlp": all but the first product of each MLP.
+        recompute: keep each block's input alone for backward; "selective": and attention's result; "mlp": all but one product.
         offload: keep activations saved for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
         blocks: "own" keeps the code of a model that would get Octavo's blocks, and its names in checkpoints.
 
@@ -159,7 +164,7 @@ def build_model(
     excluded: Mapping[str, str] | None = None,
     fp8_head: bool | Literal["backward"] | None = None,
     objective: Objective | None = None,
-    recompute: bool | Literal["mlp"] = False,
+    recompute: Recompute = False,
     offload: bool = False,
     sharding: Sharding | None = None,
     averaged: bool = False,
@@ -248,7 +253,7 @@ def _share_sequences(model: nn.Module, sharding: Sharding) -> None:
             layer_state.context_group = context.group
 
 
-def _keep_own_code(model: nn.Module, reason: str, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
+def _keep_own_code(model: nn.Module, reason: str, recompute: Recompute, *, offload: bool) -> None:
     refuse_block_settings(model, recompute, offload=offload)
     replace_linears(model)
     vars(model)["octavo_own_code"] = reason  # for `describe`
@@ -272,8 +277,8 @@ def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layer
 def _check_settings(blocks: str, recompute: object, offload: object) -> None:
     if blocks not in ("auto", "own"):
         raise unknown("blocks", str(blocks), ("auto", "own"), key="model.blocks")
-    if recompute not in (False, True, "mlp"):
-        raise InputError(f'recompute = {recompute!r} is not supported: use False, True, or "mlp".')
+    if recompute not in (False, True, "mlp", "selective"):
+        raise InputError(f'recompute = {recompute!r} is not supported: use False, True, "selective", or "mlp".')
     if not isinstance(offload, bool):
         raise InputError(f"offload = {offload!r} is not supported: use False or True.")
 
@@ -314,17 +319,29 @@ def _blocks(model: nn.Module) -> tuple[Decoder | Blocks | None, list[nn.Module]]
     return (stack, list(stack)) if isinstance(stack, Blocks) else (None, blocks_of(model))
 
 
-def _recompute(model: nn.Module, stack: Decoder | Blocks | None, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
+def _recompute(model: nn.Module, stack: Decoder | Blocks | None, recompute: Recompute, *, offload: bool) -> None:
     if stack is None:
         if recompute:
             recompute_own_code(model)
         return
     if recompute == "mlp":
         recompute_mlps(stack)
+    elif recompute == "selective":
+        _refuse_dropout(model)
+        stack.run_block = selectively_recomputed
     elif recompute:
         stack.run_block = recomputed
     if offload:
         stack.run_block = offloaded(stack.run_block)
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    rates = {layer.attention_dropout for layer in model.modules() if isinstance(layer, DotProductAttention)}
+    if any(rates):
+        raise InputError(
+            f'train.recompute = "selective" with attention_dropout = {max(rates)}: a result with dropout is computed again. '
+            "Set train.recompute = true, or attention_dropout = 0.0."
+        )
 
 
 def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, seed: int) -> Values:

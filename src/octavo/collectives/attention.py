@@ -22,6 +22,7 @@ from torch import Tensor
 from octavo.collectives.context import ContextGroup, in_order, splits_heads, start_gather, start_reduce_scatter
 from octavo.collectives.schedule import Earlier, Split, diagonal, earlier, ring
 from octavo.errors import InputError
+from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import Attended, Gradients
 
@@ -89,17 +90,18 @@ class _AllGather(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, pattern: Pattern, split: Split, scale: float
     ) -> Tensor:
-        batch, plans = q.shape[0], earlier(pattern, q.shape[0], split)
-        travel = _Chunks(context, pattern, batch, split)
-        fetching = travel.fetch(torch.stack((k, v)))
-        attended = Attended(q, scale=scale, window=pattern.window)
-        attended.add(k, v, diagonal(pattern, batch, split))
-        chunks = fetching.wait()
-        for plan in plans:
-            if plan is not None:
-                keys, values = torch.cat(chunks[plan.low : plan.high], 2)
-                attended.add(keys, values, plan.spans)
-        out, lse = attended.result()
+        def compute() -> tuple[Tensor, Tensor]:
+            fetching = _Chunks(context, pattern, q.shape[0], split).fetch(torch.stack((k, v)))
+            attended = Attended(q, scale=scale, window=pattern.window)
+            attended.add(k, v, diagonal(pattern, q.shape[0], split))
+            chunks = fetching.wait()
+            for plan in earlier(pattern, q.shape[0], split):
+                if plan is not None:
+                    keys, values = torch.cat(chunks[plan.low : plan.high], 2)
+                    attended.add(keys, values, plan.spans)
+            return attended.result()
+
+        out, lse = once(compute)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = context, pattern, split, scale
         return out
@@ -241,15 +243,18 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, pattern: Pattern, split: Split, scale: float
     ) -> Tensor:
-        attended = Attended(q, scale=scale)
-        kv = torch.stack((k, v))
-        for step in range(context.size):
-            passing = _pass_on(context, kv) if step + 1 < context.size else None
-            keys, values = kv
-            attended.add(keys, values, ring(pattern, q.shape[0], split, (context.rank - step) % context.size))
-            if passing is not None:
-                kv = passing.wait()
-        out, lse = attended.result()
+        def compute() -> tuple[Tensor, Tensor]:
+            attended = Attended(q, scale=scale)
+            kv = torch.stack((k, v))
+            for step in range(context.size):
+                passing = _pass_on(context, kv) if step + 1 < context.size else None
+                keys, values = kv
+                attended.add(keys, values, ring(pattern, q.shape[0], split, (context.rank - step) % context.size))
+                if passing is not None:
+                    kv = passing.wait()
+            return attended.result()
+
+        out, lse = once(compute)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = context, pattern, split, scale
         return out
@@ -304,9 +309,13 @@ class _HeadsForTokens(torch.autograd.Function):
         heads, groups = q.shape[2] // context.size, max(1, k.shape[2] // context.size)
         mine = _to_heads(context, torch.cat([_by_rank(x, context.size) for x in (q, k, v)], 3))
         whole_q, whole_k, whole_v = mine.split([heads, groups, groups], 2)
-        attended = Attended(whole_q, scale=scale, window=pattern.window)
-        attended.add(whole_k, whole_v, pattern.spans(q.shape[0]))
-        out, lse = attended.result()
+
+        def compute() -> tuple[Tensor, Tensor]:
+            attended = Attended(whole_q, scale=scale, window=pattern.window)
+            attended.add(whole_k, whole_v, pattern.spans(q.shape[0]))
+            return attended.result()
+
+        out, lse = once(compute)
         ctx.save_for_backward(whole_q, whole_k, whole_v, out, lse)
         ctx.call = context, pattern, split, scale, k.shape[2]
         return _to_tokens(context, out).flatten(2, 3)

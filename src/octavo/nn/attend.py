@@ -3,7 +3,8 @@
 ranks that share the sequence   `octavo.collectives.attention`
 a mask of the caller's, padding inside a sequence, or a window with dropout
                                 PyTorch's `scaled_dot_product_attention` with a boolean mask of T × T
-a window                        kernels that give a log-sum-exp, span by span: cuDNN's, or the reference
+a window, or a result that a recomputation reads
+                                kernels that give a log-sum-exp, span by span: cuDNN's, or the reference
 documents                       `scaled_dot_product_attention`, document by document
 all else                        `scaled_dot_product_attention`, which takes cuDNN's kernel on Hopper
 
@@ -21,8 +22,9 @@ from torch.nn import functional
 from octavo.collectives.attention import context_attention
 from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
+from octavo.kernels.attention.kept import is_keeping, once
 from octavo.kernels.attention.pattern import Pattern
-from octavo.kernels.attention.pieces import Attended, Gradients
+from octavo.kernels.attention.pieces import Attended, gradients
 
 
 def attend(
@@ -59,7 +61,7 @@ def attend(
         raise InputError(f"the attention pattern is of {pattern.tokens} tokens, and these are {k.shape[1]}: make it for these.")
     if pattern.holes is not None or (pattern.window is not None and dropout):
         return _sdpa(q, k, v, pattern.mask(q.shape[0], q.device), False, scale, dropout)
-    if pattern.window is not None:
+    if pattern.window is not None or (is_keeping() and not dropout):
         out: Tensor = _Pieces.apply(q, k, v, pattern, q.shape[-1] ** -0.5 if scale is None else scale)
         return out
     if not pattern.documents:
@@ -91,9 +93,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
 class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> Tensor:
-        attended = Attended(q, scale=scale, window=pattern.window)
-        attended.add(k, v, pattern.spans(q.shape[0]))
-        out, lse = attended.result()
+        def compute() -> tuple[Tensor, Tensor]:
+            attended = Attended(q, scale=scale, window=pattern.window)
+            attended.add(k, v, pattern.spans(q.shape[0]))
+            return attended.result()
+
+        out, lse = once(compute)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = pattern, scale
         return out
@@ -101,10 +106,8 @@ class _Pieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("attention with a window has no second derivative: call backward without create_graph=True.")
+            raise RuntimeError("attention in pieces has no second derivative: call backward without create_graph=True.")
         q, k, v, out, lse = ctx.saved_tensors
         pattern, scale = ctx.call
-        grads = Gradients(d_out, q, out, lse, scale=scale, window=pattern.window)
-        dk, dv = (torch.zeros(x.shape, dtype=grads.dq.dtype, device=x.device) for x in (k, v))
-        grads.add(k, v, pattern.spans(q.shape[0]), dk, dv)
-        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        spans = pattern.spans(q.shape[0])
+        return *gradients(d_out, q, k, v, out, lse, spans, scale=scale, window=pattern.window), None, None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
 from octavo.kernels.attention import short
+from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.nn.attend import attend
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
@@ -50,7 +51,7 @@ def split_qkv(qkv: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Ten
 class _ShortAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, heads: int, groups: int, scale: float) -> Tensor:
-        out, lse = short.forward(qkv, heads, groups, scale)
+        out, lse = once(lambda: short.forward(qkv, heads, groups, scale))
         ctx.save_for_backward(qkv, out, lse)
         ctx.call = heads, groups, scale
         return out

@@ -1,4 +1,4 @@
-"""Which models' sequences the ranks of a context group can share: asked before a GPU is touched, and again when a model is built."""
+"""The models whose sequences ranks can share: asked before a GPU is touched, and again when a model is built."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from octavo.plan.saved import (
     granularity_of,
     is_offloaded,
     kept_weights,
+    recomputed_by_block,
     root_bytes,
     root_parameters,
     saved_by_block,
@@ -121,7 +122,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     activations = ends + sum(times * _sum(stays[recipes], "activations") for recipes, times in counts.items())
     copies = kept + sum(times * _sum(stays[recipes], "weight copies") for recipes, times in counts.items())
     # The last norm's result, and the last block's, which that norm adds to the residual stream.
-    results = stream * (1 if setup.recompute is True else 2)
+    results = stream * (1 if setup.recompute in (True, "selective") else 2)
     yield (
         "at the output head",
         {"gradients": before, "gathered weights": held, "weight copies": copies, "activations": activations}
@@ -228,8 +229,8 @@ def _sum(saved: Sequence[Saved], part: str) -> int:
 
 def _again(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
     """Tensors that backward brings back for a block: recomputed ones, or those of its MLP from host memory."""
-    if setup.recompute is True:
-        return saved_by_block(setup, spec, recipes)
+    if setup.recompute in (True, "selective"):
+        return recomputed_by_block(setup, spec, recipes)
     return [saved for saved in saved_by_block(setup, spec, recipes) if saved.mlp and is_offloaded(setup, saved)]
 
 

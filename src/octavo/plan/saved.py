@@ -61,7 +61,7 @@ class Setup:
     params_bytes: int = 4
     blocks: tuple[BlockRecipes, ...] = ()
     head: bool | Literal["backward"] = False
-    recompute: bool | Literal["mlp"] = False
+    recompute: bool | Literal["mlp", "selective"] = False
     offload: bool = False
     accumulates: bool = False
     documents: bool = False
@@ -164,9 +164,25 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
 
 def saved_in_forward(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
     """Tensors that one block saves in forward."""
-    if setup.recompute is True:
-        return [Saved(setup.tokens * spec.hidden_size * setup.compute_bytes, "activations", False)]
+    if setup.recompute in (True, "selective"):
+        kept = [setup.tokens * spec.hidden_size * setup.compute_bytes]
+        kept += _result_of_attention(setup, spec) if setup.recompute == "selective" else []
+        return [Saved(size, "activations", False) for size in kept]
     return saved_by_block(setup, spec, recipes)
+
+
+def recomputed_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
+    """Tensors that backward makes again for one block."""
+    made = saved_by_block(setup, spec, recipes)
+    if setup.recompute == "selective":
+        for size in _result_of_attention(setup, spec):  # is there already
+            made.remove(Saved(size, "activations", False))
+    return made if setup.recompute in (True, "selective") else []
+
+
+def _result_of_attention(setup: Setup, spec: ModelSpec) -> list[int]:
+    """Bytes of attention's result and of its log-sum-exp."""
+    return [setup.tokens * widths(spec)[1] * setup.compute_bytes, 4 * setup.tokens * spec.heads]
 
 
 def is_offloaded(setup: Setup, saved: Saved) -> bool:

@@ -172,7 +172,7 @@ def _settings(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dic
 
     share: sequences of a rank in a step. offloads: activations in host memory are out of the device's.
     """
-    levels: tuple[Any, ...] = (False, "mlp", True)
+    levels: tuple[Any, ...] = (False, "mlp", "selective", True)
     own = setup.spec is None  # whose code takes none of these
     for offload in (setup.offload,) if own or setup.offload or not offloads else (False, True):
         for recompute in (setup.recompute,) if own else levels[levels.index(setup.recompute) :]:

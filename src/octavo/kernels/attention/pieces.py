@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from octavo.kernels.attention import cudnn, reference
+from octavo.kernels.attention import library, reference
 from octavo.kernels.attention.pattern import Span
 from octavo.kernels.attention.window import tiles
 
@@ -92,9 +92,25 @@ class Gradients:
             dv[b, keys] += own_v
 
 
+def gradients(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Sequence[Span], *, scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, in their dtype, of attention whose keys are all here."""
+    parts = list(_parts(q, spans, window))
+    whole = Span(0, q.shape[0], 0, q.shape[1], 0, k.shape[1], parts[0][0].causal)
+    if len(parts) == 1 and parts[0][0] == whole:
+        dq, dk, dv = _backward(d_out, q, k, v, out, lse, whole, scale, parts[0][1])
+    else:
+        summed = Gradients(d_out, q, out, lse, scale=scale, window=window)
+        dq, dk, dv = summed.dq, *(torch.zeros(x.shape, dtype=summed.dq.dtype, device=x.device) for x in (k, v))
+        summed.add(k, v, spans, dk, dv)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
 def _splits_window(q: Tensor, window: int) -> bool:
     """True if triangles and rectangles by the device's kernels are faster than a kernel that knows the window."""
-    return window >= SMALLEST_WINDOW and cudnn.takes(q, q, causal=True, window=None)
+    return window >= SMALLEST_WINDOW and library.takes(q, q, causal=True, window=None)
 
 
 def _parts(q: Tensor, spans: Sequence[Span], window: int | None) -> Iterator[tuple[Span, int | None]]:
@@ -114,8 +130,8 @@ def _parts(q: Tensor, spans: Sequence[Span], window: int | None) -> Iterator[tup
 def _forward(q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
     if span.reversed:
         q, k, v = (x.flip(1) for x in (q, k, v))
-    if cudnn.takes(q, k, causal=span.causal, window=window):
-        out, lse = cudnn.forward(q, k, v, causal=span.causal, scale=scale)
+    if library.takes(q, k, causal=span.causal, window=window):
+        out, lse = library.forward(q, k, v, causal=span.causal, scale=scale)
     else:
         out, lse = reference.forward(q, k, v, causal=span.causal, scale=scale, window=window)
     return (out.flip(1), lse.flip(2)) if span.reversed else (out, lse)
@@ -127,8 +143,8 @@ def _backward(
     if span.reversed:
         d_out, q, k, v, out = (x.flip(1) for x in (d_out, q, k, v, out))
         lse = lse.flip(2)
-    if cudnn.takes(q, k, causal=span.causal, window=window):
-        grads = cudnn.backward(d_out, q, k, v, out, lse, causal=span.causal, scale=scale)
+    if library.takes(q, k, causal=span.causal, window=window):
+        grads = library.backward(d_out, q, k, v, out, lse, causal=span.causal, scale=scale)
     else:
         grads = reference.backward(d_out, q, k, v, out, lse, causal=span.causal, scale=scale, window=window)
     if span.reversed:
