@@ -10,6 +10,7 @@ from torch import nn
 from octavo.fp8.recipe import Granularity, Operand
 from octavo.fp8.scaling import ModuleState, states_of
 from octavo.kernels import gemm
+from octavo.nn.attention import DotProductAttention
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def describe(model: nn.Module) -> Description:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     native = gemm.is_native(device)
     products = "FP8 units, cuBLAS" if native else f"emulated exactly on {device.type}, without FP8 units"
-    return Description(tuple(layers), _attention(device), products, getattr(model, "octavo_own_code", ""))
+    own_code = getattr(model, "octavo_own_code", "")
+    return Description(tuple(layers), _attention(device, model, own_code=bool(own_code)), products, own_code)
 
 
 def _head_note(model: nn.Module, state: ModuleState) -> str:
@@ -102,9 +104,17 @@ def _reason(module: nn.Module, name: str) -> str:
     return f"{type(module).__name__} is not a linear layer that Octavo replaces"
 
 
-def _attention(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"scaled_dot_product_attention on {device.type}"
-    if torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= (9, 0):
-        return "cuDNN through scaled_dot_product_attention; a boolean mask where documents or padding need one"
-    return "scaled_dot_product_attention, flash or memory-efficient"
+def _attention(device: torch.device, model: nn.Module, *, own_code: bool) -> str:
+    """What computes attention, by the rule of `octavo.nn.attend`."""
+    kernel = f"PyTorch's on {device.type}" if device.type != "cuda" else "PyTorch's, flash or memory-efficient"
+    if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= (9, 0):
+        kernel = "cuDNN's"
+    if own_code:
+        return f"the model's own code; scaled_dot_product_attention takes {kernel} kernel"
+    parts = [f"{kernel} kernel through scaled_dot_product_attention, document by document"]
+    cores = [layer for layer in model.modules() if isinstance(layer, DotProductAttention)]
+    if windows := sorted({core.window for core in cores if core.window is not None}):
+        parts.append(f"a window of {', '.join(map(str, windows))} keys in pieces")
+    if shared := next((core.context for core in cores if core.context is not None), None):
+        parts.append(f"{shared.size} ranks share each sequence ({shared.strategy})")
+    return "; ".join(parts)
