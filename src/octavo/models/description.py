@@ -75,9 +75,22 @@ def describe(model: nn.Module) -> Description:
                 reason = "; ".join(part for part in (state.override_by, note) if part)
                 layers.append(LayerReport(label, kind, shape, True, reason, recipe))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    native = gemm.is_native(device)
-    products = "FP8 units, cuBLAS" if native else f"emulated exactly on {device.type}, without FP8 units"
-    return Description(tuple(layers), _attention(device), products, getattr(model, "octavo_own_code", ""))
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    products, attention = kernels_on(device.type, capability, native=gemm.is_native(device))
+    return Description(tuple(layers), attention, products, getattr(model, "octavo_own_code", ""))
+
+
+def kernels_on(kind: str, capability: tuple[int, int] | None, *, native: bool) -> tuple[str, str]:
+    """(products in FP8, attention) in words.
+
+    kind: type of the device, such as "cuda", with its `capability`. native: it has FP8 units.
+    """
+    products = "FP8 units, cuBLAS" if native else f"emulated exactly on {kind}, without FP8 units"
+    if capability is None:
+        return products, f"scaled_dot_product_attention on {kind}"
+    if torch.backends.cuda.cudnn_sdp_enabled() and capability >= (9, 0):
+        return products, "cuDNN through scaled_dot_product_attention; a boolean mask where documents or padding need one"
+    return products, "scaled_dot_product_attention, flash or memory-efficient"
 
 
 def _head_note(model: nn.Module, state: ModuleState) -> str:
@@ -100,11 +113,3 @@ def _reason(module: nn.Module, name: str) -> str:
     if isinstance(module, nn.Linear):
         return f"{type(module).__name__} is a subclass with code of its own"
     return f"{type(module).__name__} is not a linear layer that Octavo replaces"
-
-
-def _attention(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"scaled_dot_product_attention on {device.type}"
-    if torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= (9, 0):
-        return "cuDNN through scaled_dot_product_attention; a boolean mask where documents or padding need one"
-    return "scaled_dot_product_attention, flash or memory-efficient"
