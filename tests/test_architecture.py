@@ -17,7 +17,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "octavo"
 
 LAYERS = (
-    ("_version", "errors", "dtypes"),
+    ("_version", "errors", "dtypes", "hub"),
     ("hardware", "storage"),
     ("config",),
     ("kernels",),

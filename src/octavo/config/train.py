@@ -81,7 +81,8 @@ class TrainConfig(Section):
     def _check_length(self) -> TrainConfig:
         if self.steps is None and self.tokens is None and self.epochs is None:
             raise ValueError("train.steps is missing: give train.steps, train.tokens or train.epochs")
-        if self.extended and self.steps is not None and self.extended[-1] >= self.steps:
+        in_steps = self.tokens is None and self.epochs is None  # which have their check where they become steps
+        if self.extended and in_steps and self.steps is not None and self.extended[-1] >= self.steps:
             raise ValueError(
                 f"train.extended = {self.extended} reaches train.steps = {self.steps}: the former last steps lie below it"
             )

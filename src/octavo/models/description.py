@@ -76,10 +76,29 @@ def describe(model: nn.Module) -> Description:
                 reason = "; ".join(part for part in (state.override_by, note) if part)
                 layers.append(LayerReport(label, kind, shape, True, reason, recipe))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+<<<<<<< HEAD
     native = gemm.is_native(device)
     products = "FP8 units, cuBLAS" if native else f"emulated exactly on {device.type}, without FP8 units"
     own_code = getattr(model, "octavo_own_code", "")
     return Description(tuple(layers), _attention(device, model, own_code=bool(own_code)), products, own_code)
+=======
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    products, attention = kernels_on(device.type, capability, native=gemm.is_native(device))
+    return Description(tuple(layers), attention, products, getattr(model, "octavo_own_code", ""))
+
+
+def kernels_on(kind: str, capability: tuple[int, int] | None, *, native: bool) -> tuple[str, str]:
+    """(products in FP8, attention) in words.
+
+    kind: type of the device, such as "cuda", with its `capability`. native: it has FP8 units.
+    """
+    products = "FP8 units, cuBLAS" if native else f"emulated exactly on {kind}, without FP8 units"
+    if capability is None:
+        return products, f"scaled_dot_product_attention on {kind}"
+    if torch.backends.cuda.cudnn_sdp_enabled() and capability >= (9, 0):
+        return products, "cuDNN through scaled_dot_product_attention; a boolean mask where documents or padding need one"
+    return products, "scaled_dot_product_attention, flash or memory-efficient"
+>>>>>>> first
 
 
 def _head_note(model: nn.Module, state: ModuleState) -> str:
@@ -102,6 +121,7 @@ def _reason(module: nn.Module, name: str) -> str:
     if isinstance(module, nn.Linear):
         return f"{type(module).__name__} is a subclass with code of its own"
     return f"{type(module).__name__} is not a linear layer that Octavo replaces"
+<<<<<<< HEAD
 
 
 def _attention(device: torch.device, model: nn.Module, *, own_code: bool) -> str:
@@ -118,3 +138,5 @@ def _attention(device: torch.device, model: nn.Module, *, own_code: bool) -> str
     if shared := next((core.context for core in cores if core.context is not None), None):
         parts.append(f"{shared.size} ranks share each sequence ({shared.strategy})")
     return "; ".join(parts)
+=======
+>>>>>>> first

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError, nearest, unknown
-from octavo.storage import names_a_path, taken_for_a_path
+from octavo.storage import names_a_path, path_of, taken_for_a_path
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -70,10 +70,12 @@ def check_source(source: str) -> None:
     if source in SHAPES:
         return
     folder = Path(source)
-    if folder.is_dir():
+    with path_of("model.source", source):
+        is_folder, is_path = folder.is_dir(), names_a_path(source)
+    if is_folder:
         if not (folder / "config.json").is_file():
             raise InputError(f"model.source = {source!r} is a folder without config.json: give a Hugging Face model folder.")
-    elif names_a_path(source):
+    elif is_path:
         raise _no_folder(source)
     elif "/" not in source:
         raise unknown("model", source, SHAPES, key="model.source (a folder or id of Hugging Face works too)")

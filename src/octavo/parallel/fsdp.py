@@ -109,7 +109,7 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding, *, summe
         fully_shard(block, mesh=mesh, reshard_after_forward=how.reshard_after_forward, mp_policy=policy)
     policy = own if not blocks and _travels(model, how.recipe) else outer
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    _refuse_fsdp1(model)
+    _refuse_wrappers(model)
     if summed:
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
@@ -149,8 +149,8 @@ def accumulate(model: nn.Module, *, last: bool) -> None:
         model.set_requires_gradient_sync(last)
 
 
-def _refuse_fsdp1(model: nn.Module) -> None:
-    """Let FSDP1 fail with a reason, when it sets its mark on the module."""
+def _refuse_wrappers(model: nn.Module) -> None:
+    """Let FSDP1 fail with a reason, when it sets its mark on the module, and DDP, when it looks for its own there."""
     mark = "_fsdp_use_orig_params"
 
     def refuse(self: nn.Module, value: Any) -> None:
@@ -160,9 +160,17 @@ def _refuse_fsdp1(model: nn.Module) -> None:
             "buffer_dtype, its sharding_strategy as hybrid_shard_degree and reshard_after_forward."
         )
 
+    def refuse_ddp(self: nn.Module) -> None:
+        raise InputError(
+            f"{type(self).__name__}: DistributedDataParallel, of Trainer and Accelerate too, would join the ranks a second "
+            "time: octavo.init shards this model over them and joins its gradients. Leave octavo.init out, or write the loop "
+            "without them."
+        )
+
     vars(model).pop(mark, None)  # FSDP2's own
     base = type(model)
-    model.__class__ = type(base.__name__, (base,), {mark: property(lambda self: True, refuse), "__module__": base.__module__})
+    marks = {mark: property(lambda self: True, refuse), "_ddp_params_and_buffers_to_ignore": property(refuse_ddp)}
+    model.__class__ = type(base.__name__, (base,), {**marks, "__module__": base.__module__})
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:
