@@ -10,6 +10,7 @@ import torch
 
 if str(Path(__file__).parent) not in sys.path:
     sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the Hub; read when huggingface_hub is imported
 import torchvision_shim  # noqa: F401 - before anything imports transformers
 
 if not torch.cuda.is_available():

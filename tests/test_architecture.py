@@ -17,15 +17,15 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "octavo"
 
 LAYERS = (
-    ("_version", "errors", "dtypes"),
+    ("_version", "errors", "dtypes", "hub"),
     ("hardware", "storage"),
     ("config",),
     ("kernels",),
-    ("fp8",),
+    ("fp8", "collectives"),
     ("nn",),
     ("models",),
     ("parallel",),
-    ("plan",),
+    ("plan", "context_parallel"),
     ("build",),
     ("data",),
     ("checkpoint", "watchdog"),
@@ -39,6 +39,7 @@ LAYERS = (
 
 FORBIDDEN = {
     "kernels": {"config"},
+    "collectives": {"config"},
     "fp8": {"config"},
     "nn": {"config"},
     "parallel": {"models"},

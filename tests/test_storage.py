@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -65,6 +66,28 @@ def test_a_name_is_a_path_or_may_be_an_id_of_the_hub(tmp_path, monkeypatch):
         assert storage.taken_for_a_path(name) == ""
     assert storage.names_a_path("owner/name")
     assert "there is a folder 'owner'" in storage.taken_for_a_path("owner/name")
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "gone").symlink_to("nothing")
+    for name, reason in (
+        ("file/x", "('file' is a file)"),
+        ("file/x/y", "('file' is a file)"),
+        ("loop", "('loop' is a symbolic link to nothing, or to itself)"),
+        ("loop/x", "('loop' is a symbolic link to nothing, or to itself)"),
+        ("gone", "('gone' is a symbolic link to nothing, or to itself)"),
+        ("owner/../file/x", "('owner/../file' is a file)"),
+    ):
+        assert storage.names_a_path(name)
+        assert reason in storage.taken_for_a_path(name)
+
+
+def test_a_fault_of_a_path_has_the_key_of_the_run_file():
+    long = re.escape(f"data.source = '{'x' * 80}…' cannot be used: File name too long. Give a shorter path.")
+    with pytest.raises(InputError, match=f"^{long}$"), storage.path_of("data.source", "x" * 300):
+        Path("x" * 300).stat()
+    unknown = "data.folder = '~nobody-here/x' cannot be used: there is no such user"
+    with pytest.raises(InputError, match=unknown), storage.path_of("data.folder", "~nobody-here/x"):
+        Path("~nobody-here/x").expanduser()
 
 
 @pytest.mark.parametrize("data", ["text with ü\n", b"\x00\xff", ""])

@@ -17,6 +17,7 @@ import secrets
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -54,28 +55,52 @@ _FILE_SUFFIX = re.compile(
 def names_a_path(name: str) -> bool:
     """True if a name without a file or folder can only be a path: ids of the Hugging Face Hub are `name` or `owner/name`.
 
-    `owner/name` is a path too if there is a folder `owner`, or if it ends in the suffix of a file.
+    An id is a path too if it is a symbolic link, if there is a file or folder `owner`, or if it ends in the suffix of a file.
     """
+    path = Path(name)
     return (
         name.startswith((".", "/", "~"))
         or not _HUB_ID.fullmatch(name)
         or _FILE_SUFFIX.search(name) is not None
-        or ("/" in name and Path(name).parent.is_dir())
+        or path.is_symlink()
+        or ("/" in name and (path.parent.exists() or path.parent.is_symlink()))
     )
 
 
 def taken_for_a_path(name: str) -> str:
-    """For a message that a path does not exist: the reason, if the name has the form of an id; else empty."""
-    folder = Path(name).parent
-    if (
-        not _HUB_ID.fullmatch(name)
-        or name.startswith(".")
-        or _FILE_SUFFIX.search(name)
-        or "/" not in name
-        or not folder.is_dir()
-    ):
+    """For a message that a path does not exist: the reason, if it has the form of an id or goes through a file; else empty."""
+    path = Path(name)
+    for part in (path, *path.parents):
+        if part.is_dir():
+            break
+        if part.exists():
+            return f" ({str(part)!r} is a file)"
+        if part.is_symlink():
+            return f" ({str(part)!r} is a symbolic link to nothing, or to itself)"
+    folder = path.parent
+    if not _HUB_ID.fullmatch(name) or name.startswith(".") or _FILE_SUFFIX.search(name) or "/" not in name:
         return ""
-    return f" (there is a folder {str(folder)!r}; an id of the Hub needs a current folder without it)"
+    return (
+        f" (there is a folder {str(folder)!r}; an id of the Hub needs a current folder without it)" if folder.is_dir() else ""
+    )
+
+
+@contextlib.contextmanager
+def path_of(key: str, name: str) -> Iterator[None]:
+    """Names the key of the run file in a fault of its path, such as a too long name.
+
+    Raises:
+        InputError: in place of an OSError, and of pathlib's error for an unknown user.
+    """
+    shown = repr(name if len(name) <= 120 else f"{name[:80]}…")
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{key} = {shown} cannot be used: {why_unusable(error)}") from None
+    except RuntimeError:
+        if not name.startswith("~"):
+            raise
+        raise InputError(f"{key} = {shown} cannot be used: there is no such user. Write the folder out.") from None
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

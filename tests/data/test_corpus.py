@@ -234,6 +234,32 @@ def test_a_name_that_leads_nowhere_is_answered_with_the_nearest(tmp_path, lines,
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("name", ["file/x", "loop", "loop/x"])
+def test_a_name_through_a_file_or_a_loop_of_links_is_refused_before_the_hub_is_asked(tmp_path, config, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    fault = "is a file" if name == "file/x" else "is a symbolic link to nothing, or to itself"
+    with pytest.raises(
+        InputError, match=rf"data\.source = '{name}': there is no such file \('\w+' {fault}\)\. Change data\.source"
+    ):
+        Corpus(config(name))
+
+
+def test_too_long_paths_are_named_with_their_key(tmp_path, lines, config):
+    for long in ("x" * 300, f"{tmp_path}/{'x' * 300}", "./" + "x/" * 3000):
+        for key, section in (
+            ("data.source", config(long)),
+            ("data.source", config([str(lines), long])),
+            ("data.validation_source", config(lines, validation_source=long)),
+            ("data.tokenizer", config(lines, tokenizer=long)),
+            ("data.folder", config(lines, folder=long)),
+        ):
+            with pytest.raises(InputError, match=rf"^{key} = '.*…' cannot be used: File name too long"):
+                prepare(section)
+
+
 def test_a_file_that_may_not_be_read(tmp_path, config, monkeypatch):
     path = write_lines(tmp_path / "c.jsonl", [{"text": "a"}])
 

@@ -142,7 +142,10 @@ def test_a_file_is_a_stream(tmp_path, config, kind, compression):
 
 BAD = {
     "column": ("id,body\n1,a\n", r"line 1: there is no 'text', only 'id', 'body'"),
-    "delimiter": ("id;text\n1;a\n", r"line 1: there is no 'text', only 'id;text'. Did you mean 'id;text'"),
+    "semicolons": ("id;text\n1;a\n", r"line 1: the delimiter seems to be ';', with the columns 'id', 'text'\. Save .* commas"),
+    "quoted names": ('"id";"text"\n1;a\n', r"line 1: the delimiter seems to be ';', with the columns 'id', 'text'\. Save"),
+    "tabs": ("id\tbody, all\t\n1\ta\t\n", r"delimiter seems to be '\\t', .*'id', 'body, all', ''.*, and set data\.text_field"),
+    "bar in a name": ("a|b,body\n1,a\n", r"line 1: there is no 'text', only 'a|b', 'body'\. Change data\.text_field"),
     "ids": ("input_ids\n1 2 3\n", r"line 1: there is no 'text'"),
     "twice": ("text,text\na,b\n", r"line 1: 2 columns are named 'text'"),
     "short": ("id,text\n1,a\n2\n", r"line 3: the row has 1 values, and there are 2 columns"),

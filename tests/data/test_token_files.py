@@ -1,6 +1,7 @@
 """Sources with weights are parts of the token files; validation text has a source of its own."""
 
 import gzip
+import io
 import itertools
 import json
 
@@ -246,6 +247,29 @@ def test_training_text_is_no_validation_text(tmp_path, lines, config):
         prepare(config(lines, validation_source=str(tmp_path / "nowhere.txt")))
     with pytest.raises(InputError, match=r"data\.validation_source = \[\]: name at least one"):
         prepare(config(lines, validation_source=[]))
+
+
+def test_the_text_of_another_file_is_compared_by_its_documents(tmp_path, lines, config):
+    (tmp_path / "one.txt").write_text("the same text " * 40)
+    (tmp_path / "one.txt.gz").write_bytes(gzip.compress((tmp_path / "one.txt").read_bytes()))
+    whole = r"data\.validation_source = .*: all of its documents \({}\) are also in data\.source.*validation_fraction"
+    with pytest.raises(InputError, match=whole.format(1)):
+        prepare(config(tmp_path / "one.txt", validation_source=str(tmp_path / "one.txt.gz")))
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    held = write_lines(tmp_path / "held.jsonl", rows[:5])
+    with pytest.raises(InputError, match=whole.format(5)):
+        prepare(config([str(tmp_path / "one.txt"), str(lines)], weights=[1, 1], validation_source=str(held)))
+    ids = [_ids(tmp_path / f"{name}.jsonl", 0, 3) for name in ("a", "b")]
+    with pytest.raises(InputError, match=whole.format(3)):
+        prepare(config(ids[0], validation_source=str(ids[1])))
+    write_lines(held, [*rows[:5], {"text": "text of its own"}])
+    console = Console(file=io.StringIO(), width=500)
+    prepare(config(lines, validation_source=str(held)), console=console)
+    assert "held.jsonl': 5 of its 6 documents are also in data.source, and so in training." in console.file.getvalue()
+    write_lines(held, [{"text": "text of its own"}])
+    console = Console(file=io.StringIO(), width=500)
+    prepare(config(lines, validation_source=str(held)), console=console)
+    assert console.file.getvalue().count("documents are also") == 0
 
 
 def test_a_split_of_a_data_set_validates_another(tmp_path, config, monkeypatch):

@@ -38,7 +38,7 @@ def test_a_run_with_weights_continues_to_the_same_losses(tiny_run, tmp_path, cap
 
     assert train("whole")[0] == 0
     assert train("parts", "train.steps=2")[0] == 0
-    assert train("parts")[0] == 0
+    assert train("parts", "data.weights=[1, 3]")[0] == 0  # the same shares
     whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
     for key in ("loss", "validation_loss"):
         assert [record.get(key) for record in whole] == [record.get(key) for record in parts]
@@ -60,3 +60,17 @@ def test_a_run_with_weights_continues_to_the_same_losses(tiny_run, tmp_path, cap
     assert small > 1 > first > 0
     assert main(["train", str(run.file), data, "train.steps=50", "--dry-run"]) == 0
     assert f"{second}: {small:.2f} of " in capsys.readouterr().out
+
+
+def test_a_source_whose_weight_gives_it_no_sequence_is_said_at_the_start_and_by_a_dry_run(tiny_run, tmp_path, capsys):
+    run = tiny_run(steps=2)
+    small = tmp_path / "small.jsonl"
+    small.write_text(run.corpus.read_text())
+    command = ["train", str(run.file), f"data.source=['{run.corpus}', '{small}']", f"data.folder={tmp_path / 'data'}"]
+    said = f"data.weights: no sequence of the run's 8 is of {small} (weight 1e-09). Raise its weight, or remove it"
+    assert main([*command, "data.weights=[1, 1e-9]", "--dry-run"]) == 0  # before any data is prepared
+    assert said in capsys.readouterr().out
+    assert main([*command, "data.weights=[1, 1e-9]"]) == 0
+    assert said in capsys.readouterr().err
+    assert main([*command, "data.weights=[3, 1]", "--dry-run"]) == 0
+    assert "no sequence" not in capsys.readouterr().out

@@ -39,6 +39,8 @@ SHAPES = {
     "intermediate-176": {"intermediate_size": 176},
     "intermediate-odd": {"intermediate_size": 45},
     "mistral": {"model_type": "mistral"},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 8},
+    "mistral-window-of-1": {"model_type": "mistral", "sliding_window": 1},
     "mistral-tied": {"model_type": "mistral", "tie_word_embeddings": True, "num_key_value_heads": 1},
     "mistral-llama3-rope": {"model_type": "mistral", "rope_parameters": LLAMA3_ROPE},
     "mistral-narrow-heads": {"model_type": "mistral", "head_dim": 6, "num_attention_heads": 6, "num_key_value_heads": 3},
@@ -48,6 +50,13 @@ SHAPES = {
     "qwen3-biases": {"model_type": "qwen3", "attention_bias": True, "head_dim": 10, "rope_parameters": LLAMA3_ROPE},
     "phi3": {"model_type": "phi3"},
     "phi3-partial": {"model_type": "phi3", "rope_parameters": _partial(0.75), "num_key_value_heads": 1, "pad_token_id": 5},
+    "qwen2-mixed-windows": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "phi3-window": {"model_type": "phi3", "sliding_window": 5},
     "neox": {"model_type": "gpt_neox"},
     "neox-serial": {"model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False},
     "neox-tanh-tied": {"model_type": "gpt_neox", "hidden_act": "gelu_fast", "tie_word_embeddings": True, "pad_token_id": 5},
@@ -67,7 +76,8 @@ DEFAULTS = {
 def llama_config(**changes):
     """A Llama of two layers, 97 words, 4 query heads on 2 key-value heads, and a feed-forward size of 44.
 
-    With `model_type` another family of that size, Mistral without a window; one without grouped queries ignores their number.
+    With `model_type` another family of that size, Mistral without a window unless `sliding_window` says so; one without grouped
+    queries ignores their number.
     """
     values = {
         "model_type": "llama",

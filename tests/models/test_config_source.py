@@ -78,6 +78,8 @@ def test_a_path_is_refused_before_the_hub_is_asked_and_a_hub_out_of_reach_is_sai
     monkeypatch.setattr("octavo.models.sources.AutoConfig.from_pretrained", ask)
     refused(("'models/tinny' does not exist", "there is a folder 'models'", "'models/tiny'?"), load_config, "models/tinny")
     refused(("'model.json' is a file", "model's folder"), load_config, "model.json")
+    refused(("model.source = 'model.json/x' does not exist ('model.json' is a file)",), load_config, "model.json/x")
+    refused(("model.source = 'xxx", "cannot be used: File name too long"), load_config, "x" * 300 + "/y")
     refused(("'owner/weights.safetensors' does not exist",), load_config, "owner/weights.safetensors")
     refused(("'owner/model'", "Hub cannot be reached", "`hf download owner/model`", "llama-tiny"), load_config, "owner/model")
 
@@ -169,7 +171,6 @@ def test_an_unknown_model_type_is_named(tmp_path, kind):
     [
         (GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "gpt_neo"),
         (llama_config(hidden_act="gelu"), "hidden_act = 'gelu'"),
-        (llama_config(model_type="mistral", sliding_window=64), "sliding_window = 64"),
         (
             llama_config(
                 rope_parameters={

@@ -234,11 +234,6 @@ def test_dropout_of_hidden_states_draws_where_hugging_face_draws(dropout):
         ({"model_type": "gpt_neox", "hidden_act": "quick_gelu"}, "hidden_act = 'quick_gelu' is not one of relu2, gelu, "),
         ({"model_type": "qwen2", "hidden_act": "relu2"}, "hidden_act = 'relu2' is not one of silu"),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            "sliding_window = 8: the decoder's attention has no window",
-        ),
-        ({"model_type": "phi3", "sliding_window": 8}, "sliding_window = 8: the decoder's attention has no window"),
-        (
             {"rope_parameters": SHAPES["linear-rope"]["rope_parameters"] | {"partial_rotary_factor": 0.5}},
             "partial_rotary_factor = 0.5: heads of this family rotate whole",
         ),

@@ -238,6 +238,25 @@ def test_fsdp1_around_a_sharded_model_is_refused_with_the_replacement():
         ranks.run(2, wrapped_in_fsdp1, True)
 
 
+def wrapped_in_ddp(first_sharded):
+    """A model of its own code inside DDP, and then one that octavo.transform has given to the ranks."""
+    import octavo
+
+    octavo.init({} if first_sharded else {"hybrid_shard_degree": 1})
+    for later in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+        if later:
+            model = octavo.transform(model, dtype=torch.float32, device="cpu")
+        torch.nn.parallel.DistributedDataParallel(model)
+
+
+@pytest.mark.parametrize("first_sharded", [True, False], ids=["sharded", "replicated"])
+def test_ddp_around_a_sharded_model_of_any_code_is_refused(first_sharded):
+    with pytest.raises(AssertionError, match=r"Sequential: DistributedDataParallel.*second time.*Leave octavo\.init out"):
+        ranks.run(2, wrapped_in_ddp, first_sharded)
+
+
 def own_weights(kind):
     """Losses of a transformed model whose weights each rank draws after `octavo.init`, or how it is refused."""
     import octavo

@@ -10,6 +10,7 @@ import pytest
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.run.finished import finished
+from octavo.run.metrics import read_metrics
 from octavo.train.trainer import Trainer
 
 
@@ -96,6 +97,25 @@ def test_any_doubt_goes_the_usual_way(copy, kind):
     DOUBTS[kind](config.output)
     assert {path: path.read_bytes() for path in config.output.rglob("*") if path.is_file()} != before
     assert finished(config) is None
+
+
+def test_the_remedy_of_a_cut_last_line_gives_the_same_run(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained.output, run)
+    edit(run / "metrics.jsonl", lambda data: data[:-9])
+    command = ["train", str(trained.file), f"train.output={run}"]
+    assert main(command) == 1
+    err = capsys.readouterr().err
+    assert f"line 3 of {run / 'metrics.jsonl'} is cut" in err
+    assert f"remove {run / 'checkpoints' / 'step-3'}" in err
+    assert main(["compare", str(trained.output), str(run)]) == 0
+    captured = capsys.readouterr()
+    assert f"has done 3 steps, but line 3 of {run / 'metrics.jsonl'} is cut" in captured.err
+    assert "Compared are steps up to 2." in captured.err
+    shutil.rmtree(run / "checkpoints" / "step-3")
+    assert main(command) == 0
+    before, after = (read_metrics(folder / "metrics.jsonl") for folder in (trained.output, run))
+    assert [record["loss"] for record in after] == [record["loss"] for record in before]
 
 
 def test_ranks_have_to_agree_first(copy, monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import OctavoError
-from octavo.run.metrics import MetricsFile, cut, encode, read_metrics
+from octavo.run.metrics import MetricsFile, cut, encode, lacking, read_metrics
 
 
 @given(st.floats(width=64))
@@ -75,6 +75,22 @@ def test_a_damaged_line_in_the_middle_costs_no_other(tmp_path, damaged):
     cut(path, 5)
     assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4, 5]
     assert damaged in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("tail", "words"),
+    [
+        (b'{"step": 3, "lo', "line 3 of {} is cut or damaged, and the record of step 3 is missing"),
+        (b'{"step": 3, "lo\n', "line 3 of {} is cut or damaged, and the record of step 3 is missing"),
+        (b"", "{} has 2 lines, and the record of step 3 is missing"),
+    ],
+)
+def test_a_lacking_record_is_said_with_its_line_and_the_remedy(tmp_path, tail, words):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2], tail)
+    found = lacking(path, 3)
+    assert found.startswith(words.format(path))
+    assert f"remove {tmp_path / 'checkpoints' / 'step-3'}, and octavo train repeats" in found
 
 
 def test_a_cut_to_zero_empties_the_file_and_an_absent_one_stays_absent(tmp_path):

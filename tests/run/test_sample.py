@@ -28,7 +28,7 @@ from octavo.cli import main
 from octavo.data.tokenizer import train
 from octavo.errors import OctavoError
 from octavo.parallel import world
-from octavo.run.sample import sample, sample_text
+from octavo.run.sample import _Choice, _tokenizer_of, sample, sample_text
 
 pytestmark = ranks.alone
 TEXT = "a scale for each tensor keeps small values in reach"
@@ -55,12 +55,15 @@ def model_folder(tmp_path, tokenizer):
 
 
 def greedy(model, folder, prompt, tokens):
-    """Hugging Face's greedy continuation, by the most probable token of whole forwards."""
+    """Hugging Face's greedy continuation, by the most probable token of whole forwards, of those that the tokenizer has."""
     theirs = AutoTokenizer.from_pretrained(folder)
+    unknown = [i for i in range(model.config.vocab_size) if i not in theirs.get_vocab().values()]
     ids = theirs(prompt, return_tensors="pt").input_ids
     with torch.no_grad():
         for _ in range(tokens):
-            new = model.eval()(input_ids=ids).logits[:, -1].argmax(-1, keepdim=True)
+            logits = model.eval()(input_ids=ids).logits[:, -1]
+            logits[:, unknown] = -torch.inf
+            new = logits.argmax(-1, keepdim=True)
             ids = torch.cat((ids, new), 1)
             if new.item() == theirs.eos_token_id:
                 break
@@ -179,10 +182,30 @@ def test_greedy_text_of_a_live_model_is_hugging_faces(make, tokenizer):
     refused("empty", sample_text, model, tokenizer, "")
 
 
+def test_ids_that_the_tokenizer_does_not_have_are_never_chosen(tmp_path, tokenizer):
+    reference = model_of()
+    size = len(AutoTokenizer.from_pretrained(tokenizer))
+    with torch.no_grad():
+        reference.lm_head.weight[size:] *= 100  # so that the most probable token is one of them
+        first = reference.eval()(input_ids=torch.tensor([[5, 6]])).logits[0, -1]
+    assert first.argmax() >= size
+    wanted = greedy(reference, tokenizer, PROMPT, 12)
+    model = octavo.transform(copy.deepcopy(reference), dtype=torch.float32)
+    assert sample_text(model, tokenizer, PROMPT, tokens=12, temperature=0) == wanted
+    octavo.export(model, tmp_path / "model")
+    shutil.copytree(tokenizer, tmp_path / "model", dirs_exist_ok=True)
+    assert sample(tmp_path / "model", PROMPT, tokens=12, temperature=0)["text"] == wanted
+    logits = torch.randn(2, 320)
+    masked = _tokenizer_of(tokenizer).masked(logits)
+    assert torch.equal(masked[:, :size], logits[:, :size])
+    assert (masked[:, size:] == -torch.inf).all()
+    drawn = [_Choice(100.0, 1.0, 0).token(masked[0], torch.Generator().manual_seed(seed)) for seed in range(200)]
+    assert max(drawn) < size
+    assert sample(tmp_path / "model", PROMPT, tokens=12, temperature=100, top_p=1)["text"].startswith(PROMPT)
+
+
 def test_top_p_draws_from_the_most_probable_tokens_alone(tokenizer):
     """Of probabilities 0.6, 0.3, 0.1 a share of 0.7 leaves the first two, in the ratio 2 to 1."""
-    from octavo.run.sample import _Choice
-
     logits, generator = torch.tensor([0.3, 0.1, 0.6]).log(), torch.Generator().manual_seed(0)
     drawn = torch.tensor([_Choice(1.0, 0.7, 0).token(logits, generator) for _ in range(3000)]).bincount(minlength=3)
     assert drawn[1] == 0

@@ -68,6 +68,12 @@ def test_a_sample_is_shown_in_a_few_lines_that_a_terminal_only_prints(result):
     assert "  Once." in summary_lines(dataclasses.replace(result, sample="Once."))
 
 
+def test_a_result_is_shown_in_a_line(result):
+    assert repr(result) == "Result(steps=380, loss=5.3154, validation_loss=5.3852, folder='runs/demo')"
+    without = dataclasses.replace(result, summary=dataclasses.replace(result.summary, validation_loss=None))
+    assert repr(without) == "Result(steps=380, loss=5.3154, folder='runs/demo')"
+
+
 def commands_of(result):
     return [shlex.split(line) for line in summary_lines(result) if line.startswith(("  octavo ", "  torchrun "))]
 

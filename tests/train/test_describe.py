@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from rich.console import Console
 from transformers import GPT2Config
 
+import octavo
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.train.plan import check
@@ -66,6 +68,20 @@ def test_the_folder_of_a_run(described, tiny_run, tmp_path, capsys):
     assert main(["describe", str(tmp_path / "empty")]) == 2
     assert "is not the folder of a run: it has no run.toml" in capsys.readouterr().err
     assert main(["describe", str(tmp_path / "none.toml")]) == 2
+
+
+def test_a_run_is_described_in_the_words_of_its_model(tiny_run, capsys):
+    run = tiny_run(steps=1)
+    trainer = octavo.Trainer(run.file, console=Console(quiet=True))
+    trainer.train()
+    assert main(["describe", str(run.output)]) == 0
+    assert capsys.readouterr().out.endswith(f"\n\n{octavo.describe(trainer.model)}\n")
+    assert main(["describe", str(run.file), "--gpu", "h200"]) == 0
+    text = capsys.readouterr().out
+    assert "products: FP8 units, cuBLAS" in text
+    assert "attention: cuDNN's kernel through scaled_dot_product_attention" in text
+    assert main(["describe", str(run.file), "fp8.enabled=false"]) == 0
+    assert "products: FP8 is off" in capsys.readouterr().out
 
 
 def test_own_code_says_why_and_needs_no_weights(described, tiny_run, tmp_path):

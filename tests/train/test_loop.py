@@ -100,7 +100,7 @@ def test_a_constant_schedule_can_be_prolonged(tiny_run, tmp_path, capsys):
     assert main(["train", str(run.file), constant, "train.steps=8", f"train.output={tmp_path / 'whole'}"]) == 0
     assert losses(run.output) == losses(tmp_path / "whole")
     assert main(["train", str(run.file), constant, "train.steps=6"]) == 2
-    assert "has trained 8 steps: set train.steps to 8 or more" in capsys.readouterr().err
+    assert "has trained 8 steps: set train.steps = 8 or more" in capsys.readouterr().err
 
 
 def rates(output):
@@ -122,6 +122,42 @@ def test_a_finished_cosine_is_extended_on_request_and_its_run_file_reproduces_it
     assert main(["train", str(run.file), "train.steps=8"]) == 0  # the key of the run's own past
     assert main(["train", str(run.file), "train.steps=6"]) == 2
     assert "Set train.steps = 8" in capsys.readouterr().err
+    own, edited = run.output / "run.toml", r"extended = \[\s*4,\s*\]"
+    for ends in ("[]", "[3]", "[4, 7]"):
+        before = own.read_text()
+        own.write_text(re.sub(edited, f"extended = {ends}", before))
+        assert main(["train", str(run.file), "train.steps=8"]) == 2
+        assert f"run.toml: train.extended = {ends}, but the run was trained with [4]" in capsys.readouterr().err
+        own.write_text(before)
+
+
+def test_an_extension_that_was_killed_before_its_first_checkpoint_goes_on(tiny_run, tmp_path):
+    run, whole = tiny_run("cosine", steps=4), tmp_path / "whole"
+    assert main(["train", str(run.file)]) == 0
+    extended = ["train", str(run.file), "train.steps=8", "train.extended=[4]", "checkpoint.keep=9"]
+    assert main(extended) == 0
+    shutil.copytree(run.output, whole)
+    shutil.rmtree(run.output / "checkpoints" / "step-8")
+    assert main(extended) == 0
+    assert losses(run.output) == losses(whole)
+
+
+def test_the_length_of_an_extended_run_is_named_as_it_was_given(tiny_run, capsys):
+    run = tiny_run("tokens", steps=9)
+    assert main(["train", str(run.file), "train.tokens=512"]) == 0
+    for given, words in (
+        (["train.tokens=1000"], "train.tokens = 1000 (8 steps), but the run has ended at step 4"),
+        (["train.tokens=384"], "train.tokens = 384 (3 steps), but the run was started with 4 steps"),
+        (["train.tokens=384"], "Set train.tokens = 512."),
+        (
+            ["train.tokens=1000", "train.extended=[9]"],
+            "train.extended = [9], but train.tokens = 1000 (8 steps): the former last steps lie below the last one. Set "
+            "train.tokens = 1280 or more.",
+        ),
+    ):
+        capsys.readouterr()
+        assert main(["train", str(run.file), *given]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_wsd_is_extended_before_its_decay_as_if_longer_from_the_start_and_afterwards_by_a_second_decay(tiny_run, tmp_path):
@@ -218,10 +254,21 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_gradients(tiny_run
     assert "Lower optimizer.lr" in err
     assert "gradient norm" in err
     assert "Traceback" not in err
+    assert "Nothing was saved yet, so the same train.output may start again." in err
     assert all(math.isfinite(record["loss"]) for record in read_metrics(run.output / "metrics.jsonl"))
     # Nothing was saved, so better settings may start anew in the same folder.
     assert main(["train", str(run.file)]) == 0
     assert [step for step, _ in losses(run.output)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_ends_on_no_number_names_its_checkpoint(tiny_run, capsys):
+    run = tiny_run(steps=8, every=1)
+    assert main(["train", str(run.file), "optimizer.lr=1e30", "optimizer.clip=0", "optimizer.schedule=constant"]) == 1
+    err = capsys.readouterr().err
+    (newest, *_) = sorted(steps_kept(run.output), reverse=True)
+    assert f"The checkpoint of step {newest} is kept" in err
+    assert "set another train.output" in err
+    assert len(losses(run.output)) == newest
 
 
 def test_checkpoints_without_their_run_file_are_not_guessed_at(tiny_run, capsys):
@@ -364,9 +411,29 @@ def test_ranks_that_nobody_started_are_refused(tiny_run, monkeypatch):
 
 def test_degrees_of_a_later_version_are_refused(tiny_run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    config = RunConfig.from_file(tiny_run().file, ["parallel.context_parallel_degree=2"])
-    with pytest.raises(InputError, match=r"parallel\.context_parallel_degree = 2: this version"):
+    config = RunConfig.from_file(tiny_run().file, ["parallel.tensor_parallel_degree=2"])
+    with pytest.raises(InputError, match=r"parallel\.tensor_parallel_degree = 2: this version"):
         Trainer(config, console=Console(quiet=True)).train()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.config.attention_dropout=0.1"], r"model\.config\.attention_dropout = 0\.1 .*Set .* = 0\.0"),
+        (["model.blocks=own"], "LlamaForCausalLM keeps its own code"),
+        (["model.config.hidden_size=48", "model.config.num_attention_heads=3", "model.config.num_key_value_heads=1",
+          "parallel.cp_comm_type=a2a"], "3 query heads with 1 key-value heads do not divide: .*degree of 1, 3"),
+        (["parallel.hybrid_shard_degree=1"], "context 2 does not divide hybrid_shard 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_share_a_sequence_is_refused(tiny_run, monkeypatch, overrides, words):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    run = tiny_run()
+    exact = ["model.config.attention_dropout=0.0", "parallel.context_parallel_degree=2"]
+    with pytest.raises(InputError, match=words):
+        Trainer(RunConfig.from_file(run.file, [*exact, *overrides]), console=Console(quiet=True)).train()
+    assert not run.output.exists()
 
 
 def test_a_bf16_run_of_other_settings_is_not_compared_with(tiny_run, capsys):

@@ -13,6 +13,7 @@ import octavo
 from octavo.cli import main
 from octavo.errors import InputError
 from octavo.run.metrics import read_metrics
+from octavo.train.callbacks import CallbackEvents
 
 
 def losses(output):
@@ -157,6 +158,9 @@ def test_what_a_trainer_refuses(tiny_run):
         octavo.Trainer(trainer_of(run).config, train={"steps": 3})
     with pytest.raises(InputError, match="returned list"):
         trainer_of(run, evaluate=lambda model, step: [1.0]).train()
+    for name in ("", " ", 3, None):
+        with pytest.raises(InputError, match=f"returned the name {name!r}: a name is text"):
+            CallbackEvents(None, (), lambda model, step, name=name: {name: 1.0}).evaluate(torch.nn.Linear(1, 1), 1)
     with pytest.raises(InputError, match="returned x = 'high'"):
         trainer_of(tiny_run("other"), evaluate=lambda model, step: {"x": "high"}).train()
     with pytest.raises(InputError, match=r"train\.early_stopping = 2 has no effect"):

@@ -179,7 +179,7 @@ def warnings(config: RunConfig, *, one_rank: bool) -> Iterator[str]:
         return
     if warmup >= steps:
         yield (
-            f"optimizer.warmup_steps = {warmup} lasts the whole run of train.steps = {steps}: the rate rises to "
+            f"optimizer.warmup_steps = {warmup} lasts the whole run of {config.length(steps)}: the rate rises to "
             f"{config.optimizer.lr * steps / warmup:g} at the last step and never falls. Lower optimizer.warmup_steps unless "
             "that is meant."
         )
@@ -195,7 +195,7 @@ def warnings(config: RunConfig, *, one_rank: bool) -> Iterator[str]:
         ("checkpoint.every", "the only checkpoint is at the end"),
     ):
         if (every := value_of(config, key)) > steps and _is_changed(config, key):
-            yield f"{key} = {every} is more than train.steps = {steps}: {consequence}."
+            yield f"{key} = {every} is more than {config.length(steps)}: {consequence}."
     if one_rank:
         for key in keys_of(type(config)):
             if any(fnmatch(key, pattern) for pattern in _OF_SEVERAL_RANKS) and _is_changed(config, key):

@@ -38,6 +38,7 @@ class RunConfig(Section):
     log: LogConfig = Field(default_factory=LogConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     _notes: list[str] = PrivateAttr(default_factory=list)
+    _given: str = PrivateAttr("")  # train.tokens or train.epochs of the run file, where `with_steps` has made steps of it
 
     @model_validator(mode="after")
     def _refuse_idle_keys(self, info: ValidationInfo) -> RunConfig:
@@ -124,8 +125,26 @@ class RunConfig(Section):
         """
         extended = self.train.extended
         if extended and extended[-1] >= steps:
-            raise InputError(f"train.extended = {extended}, but the run has {steps} steps: the former last steps lie below it.")
-        return self.model_copy(update={"train": self.train.model_copy(update={"steps": steps, "tokens": None, "epochs": None})})
+            raise InputError(
+                f"train.extended = {extended}, but {self.length(steps)}: the former last steps lie below the last one. Set "
+                f"{self.key_of_length(extended[-1] + 1)} or more."
+            )
+        changed = {"steps": steps, "tokens": None, "epochs": None}
+        found = self.model_copy(update={"train": self.train.model_copy(update=changed)})
+        found._given = self._given or _given_length(self.train)
+        return found
+
+    def length(self, steps: int) -> str:
+        """The length of this run of so many steps as its file gives it, for messages: "train.tokens = 1000 (8 steps)"."""
+        given = self._given or _given_length(self.train)
+        return f"{given} ({steps} steps)" if given else f"train.steps = {steps}"
+
+    def key_of_length(self, steps: int) -> str:
+        """The key and value that would give this run so many steps; `train.steps` in place of `train.epochs`."""
+        given = self._given or _given_length(self.train)
+        if given.startswith("train.tokens"):
+            return f"train.tokens = {steps * self.train.global_batch * self.data.sequence_length}"
+        return f"train.steps = {steps}" + (" in place of train.epochs" if given else "")
 
     @property
     def output(self) -> Path:
@@ -145,6 +164,13 @@ class RunConfig(Section):
 
 def _refusal(config: RunConfig, idle: Sequence[Idle]) -> str:
     return "; ".join(f"{shown(config, each.key)} {each.why}" for each in idle) + ". Remove one of the two."
+
+
+def _given_length(train: TrainConfig) -> str:
+    """`train.tokens` or `train.epochs` with its value; empty for a length in steps."""
+    if train.tokens is not None:
+        return f"train.tokens = {train.tokens}"
+    return "" if train.epochs is None else f"train.epochs = {train.epochs:g}"
 
 
 def known_keys() -> list[str]:

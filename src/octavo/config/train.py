@@ -26,10 +26,11 @@ class TrainConfig(Section):
     micro_batch: int | None = Field(
         None, ge=1, description="Sequences in a forward of one rank; its whole share of the global batch when absent."
     )
-    recompute: bool | Literal["mlp"] = Field(
+    recompute: bool | Literal["mlp", "selective"] = Field(
         False,
-        description='true: save only each block\'s input and recompute the rest in backward. "mlp": recompute only the first '
-        "product of each MLP, the largest activation (Octavo's decoder only).",
+        description="true: save only each block's input and recompute the rest in backward. \"selective\": save attention's "
+        'result too, and never recompute it. "mlp": recompute only the first product of each MLP, the largest activation '
+        '("selective" and "mlp": Octavo\'s decoder only).',
     )
     offload: bool = Field(False, description="Keep activations saved for backward in host memory (Octavo's decoder only).")
     compile: bool | Literal["auto"] = Field(
@@ -80,7 +81,8 @@ class TrainConfig(Section):
     def _check_length(self) -> TrainConfig:
         if self.steps is None and self.tokens is None and self.epochs is None:
             raise ValueError("train.steps is missing: give train.steps, train.tokens or train.epochs")
-        if self.extended and self.steps is not None and self.extended[-1] >= self.steps:
+        in_steps = self.tokens is None and self.epochs is None  # which have their check where they become steps
+        if self.extended and in_steps and self.steps is not None and self.extended[-1] >= self.steps:
             raise ValueError(
                 f"train.extended = {self.extended} reaches train.steps = {self.steps}: the former last steps lie below it"
             )

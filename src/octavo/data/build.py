@@ -49,6 +49,7 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
         if corpus.validation:
             parts.append(_validation_part(config, corpus, validation, progress))
             _check_alike(documents, validation)
+            _check_apart(parts, partial(console.print, **NOTICE))
         encoder = _encoder(config, named, parts, progress)
         written = write_tokens(config, parts, encoder, folder, progress)
     for store_file in store_files:
@@ -145,6 +146,22 @@ def _check_alike(documents: DocumentStore, validation: DocumentStore) -> None:
     if validation.tokenised != documents.tokenised:
         train, held = ("token ids" if store.tokenised else "text" for store in (documents, validation))
         raise InputError(f"data.source holds {train}, but data.validation_source {held}. Give both in the same form.")
+
+
+def _check_apart(parts: Sequence[Part], say: Callable[[str], None]) -> None:
+    """Refuse a validation source of which every document is trained, in whatever file; say how many are otherwise."""
+    *training, validation = parts
+    assert validation.validation is not None
+    trained = np.concatenate([part.documents.digests(part.train) for part in training])
+    count = len(validation.validation)
+    both = int(np.isin(validation.documents.digests(validation.validation), trained).sum())
+    if both == count:
+        raise InputError(
+            f"{validation.name}: all of its documents ({count:,}) are also in data.source, so the model would be trained on "
+            "its validation text. Name other text in one of the two, or use data.validation_fraction."
+        )
+    if both:
+        say(f"{validation.name}: {both:,} of its {count:,} documents are also in data.source, and so in training.")
 
 
 def _encoder(config: DataConfig, named: Encoder | None, parts: Sequence[Part], progress: Progress) -> Encoder | None:

@@ -19,7 +19,7 @@ from octavo.config.data import DataConfig, kind_of
 from octavo.data import python_source, readers
 from octavo.data.readers import Document
 from octavo.errors import InputError, nearest, unknown
-from octavo.storage import names_a_path, taken_for_a_path
+from octavo.storage import names_a_path, path_of, taken_for_a_path
 
 _KEY, _VALIDATION_KEY = "data.source", "data.validation_source"
 _PYTHON = {
@@ -59,11 +59,11 @@ class Corpus:
 
     def __init__(self, config: DataConfig) -> None:
         names, held_out = source_names(config), config.of_validation
-        self.sources = [_find(name, config, _KEY) for name in names]
+        self.sources = _found(names, config, _KEY)
         self.validation: list[Source] = []
         if held_out is not None:
             names = [*names, *source_names(held_out, _VALIDATION_KEY)]
-            self.validation = [_find(name, held_out, _VALIDATION_KEY) for name in held_out.sources]
+            self.validation = _found(held_out.sources, held_out, _VALIDATION_KEY)
         _check_distinct([*self.sources, *self.validation], names, len(self.sources))
 
     @property
@@ -132,6 +132,14 @@ def source_names(config: DataConfig, key: str = "data.source") -> list[str]:
     return config.sources
 
 
+def _found(names: Sequence[str], config: DataConfig, key: str) -> list[Source]:
+    sources = []
+    for name in names:
+        with path_of(key, name):
+            sources.append(_find(name, config, key))
+    return sources
+
+
 def _find(name: str, config: DataConfig, key: str) -> Source:
     if name.startswith("python:"):
         if name not in _PYTHON:
@@ -190,6 +198,8 @@ def _similar(path: Path) -> str:
     """A hint: the nearest existing name, and the first missing folder; may be empty."""
     existing = next(folder for folder in path.parents if folder.is_dir())
     missing = path.relative_to(existing).parts[0]
+    if (existing / missing).exists() or (existing / missing).is_symlink():  # but is no folder
+        return ""
     guess = nearest(missing, [entry.name for entry in existing.iterdir()])
     hint = f" Did you mean {str(existing / guess)!r}?" if guess else ""
     return hint if existing == path.parent else f" There is no folder {str(existing / missing)!r}.{hint}"

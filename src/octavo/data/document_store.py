@@ -7,6 +7,7 @@ The price is disk: the corpus' own size for a while.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 from array import array
 from collections.abc import Iterable, Iterator
@@ -101,6 +102,11 @@ class DocumentStore:
     def token_ids(self, numbers: DocumentNumbers) -> Iterator[npt.NDArray[np.uint32]]:
         """The token ids of these documents."""
         return (np.frombuffer(payload, "<u4") for payload in self._payloads(numbers))
+
+    def digests(self, numbers: DocumentNumbers) -> npt.NDArray[np.uint64]:
+        """A hash of the content of each of these documents."""
+        found = (int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest()) for payload in self._payloads(numbers))
+        return np.fromiter(found, np.uint64, len(numbers))
 
     def _encode(self, document: Document) -> bytes:
         ids = document.input_ids

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from octavo.config.data import DataConfig
 from octavo.data.manifest import Counts, Split
-from octavo.data.order import SampleOrder
+from octavo.data.order import Mixture, SampleOrder
 from octavo.data.packing import IGNORED, Batch, Packing, Sequences, concatenated, join, pack_documents
 from octavo.data.prepared import PreparedData
 from octavo.errors import InputError, OctavoError, some
@@ -140,6 +140,21 @@ def passes(prepared: PreparedData, config: DataConfig, samples: int) -> list[Pas
     epochs = _order(sequences, config.weights, config.seed).epochs(samples)
     names = config.sources if len(epochs) > 1 else [some(config.sources)]
     return [Passes(*each) for each in zip(names, sequences.of_source, epochs, strict=True)]
+
+
+def unused_sources(config: DataConfig, samples: int) -> str:
+    """A notice of the sources that no sample of a run of this many comes from, by their weights; empty if there is none."""
+    if not config.weights:
+        return ""
+    each = zip(config.sources, config.weights, Mixture(config.weights).counts(samples), strict=True)
+    unused = [f"{name} (weight {weight:g})" for name, weight, count in each if count == 0]
+    if not unused:
+        return ""
+    weights, them = ("its weight", "it") if len(unused) == 1 else ("their weights", "them")
+    return (
+        f"data.weights: no sequence of the run's {samples:,} is of {some(unused)}. Raise {weights}, or remove {them} from "
+        "data.source."
+    )
 
 
 def sequences_of(

@@ -27,7 +27,7 @@ from octavo.data.build import build
 from octavo.data.corpus import Corpus, source_names
 from octavo.data.manifest import Manifest, Split
 from octavo.errors import InputError, OctavoError
-from octavo.storage import FolderLock, free_bytes, fsync_folder, fsync_tree, write_atomic
+from octavo.storage import FolderLock, free_bytes, fsync_folder, fsync_tree, path_of, write_atomic
 
 _WAIT_SECONDS = 24 * 3600.0
 """Longest wait for another process that prepares the same data; the kernel releases the lock of a dead one."""
@@ -79,7 +79,8 @@ def prepare(
     found = _current(config, corpus, target, on_change, console)
     if found is not None:
         return found
-    made = [folder for folder in target.parents if not folder.exists()]
+    with path_of("data.folder", config.folder):
+        made = [folder for folder in target.parents if not folder.exists()]
     work = target.parent / ".preparing" / target.name
     try:
         with FolderLock(work, wait_seconds=_WAIT_SECONDS):
@@ -109,7 +110,9 @@ def folder_of(config: DataConfig) -> Path:
     first, *others = source_names(config)
     slug = re.sub(r"[^a-z0-9]+", "-", Path(first).name.lower()).strip("-")[:40] or "data"
     more = f"-and-{len(others)}-more" if others else ""
-    return Path(config.folder).expanduser() / f"{slug}{more}-{digest[:8]}"
+    with path_of("data.folder", config.folder):
+        folder = Path(config.folder).expanduser()
+    return folder / f"{slug}{more}-{digest[:8]}"
 
 
 def check_vocabulary(prepared: PreparedData, vocab_size: int) -> None:

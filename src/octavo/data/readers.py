@@ -22,11 +22,14 @@ from typing import IO, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from octavo import hub
 from octavo.config.data import COMPRESSED, DataConfig, kind_of
 from octavo.errors import InputError, first_line, is_unreachable, nearest, unreachable
 
 _ROWS = 1024
 _BUFFER = 2**16
+_DELIMITERS = (";", "\t", "|")
+"""Delimiters of other files called CSV, which are told from commas by their number in the line of names."""
 _MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
@@ -75,12 +78,16 @@ def read_csv(path: Path, text_field: str) -> Iterator[Document]:
         try:
             row = next(rows, None)
         except csv.Error as error:
+            if not names:
+                _check_delimiter(path, text_field, origin)
             raise InputError(f"{origin} is not CSV: {error}. Correct or remove the row.") from None
         if row is None:
             return
         if not row:
             continue
         if not names:
+            if text_field not in row:
+                _check_delimiter(path, text_field, origin)
             names, column = row, _csv_column(row, text_field, origin)
         elif len(row) != len(names):
             raise InputError(
@@ -89,6 +96,22 @@ def read_csv(path: Path, text_field: str) -> Iterator[Document]:
             )
         else:
             yield Document(row[column], None, origin)
+
+
+def _check_delimiter(path: Path, text_field: str, origin: str) -> None:
+    """Refuse a file whose line of names is divided by another delimiter than the comma."""
+    line = next((text for each in _lines(path) if (text := _decode(each, str(path)).strip("\r\n"))), "")
+    for delimiter in _DELIMITERS:
+        if line.count(delimiter) > line.count(","):
+            try:
+                (names,) = csv.reader([line], delimiter=delimiter, strict=True)
+            except csv.Error:
+                continue
+            field = "" if text_field in names else ", and set data.text_field to one of them"
+            raise InputError(
+                f"{origin}: the delimiter seems to be {delimiter!r}, with the columns {', '.join(map(repr, names))}. Save the "
+                f"file with commas between values{field}."
+            )
 
 
 def _csv_column(names: list[str], text_field: str, origin: str) -> int:
@@ -122,7 +145,8 @@ def from_hub(name: str, config: DataConfig, hint: str, key: str) -> Iterator[Doc
     import datasets  # heavy; executes no code from a data set
 
     try:
-        data = datasets.load_dataset(name, config.subset, split=config.split)
+        with hub.bounded():
+            data = datasets.load_dataset(name, config.subset, split=config.split)
     except Exception as error:
         if is_unreachable(error):
             raise unreachable(key, name, "data set", 'a local file or "python:docstrings"', hint=hint) from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -20,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from octavo import hub
 from octavo.data.pieces import bounded_words, encodable
 from octavo.data.special_tokens import for_texts
 from octavo.errors import InputError, first_line, is_unreachable, nearest, unreachable
-from octavo.storage import names_a_path, taken_for_a_path
+from octavo.storage import names_a_path, path_of, taken_for_a_path
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TRAINING_BYTES = 50_000_000
@@ -129,7 +131,8 @@ def load(name: str) -> Encoder:
         from transformers import AutoTokenizer
 
         # False, not absent: otherwise transformers asks on stdin whether to run the folder's code, and a pipe may say yes
-        tokenizer = AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=False)
+        with nullcontext() if folder else hub.bounded():
+            tokenizer = AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=False)
         if not tokenizer.is_fast:
             return _from_python(tokenizer)
     except Exception as error:
@@ -150,23 +153,25 @@ def load(name: str) -> Encoder:
 
 def check(name: str) -> Path | None:
     """The folder of a local tokenizer; None for an id of the Hub. Any other name is an InputError."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not tokenizer_files(name):
-            raise InputError(
-                f"data.tokenizer = {name!r}: the folder holds no tokenizer.json. Give the folder that a tokenizer was saved in."
-            )
-        return path
-    if path.exists() or names_a_path(name):
+    with path_of("data.tokenizer", name):
+        path = Path(name).expanduser()
+        if path.is_dir():
+            if not tokenizer_files(name):
+                raise InputError(
+                    f"data.tokenizer = {name!r}: the folder holds no tokenizer.json. Give the folder that a tokenizer was "
+                    "saved in."
+                )
+            return path
+        if not path.exists() and not names_a_path(name):
+            return None
         siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
         near = nearest(path.name, siblings)
         guess = path.parent if path.is_file() else path.parent / near if near else None
         hint = f" Did you mean {str(guess)!r}?" if guess else ""
+        why = "" if path.is_file() else taken_for_a_path(name)
         raise InputError(
-            f"data.tokenizer = {name!r} is not a folder{taken_for_a_path(name)}.{hint} Give a tokenizer's folder, an id of the "
-            'Hub, or "train".'
+            f'data.tokenizer = {name!r} is not a folder{why}.{hint} Give a tokenizer\'s folder, an id of the Hub, or "train".'
         )
-    return None
 
 
 def local_vocab_size(name: str) -> int | None:

@@ -265,7 +265,4 @@ def decoder_spec(config: Any) -> tuple[ModelSpec | None, str]:
         return None, f"partial_rotary_factor = {fraction}: heads of this family rotate whole"
     if not 0 <= spec.rotary_fraction <= 1:
         return None, f"partial_rotary_factor = {fraction} is not between 0 and 1"
-    window = next((window for window in spec.windows if window is not None), None)
-    if window is not None:
-        return None, f"sliding_window = {window}: the decoder's attention has no window"
     return spec, ""

@@ -48,8 +48,6 @@ _INSTEAD = {
     "past_key_values": _CACHE,
 }
 """Names of Hugging Face's models → the way to the same end."""
-_OF_DDP = "_ddp_params_and_buffers_to_ignore"
-"""An attribute that DistributedDataParallel looks up in the model that it is given."""
 _ARGUMENTS = {
     "use_cache": _CACHE,
     "past_key_values": _CACHE,
@@ -101,11 +99,6 @@ class PretrainedInterface(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in _INSTEAD:
             raise NotInOctavo(f"Octavo's decoder has no {name}: {_INSTEAD[name]}.")
-        if name == _OF_DDP and vars(self).get("data_group") is not None:
-            raise InputError(
-                "DistributedDataParallel, of Trainer and Accelerate too, would join the ranks a second time: octavo.init shards"
-                " this model over them and sums its gradients. Leave octavo.init out, or write the loop without them."
-            )
         return super().__getattr__(name)
 
     def _get_name(self) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError, nearest, unknown
-from octavo.storage import names_a_path, taken_for_a_path
+from octavo.storage import names_a_path, path_of, taken_for_a_path
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -70,6 +70,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-70b": _sizes(8192, 28672, 80, 64, 8) | _LLAMA3,
     # Llama-2-7B
     "llama2-7b": _sizes(4096, 11008, 32, 32, 32) | {"vocab_size": 32000, "max_position_embeddings": 4096},
+    # Mistral-7B-v0.1
+    "mistral-7b": _sizes(4096, 14336, 32, 32, 8)
+    | {"model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768, "sliding_window": 4096},
     # hidden size, layers, heads, words
     "pythia-160m": _neox(768, 12, 12, 50304),
     "pythia-410m": _neox(1024, 24, 16, 50304),
@@ -87,10 +90,12 @@ def check_source(source: str) -> None:
     if source in SHAPES:
         return
     folder = Path(source)
-    if folder.is_dir():
+    with path_of("model.source", source):
+        is_folder, is_path = folder.is_dir(), names_a_path(source)
+    if is_folder:
         if not (folder / "config.json").is_file():
             raise InputError(f"model.source = {source!r} is a folder without config.json: give a Hugging Face model folder.")
-    elif names_a_path(source):
+    elif is_path:
         raise _no_folder(source)
     elif "/" not in source:
         raise unknown("model", source, SHAPES, key="model.source (a folder or id of Hugging Face works too)")

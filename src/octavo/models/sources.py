@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -11,6 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
+from octavo import hub
 from octavo.errors import InputError, is_unreachable, unknown, unreachable
 from octavo.models.families import DECODER_FAMILIES
 from octavo.models.shapes import SHAPES, check_source
@@ -152,7 +154,8 @@ def _read_config(source: str) -> Any:
         if kind not in AutoConfig.for_model.__globals__["CONFIG_MAPPING"]:
             raise unknown("model family", kind, DECODER_FAMILIES, key=f'"model_type" in {path}')
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        with contextlib.nullcontext() if Path(source).is_dir() else hub.bounded():
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers validates with several exception types of its own
         if is_unreachable(error):
             raise unreachable("model.source", source, "model", f"a built-in shape: {', '.join(SHAPES)}") from None
@@ -193,7 +196,8 @@ def weights_folder(source: str) -> Path:
 
     remedy = f"Run `hf download {source}` where there is a network, or give a folder on disk as model.source."
     try:
-        folder = Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX, "*.json"]))
+        with hub.bounded():
+            folder = Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX, "*.json"]))
     except Exception as error:  # huggingface_hub raises its own types, and those of the HTTP library below it
         raise InputError(
             f"model.source = {source!r}: the weights could not be fetched: {_first_lines(error)} {remedy}"

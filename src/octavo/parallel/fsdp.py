@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
 from octavo.fp8.quantizer import has_one_scale
 from octavo.fp8.recipe import Recipe
@@ -39,6 +40,8 @@ class Sharding:
     Attributes:
         mesh: [replicate, shard] or [shard].
         data_group: the ranks that see different samples.
+        token_group: those and the ranks that share their sequences.
+        context: the ranks that share each sequence; None for one.
         recipe: the FP8 recipe of later autocasts, or None. Weights with one scale a tensor are gathered in FP8 under an
             autocast of any such recipe, and in their own dtype outside of it.
         param_dtype: of parameters gathered in high precision; None: their own.
@@ -48,6 +51,8 @@ class Sharding:
 
     mesh: DeviceMesh
     data_group: dist.ProcessGroup | None = None
+    token_group: dist.ProcessGroup | None = None
+    context: ContextGroup | None = None
     recipe: Recipe | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = torch.float32
@@ -104,7 +109,7 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding, *, summe
         fully_shard(block, mesh=mesh, reshard_after_forward=how.reshard_after_forward, mp_policy=policy)
     policy = own if not blocks and _travels(model, how.recipe) else outer
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    _refuse_fsdp1(model)
+    _refuse_wrappers(model)
     if summed:
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
@@ -144,8 +149,8 @@ def accumulate(model: nn.Module, *, last: bool) -> None:
         model.set_requires_gradient_sync(last)
 
 
-def _refuse_fsdp1(model: nn.Module) -> None:
-    """Let FSDP1 fail with a reason, when it sets its mark on the module."""
+def _refuse_wrappers(model: nn.Module) -> None:
+    """Let FSDP1 fail with a reason, when it sets its mark on the module, and DDP, when it looks for its own there."""
     mark = "_fsdp_use_orig_params"
 
     def refuse(self: nn.Module, value: Any) -> None:
@@ -155,9 +160,17 @@ def _refuse_fsdp1(model: nn.Module) -> None:
             "buffer_dtype, its sharding_strategy as hybrid_shard_degree and reshard_after_forward."
         )
 
+    def refuse_ddp(self: nn.Module) -> None:
+        raise InputError(
+            f"{type(self).__name__}: DistributedDataParallel, of Trainer and Accelerate too, would join the ranks a second "
+            "time: octavo.init shards this model over them and joins its gradients. Leave octavo.init out, or write the loop "
+            "without them."
+        )
+
     vars(model).pop(mark, None)  # FSDP2's own
     base = type(model)
-    model.__class__ = type(base.__name__, (base,), {mark: property(lambda self: True, refuse), "__module__": base.__module__})
+    marks = {mark: property(lambda self: True, refuse), "_ddp_params_and_buffers_to_ignore": property(refuse_ddp)}
+    model.__class__ = type(base.__name__, (base,), {**marks, "__module__": base.__module__})
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:

@@ -16,7 +16,7 @@ from typing import Any
 from octavo.config.effects import value_of
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
-from octavo.run.metrics import read_metrics
+from octavo.run.metrics import lacking, read_metrics
 from octavo.run.records import newest_state, read_json
 from octavo.run.summary import averaged_steps, median_speed, percent_above
 
@@ -149,7 +149,13 @@ def _warnings(runs: Sequence[_Run], numbers: Sequence[int]) -> list[str]:
             found.append(f"{reference.name} and {run.name} differ in {', '.join(changed)}: their losses do not compare.")
     for run in runs:
         newest, planned = max(run.curve), facts[run.name].get(_STEPS)
-        if planned is not None and newest < planned:
+        done = newest_state(run.folder).get("step", 0)
+        if newest < done:
+            metrics = run.folder / "metrics.jsonl"
+            found.append(
+                f"{run.name} has done {done} steps, but {lacking(metrics, done)} Compared are steps up to {numbers[-1]}."
+            )
+        elif planned is not None and newest < planned:
             found.append(f"{run.name} has {newest} of its {planned} steps; compared are steps up to {numbers[-1]}.")
         elif newest > numbers[-1]:
             found.append(

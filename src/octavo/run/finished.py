@@ -18,7 +18,7 @@ from octavo.data.prepared import folder_of
 from octavo.errors import InputError, OctavoError
 from octavo.run.folder import RunFolder
 from octavo.run.records import label_of, newest_state, read_json
-from octavo.run.resume import check_resumable, with_keys_of
+from octavo.run.resume import check_extended, check_resumable, with_keys_of
 from octavo.run.summary import Result, Summary, summarise
 
 _RESOLVED_FOR_MODEL = ("fp8.head", "fp8.fast_accumulation")
@@ -63,7 +63,7 @@ def _continued(folder: RunFolder, config: RunConfig) -> RunConfig | None:
     """The configuration with which the run in `folder` would continue; None if there is none or the model may be another.
 
     Raises:
-        InputError: the run was started with other settings.
+        InputError: the run was started with other settings, or its own file was changed.
     """
     before = folder.config()
     if before is None:
@@ -73,6 +73,7 @@ def _continued(folder: RunFolder, config: RunConfig) -> RunConfig | None:
         return None  # the usual way names these keys
     if now.train.steps != before.train.steps:
         return None
+    check_extended(before, newest_state(folder.path), folder.run_file)
     check_resumable(before, now, folder.path)
     return now if _agrees(now.model.config, read_json(folder.model / "config.json")) else None
 

@@ -80,6 +80,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     ]
 
 
+def lacking(path: Path, steps: int) -> str:
+    """The fault of the metrics of a run that has done `steps` and has no record of the last one, and the remedy."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    damaged = [n for n, line in enumerate(lines, start=1) if not line.endswith(b"\n") or _record(line) is None]
+    where = f"line {damaged[-1]} of {path} is cut or damaged" if damaged else f"{path} has {len(lines)} lines"
+    checkpoint = path.parent / "checkpoints" / f"step-{steps}"
+    return (
+        f"{where}, and the record of step {steps} is missing. Put the file back from a copy; or remove {checkpoint}, and "
+        "octavo train repeats the steps since the checkpoint before it, or all."
+    )
+
+
 def cut(path: Path, last_step: int) -> int:
     """Cut the lines after `last_step`, and a torn line; returns the last step that is left, 0 for none."""
     kept = list(takewhile(lambda line: line[1] is None or line[1]["step"] <= last_step, _whole_lines(path)))
@@ -98,12 +110,16 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     for line in path.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n"):
             return
-        try:
-            record = json.loads(line)
-            int(record["step"])
-        except (ValueError, KeyError, TypeError):
-            record = None
-        yield line, record
+        yield line, _record(line)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads(line)
+        int(record["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return record
 
 
 def _json_value(value: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,42 @@ def with_keys_of(before: RunConfig, now: RunConfig, resolved: RunConfig) -> tupl
     A key that may change keeps its default. resolved: `now` with its defaults resolved for the model.
     """
     before = _recorded(before)
+    now = with_own_scale(before, now)
     absent = [key for key in known_keys() if not is_given(now, key) and not _may_change(key)]
     taken = {key: value_of(before, key) for key in absent}
     others = [f"{key} = {json.dumps(value)}" for key, value in taken.items() if value != value_of(resolved, key)]
     return with_values(now, taken), others
+
+
+def with_own_scale(before: RunConfig, now: RunConfig) -> RunConfig:
+    """The run file `now` with the `data.weights` of the run `before` if both give the same shares, on another scale."""
+    old, new = before.data.weights, now.data.weights
+    if not old or not new or len(old) != len(new):
+        return now
+    shares = [[Fraction(repr(weight)) / Fraction(repr(weights[0])) for weight in weights] for weights in (old, new)]
+    return with_values(now, {"data.weights": old}) if shares[0] == shares[1] else now
+
+
+def check_extended(before: RunConfig, saved: Mapping[str, Any], run_file: Path) -> None:
+    """Check `train.extended` of a run's own file against the newest checkpoint, whose steps had the rates of their schedule.
+
+    saved: the state of the checkpoint; one of an older version says nothing.
+
+    Raises:
+        InputError: the key was changed by hand.
+    """
+    done, ended = saved.get("step"), saved.get("schedule_ends")
+    if not isinstance(done, int) or not isinstance(ended, list) or not ended or before.optimizer.schedule == "constant":
+        return
+    now = before.train.extended
+    past, recorded = ([end for end in ends if end < done] for ends in (now, ended))
+    going, went = (next((end for end in ends if end >= done), None) for ends in (now, ended))
+    moved = going is not None and going != went and before.optimizer.schedule != "wsd"  # which has no end before its decay
+    if past != recorded or moved:
+        raise InputError(
+            f"{run_file}: train.extended = {now}, but the run was trained with {ended[:-1]}, which is the record of its past. "
+            f"Put train.extended = {ended[:-1]} back, or set another train.output."
+        )
 
 
 def extend(before: RunConfig, now: RunConfig, done: int) -> RunConfig:
@@ -87,15 +120,17 @@ def extend(before: RunConfig, now: RunConfig, done: int) -> RunConfig:
         return now
     rates = f'the rates of optimizer.schedule = "{schedule}" depend on the last step'
     if new < old:
-        raise InputError(f"train.steps = {new}, but the run was started with {old}, and {rates}. Set train.steps = {old}.")
+        raise InputError(
+            f"{now.length(new)}, but the run was started with {old} steps, and {rates}. Set {now.key_of_length(old)}."
+        )
     if done < old:
         raise InputError(
-            f"train.steps = {new}, but the run has done {done} of {old} steps, and {rates}. Train it to step {old} first, then "
-            "extend it."
+            f"{now.length(new)}, but the run has done {done} of {old} steps, and {rates}. Train it to step {old} first "
+            f"({now.key_of_length(old)}), then extend it."
         )
     if schedule != "wsd" and not asked:
         raise InputError(
-            f"train.steps = {new}, but the run has ended at step {old}, and {rates}. To go on with the rates of {new} steps, "
+            f"{now.length(new)}, but the run has ended at step {old}, and {rates}. To go on with the rates of {new} steps, "
             f"which are higher than the last one, set train.extended={json.dumps(ends)} too."
         )
     return with_values(now, {"train.extended": ends})
@@ -122,10 +157,7 @@ def check_resumable(
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not _may_change(key)]
     if not changed:
         return
-    raise InputError(
-        f"the run in {str(folder)!r} was started with other settings: {_differences(old, new, changed)}. "
-        f"{remedy} Keys that may change: {', '.join(CHANGEABLE)}."
-    )
+    raise InputError(f"the run in {str(folder)!r} was started with other settings: {_differences(old, new, changed)}. {remedy}")
 
 
 def check_same_model(recorded: Path, hf_config: Any) -> None:

@@ -2,7 +2,8 @@
 
 A sample during training changes nothing of it: no gradient, no FP8 state, no random generator. The live model has no cache of
 keys and values, so each token costs a forward of the whole text, always of the same shape: fine for some tens of tokens, and
-right for any causal model and any sharding. Prompts are encoded as training documents are: a special token's name is text.
+right for any causal model and any sharding. Prompts are encoded as training documents are: a special token's name is text. Ids
+that the tokenizer does not have are never chosen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
 from octavo.data import tokenizer as tokenizers
 from octavo.data.special_tokens import SpecialTokens
@@ -111,6 +119,16 @@ class _Tokenizer:
             )
         return ids
 
+    @functools.cached_property
+    def _known(self) -> Tensor:
+        """The ids of the tokenizer, in order."""
+        return torch.tensor(sorted(set(self._theirs.get_vocab().values())))
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] with -inf for the ids that the tokenizer does not have: rows of a larger vocabulary have no text."""
+        known = self._known[self._known < logits.shape[-1]].to(logits.device)
+        return torch.full_like(logits, -torch.inf).index_copy_(-1, known, logits.index_select(-1, known))
+
     def text(self, ids: list[int]) -> str:
         """The text of ids, without special tokens."""
         return str(self._theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -191,7 +209,7 @@ def sample(
     ids = tokenizer.encode(prompt, config.vocab_size)
     room = _room(config, len(ids), tokens)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    new = _generated(model, ids, room, choice, tokenizer.ends)
+    new = _generated(model, ids, room, choice, tokenizer)
     return {
         "source": str(source),
         "checkpoint": step,
@@ -256,10 +274,21 @@ def _ends(model: PreTrainedModel, ends: tuple[int, ...]) -> list[int]:
     return sorted({*own, *ends})
 
 
-def _generated(model: PreTrainedModel, ids: list[int], tokens: int, choice: _Choice, ends: tuple[int, ...]) -> list[int]:
+class _KnownIds(LogitsProcessor):
+    """Leaves Hugging Face's generation the ids of the tokenizer."""
+
+    def __init__(self, tokenizer: _Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [B, V] of the next token."""
+        return self._tokenizer.masked(scores)
+
+
+def _generated(model: PreTrainedModel, ids: list[int], tokens: int, choice: _Choice, tokenizer: _Tokenizer) -> list[int]:
     """New ids by Hugging Face's generation; this process's random states stay as they were."""
-    stop = _ends(model, ends)
-    drawn = {"do_sample": True, "temperature": choice.temperature, "top_p": choice.top_p, "top_k": 0}
+    stop = _ends(model, tokenizer.ends)
+    drawn = {"do_sample": True, "temperature": float(choice.temperature), "top_p": float(choice.top_p), "top_k": 0}
     config = GenerationConfig(
         max_new_tokens=tokens,
         eos_token_id=stop or None,
@@ -270,7 +299,8 @@ def _generated(model: PreTrainedModel, ids: list[int], tokens: int, choice: _Cho
     given = torch.tensor([ids], device=model.device)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(choice.seed)
-        found = model.generate(given, attention_mask=torch.ones_like(given))
+        processors = LogitsProcessorList([_KnownIds(tokenizer)])
+        found = model.generate(given, attention_mask=torch.ones_like(given), logits_processor=processors)
     return [int(one) for one in found[0, len(ids) :]]
 
 
@@ -308,6 +338,9 @@ def sample_text(
         _room(config, len(found), tokens)
         return found
 
+    def choose(logits: Tensor) -> int:
+        return choice.token(_tokenizer_of(Path(tokenizer_folder)).masked(logits), generator)
+
     ids = ranks.on_rank_0(prepared)
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
@@ -318,7 +351,7 @@ def sample_text(
     with _evaluating(model):
         while end < text.shape[1]:
             logits = _logits(model, text, end - 1)
-            chosen = ranks.on_rank_0(functools.partial(choice.token, logits, generator))
+            chosen = ranks.on_rank_0(functools.partial(choose, logits))
             text[0, end] = chosen
             end += 1
             if chosen in ends:

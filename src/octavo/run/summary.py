@@ -16,7 +16,7 @@ from typing import Any
 from octavo.config.run import RunConfig
 from octavo.dtypes import short_name
 from octavo.errors import OctavoError
-from octavo.run.metrics import read_metrics
+from octavo.run.metrics import lacking, read_metrics
 
 LAST_STEPS = 50
 """Steps whose mean loss is reported, at most."""
@@ -51,6 +51,11 @@ class Result:
     """The reason for an end before the last step."""
     sample: str | None = None
 
+    def __repr__(self) -> str:
+        own = self.summary
+        validation = "" if own.validation_loss is None else f", validation_loss={own.validation_loss:.4f}"
+        return f"Result(steps={own.steps}, loss={own.loss:.4f}{validation}, folder={str(self.folder)!r})"
+
     @property
     def gap_percent(self) -> float | None:
         """Distance of the FP8 loss to the loss without FP8, in % of the latter."""
@@ -72,7 +77,7 @@ def summarise(metrics: Path, steps: int) -> Summary:
     """Figures of a finished training; its loss is the mean of the last `averaged_steps`."""
     records = read_metrics(metrics)
     if not records or records[-1]["step"] != steps:
-        raise OctavoError(f"{metrics} does not reach step {steps}: it was changed after the run ended.")
+        raise OctavoError(f"the run is done, but {lacking(metrics, steps)}")
     averaged = min(averaged_steps(steps), len(records))
     return Summary(
         steps=steps,

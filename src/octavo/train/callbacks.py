@@ -108,11 +108,17 @@ class CallbackEvents(Events):
                 found = self._evaluation(model, step)
         finally:
             model.train(training)
-        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        if not isinstance(found, Mapping):
             raise InputError(
                 f"Trainer(evaluate=…) returned {type(found).__name__}: return a dict of names and numbers, such as "
                 '{"accuracy": 0.5}.'
             )
+        for name in found:
+            if not isinstance(name, str) or not name.strip():
+                raise InputError(
+                    f"Trainer(evaluate=…) returned the name {name!r}: a name is text that is not blank, such as "
+                    '{"accuracy": 0.5}.'
+                )
         return {f"evaluation/{name}": _number(name, value) for name, value in found.items()}
 
     def _tell(self, event: str, argument: Any) -> None:

@@ -18,11 +18,11 @@ import torch
 from octavo.build import build_model, describe
 from octavo.checkpoint.reader import has_own_code
 from octavo.config.run import RunConfig
-from octavo.data.loader import passes
+from octavo.data.loader import passes, unused_sources
 from octavo.data.prepared import prepared_or_none
 from octavo.errors import InputError, unknown
-from octavo.hardware import GPUS, lookup
-from octavo.models.description import Description
+from octavo.hardware import FP8_CAPABILITY, GPUS, lookup
+from octavo.models.description import Description, kernels_on
 from octavo.parallel.coordination import writing_ranks
 from octavo.run.folder import RunFolder
 from octavo.train import fp8_auto, memory
@@ -60,6 +60,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         epochs = samples / sum(each.sequences for each in each_source)
         text_of_epochs = "; ".join(f"{each.source}: {each}" if config.data.weights else str(each) for each in each_source)
         by_source = {each.source: each.epochs for each in each_source} if config.data.weights else {}
+    unused = unused_sources(config.data, samples) if samples else ""
     found = memory.memory_of(plan)
     figures = {
         "config": config.model_dump(mode="json"),
@@ -77,6 +78,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
             "tokens": tokens,
             "epochs": epochs,
             **({"epochs_by_source": by_source} if by_source else {}),
+            **({"unused": unused} if unused else {}),
         },
     }
     text = [
@@ -89,6 +91,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         f"tokens      {tokens_per_step:,} a step ({train.global_batch} x {config.data.sequence_length}) "
         + ("" if steps is None else f"x {steps:,} steps = {tokens:,}"),
         f"epochs      {text_of_epochs}",
+        *([f"unused      {unused}"] if unused else []),
         f"output      {config.output}",
         *memory.lines(plan, found),
     ]
@@ -173,5 +176,11 @@ def _description(plan: RunPlan) -> Description:
         layers = tuple(
             dataclasses.replace(layer, fp8=False, reason=plan.fp8_note if layer.fp8 else layer.reason) for layer in layers
         )
-    attention = f"scaled_dot_product_attention on {plan.hardware.name}"
-    return dataclasses.replace(found, layers=layers, products=plan.fp8_note, attention=attention)
+    capability = plan.hardware.capability
+    native = capability is not None and capability >= FP8_CAPABILITY
+    degree, shared = plan.degrees.context, ""
+    if degree > 1:
+        shared = f"{degree} ranks share each sequence ({plan.config.parallel.cp_comm_type})"
+    attention, products, _ = kernels_on(plan.hardware.kind, capability, model, native=native, shared=shared)
+    products = products if plan.recipe is not None else plan.fp8_note
+    return dataclasses.replace(found, layers=layers, products=products, attention=attention)

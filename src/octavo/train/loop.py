@@ -22,13 +22,14 @@ from rich.console import Console
 
 from octavo.build import build_model, describe, sharding_of
 from octavo.checkpoint.api import Checkpointer
+from octavo.checkpoint.manifest import step_folders
 from octavo.checkpoint.reader import check_stored_weights, read_state, restore
-from octavo.data.loader import BatchLoader, passes
+from octavo.data.loader import BatchLoader, passes, unused_sources
 from octavo.data.packing import Batch
 from octavo.data.prefetch import Prefetcher
 from octavo.data.prepared import PreparedData
 from octavo.dtypes import short_name, torch_dtype
-from octavo.errors import InputError, RunStopped, warn
+from octavo.errors import InputError, OctavoError, RunStopped, warn
 from octavo.models.decoder import Decoder
 from octavo.parallel.coordination import all_ranks, writing_ranks
 from octavo.parallel.world import seed_everything, state
@@ -42,6 +43,7 @@ from octavo.train import fp8_auto
 from octavo.train.callbacks import Events
 from octavo.train.evaluate import perplexity, sample_of, validation_loss
 from octavo.train.loss_scale import LossScale
+from octavo.train.nonfinite import NotFinite
 from octavo.train.optimizer import build_optimizer
 from octavo.train.own_code_check import check_own_code
 from octavo.train.plan import RunPlan, model_options
@@ -112,8 +114,11 @@ def train_one(
             folder.record(config, plan.hf_config, prepared.tokenizer_folder, plan.hardware.name)
             fp8_auto.record(plan, folder)
         if config.data.weights:
-            epochs = passes(prepared, config.data, plan.steps * config.train.global_batch)
+            samples = plan.steps * config.train.global_batch
+            epochs = passes(prepared, config.data, samples)
             say(console, f"{label}: passes over the sources: {'; '.join(f'{each.source} {each}' for each in epochs)}")
+            if first_rank and (unused := unused_sources(config.data, samples)):
+                warn(unused)
         say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
         if latest is not None and first_rank:
             _warn_of_other_layout(latest, plan)
@@ -136,7 +141,8 @@ def train_one(
         if metrics is not None:
             opened.callback(metrics.close)
             if metrics.lost:
-                warn(f"{folder.metrics} lacks the last {metrics.lost} of the {done} steps that are done: it was damaged.")
+                lost = f"{folder.metrics} lacks the last {metrics.lost} of the {done} steps that are done"
+                warn(f"{lost}: it was damaged. The run goes on without their records.")
         progress = StepProgress(console, label=label, steps=plan.steps, done=done, every=config.log.every)
         session = _Session(context, validation, prepared, metrics, checkpoints, trackers, progress, events, best)
         events.started(context.model, context.optimizer)
@@ -160,7 +166,7 @@ def _restore(context: TrainContext, latest: Path | None, seed: int) -> None:
     """Continue from a checkpoint; a new run gets its first amax histories and its random state."""
     if latest is None:
         begin_histories(context)
-    seed_everything(seed + state.dp_rank)
+    seed_everything(seed + state.token_rank)
     if latest is not None:
         # Random states last: nothing may draw after it.
         saved = restore(latest, context.model, context.optimizer, writing_ranks())
@@ -274,6 +280,7 @@ def _write_checkpoint(session: _Session, step: int, *, wait: bool) -> Path:
     scalars = {
         "data": session.prepared.manifest.fingerprint,
         "layout": _layout(context.plan),
+        "schedule_ends": [*context.plan.config.train.extended, context.plan.steps],
         "loss_scale": None if context.loss_scale is None else context.loss_scale.state(),
     }
     background = context.plan.config.checkpoint.async_
@@ -299,7 +306,9 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         load_from=plan.weights_folder,
         offload=config.train.offload or config.parallel.sm_activation_offloading,
         blocks=plan.blocks,
-        sharding=sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype),
+        sharding=sharding_of(
+            state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype, strategy=config.parallel.cp_comm_type
+        ),
         buffer_dtype=torch_dtype(config.parallel.buffer_dtype),
         **model_options(config),
     )
@@ -316,6 +325,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         loader,
         loss_scale=LossScale(config.train.loss_scale) if plan.dtype == torch.float16 else None,
         group=state.dp_process_group if state.world_size > 1 else None,
+        token_group=state.token_process_group if state.world_size > 1 else None,
         watch=watch or Watchdog(),
     )
     return context, validation
@@ -355,7 +365,8 @@ def _steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> i
         )
     step, steps = int(saved["step"]), plan.steps
     if step > steps:
-        raise InputError(f"train.steps = {steps}, but {latest} has trained {step} steps: set train.steps to {step} or more.")
+        least = plan.config.key_of_length(step)
+        raise InputError(f"{plan.config.length(steps)}, but {latest} has trained {step} steps: set {least} or more.")
     return step
 
 
@@ -364,7 +375,10 @@ def _train_step(
 ) -> tuple[dict[str, Any], bool, bool]:
     """Train a step; its metrics, and whether some rank received a signal or was told to end."""
     plan = session.context.plan
-    result = train_step(session.context, step, stop)
+    try:
+        result = train_step(session.context, step, stop)
+    except NotFinite as error:
+        raise OctavoError(f"{error} {_left_behind(session.checkpoints)}") from None
     rate = result.tokens / result.step_seconds
     tflops, mfu = plan.rates(rate)
     record = {
@@ -385,6 +399,15 @@ def _train_step(
     if result.loss_scale is not None:
         record |= {"loss_scale": result.loss_scale, "skipped": result.skipped}
     return record, result.stopping, result.ending
+
+
+def _left_behind(checkpoints: Checkpointer) -> str:
+    """What a run that ends without a save has on disk, and where it may start again. Collective."""
+    checkpoints.wait()
+    newest = next(iter(step_folders(checkpoints.folder)), None)
+    if newest is None:
+        return "Nothing was saved yet, so the same train.output may start again."
+    return f"The checkpoint of step {newest[0]} is kept. Its run keeps its settings: for others set another train.output."
 
 
 def _layout(plan: RunPlan) -> dict[str, Any]:

@@ -19,6 +19,10 @@ from octavo.errors import OctavoError
 from octavo.train.adamw import local
 
 
+class NotFinite(OctavoError):
+    """A loss or gradient that is not finite."""
+
+
 def check_finite(
     model: nn.Module, step: int, loss: float, norm: float, forwards: Sequence[Callable[[], Any]] = (), advice: str = ""
 ) -> None:
@@ -27,7 +31,7 @@ def check_finite(
     `forwards` run the step's micro-batches again, to find the module; `advice` is the first remedy of the message.
 
     Raises:
-        OctavoError: names the result of `first_nonfinite` and the parameters with gradients that are not finite.
+        NotFinite: names the result of `first_nonfinite` and the parameters with gradients that are not finite.
     """
     if math.isfinite(loss) and math.isfinite(norm):
         return
@@ -35,9 +39,9 @@ def check_finite(
     names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
     found = [first_nonfinite(model, forwards), f"gradients that are not finite: {names}" if bad else None]
     where = "".join(f"; {location}" for location in found if location)
-    raise OctavoError(
-        f"step {step}: loss {loss}, gradient norm {norm}{where}. The weights of the step before are kept. "
-        f"{advice}Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.clip, and start again."
+    raise NotFinite(
+        f"step {step}: loss {loss}, gradient norm {norm}{where}. {advice}Lower optimizer.lr, lengthen optimizer.warmup_steps "
+        "or set optimizer.clip, and start again."
     )
 
 

@@ -29,7 +29,8 @@ from octavo.parallel.world import init, rank_variable, state
 from octavo.run import finished
 from octavo.run.folder import RunFolder, locked
 from octavo.run.plots import plot_run
-from octavo.run.resume import check_resumable, extend, with_keys_of
+from octavo.run.records import newest_state
+from octavo.run.resume import check_extended, check_resumable, extend, with_keys_of, with_own_scale
 from octavo.run.summary import Result
 from octavo.train import fp8_auto, memory
 from octavo.train.callbacks import Callback, CallbackEvents, Evaluation, Events
@@ -193,9 +194,11 @@ def _fit_to_past(plan: RunPlan, folder: RunFolder) -> RunPlan:
     if folder.path.name == "bf16" and plan.recipe is None:  # its loss is to be compared with the other run's
         remedy = f"Put them back, move {str(folder.path)!r} away to train it again, or set another train.output."
     newest = max(step for step, _ in step_folders(folder.checkpoints))
-    same_end = with_values(plan.config, {"train.extended": before.train.extended})
+    check_extended(before, newest_state(folder.path), folder.run_file)
+    config = with_own_scale(before, plan.config)
+    same_end = with_values(config, {"train.extended": before.train.extended})
     check_resumable(before, same_end, folder.path, remedy=remedy)  # other keys first: they may be why the steps differ
-    config = extend(before, plan.config, newest)
+    config = extend(before, config, newest)
     check_resumable(before, config, folder.path, remedy=remedy)
     return dataclasses.replace(plan, config=config)
 

@@ -1,0 +1,54 @@
+"""The Hugging Face Hub: asked once whether it answers, before anything is looked up there.
+
+Its libraries ask for one file after another and wait at each address of the Hub, a minute and more where a firewall drops
+packets. Left out: a Hub that stops answering in the middle of a look-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+WAIT_SECONDS = 8
+"""Longest wait for an answer, unless HF_HUB_ETAG_TIMEOUT is set."""
+_HOLDS_SECONDS = 60  # a run looks up several names; a notebook may get its network back
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Around look-ups: if the Hub does not answer they are of the local cache alone, as with HF_HUB_OFFLINE=1."""
+    from huggingface_hub import constants  # heavy
+
+    if constants.HF_HUB_OFFLINE or _answers(int(time.monotonic() // _HOLDS_SECONDS)):
+        yield
+        return
+    with contextlib.ExitStack() as restoring:
+        for module in (constants, sys.modules.get("datasets.config")):  # which has a copy of its own
+            if module is not None:
+                restoring.callback(setattr, module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
+                vars(module)["HF_HUB_OFFLINE"] = True
+        yield
+
+
+@functools.lru_cache(maxsize=1)
+def _answers(period: int) -> bool:
+    """True if the Hub answers, whatever it says. In a thread, since nothing else bounds the look-up of an address."""
+    from huggingface_hub import constants, get_session
+
+    seconds = constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else WAIT_SECONDS
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # of the HTTP library below
+            get_session().head(constants.ENDPOINT, timeout=seconds)
+            answered.set()
+
+    thread = threading.Thread(target=ask, name="hub", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answered.is_set()
