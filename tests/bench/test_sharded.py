@@ -9,12 +9,13 @@ from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 import ranks
-from octavo.bench.cases import CASES, Case
+from octavo.bench.cases import CASES, CONTEXT_CASES, Case
 from octavo.bench.plain import PlainLlama
 from octavo.bench.results import render
 from octavo.bench.run import run_suite
-from octavo.bench.sharded import SHARDED, build_plain_sharded
+from octavo.bench.sharded import CONTEXT, SHARDED, build_plain_sharded
 from octavo.bench.worker import labelled_batches
+from octavo.errors import InputError
 from octavo.models.shapes import SHAPES
 from octavo.parallel import world
 from octavo.plan.flops import matmul_parameters
@@ -140,3 +141,18 @@ def test_a_rank_that_fails_is_a_row_with_its_error(tmp_path, break_rank_1, fault
     )  # fmt: skip
     (figures,) = results["rows"]
     assert figures == {"workload": "tiny", "entry": "octavo-delayed", "head": "bf16", "error": FAULTS[fault]}
+
+
+def test_sequences_over_two_ranks_are_one_ranks(tmp_path):
+    results = run_suite(
+        "context", cases=["tiny-cp2"], entries=["octavo-bf16", "octavo-delayed-a2a"], steps=2, warmup=1,
+        output=tmp_path / "all.json", device="cpu", gpus=2, command="octavo bench context",
+    )  # fmt: skip
+    case = CONTEXT_CASES["tiny-cp2"]
+    trainer, batches = CONTEXT["octavo-bf16"].build(case, CPU, False), labelled_batches(case, CPU)
+    losses = [trainer.step(*batches[i % 4]).item() for i in range(5)]  # one to warm up, one of each turn, two timed
+    for figures in results["rows"]:
+        assert figures["tokens_per_second"] == pytest.approx(32 / (figures["step_ms"] / 1e3))  # a rank has half of each
+        assert figures["loss"] == pytest.approx(losses[-1], rel=5e-3)
+    with pytest.raises(InputError, match="2 GPUs share each sequence, and 3 ranks"):
+        run_suite("context", cases=["tiny-cp2"], device="cpu", gpus=3, output=tmp_path / "no.json", command="octavo bench")
