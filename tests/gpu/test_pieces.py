@@ -8,7 +8,7 @@ from octavo.kernels.attention.pattern import Pattern, Span
 from octavo.kernels.attention.pieces import Attended, Gradients, gradients
 from octavo.nn.attend import attend
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def draw(batch, queries, keys, heads, groups, dim, seed=0):
