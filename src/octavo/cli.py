@@ -122,10 +122,11 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _tell(message: str, code: int, error: BaseException, *, quiet: bool = False) -> None:
-    """Print an error, unless it is printed, and leave it for a launcher."""
-    if not quiet and not getattr(error, "reported", False):
+    """Leave an error for a launcher, and print it unless it is printed."""
+    if not quiet:
         _tell_launcher(message, code)
-        _print_error(message)
+        if not getattr(error, "reported", False):
+            _print_error(message)
 
 
 def _tell_launcher(message: str, code: int) -> None:
