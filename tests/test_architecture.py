@@ -21,11 +21,11 @@ LAYERS = (
     ("hardware", "storage"),
     ("config",),
     ("kernels",),
-    ("fp8",),
+    ("fp8", "collectives"),
     ("nn",),
     ("models",),
     ("parallel",),
-    ("plan",),
+    ("plan", "context_parallel"),
     ("build",),
     ("data",),
     ("checkpoint", "watchdog"),
@@ -39,6 +39,7 @@ LAYERS = (
 
 FORBIDDEN = {
     "kernels": {"config"},
+    "collectives": {"config"},
     "fp8": {"config"},
     "nn": {"config"},
     "parallel": {"models"},

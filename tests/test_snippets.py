@@ -20,6 +20,7 @@ import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import octavo
+import ranks
 from octavo.bench.suites import SUITES
 from octavo.cli import app, main
 from octavo.config.run import RunConfig
@@ -27,6 +28,7 @@ from octavo.data.tokenizer import train as train_tokenizer
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+ON_TWO_RANKS = ("docs/context-parallelism.md",)
 SMALL = ("data.sequence_length=32", "train.global_batch=4", "train.epochs=0.1")
 NOT_OCTAVO = ("make", "pip", "python3 -m venv", "bash")
 WORDS = "a scale for each tensor keeps small values in reach of the format while large ones saturate "
@@ -100,7 +102,7 @@ def arguments_of(line):
         return None
     if words[0] == "torchrun":
         assert words[1:5] == ["--nproc-per-node", words[2], "-m", "octavo"], line
-        return words[5:]
+        return [*words[5:], "--dry-run", "--world-size", words[2]] if words[5] == "train" else words[5:]
     assert words[0] == "octavo", line
     return words[1:]
 
@@ -134,6 +136,17 @@ def run_line(line, monkeypatch):
     assert main(arguments) == 0, line
 
 
+def run_on_two_ranks(page):
+    """The Python of a page whose snippets need ranks."""
+    names = names_before(page)
+    ids, heads = names["ids"], [torch.randn(2, 8, count, 16) for count in (4, 2, 2)]
+    names |= {"targets": ids, "positions": torch.arange(16)[None], **dict(zip("qkv", heads, strict=True))}
+    for language, text in snippets(page):
+        if language == "python":
+            exec(compile(text, page, "exec"), names)
+    return names["loss"].item(), tuple(names["whole"].shape)
+
+
 def all_installed(text):
     """False for a snippet of timm where that is not installed."""
     imported = [alias.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for alias in node.names]
@@ -153,11 +166,15 @@ def run_toml(text):
     RunConfig.from_dict(values)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [pytest.param(p, marks=ranks.alone if p in ON_TWO_RANKS else ()) for p in PAGES])
 def test_the_snippets_of_a_page_run(page, place, monkeypatch, capsys):
-    names = names_before(page)
+    names, shared = names_before(page), page in ON_TWO_RANKS
+    if shared:
+        (loss, shape), (other, _) = ranks.run(2, run_on_two_ranks, page)
+        assert loss == other
+        assert shape == (2, 16, 4, 16)
     for language, text in snippets(page):
-        if language == "python" and all_installed(text):
+        if language == "python" and not shared and all_installed(text):
             exec(compile(text, page, "exec"), names)
         elif language == "toml":
             run_toml(text)

@@ -25,6 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 
+from octavo.collectives.context import STRATEGIES, ContextGroup
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, unknown
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
@@ -41,17 +42,23 @@ from octavo.models.spec import ModelSpec
 from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
 from octavo.models.weight_files import DEQUANTISE, InMemoryWeights, Weights
 from octavo.models.weight_loader import WeightLoader, folder_weights
+from octavo.nn.attention import DotProductAttention
 from octavo.nn.norm import FLOATS
+from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
 from octavo.parallel.fsdp import Sharding, blocks_of, check_same_weights, gather_weights_in_fp8, shard
 from octavo.parallel.mesh import Degrees
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.offload import offloaded
-from octavo.parallel.recompute import recomputed
+from octavo.parallel.recompute import recomputed, selectively_recomputed
 from octavo.parallel.world import State, state
 
 __all__ = ["build_model", "describe", "transform"]
+
+
+Recompute = bool | Literal["mlp", "selective"]
+"""What backward makes again, as in `transform`."""
 
 
 def transform(
@@ -65,10 +72,10 @@ def transform(
     layers: Mapping[str, Any] | None = None,
     load_from: str | Path | None = None,
     load_state_dict_from_rank0: bool = False,
-    cp_comm_type: str = "all_gather",
+    cp_comm_type: str | None = None,
     params_dtype: torch.dtype | None = None,
     fp8_head: bool | Literal["backward"] | None = None,
-    recompute: bool | Literal["mlp"] = False,
+    recompute: Recompute = False,
     offload: bool = False,
     blocks: Literal["auto", "own"] = "auto",
 ) -> nn.Module:
@@ -91,11 +98,12 @@ def transform(
             Later patterns win; `skip` overrides all. `fp8_autocast` joins amaxes for all of them.
         load_from: a Hugging Face model folder with weights, of which each rank reads its own rows.
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
-        cp_comm_type: exchange of context parallelism; without effect on one rank.
+        cp_comm_type: exchange of context parallelism, as in `octavo.init`, whose it is when absent. "own": a model that keeps
+            its code splits its sequences itself, through `octavo.context_parallel`.
         params_dtype: of parameters; their own when absent. float32 under a bf16 `dtype` is master weights.
         fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients; False: none. When absent
             "backward" for Octavo's decoder, but False for a Transformer Engine `recipe` and for other models.
-        recompute: keep only each block's input for backward; "mlp": all but the first product of each MLP.
+        recompute: keep each block's input alone for backward; "selective": and attention's result; "mlp": all but one product.
         offload: keep activations saved for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
         blocks: "own" keeps the code of a model that would get Octavo's blocks, and its names in checkpoints.
 
@@ -108,7 +116,8 @@ def transform(
         fp8_head = False
     _check_arguments(model, dtype, params_dtype, skip, layers, cp_comm_type)
     params_dtype = params_dtype or _params_dtype(model)
-    sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype)
+    strategy = cp_comm_type or state.config.cp_comm_type
+    sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype, strategy=strategy)
     training = model.training
     if sharding is not None and load_from is None and not load_state_dict_from_rank0:
         check_same_weights(model, all_ranks())
@@ -155,7 +164,7 @@ def build_model(
     excluded: Mapping[str, str] | None = None,
     fp8_head: bool | Literal["backward"] | None = None,
     objective: Objective | None = None,
-    recompute: bool | Literal["mlp"] = False,
+    recompute: Recompute = False,
     offload: bool = False,
     sharding: Sharding | None = None,
     averaged: bool = False,
@@ -213,9 +222,8 @@ def build_model(
         return model.train()
     # 4. Shard.
     if sharding is not None:
+        _share_sequences(model, sharding)
         shard(model, parts, sharding, summed=isinstance(model, Decoder) or not averaged)
-        if isinstance(model, Decoder):
-            model.data_group, model.sharded = sharding.data_group, sharding.mesh.size(-1) > 1
     # 5. and 6. Materialise, load.
     materialise(model, device, _values(model, weights, from_rank0, seed))
     # 7. Gather.
@@ -224,7 +232,28 @@ def build_model(
     return model.train()
 
 
-def _keep_own_code(model: nn.Module, reason: str, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
+def _share_sequences(model: nn.Module, sharding: Sharding) -> None:
+    """Tell a model which ranks see other samples, and which share its sequences."""
+    context = sharding.context
+    if isinstance(model, Decoder):
+        model.data_group, model.token_group = sharding.data_group, sharding.token_group
+        model.sharded = sharding.mesh.size(-1) > 1
+        if context is not None:
+            spec = model.spec
+            check_context(
+                context.size, context.strategy, spec.heads, spec.kv_heads, windows=spec.windows, dropout=spec.attention_dropout
+            )
+            model.context = context.resolved(spec.heads, spec.kv_heads)
+            for layer in model.layers:
+                layer.self_attention.core_attention.context = model.context  # type: ignore[union-attr]
+    elif context is not None and context.strategy != "own":
+        raise InputError(own_code_message(type(model).__name__, context.size))
+    if context is not None:
+        for _, layer_state in states_of(model):
+            layer_state.context_group = context.group
+
+
+def _keep_own_code(model: nn.Module, reason: str, recompute: Recompute, *, offload: bool) -> None:
     refuse_block_settings(model, recompute, offload=offload)
     replace_linears(model)
     vars(model)["octavo_own_code"] = reason  # for `describe`
@@ -232,8 +261,8 @@ def _keep_own_code(model: nn.Module, reason: str, recompute: bool | Literal["mlp
 
 def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layers: Any, cp_comm_type: Any) -> None:
     """Refuse arguments of `transform` of the wrong kind."""
-    if cp_comm_type not in ("all_gather", "p2p", "a2a"):
-        raise unknown("cp_comm_type", str(cp_comm_type), ("all_gather", "p2p", "a2a"))
+    if cp_comm_type not in (None, *STRATEGIES, "auto", "own"):
+        raise unknown("cp_comm_type", str(cp_comm_type), (*STRATEGIES, "auto", "own"))
     if not isinstance(model, nn.Module):
         raise InputError(f"octavo.transform got {type(model).__name__}: give a torch.nn.Module.")
     for name, given in (("dtype", dtype), ("params_dtype", params_dtype)):
@@ -248,8 +277,8 @@ def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layer
 def _check_settings(blocks: str, recompute: object, offload: object) -> None:
     if blocks not in ("auto", "own"):
         raise unknown("blocks", str(blocks), ("auto", "own"), key="model.blocks")
-    if recompute not in (False, True, "mlp"):
-        raise InputError(f'recompute = {recompute!r} is not supported: use False, True, or "mlp".')
+    if recompute not in (False, True, "mlp", "selective"):
+        raise InputError(f'recompute = {recompute!r} is not supported: use False, True, "selective", or "mlp".')
     if not isinstance(offload, bool):
         raise InputError(f"offload = {offload!r} is not supported: use False or True.")
 
@@ -290,17 +319,29 @@ def _blocks(model: nn.Module) -> tuple[Decoder | Blocks | None, list[nn.Module]]
     return (stack, list(stack)) if isinstance(stack, Blocks) else (None, blocks_of(model))
 
 
-def _recompute(model: nn.Module, stack: Decoder | Blocks | None, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
+def _recompute(model: nn.Module, stack: Decoder | Blocks | None, recompute: Recompute, *, offload: bool) -> None:
     if stack is None:
         if recompute:
             recompute_own_code(model)
         return
     if recompute == "mlp":
         recompute_mlps(stack)
+    elif recompute == "selective":
+        _refuse_dropout(model)
+        stack.run_block = selectively_recomputed
     elif recompute:
         stack.run_block = recomputed
     if offload:
         stack.run_block = offloaded(stack.run_block)
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    rates = {layer.attention_dropout for layer in model.modules() if isinstance(layer, DotProductAttention)}
+    if any(rates):
+        raise InputError(
+            f'train.recompute = "selective" with attention_dropout = {max(rates)}: a result with dropout is computed again. '
+            "Set train.recompute = true, or attention_dropout = 0.0."
+        )
 
 
 def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, seed: int) -> Values:
@@ -358,17 +399,19 @@ def _params_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def sharding_of(
-    ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype | None
+    ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype | None, strategy: str
 ) -> Sharding | None:
-    """The sharding over the ranks of `octavo.init`; None for one rank."""
+    """The sharding over the ranks of `octavo.init`, which exchange keys and values by `strategy`; None for one rank."""
     if ranks.shard_mesh is None or ranks.world_size == 1:
         return None
     check_supported(ranks.degrees)
-    asked = ranks.config.param_dtype
+    asked, group = ranks.config.param_dtype, ranks.cp_process_group
     param_dtype = dtype if asked is None else torch_dtype(asked)
     return Sharding(
         mesh=ranks.shard_mesh,
         data_group=ranks.dp_process_group,
+        token_group=ranks.token_process_group,
+        context=None if group is None or ranks.cp_size == 1 else ContextGroup(group, strategy),
         recipe=recipe,
         param_dtype=None if param_dtype == params_dtype else param_dtype,
         reduce_dtype=torch_dtype(ranks.config.reduce_dtype),
@@ -377,11 +420,11 @@ def sharding_of(
 
 
 def check_supported(degrees: Degrees) -> None:
-    """Raise an InputError for a degree of tensor, context or expert parallelism beyond 1, which this version does not run."""
-    for name in ("tensor", "context", "expert"):
+    """Raise an InputError for a degree of tensor or expert parallelism beyond 1, which this version does not run."""
+    for name in ("tensor", "expert"):
         if (degree := getattr(degrees, name)) > 1:
             raise InputError(
-                f"parallel.{name}_parallel_degree = {degree}: this version shards over data-parallel ranks only. "
+                f"parallel.{name}_parallel_degree = {degree}: this version has data and context parallelism. "
                 f"Set parallel.{name}_parallel_degree = 1."
             )
 

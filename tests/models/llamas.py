@@ -32,6 +32,8 @@ SHAPES = {
     "intermediate-176": {"intermediate_size": 176},
     "intermediate-odd": {"intermediate_size": 45},
     "mistral": {"model_type": "mistral"},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 8},
+    "mistral-window-of-1": {"model_type": "mistral", "sliding_window": 1},
     "mistral-tied": {"model_type": "mistral", "tie_word_embeddings": True, "num_key_value_heads": 1},
     "mistral-llama3-rope": {"model_type": "mistral", "rope_parameters": LLAMA3_ROPE},
     "mistral-narrow-heads": {"model_type": "mistral", "head_dim": 6, "num_attention_heads": 6, "num_key_value_heads": 3},
@@ -42,7 +44,7 @@ SHAPES = {
 def llama_config(**changes):
     """A Llama of two layers, 97 words, 4 query heads on 2 key-value heads, and a feed-forward size of 44.
 
-    With `model_type="mistral"` a Mistral without a window.
+    With `model_type="mistral"` a Mistral, without a window unless `sliding_window` says so.
     """
     values = {
         "model_type": "llama",

@@ -161,7 +161,6 @@ def test_an_unknown_model_type_is_named(tmp_path, kind):
     [
         (GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "gpt_neo"),
         (llama_config(hidden_act="gelu"), "hidden_act = 'gelu'"),
-        (llama_config(model_type="mistral", sliding_window=64), "sliding_window = 64"),
         (
             llama_config(
                 rope_parameters={

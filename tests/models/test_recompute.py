@@ -13,6 +13,7 @@ import octavo
 from octavo.build import build_model, describe, transform
 from octavo.errors import InputError
 from octavo.fp8.scaling import state_records
+from octavo.kernels.attention import pieces
 from octavo.parallel import offload
 
 RECIPES = {
@@ -60,9 +61,47 @@ def assert_same_bits(one, other):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("family", "dropout"), [("llama", 0.0), ("llama", 0.1), ("mistral", 0.1)])
 def test_recomputation_changes_no_bit(recipe, family, dropout):
-    kept, *again = (train(RECIPES[recipe], recompute, dropout=dropout, family=family) for recompute in (False, True, "mlp"))
+    kept, *again = (
+        train(RECIPES[recipe], recompute, dropout=dropout, family=family)
+        for recompute in (False, True, "mlp", *([] if dropout else ["selective"]))
+    )
     for run in again:
         assert_same_bits(kept, run)
+
+
+@pytest.mark.parametrize("packing", ["join", "documents", "window"])
+def test_attention_is_never_recomputed_selectively(packing, monkeypatch):
+    forwards, found = [], {}
+    computed = pieces._forward
+    monkeypatch.setattr(pieces, "_forward", lambda *given: forwards.append(1) or computed(*given))
+    for recompute in (False, "selective"):
+        model = build_model(
+            llama_config(model_type="mistral", sliding_window=5 if packing == "window" else None),
+            dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute,
+        )  # fmt: skip
+        ids = tokens(2, 18)
+        positions = torch.arange(9).repeat(2)[None] if packing == "documents" else None
+        forwards.clear()
+        loss = model(input_ids=ids, labels=ids, position_ids=positions).loss
+        before = len(forwards)
+        loss.backward(retain_graph=True)
+        once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        loss.backward()
+        assert len(forwards) == before
+        assert before > 0 or not recompute
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, 2 * once[name])
+        found[recompute] = once
+    for name, gradient in found[False].items():
+        torch.testing.assert_close(found["selective"][name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_is_computed_again_and_so_refused_selectively():
+    with pytest.raises(InputError, match=r'"selective" with attention_dropout = 0\.1.*Set train\.recompute = true'):
+        build_model(
+            llama_config(attention_dropout=0.1), dtype=torch.float32, params_dtype=torch.float32, device="meta", seed=0,
+            recompute="selective",
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "block"])
@@ -78,7 +117,7 @@ def test_recomputation_inside_the_autocast_changes_no_bit(recipe):
 
 
 def test_recomputation_with_kept_weights_changes_no_bit():
-    kept, *again = (train(RECIPES["delayed"], r, micro_batches=3) for r in (False, True, "mlp"))
+    kept, *again = (train(RECIPES["delayed"], r, micro_batches=3) for r in (False, True, "mlp", "selective"))
     for run in again:
         assert_same_bits(kept, run)
 
@@ -129,7 +168,7 @@ def test_a_model_that_keeps_its_own_code_is_not_offloaded_and_keeps_its_mlps_who
     neo = GPTNeoConfig(hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]], vocab_size=50)
     with pytest.raises(InputError, match=r"gpt_neo keeps its own code.*Use train\.recompute = true"):
         build_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, offload=True)
-    with pytest.raises(InputError, match=r"recompute = 'mpl' is not supported: use False, True, or \"mlp\""):
+    with pytest.raises(InputError, match=r"recompute = 'mpl' is not supported: use False, True, \"selective\", or \"mlp\""):
         build_model(llama_config(), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, recompute="mpl")
     with pytest.raises(InputError, match=r'train.recompute = "mlp": gpt_neo keeps its own code.*Use train\.recompute = true'):
         build_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, recompute="mlp")
@@ -160,13 +199,10 @@ def test_transform_refuses_of_own_code_what_a_run_refuses():
         octavo.shutdown()
 
 
-def test_a_mistral_with_a_window_keeps_its_code_and_describe_says_why():
-    model = transform(llama(model_type="mistral", sliding_window=8), dtype=torch.float32)
-    assert type(model).__name__ == "MistralForCausalLM"
-    assert describe(model).own_code == "sliding_window = 8: the decoder's attention has no window"
-    assert describe(model).fp8_layers == 14
+def test_a_model_that_keeps_its_code_says_why():
     assert describe(transform(llama(model_type="mistral"))).own_code == ""
     kept = transform(llama(model_type="mistral"), blocks="own")
+    assert describe(kept).fp8_layers == 14
     assert (type(kept).__name__, describe(kept).own_code) == ("MistralForCausalLM", 'blocks = "own"')
     with pytest.raises(InputError, match=r"unknown blocks 'theirs'"):
         transform(llama(), blocks="theirs")

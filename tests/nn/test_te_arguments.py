@@ -145,14 +145,17 @@ ORDER = {
     "RMSNorm": ["normalized_shape", "eps"],
     "DotProductAttention": [
         "num_attention_heads", "kv_channels", "num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type",
+        "window_size",
     ],
     "MultiheadAttention": [
         "hidden_size", "num_attention_heads", "kv_channels", "attention_dropout", "layernorm_epsilon", "init_method",
         "output_layer_init_method", "layer_number", "attn_mask_type",
+        "window_size",
     ],
     "TransformerLayer": [
         "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_gqa_groups", "layernorm_epsilon", "hidden_dropout",
         "attention_dropout", "init_method", "output_layer_init_method", "layer_number", "kv_channels", "self_attn_mask_type",
+        "window_size",
     ],
 }  # fmt: skip
 """Positional arguments, in Transformer Engine's order; Linear's third is `bias`, as PyTorch's."""
@@ -160,7 +163,7 @@ ORDER = {
 WANTED = {
     "sequence_parallel": True, "tp_size": 2, "fuse_wgrad_accumulation": True, "ub_overlap_ag": True, "parallel_mode": "column",
     "parameters_split": ("q", "k"), "zero_centered_gamma": True, "delay_wgrad_compute": True, "symmetric_ar_type": "multimem",
-    "set_parallel_mode": True, "activation_params": {"limit": 7.0}, "checkpoint": True, "window_size": (128, 0),
+    "set_parallel_mode": True, "activation_params": {"limit": 7.0}, "checkpoint": True,
     "softcap": 30.0, "softmax_type": "learnable", "attention_type": "cross", "qk_norm_type": "RMSNorm",
     "qkv_weight_interleaved": False,
     "rotary_pos_interleaved": True, "input_layernorm": False, "layer_type": "decoder", "output_layernorm": True,

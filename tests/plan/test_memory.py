@@ -6,9 +6,11 @@ import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig
 
 from octavo.bench.cases import CASES
@@ -17,9 +19,10 @@ from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES, Granularity
 from octavo.fp8.scaling import states_of
 from octavo.kernels import gemm
+from octavo.kernels.attention import kept as attention_kept
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
-from octavo.nn import head
+from octavo.nn import attend, head
 from octavo.parallel import offload
 from octavo.plan import memory, saved
 from octavo.plan.memory import estimate
@@ -123,7 +126,11 @@ def saved_bytes(model, recipe, documents, first):
     ids = torch.randint(0, 96, (2, 48))
     positions = torch.arange(24).repeat(2)[None].expand(2, -1) if documents else None
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = {}
+    kept, results = {}, []
+
+    def once(compute):
+        results.append(attention_kept.once(compute))
+        return results[-1]
 
     def pack(tensor):
         layout = tuple(tensor.shape) if tensor.itemsize == 1 else ()
@@ -132,15 +139,17 @@ def saved_bytes(model, recipe, documents, first):
 
     context = contextlib.nullcontext() if first is None else microbatch(first=first)
     precision = fp8_autocast(enabled=recipe is not None, fp8_recipe=RECIPES[recipe]() if recipe else None)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), context, precision:
+    # Results that selective recomputation keeps are not autograd's.
+    with mock.patch.object(attend, "once", once), context, precision, saved_tensors_hooks(pack, lambda tensor: tensor):
         model(input_ids=ids, labels=ids, position_ids=positions)
     caches = [state.weight_cache for _, state in states_of(model) if state.weight_cache is not None]
     cached = [tensor for cache in caches for tensor in cache if tensor is not None]
     own |= {tensor.untyped_storage().data_ptr() for tensor in cached}
-    return sum(t.nbytes for (pointer, _), t in kept.items() if pointer not in own), sum(t.nbytes for t in cached)
+    whole = (t.nbytes if layout else t.untyped_storage().nbytes() for (p, layout), t in kept.items() if p not in own)
+    return sum(whole) + sum(t.nbytes for result in results for t in result), sum(t.nbytes for t in cached)
 
 
-@pytest.mark.parametrize("recompute", [False, "mlp", True])
+@pytest.mark.parametrize("recompute", [False, "mlp", "selective", True])
 @pytest.mark.parametrize("recipe", [None, "delayed", "rowwise", "block"])
 def test_saved_tensors_of_a_decoder(recipe, recompute):
     check_saved(recipe, recompute=recompute)
@@ -167,7 +176,7 @@ def check_saved(recipe, **setting):
     kept, cached = saved_bytes(model, recipe, setup.documents, True if setup.accumulates else None)
     blocks = sum(one.bytes for recipes in setup.recipes for one in saved.saved_in_forward(setup, setup.spec, recipes))
     ends = saved.saved_by_ends(setup, setup.spec) + saved.saved_by_head(setup, setup.spec)
-    if setup.recompute is True:  # the tables are alive as arguments of the recomputation
+    if setup.recompute in (True, "selective"):  # the tables are alive as arguments of the recomputation
         ends -= 2 * 48 * 32 * 4
     assert kept == pytest.approx(blocks + ends, abs=64)  # a few scales of one number
     if recipe is None or not setup.accumulates:

@@ -415,9 +415,29 @@ def test_ranks_that_nobody_started_are_refused(tiny_run, monkeypatch):
 
 def test_degrees_of_a_later_version_are_refused(tiny_run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    config = RunConfig.from_file(tiny_run().file, ["parallel.context_parallel_degree=2"])
-    with pytest.raises(InputError, match=r"parallel\.context_parallel_degree = 2: this version"):
+    config = RunConfig.from_file(tiny_run().file, ["parallel.tensor_parallel_degree=2"])
+    with pytest.raises(InputError, match=r"parallel\.tensor_parallel_degree = 2: this version"):
         Trainer(config, console=Console(quiet=True)).train()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.config.attention_dropout=0.1"], r"model\.config\.attention_dropout = 0\.1 .*Set .* = 0\.0"),
+        (["model.blocks=own"], "LlamaForCausalLM keeps its own code"),
+        (["model.config.hidden_size=48", "model.config.num_attention_heads=3", "model.config.num_key_value_heads=1",
+          "parallel.cp_comm_type=a2a"], "3 query heads with 1 key-value heads do not divide: .*degree of 1, 3"),
+        (["parallel.hybrid_shard_degree=1"], "context 2 does not divide hybrid_shard 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_share_a_sequence_is_refused(tiny_run, monkeypatch, overrides, words):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    run = tiny_run()
+    exact = ["model.config.attention_dropout=0.0", "parallel.context_parallel_degree=2"]
+    with pytest.raises(InputError, match=words):
+        Trainer(RunConfig.from_file(run.file, [*exact, *overrides]), console=Console(quiet=True)).train()
+    assert not run.output.exists()
 
 
 def test_a_bf16_run_of_other_settings_is_not_compared_with(tiny_run, capsys):

@@ -223,3 +223,25 @@ def test_other_errors_are_not_explained(tiny_run):
     plan = check(RunConfig.from_file(tiny_run().file))
     for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("x"), OSError(28, "No space left")):
         assert out_of_memory(error, plan) is None
+
+
+def test_a_length_that_does_not_fit_names_the_ranks_that_could_share_it(tiny_run):
+    run = tiny_run()
+    long = [
+        *("model.source=llama-8b", "data.sequence_length=131072", "data.vocab_size=300", "train.global_batch=8"),
+        *("train.micro_batch=1", "model.config={}", "model.dtype=bfloat16"),
+    ]
+    target = Target(world_size=8, gpu=lookup("h200"))
+    plan = check(RunConfig.from_file(run.file, long), target=target)
+    found = memory_of(plan)
+    assert found.fits is False
+    shared = next(option for option in found.options if "parallel.context_parallel_degree" in option.changes)
+    assert "ranks" not in shared.changes
+    text = [f"{key}={value}" for key, value in shared.changes.items()]
+    again = memory_of(check(RunConfig.from_file(run.file, [*long, *text]), target=target))
+    assert again.fits
+    assert again.estimate.total == shared.estimate.total
+    for option in found.options:  # every option is a run that is accepted
+        ranks = Target(world_size=option.changes.get("ranks", 8), gpu=lookup("h200"))
+        changes = [f"{key}={value}" for key, value in option.changes.items() if key != "ranks"]
+        assert memory_of(check(RunConfig.from_file(run.file, [*long, *changes]), target=ranks)).fits

@@ -34,8 +34,14 @@ def test_two_and_four_ranks_train_as_one_does(tiny_run, packing):
     one = tiny_run("one", steps=7, every=3)
     ranks.run(1, run, one.file, given)
     wanted = read_metrics(one.output / "metrics.jsonl")
-    for count, more in ((2, []), (4, ["data.workers=0", "checkpoint.async=true"]), (4, ["parallel.hybrid_shard_degree=2"])):
-        several = tiny_run(f"{count}-{len(more)}-{more[:1] == []}-{'hybrid' in str(more)}", steps=7, every=3)
+    for count, more in (
+        (2, []),
+        (4, ["data.workers=0", "checkpoint.async=true"]),
+        (4, ["parallel.hybrid_shard_degree=2"]),
+        (2, ["parallel.context_parallel_degree=2"]),
+        (4, ["parallel.context_parallel_degree=2", "parallel.hybrid_shard_degree=2", "parallel.cp_comm_type=p2p"]),
+    ):
+        several = tiny_run(f"{count}-{len(more)}-{''.join(more)[-1:]}", steps=7, every=3)
         said = ranks.run(count, run, several.file, [*given, *more])
         assert len(set(said)) == 1  # every rank says the same
         found = read_metrics(several.output / "metrics.jsonl")
@@ -46,16 +52,17 @@ def test_two_and_four_ranks_train_as_one_does(tiny_run, packing):
             assert a.get("validation_loss", 0) == pytest.approx(b.get("validation_loss", 0), rel=1e-5)
 
 
-def test_a_run_moves_between_numbers_of_ranks(tiny_run):
+def test_a_run_moves_between_numbers_of_ranks_and_degrees(tiny_run):
     whole = tiny_run("whole", steps=9, every=3)
     ranks.run(1, run, whole.file, [*EXACT, "train.micro_batch=1"])
     moving = tiny_run("moving", steps=9, every=3)
-    for count, steps in ((4, 3), (1, 5), (2, 9)):
-        given = [*EXACT, "train.micro_batch=1", f"train.steps={steps}"]
+    for count, context, steps in ((4, 2, 3), (1, 1, 5), (2, 2, 7), (2, 1, 9)):
+        degree = f"parallel.context_parallel_degree={context}"
+        given = [*EXACT, "train.micro_batch=1", f"train.steps={steps}", degree]
         ranks.run(count, run, moving.file, given)
     assert losses(moving.output) == pytest.approx(losses(whole.output), rel=1e-5)
     starts = json.loads((moving.output / "environment.json").read_text())["starts"]
-    assert len(starts) == 3
+    assert len(starts) == 4
 
 
 def test_fp8_beside_bf16_on_two_ranks(tiny_run):

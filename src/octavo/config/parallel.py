@@ -19,7 +19,7 @@ class ParallelConfig(Section):
     tensor_parallel_degree: int = Field(1, ge=1, description="Ranks over which each matrix is split.")
     context_parallel_degree: int = Field(1, ge=1, description="Ranks over which a sequence is split; divides the shard degree.")
     expert_parallel_degree: int = Field(1, ge=1, description="Ranks over which experts are spread; divides the shard degree.")
-    cp_comm_type: Literal["all_gather", "p2p", "a2a"] = Field(
+    cp_comm_type: Literal["all_gather", "p2p", "a2a", "auto"] = Field(
         "all_gather", description="Exchange of keys and values within a context group."
     )
     reshard_after_forward: bool = Field(
@@ -51,5 +51,8 @@ class InitConfig(ParallelConfig):
     """Argument of `octavo.init`: the keys of [parallel], and a seed."""
 
     random_seed: int = Field(
-        12345, ge=0, le=2**63 - 1, description="Seed of every generator: random_seed + r on data-parallel rank r."
+        12345,
+        ge=0,
+        le=2**63 - 1,
+        description="Seed of every generator: random_seed + r on the rank r of those that see different tokens.",
     )

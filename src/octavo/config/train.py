@@ -26,10 +26,11 @@ class TrainConfig(Section):
     micro_batch: int | None = Field(
         None, ge=1, description="Sequences in a forward of one rank; its whole share of the global batch when absent."
     )
-    recompute: bool | Literal["mlp"] = Field(
+    recompute: bool | Literal["mlp", "selective"] = Field(
         False,
-        description='true: save only each block\'s input and recompute the rest in backward. "mlp": recompute only the first '
-        "product of each MLP, the largest activation (Octavo's decoder only).",
+        description="true: save only each block's input and recompute the rest in backward. \"selective\": save attention's "
+        'result too, and never recompute it. "mlp": recompute only the first product of each MLP, the largest activation '
+        '("selective" and "mlp": Octavo\'s decoder only).',
     )
     offload: bool = Field(False, description="Keep activations saved for backward in host memory (Octavo's decoder only).")
     compile: bool | Literal["auto"] = Field(

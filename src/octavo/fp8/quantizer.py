@@ -241,6 +241,8 @@ class LinearQuantizer:
             else:
                 largest = torch.zeros((), device=self.device)
                 producer(Quantizer(kind.dtype, kind.max, amax=largest, rowwise=False))
+            if self.state.context_group is not None and operand is not Operand.WEIGHT:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.state.context_group)
             scale = scale_from_amax(largest, kind.max, how.power_of_two)
             self.state.observed[operand] = scale
             return producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)), scale

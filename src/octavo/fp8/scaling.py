@@ -40,6 +40,9 @@ class ModuleState:
         self.indices: dict[Operand, int] = {}  # of the slots in any buffer
         self.weight_cache: QuantizedTensor | None = None
         self.gathered: QuantizedTensor | None = None  # the weight of a sharded parameter, gathered in FP8
+        self.context_group: dist.ProcessGroup | None = (
+            None  # ranks that share each sequence, for one current scale of all tokens
+        )
         self.observed: dict[Operand, Tensor] = {}
         self.buffers = buffers.default
         self.recipe: Recipe | None = None  # of the last use in training; before the first, of the last evaluation

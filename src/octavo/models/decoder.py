@@ -16,12 +16,14 @@ from transformers import LlamaConfig
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from octavo.collectives.context import ContextGroup, summed
 from octavo.errors import InputError
 from octavo.fp8 import checkpoints
 from octavo.fp8.linear import LinearGemms
 from octavo.fp8.quantizer import active_recipe
 from octavo.fp8.recipe import CurrentScaling, Granularity, Operand
 from octavo.fp8.scaling import ModuleState
+from octavo.kernels.attention.pattern import pattern_of
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.families import ACTIVATIONS
 from octavo.models.huggingface import PretrainedInterface, refuse_arguments
@@ -107,13 +109,14 @@ class Decoder(PretrainedInterface):
                 layernorm_epsilon=spec.norm_eps,
                 attention_dropout=spec.attention_dropout,
                 kv_channels=spec.head_dim,
+                window_size=None if window is None else (window - 1, 0),
                 normalization=spec.normalization,
                 bias=spec.attention_bias,
                 mlp_bias=spec.mlp_bias,
                 activation=ACTIVATIONS[spec.activation, spec.gated],
                 **make,
             )
-            for _ in range(spec.layers)
+            for window in spec.windows or (None,) * spec.layers
         )
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, **make)
         self.head = nn.Linear(spec.hidden_size, spec.vocabulary, bias=False, dtype=params_dtype, device=device)
@@ -126,6 +129,10 @@ class Decoder(PretrainedInterface):
         self.run_block: RunBlock = TransformerLayer.forward_residual
         self.data_group: dist.ProcessGroup | None = None
         """Ranks that see other samples of the same step; gradients must then be summed over them."""
+        self.token_group: dist.ProcessGroup | None = None
+        """Ranks that hold other tokens of the same step: those of `data_group` and of `context`."""
+        self.context: ContextGroup | None = None
+        """The ranks that share each sequence; all of them pass whole sequences, the same, and run every forward."""
         self.sharded = False
         """Each rank has a part of the weights, so that all of them run every forward."""
         self.objective = objective
@@ -150,11 +157,11 @@ class Decoder(PretrainedInterface):
             input_ids: int64 [B, T].
             attention_mask: [B, T], 0 for padding, to which nobody attends.
             position_ids: int64 [B, T] or [1, T]; a position that does not follow the one before begins a new document, and
-                attention stays within documents.
+                attention stays within documents. On the host it costs a GPU no wait.
             labels: int64 [B, T], the tokens themselves (the model shifts them), -100 where nothing is predicted.
             num_items_in_batch: divisor of the sum of the losses; when absent the number of real targets of all ranks with
                 other samples, and the loss is then the mean over all of them. Where every rank has all weights and one may
-                evaluate alone, a forward without gradients takes the mean over this rank's.
+                evaluate alone, a forward without gradients takes the mean over this rank's samples.
             is_first_microbatch: False reuses the FP8 weights of the call with True.
             return_dict: False returns a tuple.
             output_hidden_states: return `.hidden_states` too: the embeddings, and the output of each block, normed at the end.
@@ -170,24 +177,44 @@ class Decoder(PretrainedInterface):
         """
         refuse_arguments(others if labels is None else {**others, "logits_to_keep": logits_to_keep})
         _check_inputs(input_ids, attention_mask, position_ids, labels, self.spec.vocabulary)
-        mask = _attention_mask(attention_mask, position_ids, input_ids.shape)
+        tokens = input_ids.shape[1]
+        padded = tokens if self.context is None else -(-tokens // self.context.multiple) * self.context.multiple
+        pattern = pattern_of(position_ids, attention_mask, *input_ids.shape, padded_to=padded)
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        angles = self.rotary(position_ids)
-        residual, delta = self.embedding(input_ids).to(self.dtype), None
+            position_ids = torch.arange(tokens, device=input_ids.device)[None]
+        angles = self.rotary(self._own(position_ids.to(input_ids.device, non_blocking=True), padded))
+        residual, delta = self.embedding(self._own(input_ids, padded)).to(self.dtype), None
+        if padded > tokens:  # zeros stay zeros: the padding has no amax
+            residual = residual * self._own(torch.ones_like(input_ids[:1]), padded)[..., None]
         states: list[Tensor] = []
         for layer in self.layers:
             if output_hidden_states:
-                states.append(residual if delta is None else residual + delta)
-            residual, delta = self.run_block(layer, residual, delta, mask, angles, is_first_microbatch)
+                states.append(self._whole(residual if delta is None else residual + delta, tokens))
+            residual, delta = self.run_block(layer, residual, delta, pattern, angles, is_first_microbatch)
         hidden = self.norm(residual, delta)
-        output = CausalLMOutput(hidden_states=(*states, hidden) if output_hidden_states else None)
+        output = CausalLMOutput(hidden_states=(*states, self._whole(hidden, tokens)) if output_hidden_states else None)
         if labels is None:
-            kept = hidden[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
-            output["logits"] = high_precision(kept, self._head_weight().to(self.dtype))
+            output["logits"] = self._logits(hidden, tokens, logits_to_keep)
         else:
             output["loss"] = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch)
         return output.to_tuple() if return_dict is False else output
+
+    def _own(self, x: Tensor, padded: int, value: int = 0) -> Tensor:
+        """This rank's tokens of [B, T], which is padded to `padded` tokens."""
+        x = functional.pad(x, (0, padded - x.shape[1]), value=value) if padded > x.shape[1] else x
+        return x if self.context is None else self.context.split(x)
+
+    def _whole(self, x: Tensor, tokens: int) -> Tensor:
+        """All ranks' tokens, without padding."""
+        return x if self.context is None else self.context.gather(x)[:, :tokens]
+
+    def _logits(self, hidden: Tensor, tokens: int, logits_to_keep: int | Tensor) -> Tensor:
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        weight = self._head_weight().to(self.dtype)
+        if self.context is not None and torch.is_grad_enabled():
+            # Each rank multiplies its own tokens: the head's gradients are summed over the ranks.
+            return self._whole(high_precision(hidden, weight), tokens)[:, kept]
+        return high_precision(self._whole(hidden, tokens)[:, kept], weight)
 
     def _head_weight(self) -> Tensor:
         head: Any = self.head
@@ -200,7 +227,7 @@ class Decoder(PretrainedInterface):
         return head.weight
 
     def _loss(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, first: bool | None) -> Tensor:
-        target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+        target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         joined = num_items_in_batch is None and self.data_group is not None and (self.sharded or checkpoints.trains())
         if num_items_in_batch is None:
             num_items_in_batch = (target != IGNORED).sum()
@@ -208,18 +235,21 @@ class Decoder(PretrainedInterface):
                 dist.all_reduce(num_items_in_batch, group=self.data_group)
             num_items_in_batch = num_items_in_batch.clamp(min=1)  # without a target the loss is 0, and no gradient NaN
         count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=hidden.device)
+        if self.context is not None:
+            target = self._own(target, hidden.shape[1] * self.context.size, IGNORED)
         weight, gemms = self._head_weight(), self._fp8_head(hidden, first)
         objective = self.objective if self.training else None
         loss = linear_cross_entropy(
             hidden.flatten(0, 1),
             weight,
-            target,
+            target.flatten(),
             count,
             objective=objective,
             fp8=gemms,
             fp8_logits=self.fp8_head is True,
         )
-        return _Joined.apply(loss, self.data_group) if joined else loss
+        loss = loss if self.context is None else self.context.sum(loss)
+        return summed(loss, self.data_group) if joined and self.data_group is not None else loss
 
     def _fp8_head(self, hidden: Tensor, first: bool | None) -> LinearGemms | None:
         """The products of a head that runs in FP8 here; its operands have one scale each under every recipe."""
@@ -236,23 +266,9 @@ class Decoder(PretrainedInterface):
             recipe = CurrentScaling()  # has no state: a recomputation repeats its casts
         elif delayed:
             # A checkpoint without FP8 in its head, and the first step of a training, have no scales for these.
-            state.begin(Operand.INPUT, recipe, hidden, self.data_group)
+            state.begin(Operand.INPUT, recipe, hidden, self.token_group)
             state.begin(Operand.WEIGHT, recipe, self.head.weight, None)
         return LinearGemms(state, self.head.weight, recipe, compute_dtype(hidden), first)
-
-
-class _Joined(torch.autograd.Function):
-    """The sum of the ranks' parts, the same bits on each; the gradient is the own part's, since gradients are summed later."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = part.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 def _check_inputs(
@@ -284,25 +300,3 @@ def _check_ids(name: str, ids: Tensor, vocabulary: int, ignored: int | None = No
     if unknown.any():
         at = unknown.nonzero()[0].tolist()
         raise InputError(f"{name}{at} = {ids[tuple(at)].item()}: it is a token id from 0 to {vocabulary - 1}{nothing}.")
-
-
-def _attention_mask(attention_mask: Tensor | None, position_ids: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """None where plain causal attention is meant, else bool [B, 1, T, T], true where a query attends to a key."""
-    batch, tokens = shape
-    documents = None
-    if position_ids is not None and tokens > 1:
-        starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-        if bool(starts.any()):
-            documents = functional.pad(starts.cumsum(1), (1, 0))
-    padded = attention_mask is not None and not bool(attention_mask.bool().all())
-    if documents is None and not padded:
-        return None
-    device = (attention_mask if documents is None else documents).device  # type: ignore[union-attr]
-    allowed = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().expand(batch, 1, tokens, tokens)
-    if documents is not None:
-        allowed = allowed & (documents[:, None, :, None] == documents[:, None, None, :])
-    if padded and attention_mask is not None:
-        # A padded query sees itself, so that no row of the softmax is empty.
-        itself = torch.eye(tokens, dtype=torch.bool, device=device)
-        allowed = allowed & (attention_mask.bool()[:, None, None, :] | itself)
-    return allowed

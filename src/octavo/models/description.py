@@ -10,6 +10,7 @@ from torch import nn
 from octavo.fp8.recipe import Granularity, Operand
 from octavo.fp8.scaling import ModuleState, states_of
 from octavo.kernels import gemm
+from octavo.nn.attention import DotProductAttention
 
 
 @dataclass(frozen=True)
@@ -76,21 +77,32 @@ def describe(model: nn.Module) -> Description:
                 layers.append(LayerReport(label, kind, shape, True, reason, recipe))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    products, attention = kernels_on(device.type, capability, native=gemm.is_native(device))
-    return Description(tuple(layers), attention, products, getattr(model, "octavo_own_code", ""))
+    return Description(tuple(layers), *kernels_on(device.type, capability, model, native=gemm.is_native(device)))
 
 
-def kernels_on(kind: str, capability: tuple[int, int] | None, *, native: bool) -> tuple[str, str]:
-    """(products in FP8, attention) in words.
+def kernels_on(
+    kind: str, capability: tuple[int, int] | None, model: nn.Module, *, native: bool, shared: str = ""
+) -> tuple[str, str, str]:
+    """(attention, products in FP8, reason for the model's own code) in words.
 
-    kind: type of the device, such as "cuda", with its `capability`. native: it has FP8 units.
+    kind: type of the device, such as "cuda", with its `capability`. native: it has FP8 units. shared: how ranks share each
+    sequence, for a model that is only planned.
     """
     products = "FP8 units, cuBLAS" if native else f"emulated exactly on {kind}, without FP8 units"
-    if capability is None:
-        return products, f"scaled_dot_product_attention on {kind}"
-    if torch.backends.cuda.cudnn_sdp_enabled() and capability >= (9, 0):
-        return products, "cuDNN through scaled_dot_product_attention; a boolean mask where documents or padding need one"
-    return products, "scaled_dot_product_attention, flash or memory-efficient"
+    kernel = f"PyTorch's kernel on {kind}" if capability is None else "PyTorch's kernel, flash or memory-efficient"
+    if capability is not None and torch.backends.cuda.cudnn_sdp_enabled() and capability >= (9, 0):
+        kernel = "cuDNN's kernel"
+    own_code: str = getattr(model, "octavo_own_code", "")
+    cores = [layer for layer in model.modules() if isinstance(layer, DotProductAttention)]
+    parts = [f"{kernel} through scaled_dot_product_attention"]
+    if cores:  # by the rule of `octavo.nn.attend`
+        parts = [f"{parts[0]}, document by document"]
+        windows = sorted({core.window for core in cores if core.window is not None})
+        parts += [f"a window of {', '.join(map(str, windows))} keys in pieces"] if windows else []
+        context = next((core.context for core in cores if core.context is not None), None)
+        shared = shared if context is None else f"{context.size} ranks share each sequence ({context.strategy})"
+        parts += [shared] if shared else []
+    return "; ".join(parts), products, own_code
 
 
 def _head_note(model: nn.Module, state: ModuleState) -> str:

@@ -188,7 +188,4 @@ def decoder_spec(config: Any) -> tuple[ModelSpec | None, str]:
     rope = spec.rotary.get("rope_type", "default")
     if rope not in ROPE_TYPES:
         return None, f"rope_type = {rope!r} is not one of {', '.join(ROPE_TYPES)}"
-    window = next((window for window in spec.windows if window is not None), None)
-    if window is not None:
-        return None, f"sliding_window = {window}: the decoder's attention has no window"
     return spec, ""

@@ -83,7 +83,7 @@ def refuse_head_settings(model: nn.Module, fp8_head: bool | Literal["backward"] 
         )
 
 
-def refuse_block_settings(model: nn.Module, recompute: bool | Literal["mlp"], *, offload: bool) -> None:
+def refuse_block_settings(model: nn.Module, recompute: bool | Literal["mlp", "selective"], *, offload: bool) -> None:
     """Raise an InputError for settings of Octavo's blocks."""
     kind = _kind(model)
     families = ", ".join(DECODER_FAMILIES)
@@ -93,10 +93,10 @@ def refuse_block_settings(model: nn.Module, recompute: bool | Literal["mlp"], *,
             " Octavo's decoder are offloaded"
             f" ({families}). Use train.recompute = true instead."
         )
-    if recompute == "mlp":
+    if recompute in ("mlp", "selective"):
         raise InputError(
-            f'train.recompute = "mlp": {kind} keeps its own code, and only the MLPs of Octavo\'s decoder make their first'
-            f" product again ({families}). Use train.recompute = true instead."
+            f'train.recompute = "{recompute}": {kind} keeps its own code, and only the blocks of Octavo\'s decoder are'
+            f" recomputed in part ({families}). Use train.recompute = true instead."
         )
     if recompute and not any(hasattr(model, switch) for switch in _SWITCHES):
         raise InputError(

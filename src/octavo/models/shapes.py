@@ -54,6 +54,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-70b": _sizes(8192, 28672, 80, 64, 8) | _LLAMA3,
     # Llama-2-7B
     "llama2-7b": _sizes(4096, 11008, 32, 32, 32) | {"vocab_size": 32000, "max_position_embeddings": 4096},
+    # Mistral-7B-v0.1
+    "mistral-7b": _sizes(4096, 14336, 32, 32, 8)
+    | {"model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768, "sliding_window": 4096},
 }
 """Hugging Face configs by name."""
 

@@ -1,7 +1,7 @@
 """`ModelSpec`: the sizes and functions of a decoder, in one frozen value for all families.
 
 `octavo.models.families` makes it from a Hugging Face config. The decoder, the count of FLOPs and the conversion of weights read
-only the spec. Windows and experts are for the count: Octavo's blocks do not compute them yet. Imports neither torch nor
+only the spec. Experts are for the count: Octavo's blocks do not compute them yet. Imports neither torch nor
 transformers.
 """
 

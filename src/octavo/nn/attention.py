@@ -10,15 +10,29 @@ import contextlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
+from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
 from octavo.kernels.attention import short
+from octavo.kernels.attention.kept import once
+from octavo.kernels.attention.pattern import Pattern
+from octavo.nn.attend import attend
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
 from octavo.nn.norm import FLOATS_OF_PYTORCH, ResidualLayer, check_input
 from octavo.nn.rotary import Angles, Rotation
-from octavo.nn.te_arguments import Draws, Init, Tracker, check, check_dropout, check_format, check_mask, cos_and_sin
+from octavo.nn.te_arguments import (
+    Draws,
+    Init,
+    Tracker,
+    check,
+    check_dropout,
+    check_format,
+    check_mask,
+    cos_and_sin,
+    window_of,
+)
 
 
 def merge_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
@@ -37,7 +51,7 @@ def split_qkv(qkv: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Ten
 class _ShortAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, heads: int, groups: int, scale: float) -> Tensor:
-        out, lse = short.forward(qkv, heads, groups, scale)
+        out, lse = once(lambda: short.forward(qkv, heads, groups, scale))
         ctx.save_for_backward(qkv, out, lse)
         ctx.call = heads, groups, scale
         return out
@@ -63,10 +77,11 @@ def short_attention(qkv: Tensor, heads: int, groups: int, scale: float | None = 
 
 
 class DotProductAttention(nn.Module):
-    """softmax(q · kᵀ · scale) · v through PyTorch's `scaled_dot_product_attention`, which takes cuDNN's kernel on Hopper.
+    """softmax(q · kᵀ · scale) · v; `octavo.nn.attend` says which kernel computes it.
 
     `attn_mask_type`, for calls without a mask: "causal" or "no_mask". `attention_dropout` is applied in training only.
-    qkv_format: "bshd" for [B, T, H, D], or "sbhd" for [T, B, H, D].
+    qkv_format: "bshd" for [B, T, H, D], or "sbhd" for [T, B, H, D]. window_size (w, 0) under causal attention: a query sees w
+    keys before its own.
     """
 
     def __init__(
@@ -77,6 +92,7 @@ class DotProductAttention(nn.Module):
         attention_dropout: float = 0.0,
         qkv_format: str = "bshd",
         attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
         *,
         softmax_scale: float | None = None,
         get_rng_state_tracker: Tracker | None = None,
@@ -86,6 +102,7 @@ class DotProductAttention(nn.Module):
         check("DotProductAttention", te_arguments, DotProductAttention.__init__)
         check_dropout("attention_dropout", attention_dropout)
         self.causal = check_mask("attn_mask_type", attn_mask_type)
+        self.window = window_of(window_size, causal=self.causal)
         self.sequence_first = check_format("qkv_format", qkv_format)
         self.draws = Draws(get_rng_state_tracker)
         groups = num_gqa_groups or num_attention_heads
@@ -93,20 +110,35 @@ class DotProductAttention(nn.Module):
             raise InputError(f"{num_attention_heads} attention heads cannot share {groups} key-value heads: use a divisor.")
         self.heads, self.groups, self.head_dim = num_attention_heads, groups, kv_channels
         self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
+        self.context: ContextGroup | None = None
+        """The ranks that share each sequence."""
+
+    def set_context_parallel_group(
+        self,
+        cp_group: dist.ProcessGroup | None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "all_gather",
+    ) -> None:
+        """Share sequences with the ranks of a group: inputs are then this rank's tokens, as `octavo.context_parallel.split`
+        gives them. None ends it. `cp_global_ranks` and `cp_stream` are Transformer Engine's, and not needed.
+        """
+        self.context = None if cp_group is None else ContextGroup(cp_group, cp_comm_type)
 
     def forward(
         self,
         query_layer: Tensor,
         key_layer: Tensor,
         value_layer: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Pattern | None = None,
         *,
         attn_mask_type: str | None = None,
         **te_arguments: Any,
     ) -> Tensor:
-        """query [B, T, H, D], key and value [B, T, G, D], mask bool [B, 1, T, T] (true: attend) → [B, T, H·D].
+        """query [B, T, H, D], key and value [B, T, G, D] → [B, T, H·D].
 
-        With "sbhd" T stands before B. attn_mask_type: for this call.
+        With "sbhd" T stands before B. attention_mask: bool [B, 1, T, T], True where a query attends to a key, and then without
+        the window; or a `Pattern` of whole sequences. attn_mask_type: for this call.
         """
         if te_arguments:
             check("DotProductAttention.forward", te_arguments, DotProductAttention.forward)
@@ -115,20 +147,15 @@ class DotProductAttention(nn.Module):
         if query_layer.numel() == 0:  # for which not every kernel of PyTorch's has an answer
             return query_layer.flatten(2)
         dropout = self.attention_dropout if self.training else 0.0
-        order = (1, 2, 0, 3) if self.sequence_first else (0, 2, 1, 3)
-        q, k, v = (x.permute(order) for x in (query_layer, key_layer, value_layer))
+        q, k, v = (x.transpose(0, 1) if self.sequence_first else x for x in (query_layer, key_layer, value_layer))
+        pattern = attention_mask
+        if pattern is None:
+            pattern = Pattern(k.shape[1] * (1 if self.context is None else self.context.size), causal)
+        if isinstance(pattern, Pattern):
+            pattern = pattern.with_window(self.window)
         with self.draws() if dropout else contextlib.nullcontext():
-            context = functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=attention_mask,
-                is_causal=causal and attention_mask is None,
-                dropout_p=dropout,
-                scale=self.softmax_scale,
-                enable_gqa=self.groups != self.heads,
-            )
-        return context.permute((2, 0, 1, 3) if self.sequence_first else (0, 2, 1, 3)).flatten(2)
+            out = attend(q, k, v, pattern, scale=self.softmax_scale, dropout=dropout, context=self.context)
+        return (out.transpose(0, 1) if self.sequence_first else out).flatten(2)
 
 
 class MultiheadAttention(ResidualLayer):
@@ -149,6 +176,7 @@ class MultiheadAttention(ResidualLayer):
         output_layer_init_method: Init | None = None,
         layer_number: int | None = None,
         attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
         *,
         num_gqa_groups: int | None = None,
         bias: bool = True,
@@ -169,7 +197,13 @@ class MultiheadAttention(ResidualLayer):
         make: dict[str, Any] = {"params_dtype": params_dtype, "device": device} | draw
         head_dim = kv_channels or hidden_size // num_attention_heads
         self.core_attention = DotProductAttention(
-            num_attention_heads, head_dim, num_gqa_groups, attention_dropout, attn_mask_type=attn_mask_type, **draw
+            num_attention_heads,
+            head_dim,
+            num_gqa_groups,
+            attention_dropout,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            **draw,
         )
         self.heads, self.groups, self.head_dim = num_attention_heads, self.core_attention.groups, head_dim
         self.layernorm_qkv = LayerNormLinear(
@@ -193,7 +227,7 @@ class MultiheadAttention(ResidualLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Pattern | None = None,
         rotary_pos_emb: Angles | Tensor | None = None,
         is_first_microbatch: bool | None = None,
         *,
@@ -204,7 +238,8 @@ class MultiheadAttention(ResidualLayer):
     ) -> Any:
         """hidden_states [B, T, hidden], mask bool [B, 1, T, T], rotary (cos, sin) each float32 [B, T, D] → like the input.
 
-        The mask is True where a query attends to a key, as PyTorch's, and stands in place of the mask type. rotary_pos_emb may
+        The mask is True where a query attends to a key, as PyTorch's, and stands in place of the mask type and window; or it is
+        a `Pattern`. rotary_pos_emb may
         also be Transformer Engine's angles, [T, 1, 1, D]. attn_mask_type: for this call. delta and return_residual are for
         `forward_residual`.
         """
@@ -230,6 +265,12 @@ class MultiheadAttention(ResidualLayer):
         """True if the kernel of short sequences takes the joint product of x [B, T, hidden]."""
         core = self.core_attention
         causal = core.causal if attn_mask_type is None else check_mask("attn_mask_type", attn_mask_type)
-        if causal or (core.attention_dropout and self.training) or torch.compiler.is_compiling() or x.numel() == 0:
+        if (
+            causal
+            or core.context is not None
+            or (core.attention_dropout and self.training)
+            or torch.compiler.is_compiling()
+            or x.numel() == 0
+        ):
             return False
         return short.takes(compute_dtype(x), x.shape[1], self.head_dim)

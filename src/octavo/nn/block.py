@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from octavo.kernels.attention.pattern import Pattern
 from octavo.nn.attention import MultiheadAttention
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.norm import ResidualLayer
@@ -42,6 +43,7 @@ class TransformerLayer(ResidualLayer):
         layer_number: int | None = None,
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
         *,
         normalization: str = "LayerNorm",
         bias: bool = True,
@@ -72,6 +74,7 @@ class TransformerLayer(ResidualLayer):
             num_gqa_groups=num_gqa_groups,
             layer_number=layer_number,
             attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
             bias=bias,
             qkv_bias=qkv_bias,
             qkv_format=attn_input_format,
@@ -89,7 +92,7 @@ class TransformerLayer(ResidualLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Pattern | None = None,
         rotary_pos_emb: Angles | Tensor | None = None,
         is_first_microbatch: bool | None = None,
         *,

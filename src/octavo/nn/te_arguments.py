@@ -33,7 +33,7 @@ _GRAD = "Gradients are made in backward and go to .grad."
 _OVERLAP = "There is no overlap of tensor-parallel communication to switch on."
 _SPLIT = "A parameter is one matrix here: take slices of its rows."
 _SOFTMAX = "Scores are scaled and go through a plain softmax."
-_CONTEXT = "Context parallelism is set for a whole model: octavo.init's context_parallel_degree."
+_CONTEXT = "Call set_context_parallel_group, or octavo.init with a context_parallel_degree for a whole model."
 _DECODER = "There is no cross-attention."
 _THD = "Pass [B, T, …] and a mask that keeps documents apart."
 
@@ -54,8 +54,8 @@ _GATHERED = {"return_layernorm_output_gathered": Only((False,), _TP)}
 _PARTS = {"parameters_split": Only((None,), _SPLIT)}
 _WARM_UP = {"seq_length": FREE, "micro_batch_size": FREE}
 _ACTIVATION = {"activation_params": Only((None, {}), "No activation here takes parameters.")}
+_WINDOW = {"window_size": Only((None, (-1, -1), (-1, 0)), "It is an argument of the constructor.")}
 _SCORES = {
-    "window_size": Only((None, (-1, -1), (-1, 0)), "Pass a mask: attention_mask, True where a query attends to a key."),
     "bottom_right_diagonal": Only((None, False), "Causal masks are aligned top left."),
     "softcap": Only((None, 0.0), _SOFTMAX),
 }
@@ -111,7 +111,7 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
     "DotProductAttention": _SCORES | _SINK | _SELF | _CP
     | {name: _PARALLEL[name] for name in ("name", "sequence_parallel", "tp_group", "tp_size")}
     | {"layer_number": FREE, "return_max_logit": Only((False,), _SOFTMAX)},
-    "DotProductAttention.forward": _SCORES | _SEQUENCES | _CALL | _FP8_ATTENTION | {"num_splits": FREE}
+    "DotProductAttention.forward": _SCORES | _WINDOW | _SEQUENCES | _CALL | _FP8_ATTENTION | {"num_splits": FREE}
     | {f"score_mod{part}": Only((None,), _SOFTMAX) for part in ("", "_bprop", "_tensors", "_bprop_tensors")}
     | {
         "qkv_format": Only((None,), "It is an argument of the constructor."),
@@ -124,7 +124,7 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
         "input_layernorm": Only((True,), "The norm is part of this layer; without one: Linear and DotProductAttention."),
         "return_layernorm_output": Only((False,), "Use a norm and a Linear."),
     },
-    "MultiheadAttention.forward": _SCORES | _SEQUENCES | _CALL | {"encoder_output": Only((None,), _DECODER)},
+    "MultiheadAttention.forward": _SCORES | _WINDOW | _SEQUENCES | _CALL | {"encoder_output": Only((None,), _DECODER)},
     "TransformerLayer": _PARALLEL | _ROLES | _GAMMA | _SCORES | _SINK | _QKV_LAYOUT | _QK_NORM | _WARM_UP | _ACTIVATION
     | dict.fromkeys(_UB_FLAGS, FREE)  # as in Transformer Engine, without effect unless ub_tp_comm_overlap is set
     | _CROSS
@@ -135,7 +135,7 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
         "output_layernorm": Only((False,), "Norms stand in front of attention and MLP: put a norm behind the layer."),
         "drop_path_rate": Only((0.0,), "There is hidden_dropout and attention_dropout."),
     },
-    "TransformerLayer.forward": _SCORES | _SEQUENCES | _CALL | _ENCODER,
+    "TransformerLayer.forward": _SCORES | _WINDOW | _SEQUENCES | _CALL | _ENCODER,
 }  # fmt: skip
 """The unimplemented arguments of each layer with their no-op values."""
 
@@ -194,6 +194,22 @@ def check_mask(argument: str, name: str) -> bool:
     if name not in MASKS:
         raise unknown("attention mask type", name, MASKS)
     return name == "causal"
+
+
+def window_of(size: Any, *, causal: bool) -> int | None:
+    """The keys that a query sees, its own included, for Transformer Engine's `window_size`; None for all.
+
+    Raises:
+        InputError: it is not a pair of numbers, or a window of attention that is not causal.
+    """
+    if size is None or tuple(size) in ((-1, -1), (-1, 0)):
+        return None
+    pair = tuple(size)
+    if len(pair) != 2 or not all(isinstance(part, int) for part in pair) or pair[0] < 0 or pair[1] not in (0, -1):
+        raise InputError(f"window_size={size!r} is not supported: give (w, 0), for w keys before a query's own, or None.")
+    if not causal:
+        raise InputError(f'window_size={size!r} without a causal mask is not supported: use a mask type "causal", or None.')
+    return int(pair[0]) + 1
 
 
 def cos_and_sin(rotary: Any, tokens: int, head_dim: int) -> Any:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
 from octavo.fp8.quantizer import has_one_scale
 from octavo.fp8.recipe import Recipe
@@ -39,6 +40,8 @@ class Sharding:
     Attributes:
         mesh: [replicate, shard] or [shard].
         data_group: the ranks that see different samples.
+        token_group: those and the ranks that share their sequences.
+        context: the ranks that share each sequence; None for one.
         recipe: the FP8 recipe of later autocasts, or None. Weights with one scale a tensor are gathered in FP8 under an
             autocast of any such recipe, and in their own dtype outside of it.
         param_dtype: of parameters gathered in high precision; None: their own.
@@ -48,6 +51,8 @@ class Sharding:
 
     mesh: DeviceMesh
     data_group: dist.ProcessGroup | None = None
+    token_group: dist.ProcessGroup | None = None
+    context: ContextGroup | None = None
     recipe: Recipe | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = torch.float32

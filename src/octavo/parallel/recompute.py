@@ -1,13 +1,18 @@
-"""Activation recomputation: keep a block's input, compute the rest again in backward, with the scales of its forward."""
+"""Activation recomputation: keep a block's input, compute the rest again in backward, with the scales of its forward.
+
+Selectively, attention's result and log-sum-exp are kept too and attention, with its exchange over ranks, never runs again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from octavo.fp8.autocast import recomputing
+from octavo.kernels.attention.kept import keeping
 
 
 def recomputed(block: nn.Module, residual: Tensor, delta: Tensor | None, *args: Any) -> tuple[Tensor, None]:
@@ -17,3 +22,29 @@ def recomputed(block: nn.Module, residual: Tensor, delta: Tensor | None, *args: 
     """
     hidden = residual if delta is None else residual + delta
     return checkpoint(block, hidden, *args, use_reentrant=False, context_fn=recomputing), None
+
+
+def selectively_recomputed(block: nn.Module, residual: Tensor, delta: Tensor | None, *args: Any) -> tuple[Tensor, None]:
+    """`recomputed`, but attention's result and log-sum-exp are kept too."""
+    hidden = residual if delta is None else residual + delta
+    return checkpoint(block, hidden, *args, use_reentrant=False, context_fn=_contexts), None
+
+
+class _Both(contextlib.AbstractContextManager[None]):
+    """Two contexts, which may be entered again and again."""
+
+    def __init__(self, *contexts: contextlib.AbstractContextManager[None]) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*exception)
+
+
+def _contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    forward, again = zip(recomputing(), keeping(), strict=True)
+    return _Both(*forward), _Both(*again)

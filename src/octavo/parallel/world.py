@@ -50,8 +50,10 @@ class State:
         context_parallel_degree, cp_size, cp_rank: context-parallel ranks, which hold parts of the same sequences.
         expert_parallel_degree, ep_size, ep_rank: expert-parallel ranks, which hold different experts.
         dp_size, dp_rank: data-parallel ranks, which see different samples.
+        token_rank: this rank among those that see different tokens, whose random numbers differ.
         dp_process_group, tp_process_group, cp_process_group, ep_process_group: the groups of these ranks.
         rep_rank_process_group: the ranks that hold the same shard of the parameters.
+        token_process_group: the ranks that see different tokens: other samples, or another part of the same sequences.
         world_process_group: all ranks.
         control: gloo group of all ranks, for collectives on host memory.
         mesh: dimensions replicate, hybrid_shard and tensor.
@@ -70,6 +72,7 @@ class State:
         self.control: dist.ProcessGroup | None = None
         self.world_process_group: dist.ProcessGroup | None = None
         self.rep_rank_process_group: dist.ProcessGroup | None = None
+        self.token_process_group: dist.ProcessGroup | None = None
         self.dp_process_group: dist.ProcessGroup | None = None
         self.tp_process_group: dist.ProcessGroup | None = None
         self.cp_process_group: dist.ProcessGroup | None = None
@@ -89,6 +92,7 @@ class State:
         self.cp_rank = rank // degrees.tensor % degrees.context
         self.ep_rank = rank // degrees.tensor % degrees.expert
         self.dp_rank = rank // (degrees.tensor * degrees.context)
+        self.token_rank = rank // degrees.tensor
         self.rng_tracker: RngStateTracker | None = None  # one with an earlier call's seed goes
 
     def get_rng_state_tracker(self) -> RngStateTracker:
@@ -179,7 +183,7 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
     state.device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if state.device.type == "cuda":
         torch.cuda.set_device(state.device)
-    seed_everything(chosen.random_seed + state.dp_rank)
+    seed_everything(chosen.random_seed + state.token_rank)
     if state.mesh is None and (world > 1 or dist.is_initialized()):
         _connect(degrees, timeout)
 
@@ -216,6 +220,7 @@ def _connect(degrees: Degrees, timeout: float) -> None:
     layout = torch.arange(degrees.world).view(degrees.data, degrees.context, degrees.tensor)
     state.dp_process_group = _own_group(layout.permute(1, 2, 0).flatten(0, 1))
     state.cp_process_group = _own_group(layout.permute(0, 2, 1).flatten(0, 1))
+    state.token_process_group = _own_group(layout.permute(2, 0, 1).flatten(1))
     state.ep_process_group = _own_group(layout.view(-1, degrees.expert, degrees.tensor).permute(0, 2, 1).flatten(0, 1))
 
 

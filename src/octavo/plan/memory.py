@@ -25,6 +25,7 @@ from octavo.plan.saved import (
     granularity_of,
     is_offloaded,
     kept_weights,
+    recomputed_by_block,
     root_bytes,
     root_parameters,
     saved_by_block,
@@ -112,7 +113,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     before, kept = _whole_gradients(setup), kept_weights(setup, spec)
     held, passing = _gathered(setup, spec)
     of_head = spec.vocabulary * spec.hidden_size * (4 if setup.late else root_bytes(setup))
-    ends = saved_by_ends(setup, spec) + (setup.tokens * setup.sequence_length if setup.documents else 0)
+    ends = saved_by_ends(setup, spec)
     stays = {
         recipes: [saved for saved in saved_in_forward(setup, spec, recipes) if not is_offloaded(setup, saved)]
         for recipes in set(setup.recipes)
@@ -121,7 +122,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     activations = ends + sum(times * _sum(stays[recipes], "activations") for recipes, times in counts.items())
     copies = kept + sum(times * _sum(stays[recipes], "weight copies") for recipes, times in counts.items())
     # The last norm's result, and the last block's, which that norm adds to the residual stream.
-    results = stream * (1 if setup.recompute is True else 2)
+    results = stream * (1 if setup.recompute in (True, "selective") else 2)
     yield (
         "at the output head",
         {"gradients": before, "gathered weights": held, "weight copies": copies, "activations": activations}
@@ -141,7 +142,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
             {"gradients": before + of_head + done, "gathered weights": held + passing}
             | {"weight copies": copied + _sum(again, "weight copies")}
             | {"activations": there + _sum(again, "activations")}  # the stream's gradient is where the last norm's input was
-            | {"temporaries": _backward_of_mlp(setup, spec, recipes) + summed}
+            | {"temporaries": max(_backward_of_mlp(setup, spec, recipes), _exchanged(setup, spec)) + summed}
             | always,
         )
     apart = of_head if spec.tied else 0  # the gradients of head and embedding, before they are added
@@ -211,14 +212,25 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
     return dy + hidden + activated + d_hidden + max(n * f * c + wide, weight(f * d, q4) + n * f * c, products)
 
 
+def _exchanged(setup: Setup, spec: ModelSpec) -> int:
+    """Temporaries of attention's backward over ranks: whole keys and values, as they come and in order, and their gradients.
+
+    Those are float32: the share of one chunk, that of all chunks, and what is summed over the ranks.
+    """
+    if setup.context == 1:
+        return 0
+    whole = 2 * setup.tokens * setup.context * spec.kv_heads * spec.head_dim
+    return whole * (2 * setup.compute_bytes + 3 * 4)
+
+
 def _sum(saved: Sequence[Saved], part: str) -> int:
     return sum(one.bytes for one in saved if one.part == part)
 
 
 def _again(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
     """Tensors that backward brings back for a block: recomputed ones, or those of its MLP from host memory."""
-    if setup.recompute is True:
-        return saved_by_block(setup, spec, recipes)
+    if setup.recompute in (True, "selective"):
+        return recomputed_by_block(setup, spec, recipes)
     return [saved for saved in saved_by_block(setup, spec, recipes) if saved.mlp and is_offloaded(setup, saved)]
 
 

@@ -44,7 +44,8 @@ class Setup:
         blocks: recipes of each block; empty for none in FP8.
         head: products of the head in FP8, as `fp8.head`.
         accumulates: several micro-batches make a step.
-        documents: attention stays within documents, by a mask.
+        documents: attention stays within documents.
+        context: ranks that share each sequence.
         world, shard: ranks of the run, and those over which each parameter is sharded.
         gather_bytes, reduce_bytes: of a gathered parameter outside FP8, and of a gradient that is summed over ranks.
         reshard: gathered blocks are freed after their forward.
@@ -60,7 +61,7 @@ class Setup:
     params_bytes: int = 4
     blocks: tuple[BlockRecipes, ...] = ()
     head: bool | Literal["backward"] = False
-    recompute: bool | Literal["mlp"] = False
+    recompute: bool | Literal["mlp", "selective"] = False
     offload: bool = False
     accumulates: bool = False
     documents: bool = False
@@ -71,11 +72,18 @@ class Setup:
     reshard: bool = True
     late: bool = False
     history: int = 0
+    context: int = 1
 
     @property
     def tokens(self) -> int:
         """Tokens in a forward of one rank."""
-        return self.micro_batch * self.sequence_length
+        return self.micro_batch * self.own_length
+
+    @property
+    def own_length(self) -> int:
+        """Tokens of a sequence on one rank, padding included."""
+        chunks = 2 * self.context
+        return self.sequence_length if self.context == 1 else 2 * math.ceil(self.sequence_length / chunks)
 
     @property
     def sharded(self) -> bool:
@@ -124,7 +132,7 @@ def saved_by_head(setup: Setup, spec: ModelSpec) -> int:
 
 def saved_by_ends(setup: Setup, spec: ModelSpec) -> int:
     """Activations saved outside of blocks and head: token ids, rotary tables, the last norm's input and statistics."""
-    tables = 2 * (setup.micro_batch if setup.documents else 1) * setup.sequence_length * spec.head_dim * 4
+    tables = 2 * (setup.micro_batch if setup.documents else 1) * setup.own_length * spec.head_dim * 4
     return 8 * setup.tokens + tables + setup.tokens * (spec.hidden_size * setup.compute_bytes + 4)
 
 
@@ -136,8 +144,8 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
     first_again = setup.recompute == "mlp"
     q1, q2, q3, q4 = (granularity_of(name) for name in recipes)
     attention = [n * d * c, stats, *_input(n, d, q1, c), n * qkv * c, n * attended * c, 4 * n * spec.heads]
-    if setup.documents:  # the mask as an addend, which each layer makes for itself
-        attention.append(setup.tokens * setup.sequence_length * c)
+    if setup.documents and setup.context == 1 and not q2:  # the documents' results as one tensor
+        attention.append(n * attended * c)
     if q2:  # without FP8 the projection reads the result of attention, which is counted
         attention += _input(n, attended, q2, c)
     mlp = [n * d * c, stats]
@@ -156,9 +164,25 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
 
 def saved_in_forward(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
     """Tensors that one block saves in forward."""
-    if setup.recompute is True:
-        return [Saved(setup.tokens * spec.hidden_size * setup.compute_bytes, "activations", False)]
+    if setup.recompute in (True, "selective"):
+        kept = [setup.tokens * spec.hidden_size * setup.compute_bytes]
+        kept += _result_of_attention(setup, spec) if setup.recompute == "selective" else []
+        return [Saved(size, "activations", False) for size in kept]
     return saved_by_block(setup, spec, recipes)
+
+
+def recomputed_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
+    """Tensors that backward makes again for one block."""
+    made = saved_by_block(setup, spec, recipes)
+    if setup.recompute == "selective":
+        for size in _result_of_attention(setup, spec):  # is there already
+            made.remove(Saved(size, "activations", False))
+    return made if setup.recompute in (True, "selective") else []
+
+
+def _result_of_attention(setup: Setup, spec: ModelSpec) -> list[int]:
+    """Bytes of attention's result and of its log-sum-exp."""
+    return [setup.tokens * widths(spec)[1] * setup.compute_bytes, 4 * setup.tokens * spec.heads]
 
 
 def is_offloaded(setup: Setup, saved: Saved) -> bool:

@@ -178,6 +178,9 @@ def _description(plan: RunPlan) -> Description:
         )
     capability = plan.hardware.capability
     native = capability is not None and capability >= FP8_CAPABILITY
-    products, attention = kernels_on(plan.hardware.kind, capability, native=native)
+    degree, shared = plan.degrees.context, ""
+    if degree > 1:
+        shared = f"{degree} ranks share each sequence ({plan.config.parallel.cp_comm_type})"
+    attention, products, _ = kernels_on(plan.hardware.kind, capability, model, native=native, shared=shared)
     products = products if plan.recipe is not None else plan.fp8_note
     return dataclasses.replace(found, layers=layers, products=products, attention=attention)

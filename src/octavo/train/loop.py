@@ -166,7 +166,7 @@ def _restore(context: TrainContext, latest: Path | None, seed: int) -> None:
     """Continue from a checkpoint; a new run gets its first amax histories and its random state."""
     if latest is None:
         begin_histories(context)
-    seed_everything(seed + state.dp_rank)
+    seed_everything(seed + state.token_rank)
     if latest is not None:
         # Random states last: nothing may draw after it.
         saved = restore(latest, context.model, context.optimizer, writing_ranks())
@@ -306,7 +306,9 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         load_from=plan.weights_folder,
         offload=config.train.offload or config.parallel.sm_activation_offloading,
         blocks=plan.blocks,
-        sharding=sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype),
+        sharding=sharding_of(
+            state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype, strategy=config.parallel.cp_comm_type
+        ),
         buffer_dtype=torch_dtype(config.parallel.buffer_dtype),
         **model_options(config),
     )
@@ -323,6 +325,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         loader,
         loss_scale=LossScale(config.train.loss_scale) if plan.dtype == torch.float16 else None,
         group=state.dp_process_group if state.world_size > 1 else None,
+        token_group=state.token_process_group if state.world_size > 1 else None,
         watch=watch or Watchdog(),
     )
     return context, validation

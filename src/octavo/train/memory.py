@@ -99,6 +99,7 @@ def setup_of(plan: RunPlan) -> Setup:
         reshard=config.parallel.reshard_after_forward,
         late=plan.dtype == torch.float16,
         history=history,
+        context=plan.degrees.context,
     )
 
 
@@ -149,12 +150,33 @@ def _options(plan: RunPlan, setup: Setup, room: float) -> list[Option]:
 
     share, on_gpu = plan.config.train.global_batch // plan.degrees.data, plan.hardware.kind == "cuda"
     options += first(_settings(setup, share, offloads=on_gpu))
+    options += first(_in_more_parts(plan, setup, offloads=on_gpu))
     if on_gpu:  # more ranks would share the memory of a CPU
         options += first(_on_more_ranks(plan, setup))
     if setup.params_bytes == 4 and plan.dtype != torch.float16:
         half = _settings(dataclasses.replace(setup, params_bytes=2), share, offloads=on_gpu)
         options += first(({"model.params_dtype": "bfloat16"} | changes, other) for changes, other in half)
     return options or first(_shorter(setup, share, offloads=on_gpu))
+
+
+def _in_more_parts(plan: RunPlan, setup: Setup, *, offloads: bool) -> Iterator[tuple[dict[str, Any], Setup]]:
+    """The same setting where more ranks share each sequence; then others of these, the smallest degree first."""
+    spec = setup.spec
+    if spec is None or spec.attention_dropout or plan.config.parallel.cp_comm_type == "a2a":
+        return
+    later = []
+    for degree in (degree for degree in divisors(setup.shard) if degree > setup.context):
+        samples = plan.degrees.world // degree
+        if plan.config.train.global_batch % samples:
+            continue
+        share = plan.config.train.global_batch // samples
+        other = dataclasses.replace(setup, context=degree, micro_batch=1, accumulates=share > 1)
+        changes: dict[str, Any] = {"parallel.context_parallel_degree": degree}
+        if plan.config.train.micro_batch is not None and plan.config.train.micro_batch != 1:
+            changes["train.micro_batch"] = 1
+        yield changes, other
+        later += [(changes | more, tried) for more, tried in _settings(other, share, offloads=offloads) if more]
+    yield from later
 
 
 def _shorter(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dict[str, Any], Setup]]:
@@ -171,7 +193,7 @@ def _settings(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dic
 
     share: sequences of a rank in a step. offloads: activations in host memory are out of the device's.
     """
-    levels: tuple[Any, ...] = (False, "mlp", True)
+    levels: tuple[Any, ...] = (False, "mlp", "selective", True)
     own = setup.spec is None  # whose code takes none of these
     for offload in (setup.offload,) if own or setup.offload or not offloads else (False, True):
         for recompute in (setup.recompute,) if own else levels[levels.index(setup.recompute) :]:
@@ -201,9 +223,10 @@ def _on_more_ranks(plan: RunPlan, setup: Setup) -> Iterator[tuple[dict[str, Any]
         changes: dict[str, Any] = {"ranks": world}
         if config.parallel.hybrid_shard_degree:
             changes["parallel.hybrid_shard_degree"] = 0
-        share = -(-config.train.global_batch // world)
-        if share * world != config.train.global_batch:
-            changes["train.global_batch"] = share * world
+        samples = world // setup.context
+        share = -(-config.train.global_batch // samples)
+        if share * samples != config.train.global_batch:
+            changes["train.global_batch"] = share * samples
         micro = max(size for size in [*_smaller(share, setup.micro_batch + 1), 1] if size <= setup.micro_batch)
         if config.train.micro_batch is not None and micro != setup.micro_batch:
             changes["train.micro_batch"] = micro

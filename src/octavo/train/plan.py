@@ -35,6 +35,7 @@ from octavo.models.families import spec_of
 from octavo.models.own_code import refuse_other_models
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.weight_loader import folder_weights
+from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.mesh import DEGREES, Degrees, fit_batch, fit_degrees
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
@@ -161,6 +162,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
         blocks=blocks,
         **model_options(config),
     )
+    _check_context(config, degrees, model)
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
         folder_weights(folder, model, hf_config)
@@ -342,6 +344,22 @@ def _check_settings(config: RunConfig) -> None:
         raise InputError(
             "train.compile = true: blocks are not compiled, since their fused kernels are faster (1B on an H200: 175 ms a "
             'step, 191 compiled). Set train.compile = false, or "auto".'
+        )
+
+
+def _check_context(config: RunConfig, degrees: Degrees, model: torch.nn.Module) -> None:
+    """Refuse a model whose sequences the ranks of a context group cannot share."""
+    if degrees.context > 1 and not isinstance(model, Decoder):
+        raise InputError(own_code_message(type(model).__name__, degrees.context))
+    if isinstance(model, Decoder):
+        spec = model.spec
+        check_context(
+            degrees.context,
+            config.parallel.cp_comm_type,
+            spec.heads,
+            spec.kv_heads,
+            windows=spec.windows,
+            dropout=spec.attention_dropout,
         )
 
 

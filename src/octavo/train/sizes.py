@@ -99,7 +99,7 @@ def check_sizes(
             options.append("plan it on GPUs with --dry-run --gpu h200")
         raise _too_many(config, spec, count, most, what, options)
     hidden = getattr(hf_config, "hidden_size", 1)
-    token, length = hidden * torch_dtype(config.model.dtype).itemsize, config.data.sequence_length
+    token, length = hidden * torch_dtype(config.model.dtype).itemsize, math.ceil(config.data.sequence_length / degrees.context)
     if micro_batch * length * token > of_device:
         most = int(of_device // (length * token))
         advice = (

@@ -23,6 +23,7 @@ from octavo.data.prefetch import Prefetcher
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.scaling import states_of
 from octavo.parallel.fsdp import accumulate
+from octavo.parallel.world import state
 from octavo.train.loss_scale import LossScale, forget_overflow, overflow_in_fp8
 from octavo.train.nonfinite import check_finite
 from octavo.train.optimizer import clip_grad_norm_, learning_rate
@@ -41,6 +42,7 @@ class TrainContext:
     loader: Prefetcher
     loss_scale: LossScale | None  # None outside float16
     group: dist.ProcessGroup | None  # of data parallelism; None for one rank
+    token_group: dist.ProcessGroup | None  # those and the ranks that share their sequences
     watch: Watchdog
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +79,7 @@ def begin_histories(context: TrainContext) -> None:
     A scale starts at 1, at which gradients vanish in E5M2: the first steps would train on little, and pretrained weights would
     suffer. Weights and optimizer do not change. In float16, infinite amaxes of an overflow are dropped.
     """
-    recipes = [state.under(context.plan.recipe) for _, state in states_of(context.model)]
+    recipes = [layer.under(context.plan.recipe) for _, layer in states_of(context.model)]
     if all(recipe is None or recipe.history is None for recipe in recipes):
         return
     batches = context.loader.loader.step(0)  # past the prefetcher, which starts with the first step
@@ -120,7 +122,11 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
     norm = clip_grad_norm_(context.model, config.optimizer.clip, loss_scale=scale, optimizer=context.optimizer)
     overflow = overflow_in_fp8(context.model) if loss_scale is not None else None
     flags = [0.0, 0.0] if stop is None else [float(stop.received is not None), float(stop.ending)]
-    joined = context.all_reduce(torch.cat([total[None], total.new_tensor(flags)]))
+    if state.cp_rank:
+        total = torch.zeros_like(total)  # ranks that share a sequence have the same loss: it counts once
+    joined = torch.cat([total[None], total.new_tensor(flags)])
+    if context.token_group is not None:
+        dist.all_reduce(joined, group=context.token_group)
     loss_value, stopping, ending, norm_value = torch.cat(
         [joined, (norm if overflow is None else norm + overflow)[None]]
     ).tolist()
@@ -173,7 +179,7 @@ def loss_of(context: TrainContext, batch: Batch, targets: int | torch.Tensor) ->
     with fp8_autocast(enabled=plan.recipe is not None, fp8_recipe=plan.recipe, emulate=True):
         output = context.model(
             input_ids=batch.input_ids.to(plan.device, non_blocking=True),
-            position_ids=batch.position_ids.to(plan.device, non_blocking=True) if documents else None,
+            position_ids=batch.position_ids if documents else None,  # on the host: a GPU is not waited for
             labels=batch.labels.to(plan.device, non_blocking=True),
             num_items_in_batch=targets,
         )

@@ -1,0 +1,368 @@
+"""Attention of sequences that are split over ranks: three exchanges, each with the same result.
+
+all_gather  keys and values of all ranks are gathered while each chunk attends to itself, read as one slice in the order of the
+            sequence, dropped, and gathered again in backward, whose gradients are summed over the ranks while the last chunk's
+            own pairs are computed. Under a window or within documents only chunks that some query sees travel.
+p2p         a ring: keys and values visit every rank, the next ones travel during the attention to the last; their gradients
+            follow them. Needs memory for two ranks' keys and values, whatever n.
+a2a         heads for tokens: each rank gets whole sequences of H / n heads. Needs n to divide the heads.
+
+Gradients are summed in float32. Shapes: B batch, T tokens, n ranks, L = T / n tokens of this rank, C = L / 2 of a chunk,
+H query heads, G key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.collectives.context import ContextGroup, in_order, splits_heads, start_gather, start_reduce_scatter
+from octavo.collectives.schedule import Earlier, Split, diagonal, earlier, ring
+from octavo.errors import InputError
+from octavo.kernels.attention.kept import once
+from octavo.kernels.attention.pattern import Pattern
+from octavo.kernels.attention.pieces import Attended, Gradients
+
+
+def context_attention(
+    q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, pattern: Pattern, scale: float | None = None
+) -> Tensor:
+    """softmax(q · kᵀ · scale) · v of this rank's tokens over whole sequences, differentiable once. Collective.
+
+    Args:
+        q: [B, L, H, D], this rank's tokens by `ContextGroup.split`, rotated by their positions in the sequence.
+        k, v: [B, L, G, D].
+        context: the ranks and their exchange.
+        pattern: what attends to what in the whole sequence, the same on every rank; causal.
+        scale: of the logits; None for D^-½.
+
+    Returns:
+        [B, L, H, D], of this rank's tokens.
+
+    Raises:
+        InputError: the exchange cannot compute the pattern, or split these heads.
+    """
+    split = context.split_of(q.shape[1] * context.size)
+    if pattern.tokens != split.tokens:
+        raise InputError(
+            f"the attention pattern is of {pattern.tokens} tokens, and {context.size} ranks with {q.shape[1]} each hold "
+            f"{split.tokens}: make it for the whole sequence."
+        )
+    _check(pattern, context, q.shape[2], k.shape[2])
+    function = {"all_gather": _AllGather, "p2p": _Ring, "a2a": _HeadsForTokens}[context.strategy]
+    out: Tensor = function.apply(q, k, v, context, pattern, split, q.shape[-1] ** -0.5 if scale is None else scale)
+    return out
+
+
+def _check(pattern: Pattern, context: ContextGroup, heads: int, groups: int) -> None:
+    if not pattern.causal:
+        raise InputError("context parallelism computes causal attention: set context_parallel_degree = 1 for any other.")
+    if pattern.holes is not None:
+        raise InputError(
+            "attention_mask has padding between real tokens, which context parallelism does not compute: pad sequences at an "
+            "end, or set context_parallel_degree = 1."
+        )
+    if pattern.window is not None and context.strategy == "p2p":
+        raise InputError(
+            f'cp_comm_type = "p2p" does not compute a sliding window (of {pattern.window} keys): use "all_gather", where only '
+            'chunks inside the window travel, or "a2a".'
+        )
+    if context.strategy == "a2a":
+        check_heads(heads, groups, context.size)
+
+
+def check_heads(heads: int, groups: int, ranks: int) -> None:
+    """Raise an InputError unless "a2a" can give each of `ranks` ranks as many query heads with their key-value heads."""
+    if not splits_heads(heads, groups, ranks):
+        fits = [n for n in range(1, heads + 1) if splits_heads(heads, groups, n)]
+        raise InputError(
+            f'cp_comm_type = "a2a" gives each of {ranks} context-parallel ranks as many heads, and {heads} query heads with '
+            f"{groups} key-value heads do not divide: use a context_parallel_degree of {', '.join(map(str, fits))}, or "
+            'cp_comm_type = "all_gather".'
+        )
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, pattern: Pattern, split: Split, scale: float
+    ) -> Tensor:
+        def compute() -> tuple[Tensor, Tensor]:
+            fetching = _Chunks(context, pattern, q.shape[0], split).fetch(torch.stack((k, v)))
+            attended = Attended(q, scale=scale, window=pattern.window)
+            attended.add(k, v, diagonal(pattern, q.shape[0], split))
+            chunks = fetching.wait()
+            for plan in earlier(pattern, q.shape[0], split):
+                if plan is not None:
+                    keys, values = torch.cat(chunks[plan.low : plan.high], 2)
+                    attended.add(keys, values, plan.spans)
+            return attended.result()
+
+        out, lse = once(compute)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = context, pattern, split, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        q, k, v, out, lse = ctx.saved_tensors
+        context, pattern, split, scale = ctx.call
+        batch, chunk = q.shape[0], split.chunk
+        travel = _Chunks(context, pattern, batch, split)
+        fetching = travel.fetch(torch.stack((k, v)))
+        grads = Gradients(d_out, q, out, lse, scale=scale, window=pattern.window)
+        own = grads.dq.new_zeros(2, *k.shape)
+        spans = diagonal(pattern, batch, split)
+        # The first chunk's pairs with itself hide the gather, the second's the sum over the ranks.
+        grads.add(k, v, [span for span in spans if span.q0 < chunk], *own)
+        chunks = fetching.wait()
+        parts = {
+            number: grads.dq.new_zeros(2, batch, chunk, *k.shape[2:])
+            for plan in earlier(pattern, batch, split)
+            if plan is not None
+            for number in range(plan.low, plan.high)
+        }
+        for plan in earlier(pattern, batch, split):
+            if plan is not None:
+                _add_earlier(grads, chunks, parts, plan)
+        summing = travel.give_back(parts, own)
+        grads.add(k, v, [span for span in spans if span.q0 >= chunk], *own)
+        dk, dv = own.add_(summing.wait())
+        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _add_earlier(grads: Gradients, chunks: list[Tensor], parts: dict[int, Tensor], plan: Earlier) -> None:
+    keys, values = torch.cat(chunks[plan.low : plan.high], 2)
+    dk, dv = (torch.zeros(keys.shape, dtype=grads.dq.dtype, device=keys.device) for _ in range(2))
+    grads.add(keys, values, plan.spans, dk, dv)
+    for number, part in zip(range(plan.low, plan.high), torch.stack((dk, dv)).chunk(plan.high - plan.low, 2), strict=True):
+        parts[number] += part
+
+
+class _Fetching:
+    """An exchange under way: `wait()` gives its result."""
+
+    def __init__(self, work: dist.Work | None, finish: Any) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> Any:
+        if self._work is not None:
+            self._work.wait()
+        return self._finish()
+
+
+class _Chunks:
+    """The exchange of chunks of keys and values among the ranks of a context group, there and back.
+
+    Without window and documents every rank but the first reads nearly all chunks, so all are gathered. Else each rank sends
+    each other one the chunks which that reads.
+    """
+
+    def __init__(self, context: ContextGroup, pattern: Pattern, batch: int, split: Split) -> None:
+        self.context, self.split = context, split
+        self.dense = pattern.window is None and not pattern.documents
+        if self.dense:
+            return
+        # reads[r]: the chunks of other ranks that rank r reads.
+        reads = []
+        for rank in range(split.size):
+            plans = earlier(pattern, batch, split._replace(rank=rank))
+            numbers = {number for plan in plans if plan is not None for number in range(plan.low, plan.high)}
+            reads.append(sorted(numbers - set(split.chunks(rank))))
+        self.sent = [[number for number in read if number in split.chunks()] for read in reads]
+        self.received = [[number for number in reads[split.rank] if number in split.chunks(rank)] for rank in range(split.size)]
+        self.idle = not any(reads)
+
+    def fetch(self, kv: Tensor) -> _Fetching:
+        """kv [2, B, L, G, D] → the chunks that this rank reads, by number, [2, B, C, G, D] each; others are empty."""
+        size, group = self.split.size, self.context.group
+        own = dict(zip(self.split.chunks(), kv.chunk(2, 2), strict=True))
+        if self.dense:
+            work, out = start_gather(kv, group)
+
+            def halves() -> list[Tensor]:
+                pairs = [part.chunk(2, 2) for part in out]
+                return [first for first, _ in pairs] + [second for _, second in reversed(pairs)]
+
+            return _Fetching(work, halves)
+        work, take = self._exchange([[own[number] for number in numbers] for numbers in self.sent], self.received, own)
+
+        def chunks() -> list[Tensor]:
+            found = own | {n: part for numbers, parts in take() for n, part in zip(numbers, parts, strict=True)}
+            empty = kv.new_empty(2, kv.shape[1], 0, *kv.shape[3:])
+            return [found.get(number, empty) for number in range(2 * size)]
+
+        return _Fetching(work, chunks)
+
+    def give_back(self, parts: dict[int, Tensor], own: Tensor) -> _Fetching:
+        """This rank's shares of the gradients of chunks → the sum of all ranks' shares of its own two, [2, B, L, G, D]."""
+        size, group, numbers = self.split.size, self.context.group, self.split.chunks()
+        shape = (2, own.shape[1], self.split.chunk, *own.shape[3:])
+        if self.dense:
+            nothing = own.new_zeros(shape)
+            pairs = [[parts.get(number, nothing) for number in self.split.chunks(rank)] for rank in range(size)]
+            whole = torch.stack([torch.cat(pair, 2) for pair in pairs])
+            work, out = start_reduce_scatter(whole, group)
+            return _Fetching(work, lambda: out)
+        mine = {number: parts.get(number, own.new_zeros(shape)) for number in numbers}
+        work, take = self._exchange([[parts[n] for n in chunks] for chunks in self.received], self.sent, mine)
+
+        def summed() -> Tensor:
+            for chunks, tensors in take():
+                for number, tensor in zip(chunks, tensors, strict=True):
+                    mine[number] = mine[number] + tensor
+            return torch.cat([mine[number] for number in numbers], 2)
+
+        return _Fetching(work, summed)
+
+    def _exchange(self, sent: list[list[Tensor]], received: list[list[int]], like: dict[int, Tensor]) -> tuple[Any, Any]:
+        """Send each rank its tensors; the work, and what gives (numbers, tensors) of each rank once it is done."""
+        some = next(iter(like.values()))
+        if self.idle:
+            return None, list
+        flat = [torch.stack(tensors).flatten() if tensors else some.new_empty(0) for tensors in sent]
+        sizes = [len(numbers) * some.numel() for numbers in received]
+        out = some.new_empty(sum(sizes))
+        work = dist.all_to_all_single(
+            out, torch.cat(flat), sizes, [part.numel() for part in flat], group=self.context.group, async_op=True
+        )
+
+        def take() -> list[tuple[list[int], list[Tensor]]]:
+            pieces = zip(received, out.split(sizes), strict=True)
+            return [(numbers, list(part.view(len(numbers), *some.shape))) for numbers, part in pieces if numbers]
+
+        return work, take
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, pattern: Pattern, split: Split, scale: float
+    ) -> Tensor:
+        def compute() -> tuple[Tensor, Tensor]:
+            attended = Attended(q, scale=scale)
+            kv = torch.stack((k, v))
+            for step in range(context.size):
+                passing = _pass_on(context, kv) if step + 1 < context.size else None
+                keys, values = kv
+                attended.add(keys, values, ring(pattern, q.shape[0], split, (context.rank - step) % context.size))
+                if passing is not None:
+                    kv = passing.wait()
+            return attended.result()
+
+        out, lse = once(compute)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = context, pattern, split, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        q, k, v, out, lse = ctx.saved_tensors
+        context, pattern, split, scale = ctx.call
+        grads = Gradients(d_out, q, out, lse, scale=scale)
+        kv, following = torch.stack((k, v)), None
+        for step in range(context.size):
+            passing = _pass_on(context, kv) if step + 1 < context.size else None
+            share = torch.zeros(kv.shape, dtype=grads.dq.dtype, device=kv.device)
+            keys, values = kv
+            dk, dv = share
+            grads.add(keys, values, ring(pattern, q.shape[0], split, (context.rank - step) % context.size), dk, dv)
+            if following is not None:  # the shares of the ranks where these keys were before
+                share += following.wait()
+            following = _pass_on(context, share)
+            if passing is not None:
+                kv = passing.wait()
+        assert following is not None
+        dk, dv = following.wait()  # back at the rank whose keys they are
+        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _pass_on(context: ContextGroup, x: Tensor) -> _Fetching:
+    """Send `x` to the next rank of the ring and get the one before's."""
+    out = torch.empty_like(x)
+    following, before = ((context.rank + step) % context.size for step in (1, -1))
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, group=context.group, group_peer=following),
+            dist.P2POp(dist.irecv, out, group=context.group, group_peer=before),
+        ]
+    )
+
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()
+        return out
+
+    return _Fetching(None, finish)
+
+
+class _HeadsForTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, pattern: Pattern, split: Split, scale: float
+    ) -> Tensor:
+        heads, groups = q.shape[2] // context.size, max(1, k.shape[2] // context.size)
+        mine = _to_heads(context, torch.cat([_by_rank(x, context.size) for x in (q, k, v)], 3))
+        whole_q, whole_k, whole_v = mine.split([heads, groups, groups], 2)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            attended = Attended(whole_q, scale=scale, window=pattern.window)
+            attended.add(whole_k, whole_v, pattern.spans(q.shape[0]))
+            return attended.result()
+
+        out, lse = once(compute)
+        ctx.save_for_backward(whole_q, whole_k, whole_v, out, lse)
+        ctx.call = context, pattern, split, scale, k.shape[2]
+        return _to_tokens(context, out).flatten(2, 3)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        q, k, v, out, lse = ctx.saved_tensors
+        context, pattern, _, scale, groups = ctx.call
+        grads = Gradients(_to_heads(context, _by_rank(d_out, context.size)), q, out, lse, scale=scale, window=pattern.window)
+        dk, dv = (torch.zeros(x.shape, dtype=grads.dq.dtype, device=x.device) for x in (k, v))
+        grads.add(k, v, pattern.spans(q.shape[0]), dk, dv)
+        copies = max(1, context.size // groups)  # ranks that had the same key-value head
+        dtype = grads.dq.dtype if copies > 1 else q.dtype
+        mine = torch.cat([x.to(dtype) for x in (grads.dq, dk, dv)], 2)
+        parts = _to_tokens(context, mine).split([q.shape[2], k.shape[2], k.shape[2]], 3)
+        dq, dk, dv = (part.flatten(2, 3) for part in parts)
+        if copies > 1:
+            dk, dv = (x.unflatten(2, (groups, copies)).sum(3) for x in (dk, dv))
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None
+
+
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """[B, L, heads, D] → [B, L, n, heads of a rank, D]; heads fewer than ranks are repeated."""
+    if x.shape[2] < ranks:
+        x = x.repeat_interleave(ranks // x.shape[2], 2)
+    return x.unflatten(2, (ranks, -1))
+
+
+def _to_heads(context: ContextGroup, x: Tensor) -> Tensor:
+    """[B, L, n, h, D], the heads of each rank, → [B, T, h, D], this rank's of whole sequences."""
+    sent = x.permute(2, 0, 1, 3, 4).contiguous()
+    out = torch.empty_like(sent)
+    dist.all_to_all_single(out, sent, group=context.group)
+    return in_order(list(out), 1)
+
+
+def _to_tokens(context: ContextGroup, x: Tensor) -> Tensor:
+    """The inverse of `_to_heads`."""
+    split = context.split_of(x.shape[1])
+    chunks = x.unflatten(1, (2 * split.size, split.chunk)).unbind(1)
+    sent = torch.stack([torch.cat([chunks[number] for number in split.chunks(rank)], 1) for rank in range(split.size)])
+    out = torch.empty_like(sent)
+    dist.all_to_all_single(out, sent, group=context.group)
+    return out.permute(1, 2, 0, 3, 4)
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError("attention over ranks has no second derivative: call backward without create_graph=True.")

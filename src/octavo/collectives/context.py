@@ -1,0 +1,145 @@
+"""The ranks that share a sequence: how it is split over them and joined again.
+
+Shapes: T tokens of the whole sequence, n ranks; a rank holds T / n, two chunks of T / 2n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.collectives.schedule import Split
+from octavo.errors import InputError, unknown
+
+STRATEGIES = ("all_gather", "p2p", "a2a")
+"""Exchanges of keys and values: gathered, passed around a ring, or heads for tokens."""
+
+# PyTorch 2.12 renamed these, and warns of the old names.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def start_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
+    """Begin to gather `x`, contiguous, of all ranks: the work, and where they will be, [n, *x.shape]."""
+    out = x.new_empty(dist.get_world_size(group), *x.shape)
+    return _all_gather(out.view(-1), x.view(-1), group=group, async_op=True), out
+
+
+def start_reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
+    """Begin to sum `parts` [n, …], contiguous, over the ranks: the work, and where this rank's sum will be, […]."""
+    out = parts.new_empty(parts.shape[1:])
+    return _reduce_scatter(out.view(-1), parts.view(-1), group=group, async_op=True), out
+
+
+class ContextGroup:
+    """The ranks of a context group and their exchange of keys and values; "auto" is decided by `resolved`.
+
+    Raises:
+        InputError: an unknown `strategy`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, strategy: str = "all_gather") -> None:
+        if strategy not in (*STRATEGIES, "auto", "own"):
+            raise unknown("cp_comm_type", str(strategy), STRATEGIES)
+        self.group, self.strategy = group, strategy
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextGroup:
+        return self  # ranks belong to the process, not to a layer
+
+    def resolved(self, heads: int, groups: int) -> ContextGroup:
+        """This group; for "auto" with "a2a" if that can split the heads and moves fewer bytes, else with "all_gather"."""
+        if self.strategy != "auto":
+            return self
+        return ContextGroup(self.group, cheaper_exchange(heads, groups, self.size))
+
+    @property
+    def multiple(self) -> int:
+        """The tokens of a sequence are a multiple of this."""
+        return 2 * self.size
+
+    def split_of(self, tokens: int) -> Split:
+        """This rank's part of sequences of `tokens` tokens.
+
+        Raises:
+            InputError: the chunks would not be equal.
+        """
+        if tokens % self.multiple or not tokens:
+            near = max(1, round(tokens / self.multiple)) * self.multiple
+            raise InputError(
+                f"a sequence of {tokens} tokens cannot be split into {self.multiple} equal chunks, two for each of {self.size}"
+                f" context-parallel ranks: pad it, as to {max(near, -(-tokens // self.multiple) * self.multiple)} tokens."
+            )
+        return Split(self.rank, self.size, tokens)
+
+    def split(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of `x`, which has whole sequences along `dim`; differentiable."""
+        split = self.split_of(x.shape[dim])
+        return torch.cat([x.narrow(dim, number * split.chunk, split.chunk) for number in split.chunks()], dim)
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The inverse of `split`, on every rank. Collective.
+
+        In backward each rank takes its own part of the gradient: all compute the same from the whole.
+        """
+        gathered: Tensor = _Gather.apply(x, self, dim)
+        return gathered
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of the ranks' parts, the same bits on each; the gradient is that of the own part. Collective."""
+        return summed(part, self.group)
+
+
+def splits_heads(heads: int, groups: int, ranks: int) -> bool:
+    """True if each of `ranks` ranks can have as many query heads, with their key-value heads."""
+    return not heads % ranks and (not groups % ranks or not ranks % groups)
+
+
+def cheaper_exchange(heads: int, groups: int, ranks: int) -> str:
+    """The exchange that moves fewer bytes, of "all_gather" and "a2a".
+
+    A rank receives (n − 1) / n of a sequence's keys and values, or 1 / n of that of everything that attention reads and writes:
+    2·G heads a token against 2·(H + G) / n.
+    """
+    return "a2a" if splits_heads(heads, groups, ranks) and ranks * groups > heads + groups else "all_gather"
+
+
+def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the ranks' parts, the same bits on each; the gradient is that of the own part. Collective."""
+    total: Tensor = _Sum.apply(part, group)
+    return total
+
+
+def in_order(parts: Tensor | list[Tensor], dim: int) -> Tensor:
+    """The ranks' tensors, of two chunks each along `dim`, as one whose chunks are in the order of the sequence."""
+    halves = [part.chunk(2, dim) for part in parts]
+    return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ContextGroup, dim: int) -> Tensor:
+        ctx.context, ctx.dim = context, dim
+        work, out = start_gather(x.contiguous(), context.group)
+        work.wait()
+        return in_order(list(out), dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.context.split(grad, ctx.dim), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -1,0 +1,87 @@
+"""Context parallelism for a model of one's own: `attention`, `split` and `gather` over ranks that share each sequence.
+
+A sequence of T tokens is 2n chunks; of n ranks, rank r holds the chunks r and 2n−1−r. Everything but attention is computed on
+these tokens alone. Octavo's decoder does all of this by itself.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.collectives.attention import context_attention
+from octavo.collectives.context import ContextGroup
+from octavo.errors import InputError
+from octavo.kernels.attention.pattern import pattern_of
+from octavo.parallel.world import state
+
+__all__ = ["attention", "gather", "split"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    cp_comm_type: str = "all_gather",
+) -> Tensor:
+    """Causal attention of this rank's queries over whole sequences, differentiable once. Collective.
+
+    Args:
+        q: [B, T / n, H, D], this rank's tokens as `split` gives them, rotated by their positions in the whole sequence.
+        k, v: [B, T / n, G, D], G key-value heads, a divisor of H.
+        group: the ranks; None for those of `octavo.init`'s context_parallel_degree.
+        position_ids: [B or 1, T], of whole sequences, the same on every rank; a position that does not follow the one before
+            begins a document, and attention stays within documents. On the host it costs a GPU no wait.
+        attention_mask: [B, T], 0 for padding at either end of a sequence, to which nobody attends.
+        window: keys that a query sees, its own included; None for all.
+        scale: of the logits; None for D^-½.
+        cp_comm_type: "all_gather", "p2p", "a2a", or "auto" for the one of the first and last that moves fewer bytes.
+
+    Returns:
+        [B, T / n, H, D], of this rank's tokens.
+
+    Raises:
+        InputError: the exchange cannot split these heads, or compute this mask.
+    """
+    context = _context(group, cp_comm_type).resolved(q.shape[2], k.shape[2])
+    tokens = q.shape[1] * context.size
+    for name, whole in (("position_ids", position_ids), ("attention_mask", attention_mask)):
+        if whole is not None and (whole.dim() != 2 or whole.shape[1] != tokens or whole.shape[0] not in (1, q.shape[0])):
+            raise InputError(
+                f"{name} has the shape {list(whole.shape)}: give that of whole sequences, [{q.shape[0]}, {tokens}]."
+            )
+    pattern = pattern_of(position_ids, attention_mask, q.shape[0], tokens).with_window(window)
+    return context_attention(q, k, v, context, pattern, scale)
+
+
+def split(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
+    """This rank's tokens of `x`, which has T tokens along `dim`, a multiple of 2n; differentiable.
+
+    Shift labels before: a chunk's last label is the next chunk's first token.
+    """
+    return _context(group).split(x, dim)
+
+
+def gather(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
+    """The inverse of `split`, on every rank: whole sequences along `dim`. Collective.
+
+    In backward each rank takes its own part of the gradient, since all compute the same from the whole.
+    """
+    return _context(group).gather(x, dim)
+
+
+def _context(group: dist.ProcessGroup | None, strategy: str = "all_gather") -> ContextGroup:
+    if group is None:
+        group = state.cp_process_group
+    if group is None:
+        raise InputError(
+            'context parallelism needs several ranks: call octavo.init({"context_parallel_degree": n}) under torchrun, or pass '
+            "a process group."
+        )
+    return ContextGroup(group, strategy)

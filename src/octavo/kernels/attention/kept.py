@@ -1,0 +1,60 @@
+"""Attention's results that outlive their forward, so that a recomputation reads them and computes only the rest again.
+
+For long sequences attention is most of a block's time, and its result with the log-sum-exp one of the smallest things in it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+_thread = threading.local()
+Result = tuple[Tensor, Tensor]
+"""out, lse."""
+
+
+class _Within(AbstractContextManager[None]):
+    """In this context `once` calls `take`; may be entered again and again."""
+
+    def __init__(self, begin: Callable[[], Callable[[Callable[[], Result]], Result]]) -> None:
+        self._begin = begin
+        self._outer: list[object] = []
+
+    def __enter__(self) -> None:
+        self._outer.append(getattr(_thread, "take", None))
+        _thread.take = self._begin()
+
+    def __exit__(self, *exception: object) -> None:
+        _thread.take = self._outer.pop()
+
+
+def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts for a forward, whose results are kept, and for its recomputations, which read them in the same order."""
+    results: list[Result] = []
+
+    def store() -> Callable[[Callable[[], Result]], Result]:
+        def take(compute: Callable[[], Result]) -> Result:
+            results.append(compute())
+            return results[-1]
+
+        return take
+
+    def read() -> Callable[[Callable[[], Result]], Result]:
+        following: Iterator[Result] = iter(results)
+        return lambda compute: next(following)
+
+    return _Within(store), _Within(read)
+
+
+def is_keeping() -> bool:
+    """True in a context of `keeping`."""
+    return getattr(_thread, "take", None) is not None
+
+
+def once(compute: Callable[[], Result]) -> Result:
+    """`compute()`; in a context of `keeping` that of the forward."""
+    take = getattr(_thread, "take", None)
+    return compute() if take is None else take(compute)

@@ -1,0 +1,53 @@
+"""PyTorch's attention with its log-sum-exp, and a backward that takes those of a softmax over more keys.
+
+PyTorch has no public function for either. These are the operators behind `scaled_dot_product_attention`: cuDNN's on Hopper, and
+those of a CPU, whose results are the same bits. Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head
+dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_HEADS = (64, 96, 128)
+"""Head dimensions for cuDNN, those of `tests/gpu/test_pieces.py`."""
+
+
+def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
+    """True if this computes it: a full rectangle, or causal attention of as many queries as keys; no window."""
+    if window is not None or (causal and q.shape[1] != k.shape[1]):
+        return False
+    if q.device.type == "cpu":
+        return True
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] not in _HEADS:
+        return False
+    return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(q.device) >= (9, 0)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """q [B, Tq, H, D], k and v [B, Tk, G, D] → out [B, Tq, H, D] in the dtype of q, lse [B, H, Tq] float32."""
+    q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_, k_, v_, 0.0, causal, scale=scale)
+        return out.transpose(1, 2), lse
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q_, k_, v_, None, True, 0.0, causal, False, scale=scale)
+    return out.transpose(1, 2), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+
+
+def backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in their dtype; `out` and `lse` may be those of a softmax over more keys."""
+    given = [x.transpose(1, 2) for x in (d_out, q, k, v, out)]
+    if q.device.type == "cpu":
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, lse.contiguous(), 0.0, causal, scale=scale
+        )
+    else:
+        none = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: no state of random numbers
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *given, lse[..., None].contiguous(), none, none, None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale
+        )
+    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+    return dq, dk, dv

@@ -1,0 +1,149 @@
+"""What attends to what, as one value on the host: `Pattern`; and its parts for kernels: `Span`, a rectangle or a triangle.
+
+Causal attention within documents and a sliding window is, for every query, one interval of keys. So no pattern needs a mask of
+T × T: it is a list of spans, each of which a kernel for plain causal or full attention computes. Only padding inside a sequence
+(`holes`) is no interval.
+
+Shapes: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.errors import InputError
+
+
+class Span(NamedTuple):
+    """Samples b0 … b1 of a batch: their queries q0 … q1 attend to the keys k0 … k1, the ends not included.
+
+    causal: the last query sees up to the last key, the one before it one less; False: every query sees every key.
+    reversed: the same with queries and keys in reverse order.
+    """
+
+    b0: int
+    b1: int
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    causal: bool
+    reversed: bool = False
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The keys that each query of a batch attends to.
+
+    Attributes:
+        tokens: T, of the whole sequence, also where a rank holds a part of it.
+        causal: no query sees a later key.
+        documents: for each sample the first token of each of its documents, ascending from 0; empty: one document a sample.
+            A query sees the keys of its own document alone.
+        window: the keys that a query sees at most, its own included; None for all.
+        holes: bool [B, T], False for padding between real tokens, which nobody but itself sees; None without.
+    """
+
+    tokens: int
+    causal: bool = True
+    documents: tuple[tuple[int, ...], ...] = ()
+    window: int | None = None
+    holes: Tensor | None = field(default=None, compare=False)
+
+    def with_window(self, window: int | None) -> Pattern:
+        """This pattern in a layer with a window; one that no two tokens exceed is none."""
+        if window is None or window >= self.tokens:
+            return self
+        if window < 1 or not self.causal:
+            raise InputError(f"a window of {window} keys: give at least 1, and causal attention.")
+        return replace(self, window=window)
+
+    def bounds(self, sample: int) -> Iterator[tuple[int, int]]:
+        """(first token, end) of each document of a sample."""
+        starts = self.documents[sample] if self.documents else (0,)
+        return zip(starts, (*starts[1:], self.tokens), strict=True)
+
+    def spans(self, batch: int) -> list[Span]:
+        """All pairs of a query and a key; the window is to be kept within each."""
+        if not self.documents:
+            return [Span(0, batch, 0, self.tokens, 0, self.tokens, self.causal)]
+        return [
+            Span(sample, sample + 1, first, end, first, end, self.causal)
+            for sample in range(batch)
+            for first, end in self.bounds(sample)
+        ]
+
+    def mask(self, batch: int, device: torch.device) -> Tensor:
+        """bool [B, 1, T, T], True where a query attends to a key."""
+        rows = torch.arange(self.tokens, device=device)
+        seen = torch.ones(batch, 1, self.tokens, self.tokens, dtype=torch.bool, device=device)
+        if self.causal:
+            seen &= rows[:, None] >= rows
+        if self.window is not None:
+            seen &= rows[:, None] - rows < self.window
+        if self.documents:
+            starts = torch.zeros(batch, self.tokens, dtype=torch.int64)
+            for sample, firsts in enumerate(self.documents):
+                starts[sample, list(firsts)] = 1
+            number = starts.cumsum(1).to(device)
+            seen &= number[:, None, :, None] == number[:, None, None, :]
+        if self.holes is not None:
+            # A padded query sees itself, so that no row of the softmax is empty.
+            seen &= self.holes.to(device)[:, None, None, :] | (rows[:, None] == rows)
+        return seen
+
+
+def pattern_of(
+    position_ids: Tensor | None, attention_mask: Tensor | None, batch: int, tokens: int, *, padded_to: int | None = None
+) -> Pattern:
+    """The causal pattern of a batch; tensors on a GPU are waited for, those on the host cost nothing there.
+
+    Args:
+        position_ids: [B or 1, T]; a position that does not follow the one before begins a document.
+        attention_mask: [B, T], 0 for padding, to which nobody attends. Padding at either end is a document of its own.
+        batch, tokens: B, T.
+        padded_to: tokens of the pattern, if more; the further ones are a document of their own.
+    """
+    whole = padded_to or tokens
+    if position_ids is None and attention_mask is None and whole == tokens:
+        return Pattern(whole)
+    cuts = torch.zeros(batch, whole, dtype=torch.bool)
+    holes = None
+    if position_ids is not None and tokens > 1:
+        cuts[:, 1:tokens] |= (position_ids[:, 1:] != position_ids[:, :-1] + 1).cpu()
+    if attention_mask is not None:
+        real = attention_mask.cpu().bool()
+        edges = real[:, 1:] != real[:, :-1]
+        if bool((edges.sum(1) > 2).any()) or bool(((edges.sum(1) == 2) & real[:, 0]).any()):
+            holes = torch.ones(batch, whole, dtype=torch.bool)
+            holes[:, :tokens] = real
+        else:
+            cuts[:, 1:tokens] |= edges
+    if whole > tokens:
+        cuts[:, tokens] = True
+    if not bool(cuts.any()):
+        return Pattern(whole, holes=holes)
+    cuts[:, 0] = True
+    documents = tuple(tuple(row.nonzero().flatten().tolist()) for row in cuts)
+    return Pattern(whole, documents=documents, holes=holes)
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Neighbouring rectangles as one: fewer and larger calls of a kernel."""
+    out: list[Span] = []
+    for span in spans:
+        last = out[-1] if out else None
+        if last is not None and not (last.causal or span.causal) and last[:2] == span[:2]:
+            if last[2:4] == span[2:4] and last.k1 == span.k0:
+                out[-1] = last._replace(k1=span.k1)
+                continue
+            if last[4:6] == span[4:6] and last.q1 == span.q0:
+                out[-1] = last._replace(q1=span.q1)
+                continue
+        out.append(span)
+    return out

@@ -1,0 +1,157 @@
+"""Attention over spans of queries and keys, joined exactly: each span by the fastest kernel that computes it.
+
+The softmax of a query over all its keys is the mean of those over pieces of them, weighted by exp of their log-sum-exp. So
+keys may be handed over piece by piece, from wherever they arrive, and `out` and `lse` are the same in any order up to float32
+rounding. In backward each piece needs the joined `out` and `lse` alone.
+
+Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.attention import library, reference
+from octavo.kernels.attention.pattern import Span
+from octavo.kernels.attention.window import tiles
+
+SMALLEST_WINDOW = 256
+"""Below it the tiles of a window are too small for kernels of causal attention."""
+
+
+class Attended:
+    """The result of queries q [B, Tq, H, D] over the keys that were added so far."""
+
+    def __init__(self, q: Tensor, *, scale: float, window: int | None = None) -> None:
+        self.q, self.scale, self.window = q, scale, window
+        self._out: Tensor | None = None
+        self._lse = q.new_empty(0)
+        self._touched: list[Span] = []
+
+    def add(self, k: Tensor, v: Tensor, spans: Sequence[Span]) -> None:
+        """Add the spans' keys k and values v, [B, Tk, G, D]; no pair of a query and a key twice."""
+        q = self.q
+        for span, window in _parts(q, spans, self.window):
+            b, rows, keys = slice(span.b0, span.b1), slice(span.q0, span.q1), slice(span.k0, span.k1)
+            out, lse = _forward(q[b, rows], k[b, keys], v[b, keys], span, self.scale, window)
+            whole = (span.b0, span.b1, span.q0, span.q1) == (0, q.shape[0], 0, q.shape[1])
+            if whole and self._out is None:
+                self._out, self._lse = out, lse
+            else:
+                self._join(b, rows, out, lse, new=not any(_overlap(span, other) for other in self._touched))
+            self._touched.append(span)
+
+    def _join(self, b: slice, rows: slice, out: Tensor, lse: Tensor, *, new: bool) -> None:
+        q = self.q
+        if self._out is None:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            self._out = torch.zeros(q.shape, dtype=wide, device=q.device)
+            self._lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=lse.dtype, device=q.device)
+        elif self._out.dtype in (torch.bfloat16, torch.float16):
+            self._out = self._out.float()
+        if new:
+            self._out[b, rows], self._lse[b, :, rows] = out.to(self._out.dtype), lse
+            return
+        before = self._lse[b, :, rows]
+        joined = torch.logaddexp(before, lse)
+        base = joined.masked_fill(joined == -torch.inf, 0.0)  # a query that sees no key yet keeps 0, not NaN
+        kept, added = ((part - base).exp().transpose(1, 2)[..., None] for part in (before, lse))
+        self._out[b, rows] = self._out[b, rows] * kept + out * added
+        self._lse[b, :, rows] = joined
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """out [B, Tq, H, D] in the dtype of q, 0 for a query without a key; lse float32 [B, H, Tq], −∞ for it."""
+        if self._out is None:
+            q = self.q
+            self._lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
+            return torch.zeros_like(q), self._lse
+        return self._out.to(self.q.dtype), self._lse
+
+
+class Gradients:
+    """Gradients of attention, summed over pieces in float32 (float64 for float64 inputs)."""
+
+    def __init__(self, d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int | None = None) -> None:
+        self.d_out, self.q, self.out, self.lse = d_out, q, out, lse
+        self.scale, self.window = scale, window
+        self.dq = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+
+    def add(self, k: Tensor, v: Tensor, spans: Sequence[Span], dk: Tensor, dv: Tensor) -> None:
+        """Add the spans' share to `dq`, and to dk and dv, of the shape of k and v in the dtype of `dq`."""
+        for span, window in _parts(self.q, spans, self.window):
+            b, rows, keys = slice(span.b0, span.b1), slice(span.q0, span.q1), slice(span.k0, span.k1)
+            own_q, own_k, own_v = _backward(
+                self.d_out[b, rows], self.q[b, rows], k[b, keys], v[b, keys], self.out[b, rows], self.lse[b, :, rows],
+                span, self.scale, window,
+            )  # fmt: skip
+            self.dq[b, rows] += own_q
+            dk[b, keys] += own_k
+            dv[b, keys] += own_v
+
+
+def gradients(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Sequence[Span], *, scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, in their dtype, of attention whose keys are all here."""
+    parts = list(_parts(q, spans, window))
+    whole = Span(0, q.shape[0], 0, q.shape[1], 0, k.shape[1], parts[0][0].causal)
+    if len(parts) == 1 and parts[0][0] == whole:
+        dq, dk, dv = _backward(d_out, q, k, v, out, lse, whole, scale, parts[0][1])
+    else:
+        summed = Gradients(d_out, q, out, lse, scale=scale, window=window)
+        dq, dk, dv = summed.dq, *(torch.zeros(x.shape, dtype=summed.dq.dtype, device=x.device) for x in (k, v))
+        summed.add(k, v, spans, dk, dv)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _splits_window(q: Tensor, window: int) -> bool:
+    """True if triangles and rectangles by the device's kernels are faster than a kernel that knows the window."""
+    return window >= SMALLEST_WINDOW and library.takes(q, q, causal=True, window=None)
+
+
+def _parts(q: Tensor, spans: Sequence[Span], window: int | None) -> Iterator[tuple[Span, int | None]]:
+    """Spans and the window within each; None where it has no effect, or is in the spans themselves."""
+    for span in spans:
+        queries, keys = span.q1 - span.q0, span.k1 - span.k0
+        if window is None or window >= keys:
+            yield span, None
+        elif keys < queries or not _splits_window(q, window):
+            yield span, window
+        else:
+            for tile in tiles(queries, keys, window):
+                at = tile.q0 + span.q0, tile.q1 + span.q0, tile.k0 + span.k0, tile.k1 + span.k0
+                yield Span(span.b0, span.b1, *at, tile.causal, tile.reversed), None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    if span.reversed:
+        q, k, v = (x.flip(1) for x in (q, k, v))
+    if library.takes(q, k, causal=span.causal, window=window):
+        out, lse = library.forward(q, k, v, causal=span.causal, scale=scale)
+    else:
+        out, lse = reference.forward(q, k, v, causal=span.causal, scale=scale, window=window)
+    return (out.flip(1), lse.flip(2)) if span.reversed else (out, lse)
+
+
+def _backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, span: Span, scale: float, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if span.reversed:
+        d_out, q, k, v, out = (x.flip(1) for x in (d_out, q, k, v, out))
+        lse = lse.flip(2)
+    if library.takes(q, k, causal=span.causal, window=window):
+        grads = library.backward(d_out, q, k, v, out, lse, causal=span.causal, scale=scale)
+    else:
+        grads = reference.backward(d_out, q, k, v, out, lse, causal=span.causal, scale=scale, window=window)
+    if span.reversed:
+        dq, dk, dv = (grad.flip(1) for grad in grads)
+        return dq, dk, dv
+    return grads
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return one.b0 < other.b1 and other.b0 < one.b1 and one.q0 < other.q1 and other.q0 < one.q1

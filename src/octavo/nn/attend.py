@@ -1,0 +1,113 @@
+"""softmax(q · kᵀ · scale) · v by a pattern, through the first of these that computes it:
+
+ranks that share the sequence   `octavo.collectives.attention`
+a mask of the caller's, padding inside a sequence, or a window with dropout
+                                PyTorch's `scaled_dot_product_attention` with a boolean mask of T × T
+a window, or a result that a recomputation reads
+                                kernels that give a log-sum-exp, span by span: cuDNN's, or the reference
+documents                       `scaled_dot_product_attention`, document by document
+all else                        `scaled_dot_product_attention`, which takes cuDNN's kernel on Hopper
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from octavo.collectives.attention import context_attention
+from octavo.collectives.context import ContextGroup
+from octavo.errors import InputError
+from octavo.kernels.attention.kept import is_keeping, once
+from octavo.kernels.attention.pattern import Pattern
+from octavo.kernels.attention.pieces import Attended, gradients
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor, *, scale: float | None, dropout: float = 0.0,
+    context: ContextGroup | None = None,
+) -> Tensor:  # fmt: skip
+    """q [B, T, H, D], k and v [B, T, G, D] → [B, T, H, D]; differentiable once.
+
+    Args:
+        q, k, v: with a `context` this rank's tokens.
+        pattern: what attends to what; or a mask, bool [B or 1, H or 1, T, T], True where a query attends to a key.
+        scale: None for D^-½.
+        dropout: the probability with which a softmax's value is dropped.
+        context: the ranks that share each sequence.
+
+    Raises:
+        InputError: the pattern is of another number of tokens, or these ranks cannot compute it.
+    """
+    if context is not None:
+        if isinstance(pattern, Tensor):
+            raise InputError(
+                "attention_mask is a tensor, and context parallelism takes no mask of [T, T]: give the model position_ids that "
+                "restart where a document begins, or a padding mask [B, T]."
+            )
+        if dropout:
+            raise InputError(
+                f"attention_dropout = {dropout} with context parallelism: its ranks draw no common mask. Set it to 0, or "
+                "context_parallel_degree = 1."
+            )
+        return context_attention(q, k, v, context, pattern, scale)
+    if isinstance(pattern, Tensor):
+        return _sdpa(q, k, v, pattern, False, scale, dropout)
+    if pattern.tokens != k.shape[1]:
+        raise InputError(f"the attention pattern is of {pattern.tokens} tokens, and these are {k.shape[1]}: make it for these.")
+    if pattern.holes is not None or (pattern.window is not None and dropout):
+        return _sdpa(q, k, v, pattern.mask(q.shape[0], q.device), False, scale, dropout)
+    if pattern.window is not None or (is_keeping() and not dropout):
+        out: Tensor = _Pieces.apply(q, k, v, pattern, q.shape[-1] ** -0.5 if scale is None else scale)
+        return out
+    if not pattern.documents:
+        return _sdpa(q, k, v, None, pattern.causal, scale, dropout)
+    samples = []
+    for sample in range(q.shape[0]):
+        parts = []
+        for first, end in pattern.bounds(sample):
+            own_q, own_k, own_v = (x[sample : sample + 1, first:end] for x in (q, k, v))
+            parts.append(_sdpa(own_q, own_k, own_v, None, pattern.causal, scale, dropout))
+        samples.append(torch.cat(parts, 1))
+    return torch.cat(samples)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, dropout: float) -> Tensor:
+    out = functional.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> Tensor:
+        def compute() -> tuple[Tensor, Tensor]:
+            attended = Attended(q, scale=scale, window=pattern.window)
+            attended.add(k, v, pattern.spans(q.shape[0]))
+            return attended.result()
+
+        out, lse = once(compute)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = pattern, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("attention in pieces has no second derivative: call backward without create_graph=True.")
+        q, k, v, out, lse = ctx.saved_tensors
+        pattern, scale = ctx.call
+        spans = pattern.spans(q.shape[0])
+        return *gradients(d_out, q, k, v, out, lse, spans, scale=scale, window=pattern.window), None, None

@@ -1,0 +1,7 @@
+"""Makes the helper module of these tests importable."""
+
+import sys
+from pathlib import Path
+
+if str(Path(__file__).parent) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).parent))

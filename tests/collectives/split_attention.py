@@ -1,0 +1,70 @@
+"""Runs on the ranks of `test_attention.py`: many cells in one world, each compared with attention written out."""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+
+from octavo.collectives.attention import context_attention
+from octavo.collectives.context import STRATEGIES, ContextGroup
+from octavo.kernels.attention.pattern import Pattern
+
+TOKENS, BATCH, HEADS, DIM = 48, 2, 8, 8
+PATTERNS = {
+    "causal": Pattern(TOKENS),
+    "documents": Pattern(TOKENS, documents=((0, 5, 6, 30, 41), (0,))),
+    "documents on the borders of chunks": Pattern(TOKENS, documents=((0, 12, 24, 36), (0, 6, 24))),
+    "padding": Pattern(TOKENS, documents=((0, 40), (0, 7))),
+    "window": Pattern(TOKENS, window=9),
+    "window over several chunks": Pattern(TOKENS, window=31),
+    "window of 1": Pattern(TOKENS, window=1),
+    "window and documents": Pattern(TOKENS, documents=((0, 5, 6, 30, 41), (0, 20)), window=9),
+}
+
+
+def written_out(q, k, v, pattern, scale):
+    """In the dtype of q, every logit there."""
+    per_group = q.shape[2] // k.shape[2]
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(per_group, 2)) * scale
+    logits = logits.masked_fill(~pattern.mask(q.shape[0], q.device), -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.repeat_interleave(per_group, 2))
+
+
+def cells(dtype, device="cpu", groups=(8, 2, 1), dim=DIM):
+    """{(strategy, pattern, key-value heads): the largest relative error of output and gradients}, of this rank's tokens."""
+    errors = {}
+    for strategy, name, kv in itertools.product(STRATEGIES, PATTERNS, groups):
+        pattern = PATTERNS[name]
+        if strategy == "p2p" and pattern.window is not None:
+            continue
+        draw = torch.Generator().manual_seed(len(errors))
+        context = ContextGroup(dist.group.WORLD, strategy)
+        q, k, v, cotangent = (
+            torch.randn(BATCH, TOKENS, heads, dim, generator=draw).to(device, dtype) for heads in (HEADS, kv, kv, HEADS)
+        )
+        exact = [x.double().clone().requires_grad_() for x in (q, k, v)]
+        wanted = written_out(*exact, pattern, 0.3)
+        wanted.backward(cotangent.double())
+        own = [context.split(x.detach()).requires_grad_() for x in (q, k, v)]
+        out = context_attention(*own, context, pattern, 0.3)
+        out.backward(context.split(cotangent))
+        assert out.dtype == dtype
+        results = [(out.detach(), wanted.detach()), *((x.grad, y.grad) for x, y in zip(own, exact, strict=True))]
+        errors[strategy, name, kv] = max(
+            ((found.double() - context.split(whole)).norm() / whole.norm().clamp(min=1)).item() for found, whole in results
+        )
+    return errors
+
+
+def split_and_gather():
+    """Whether a split sequence is gathered again, with each rank's own part of the gradient."""
+    context = ContextGroup(dist.group.WORLD)
+    x = torch.arange(2.0 * 24 * 3).view(2, 24, 3).requires_grad_()
+    own = context.split(x)
+    whole = context.gather(own)
+    weights = torch.linspace(0, 1, x.numel()).view(x.shape)
+    (whole * weights).sum().backward()
+    summed = x.grad.clone()
+    dist.all_reduce(summed)
+    loss = context.sum(own.detach().sum())
+    return torch.equal(whole, x), own.shape[1], torch.allclose(summed, weights), loss.item() == x.sum().item()

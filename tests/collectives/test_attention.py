@@ -1,0 +1,53 @@
+"""Attention over ranks equals attention written out in float64: output and every gradient, each exchange, each pattern."""
+
+import pytest
+import split_attention
+import torch
+
+import ranks
+from octavo.collectives.attention import check_heads
+from octavo.collectives.context import ContextGroup
+from octavo.collectives.schedule import Split
+from octavo.errors import InputError
+
+pytestmark = ranks.alone
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_exchange_computes_every_pattern(world):
+    for errors in ranks.run(world, split_attention.cells, torch.float64):
+        assert len(errors) == 3 * (8 + 8 + 4)
+        for cell, error in errors.items():
+            assert error < 1e-12, cell
+
+
+def test_half_precision_rounds_at_the_ends_alone():
+    for errors in ranks.run(2, split_attention.cells, torch.bfloat16, groups=(2,)):
+        assert max(errors.values()) < 8e-3
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_sequence_is_split_and_joined(world):
+    for same, own, gradient, total in ranks.run(world, split_attention.split_and_gather):
+        assert (same, gradient, total) == (True, True, True)
+        assert own == 24 // world
+
+
+def group(size, strategy="all_gather"):
+    """A context group of which only the numbers are used."""
+    context = object.__new__(ContextGroup)
+    context.size, context.rank, context.strategy = size, 0, strategy
+    return context
+
+
+def test_what_cannot_be_split_is_refused_with_what_can():
+    with pytest.raises(InputError, match="pad it, as to 16 tokens"):
+        group(4).split_of(13)
+    assert group(4).split_of(16) == Split(0, 4, 16)
+    with pytest.raises(InputError, match="context_parallel_degree of 1, 2, 6"):
+        check_heads(6, 2, 4)
+    with pytest.raises(InputError, match="context_parallel_degree of 1, 2, 4, 8"):
+        check_heads(8, 2, 3)
+    check_heads(8, 2, 8)
+    with pytest.raises(InputError, match="a2a"):
+        ContextGroup(None, "a2")

@@ -1,0 +1,163 @@
+"""What the tests of context parallelism run on every rank: a decoder whose sequences are split beside one that is whole."""
+
+import torch
+import torch.distributed as dist
+from llamas import llama_config
+
+from octavo.build import build_model, sharding_of
+from octavo.fp8.autocast import fp8_autocast, microbatch
+from octavo.fp8.recipe import RECIPES
+from octavo.fp8.scaling import states_of
+from octavo.parallel import world
+from octavo.parallel.fsdp import accumulate
+from octavo.train.optimizer import clip_grad_norm_
+
+SAMPLES = 4
+SIZES = {"vocab_size": 29, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def positions(*lengths):
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def inputs(case, device="cpu"):
+    """Arguments of the forward for all samples."""
+    tokens = {"odd": 37, "short": 3}.get(case, 48)
+    draw = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, SIZES["vocab_size"], (SAMPLES, tokens), generator=draw)
+    labels = ids.where(torch.rand(ids.shape, generator=draw) < 0.9, -100)
+    given = {"input_ids": ids, "labels": labels}
+    if case == "documents":
+        rows = [positions(5, 1, 24, 18), positions(48), positions(12, 12, 12, 12), positions(47, 1)]
+        given["position_ids"] = torch.stack(rows)
+    if case == "padding":
+        mask = torch.ones_like(ids)
+        mask[0, 40:], mask[1, :9], mask[2, :13], mask[2, 30:] = 0, 0, 0, 0
+        given["attention_mask"] = mask
+        given["labels"] = labels.where(mask.bool(), -100)
+    return {name: value.to(device) for name, value in given.items()}
+
+
+def config(window, heads):
+    kind = {"model_type": "mistral", "sliding_window": window} if window else {}
+    return llama_config(**SIZES, **kind, num_key_value_heads=heads)
+
+
+def build(strategy, *, window=None, heads=2, dtype=torch.float32, recipe=None, split=True, **options):
+    """A model of the same weights for the same config, over the ranks or (split=False) whole on each."""
+    state = world.state
+    sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=torch.float32, strategy=strategy)
+    return build_model(
+        config(window, heads),
+        dtype=dtype,
+        params_dtype=torch.float32,
+        device=state.device,
+        seed=3,
+        sharding=sharding if split else None,
+        **options,
+    )
+
+
+def full(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()
+
+
+def gradients(model):
+    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def own_samples(given):
+    """Those of this rank among the data-parallel ones."""
+    size, rank = world.state.dp_size, world.state.dp_rank
+    return {name: value.chunk(size)[rank] for name, value in given.items()}
+
+
+def largest_error(found, wanted):
+    return max(((found[n] - g).norm() / (g.norm() + 1e-6)).item() for n, g in wanted.items())
+
+
+def exact_cells(degrees, cases, strategies=("all_gather", "p2p", "a2a")):
+    """{cell: (error of the loss, of the gradients, of the logits)} without FP8, in float32."""
+    world.init(degrees)
+    device, errors = world.state.device, {}
+    for case in cases:
+        window = {"window": 11, "narrow window": 2}.get(case)
+        for heads in (2, 4):
+            whole = build("all_gather", window=window, heads=heads, split=False)
+            given = inputs(case, device)
+            wanted = whole(**given).loss
+            wanted.backward()
+            wanted_gradients = gradients(whole)
+            mine = own_samples({name: value for name, value in given.items() if name != "labels"})
+            with torch.no_grad():
+                wanted_logits = whole(**mine).logits
+            for strategy in strategies:
+                if window and strategy == "p2p":
+                    continue
+                model = build(strategy, window=window, heads=heads)
+                loss = model(**own_samples(given)).loss
+                loss.backward()
+                with torch.no_grad():
+                    logits = model(**mine).logits
+                real = mine.get("attention_mask", torch.ones_like(mine["input_ids"])).bool()
+                errors[case, heads, strategy] = (
+                    abs(loss.item() - wanted.item()) / wanted.item(),
+                    largest_error(gradients(model), wanted_gradients),
+                    (logits - wanted_logits)[real].abs().max().item(),
+                )
+    return errors
+
+
+def logits_with_gradients(degrees):
+    """The largest error of gradients of a loss that is made of whole logits."""
+    world.init(degrees)
+    given = inputs("odd", world.state.device)
+    ids = given["input_ids"]
+    found = []
+    for split in (True, False):
+        model = build("all_gather", split=split)
+        mine = own_samples(given)["input_ids"] if split else ids
+        output = model(input_ids=mine, output_hidden_states=True, logits_to_keep=20)
+        weights = torch.linspace(-1, 1, output.logits.numel() // len(mine), device=ids.device).view(output.logits.shape[1:])
+        (output.logits * weights).sum().backward()
+        found.append((gradients(model), [h.shape for h in output.hidden_states], output.logits.shape))
+    (ours, shapes, _), (theirs, whole, _) = found
+    same = [s[1:] for s in shapes] == [s[1:] for s in whole]
+    return largest_error(ours, theirs), same
+
+
+def fp8_steps(
+    degrees, recipe, strategy, *, steps=5, split=True, micro_batches=1, recompute=False, offload=False, case="documents"
+):
+    """Loss and gradient norm of each step of a training in FP8."""
+    if dist.is_initialized():
+        world.init(degrees)
+    chosen = None if recipe is None else RECIPES[recipe]()
+    model = build(strategy, recipe=chosen, split=split and dist.is_initialized(), recompute=recompute, offload=offload)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    given = inputs(case, world.state.device)
+    mine = own_samples(given) if split else given
+    count = (given["labels"][:, 1:] != -100).sum().item()
+    found = []
+    for _ in range(steps):
+        loss = torch.zeros((), device=world.state.device)
+        parts = [
+            dict(zip(mine, row, strict=True)) for row in zip(*(x.chunk(micro_batches) for x in mine.values()), strict=True)
+        ]
+        for index, part in enumerate(parts):
+            accumulate(model, last=index == len(parts) - 1)
+            with microbatch(first=index == 0), fp8_autocast(enabled=chosen is not None, fp8_recipe=chosen):
+                output = model(**part, num_items_in_batch=count)
+            output.loss.backward()
+            loss += output.loss.detach()
+        if world.state.dp_process_group is not None and world.state.dp_size > 1:
+            dist.all_reduce(loss, group=world.state.dp_process_group)
+        norm = clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), full(norm).item()))
+    scales = {}
+    for name, layer in states_of(model):
+        for operand, slot in layer.slots.items():
+            scales[name, operand.value] = slot.scale.item()
+    return found, scales
