@@ -13,7 +13,7 @@ import pytest
 
 import octavo
 from octavo.cli import main
-from octavo.errors import InputError, OctavoError, RunStopped
+from octavo.errors import InputError, RunStopped
 from octavo.run.metrics import read_metrics
 
 COMMANDS = ("train", "prepare", "describe", "export", "sample", "doctor", "bench")
@@ -397,16 +397,6 @@ def test_an_error_is_left_for_torchrun(tmp_path, monkeypatch, capsys):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
     assert f"octavo: {failure.message['message']}" == said
     assert failure.timestamp > 0
-
-
-def test_an_error_that_the_watchdog_has_printed_is_left_for_torchrun_too(tiny_run, tmp_path, monkeypatch, capsys):
-    error = OctavoError("step 3: loss nan.")
-    error.reported = True
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.setattr("octavo.train.plan.check", fail_with(error))
-    assert main(["train", str(tiny_run().file), "--dry-run"]) == 1
-    assert capsys.readouterr().err == ""
-    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "step 3: loss nan."
 
 
 def test_an_export_to_a_full_disk_is_one_message(tiny_run, tmp_path, monkeypatch, capsys):

@@ -122,11 +122,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _tell(message: str, code: int, error: BaseException, *, quiet: bool = False) -> None:
-    """Leave an error for a launcher, and print it unless it is printed."""
-    if not quiet:
+    """Print an error, unless it is printed, and leave it for a launcher."""
+    if not quiet and not getattr(error, "reported", False):
         _tell_launcher(message, code)
-        if not getattr(error, "reported", False):
-            _print_error(message)
+        _print_error(message)
 
 
 def _tell_launcher(message: str, code: int) -> None:
