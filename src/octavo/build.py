@@ -116,8 +116,7 @@ def transform(
         fp8_head = False
     _check_arguments(model, dtype, params_dtype, skip, layers, cp_comm_type)
     params_dtype = params_dtype or _params_dtype(model)
-    strategy = cp_comm_type or state.config.cp_comm_type
-    sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype, strategy=strategy)
+    sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype, strategy=cp_comm_type)
     training = model.training
     if sharding is not None and load_from is None and not load_state_dict_from_rank0:
         check_same_weights(model, all_ranks())
@@ -399,9 +398,12 @@ def _params_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def sharding_of(
-    ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype | None, strategy: str
+    ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype | None, strategy: str | None = None
 ) -> Sharding | None:
-    """The sharding over the ranks of `octavo.init`, which exchange keys and values by `strategy`; None for one rank."""
+    """The sharding over the ranks of `octavo.init`, which exchange keys and values by `strategy`, or else as `init` says.
+
+    None for one rank.
+    """
     if ranks.shard_mesh is None or ranks.world_size == 1:
         return None
     check_supported(ranks.degrees)
@@ -411,7 +413,7 @@ def sharding_of(
         mesh=ranks.shard_mesh,
         data_group=ranks.dp_process_group,
         token_group=ranks.token_process_group,
-        context=None if group is None or ranks.cp_size == 1 else ContextGroup(group, strategy),
+        context=None if group is None or ranks.cp_size == 1 else ContextGroup(group, strategy or ranks.config.cp_comm_type),
         recipe=recipe,
         param_dtype=None if param_dtype == params_dtype else param_dtype,
         reduce_dtype=torch_dtype(ranks.config.reduce_dtype),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from octavo import build
 from octavo.bench import peers, run
-from octavo.bench.cases import ALL_CASES, CASES, VISION_CASES
+from octavo.bench.cases import ALL_CASES, CASES, CONTEXT_CASES, VISION_CASES
 from octavo.bench.peers import ENTRIES, PEERS, build_octavo
 from octavo.bench.run import run_suite
 from octavo.bench.suites import SUITES
@@ -239,7 +239,7 @@ def test_a_workload_whose_model_is_not_installed_is_left_out(monkeypatch):
     ((case, able),) = run._plan(ONE_GPU, ["vit-huge"], entries, gpu, said.append)
     assert (case, able) == (VISION_CASES["vit-huge"], entries[:1])
     assert said[1:] == ["vit-huge: without octavo-delayed-fp8-head"]
-    assert set(ALL_CASES) == set(CASES) | set(VISION_CASES)
+    assert set(ALL_CASES) == set(CASES) | set(CONTEXT_CASES) | set(VISION_CASES)
 
 
 def test_the_head_trains_in_fp8_too():

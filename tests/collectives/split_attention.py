@@ -30,10 +30,12 @@ def written_out(q, k, v, pattern, scale):
     return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.repeat_interleave(per_group, 2))
 
 
-def cells(dtype, device="cpu", groups=(8, 2, 1), dim=DIM):
+def cells(dtype, device="cpu", groups=(8, 2, 1), dim=DIM, strategies=STRATEGIES):
     """{(strategy, pattern, key-value heads): the largest relative error of output and gradients}, of this rank's tokens."""
     errors = {}
-    for strategy, name, kv in itertools.product(STRATEGIES, PATTERNS, groups):
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+    for strategy, name, kv in itertools.product(strategies, PATTERNS, groups):
         pattern = PATTERNS[name]
         if strategy == "p2p" and pattern.window is not None:
             continue

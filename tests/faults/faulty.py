@@ -1,9 +1,9 @@
-"""A rank with a planted fault: `faulty.py KIND:PHASE:STEP:RANK COMMAND …`, started by torchrun.
+"""A rank with planted faults: `faulty.py KIND:PHASE:STEP:RANK,… COMMAND …`, started by torchrun.
 
-The fault happens as the main thread enters the phase (RANK "*": on every rank), in the first round only: a restarted rank is
-healthy. The time is written to $FAULT_FILE just before. COMMAND is `demo TIMEOUT GRACE`, a loop over the phases of a training
-with real collectives but without a model, or an `octavo` command line such as `train run.toml`. Only rank $FAILPOINT_RANK gets
-the failpoint of the environment, also in the first round only.
+There is one fault a round: the first start of the ranks has the first, each restart the next, and then they are healthy. A
+fault happens as the main thread enters the phase (RANK "*": on every rank). The time is written to $FAULT_FILE just before.
+COMMAND is `demo TIMEOUT GRACE`, a loop over the phases of a training with real collectives but without a model, or an `octavo`
+command line such as `train run.toml`.
 
     kill    SIGKILL, as the kernel does when memory is out
     freeze  SIGSTOP
@@ -11,6 +11,7 @@ the failpoint of the environment, also in the first round only.
     input   an InputError
     stall   the main thread does not come back
     term    SIGTERM, to this rank alone
+    save    SIGKILL at the failpoint named in place of a phase, in the save of that step
     none    nothing
 """
 
@@ -25,14 +26,13 @@ from octavo.watchdog.processes import die_with_launcher, leave
 from octavo.watchdog.stopping import StopRequest
 
 STEPS, SAVE_EVERY = 6, 2
-FIRST_ROUND = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+ROUND = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def main():
-    fault, command, *arguments = sys.argv[1:]
+    faults, command, *arguments = sys.argv[1:]
     die_with_launcher()
-    if not FIRST_ROUND or os.environ.get("FAILPOINT_RANK") != os.environ.get("RANK"):
-        os.environ.pop("OCTAVO_FAILPOINT", None)
+    fault = dict(enumerate(faults.split(","))).get(ROUND, "none")
     if fault != "none":
         plant(*fault.split(":"))
     if command != "demo":
@@ -49,7 +49,11 @@ def main():
 
 
 def plant(kind, phase, step, rank):
-    """Have the watchdog of this process commit the fault."""
+    """Have the watchdog of this process commit the fault, or a save meet its failpoint."""
+    if kind == "save":
+        if rank == os.environ["RANK"]:
+            os.environ |= {"OCTAVO_FAILPOINT": phase, "OCTAVO_FAILPOINT_STEP": step}
+        return
     from octavo.watchdog.watchdog import Watchdog
 
     original = Watchdog._advance
@@ -58,7 +62,7 @@ def plant(kind, phase, step, rank):
         original(watchdog, progress)
         reached = progress.training > 0 and (progress.phase, str(progress.step)) == (phase, step)
         here = reached and rank in ("*", str(watchdog.rank))
-        if here and FIRST_ROUND:
+        if here:
             Path(os.environ["FAULT_FILE"]).write_text(repr(time.time()))
             commit(kind)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-for folder in ("", "parallel", "models", "nn"):
+for folder in ("", "collectives", "parallel", "models", "nn"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
 if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None:

@@ -2,6 +2,8 @@
 
 import pytest
 import sharded
+import split_attention
+import split_sequences
 import torch
 
 import ranks
@@ -41,3 +43,20 @@ def test_two_gpus_equal_one(layout, recipe):
         assert found_norm == pytest.approx(norm, rel=gradient)
         for name in gradients:
             assert (summed[name] - gradients[name]).norm() <= gradient * gradients[name].norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "p2p", "a2a"])
+def test_attention_over_two_gpus_is_the_whole(strategy):
+    for errors in ranks.run(2, split_attention.cells, torch.bfloat16, "cuda", groups=(2,), dim=64, strategies=(strategy,)):
+        for cell, error in errors.items():
+            assert error < 2e-2, cell
+
+
+@pytest.mark.parametrize(("recipe", "strategy"), [("delayed", "all_gather"), ("current", "a2a"), ("rowwise", "p2p")])
+def test_sequences_over_two_gpus_train_as_on_one(recipe, strategy):
+    (one, _), *_ = ranks.run(1, split_sequences.fp8_steps, {}, recipe, strategy, split=False, timeout=300)
+    many = ranks.run(2, split_sequences.fp8_steps, {"context_parallel_degree": 2}, recipe, strategy, timeout=300)
+    assert many[0] == many[1]
+    for (loss, norm), (wanted, wanted_norm) in zip(many[0][0], one, strict=True):
+        assert loss == pytest.approx(wanted, rel=5e-3)
+        assert norm == pytest.approx(wanted_norm, rel=5e-2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from octavo.models.families import spec_of
 from octavo.models.shapes import SHAPES
@@ -25,7 +25,9 @@ class Case:
     Attributes:
         name: in the results.
         sizes: keys of the Hugging Face config, such as an entry of `octavo.models.shapes.SHAPES`.
-        batch, sequence_length: sequences and tokens in a step of one GPU.
+        batch, sequence_length: sequences in a step of one GPU, or of `context` GPUs that share them, and their tokens.
+        context: GPUs that share each sequence.
+        recompute: as `train.recompute`.
 
     Class attributes, which `VisionCase` has too:
         rate: the key of a row that holds the speed.
@@ -37,6 +39,8 @@ class Case:
     sizes: Mapping[str, Any]
     batch: int
     sequence_length: int
+    context: int = 1
+    recompute: bool | Literal["selective"] = False
 
     rate: ClassVar[str] = "tokens_per_second"
     package: ClassVar[str | None] = None
@@ -61,8 +65,8 @@ class Case:
 
     @property
     def units(self) -> int:
-        """Tokens in a step: the unit of `rate`."""
-        return self.batch * self.sequence_length
+        """Tokens of one GPU in a step: the unit of `rate`."""
+        return self.batch * self.sequence_length // self.context
 
     @property
     def parameters(self) -> int:
@@ -155,4 +159,15 @@ CASES: dict[str, Case] = {
 VISION_CASES: dict[str, VisionCase] = {
     case.name: case for case in (VisionCase("vit-huge", 1280, 32, 16, 5120, 1000, 14, 224, 128), _TINY_VIT)
 }
-ALL_CASES: dict[str, AnyCase] = {**CASES, **VISION_CASES}
+CONTEXT_CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        CASES["llama-8b-16k"],
+        # The same tokens a GPU, of sequences that two GPUs share.
+        Case("llama-8b-16k-cp2", SHAPES["llama-8b"], 2, 16_384, context=2),
+        Case("llama-8b-128k-cp2", SHAPES["llama-8b"], 1, 131_072, context=2, recompute="selective"),
+        CASES["tiny"],
+        Case("tiny-cp2", _TINY, 2, 32, context=2, recompute="selective"),
+    )
+}
+ALL_CASES: dict[str, AnyCase] = {**CASES, **CONTEXT_CASES, **VISION_CASES}

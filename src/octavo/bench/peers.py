@@ -179,12 +179,14 @@ def build_octavo(
     head: bool | Literal["backward"] = False,
     fast: FastAccumulation = False,
     params_dtype: torch.dtype = torch.bfloat16,
+    strategy: str = "all_gather",
     seed: int = SEED,
 ) -> Training:
     """Octavo's model over all ranks, or timm's through `octavo.transform`; in FP8 by a recipe of `octavo.recipe`.
 
-    head, fast: as `fp8.head` and `fp8.fast_accumulation`. Nothing is compiled: the layers are fused kernels. A vision
-    transformer's kernels are shorter than their launch from Python, so its forward and backward are one CUDA graph.
+    head, fast, strategy: as `fp8.head`, `fp8.fast_accumulation` and `parallel.cp_comm_type`. Nothing is compiled: the layers
+    are fused kernels. A vision transformer's kernels are shorter than their launch from Python, so its forward and backward are
+    one CUDA graph.
     """
     # With transformers' model classes, which import torchao: a broken torchao must not cost the other entries their rows.
     from octavo.build import build_model, sharding_of, transform
@@ -202,9 +204,9 @@ def build_octavo(
         buffer_dtype=torch.float32,
         device=device,
         seed=seed,
-        sharding=sharding_of(state, scaling, **dtypes),
+        sharding=sharding_of(state, scaling, **dtypes, strategy=strategy),
         fp8_head=head,
-        **MODEL_SETTINGS,
+        **MODEL_SETTINGS | {"recompute": case.recompute},
     )
     return Training(model, _loss_of(model), around, AdamW(model.parameters(), **ADAMW))
 

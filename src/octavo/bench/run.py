@@ -192,6 +192,11 @@ def _plan(
         if not cases and case.package and version(case.package) is None:
             say(f"{case.package} is not installed: without {case.name}")
             continue
+        if isinstance(case, Case) and target.ranks % case.context:
+            raise InputError(
+                f"{case.name}: {case.context} GPUs share each sequence, and {target.ranks} ranks are no multiple of that. Use "
+                f"--gpus {max(1, round(target.ranks / case.context)) * case.context}."
+            )
         able = [entry for entry in compared if entry.vision or isinstance(case, Case)]
         if unable := [entry.name for entry in compared if entry not in able]:
             say(f"{case.name}: without {', '.join(unable)}")

@@ -53,12 +53,28 @@ def build_plain_sharded(case: Case, device: torch.device, compiled: bool, *, see
     return Training(materialise(model, device, CounterInit(seed, STD)), model)
 
 
+_float32 = partial(build_octavo, params_dtype=torch.float32)
+_defaults = partial(_float32, recipe="delayed", head="backward", fast="input_gradient")
+
 SHARDED: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry("octavo-bf16", "bf16", "bf16", partial(build_octavo, params_dtype=torch.float32)),
-        Entry("octavo-delayed", "fp8", "bf16", partial(build_octavo, params_dtype=torch.float32, recipe="delayed")),
-        Entry("octavo-current", "fp8", "bf16", partial(build_octavo, params_dtype=torch.float32, recipe="current")),
+        Entry("octavo-bf16", "bf16", "bf16", _float32),
+        Entry("octavo-delayed", "fp8", "bf16", partial(_float32, recipe="delayed")),
+        Entry("octavo-delayed-fast-input-fp8-head-backward", "fp8", "fp8", _defaults, head_forward="bf16"),
+        Entry("octavo-current", "fp8", "bf16", partial(_float32, recipe="current")),
         Entry("torch-bf16", "bf16", "bf16", build_plain_sharded),
     )
 }
+
+CONTEXT: dict[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        Entry("octavo-bf16", "bf16", "bf16", _float32),
+        *(
+            Entry(f"octavo-delayed{suffix}", "fp8", "fp8", partial(_defaults, strategy=strategy), head_forward="bf16")
+            for suffix, strategy in (("", "all_gather"), ("-p2p", "p2p"), ("-a2a", "a2a"))
+        ),
+    )
+}
+"""Entries of the context suite: Octavo's defaults, with each exchange of keys and values."""

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.bench.cases import ALL_CASES, CASES
+from octavo.bench.cases import CASES, CONTEXT_CASES, VISION_CASES
 from octavo.bench.kernels import KERNELS
 from octavo.bench.layers.suite import LAYERS, SETTLING
 from octavo.bench.peers import ENTRIES, Entry
 from octavo.bench.products import WORKLOADS
-from octavo.bench.sharded import SHARDED
+from octavo.bench.sharded import CONTEXT, SHARDED
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ _OWN_SHARDED = {name: entry for name, entry in SHARDED.items() if name.startswit
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
-        Suite("one-gpu", ENTRIES, ALL_CASES, ("llama-1b", "llama-8b-8layers", "llama2-7b-8layers", "vit-huge")),
+        Suite("one-gpu", ENTRIES, {**CASES, **VISION_CASES}, ("llama-1b", "llama-8b-8layers", "llama2-7b-8layers", "vit-huge")),
         Suite("sharded", SHARDED, CASES, ("llama-8b-8k", "llama-8b-16k"), (2, None)),
+        Suite("context", CONTEXT, CONTEXT_CASES, ("llama-8b-16k", "llama-8b-16k-cp2", "llama-8b-128k-cp2"), (2, None)),
         Suite("checkpoint", _OWN_SHARDED, CASES, ("llama-8b-8k",), (1, None), usual=("octavo-delayed",)),
         # Kernels are compared with the device's copy, products with PyTorch's choice of an algorithm.
         Suite("kernels", {}, KERNELS, tuple(KERNELS), steps=100, warmup=10),

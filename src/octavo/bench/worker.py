@@ -59,7 +59,7 @@ class Worker:
         """Join the other ranks and build the model with weights of this seed."""
         self._join()
         self.trainer = self.entry.build(self.case, self.device, self.on_gpu, seed=seed)
-        self.batches = itertools.cycle(labelled_batches(self.case, self.device, world.state.rank))
+        self.batches = itertools.cycle(labelled_batches(self.case, self.device, world.state.dp_rank))
         self._wait()
         return {}
 
@@ -116,7 +116,7 @@ class Worker:
                 world_size=size,
                 device_id=self.device if self.on_gpu else None,
             )
-            world.init()
+            world.init({"context_parallel_degree": getattr(self.case, "context", 1)})
 
     def _wait(self) -> None:
         if self.on_gpu:

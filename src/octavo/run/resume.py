@@ -148,8 +148,9 @@ def check_resumable(
     `extend` has checked `train.steps`.
 
     Raises:
-        InputError: for each changed key, its old and new value.
+        InputError: for each changed key, its old and new value; not for keys that another changed key leaves without effect.
     """
+    idle = {each.key: each.by for config in (before, now) for each in without_effect(config)}
     now = settled(now, list(without_effect(now)))
     if now.train.extended == [*before.train.extended, before.train.steps]:
         before = with_values(before, {"train.extended": now.train.extended})
@@ -157,7 +158,8 @@ def check_resumable(
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not _may_change(key)]
     if not changed:
         return
-    raise InputError(f"the run in {str(folder)!r} was started with other settings: {_differences(old, new, changed)}. {remedy}")
+    causes = [key for key in changed if not set(idle.get(key, ())).intersection(changed)] or changed
+    raise InputError(f"the run in {str(folder)!r} was started with other settings: {_differences(old, new, causes)}. {remedy}")
 
 
 def check_same_model(recorded: Path, hf_config: Any) -> None:

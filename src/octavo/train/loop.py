@@ -306,9 +306,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         load_from=plan.weights_folder,
         offload=config.train.offload or config.parallel.sm_activation_offloading,
         blocks=plan.blocks,
-        sharding=sharding_of(
-            state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype, strategy=config.parallel.cp_comm_type
-        ),
+        sharding=sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype),
         buffer_dtype=torch_dtype(config.parallel.buffer_dtype),
         **model_options(config),
     )

@@ -1,0 +1,97 @@
+"""Attention by pieces on a GPU: cuDNN with its log-sum-exp, joined, windows included, against the reference in float32."""
+
+import pytest
+import torch
+
+from octavo.kernels.attention import library, reference
+from octavo.kernels.attention.pattern import Pattern, Span
+from octavo.kernels.attention.pieces import Attended, Gradients, gradients
+from octavo.nn.attend import attend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def draw(batch, queries, keys, heads, groups, dim, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    sizes = ((batch, queries, heads), (batch, keys, groups), (batch, keys, groups), (batch, queries, heads))
+    return [torch.randn(*size, dim, device="cuda", generator=generator).bfloat16() for size in sizes]
+
+
+def close(found, wanted, tolerance=1e-2):
+    assert (found.float() - wanted).norm() <= tolerance * wanted.norm()
+
+
+@pytest.mark.parametrize("dim", library._HEADS)
+@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (4, 4), (8, 1)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"), [(512, 512, True), (384, 1024, False), (1000, 1000, True), (128, 77, False)]
+)
+def test_output_and_gradients_are_the_references(dim, heads, groups, queries, keys, causal):
+    q, k, v, d_out = draw(2, queries, keys, heads, groups, dim)
+    assert library.takes(q, k, causal=causal, window=None)
+    how = {"causal": causal, "scale": dim**-0.5}
+    out, lse = library.forward(q, k, v, **how)
+    wanted, wanted_lse = reference.forward(q, k, v, **how)
+    close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
+    for found, exact in zip(
+        library.backward(d_out, q, k, v, out, lse, **how),
+        reference.backward(d_out, q, k, v, wanted, wanted_lse, **how),
+        strict=True,
+    ):
+        close(found, exact, 2e-2)
+
+
+@pytest.mark.parametrize("dim", library._HEADS)
+def test_a_part_of_the_keys_has_its_part_of_the_gradients(dim):
+    q, k, v, d_out = draw(1, 512, 1024, 8, 2, dim)
+    spans = [Span(0, 1, 0, 512, 512, 1024, True), Span(0, 1, 0, 512, 0, 512, False)]
+    attended = Attended(q, scale=dim**-0.5)
+    attended.add(k, v, spans)
+    out, lse = attended.result()
+    how = {"causal": True, "scale": dim**-0.5}
+    wanted, wanted_lse = reference.forward(q, k, v, **how)
+    close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
+    grads = Gradients(d_out, q, out, lse, scale=dim**-0.5)
+    dk, dv = (torch.zeros(k.shape, device="cuda") for _ in range(2))
+    grads.add(k, v, spans, dk, dv)
+    for found, exact in zip((grads.dq, dk, dv), reference.backward(d_out, q, k, v, wanted, wanted_lse, **how), strict=True):
+        close(found, exact, 2e-2)
+
+
+@pytest.mark.parametrize("window", [256, 300, 1000, 64])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_window(window, dim):
+    q, k, v, d_out = draw(2, 1536, 1536, 8, 2, dim)
+    pattern = Pattern(1536, window=window)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, pattern, scale=None)
+    out.backward(d_out)
+    how = {"causal": True, "scale": dim**-0.5, "window": window}
+    wanted, lse = reference.forward(q, k, v, **how)
+    close(out.detach(), wanted)
+    for leaf, exact in zip(leaves, reference.backward(d_out, q, k, v, wanted, lse, **how), strict=True):
+        close(leaf.grad, exact, 2e-2)
+
+
+def test_documents_are_the_references_document_by_document():
+    q, k, v, d_out = draw(2, 1024, 1024, 8, 2, 128)
+    pattern = Pattern(1024, documents=((0, 100, 700), (0, 1, 513)))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, pattern, scale=None)
+    out.backward(d_out)
+    attended = reference_of(q, k, v, pattern)
+    close(out.detach(), attended[0])
+    spans, (wanted, lse) = pattern.spans(2), attended
+    grads = gradients(d_out, q, k, v, wanted.bfloat16(), lse, spans, scale=128**-0.5)
+    for leaf, exact in zip(leaves, grads, strict=True):
+        close(leaf.grad, exact.float(), 2e-2)
+
+
+def reference_of(q, k, v, pattern):
+    out, lse = torch.zeros(q.shape, device="cuda"), torch.zeros(q.shape[0], q.shape[2], q.shape[1], device="cuda")
+    for span in pattern.spans(q.shape[0]):
+        b, rows = slice(span.b0, span.b1), slice(span.q0, span.q1)
+        out[b, rows], lse[b, :, rows] = reference.forward(q[b, rows], k[b, rows], v[b, rows], causal=True, scale=128**-0.5)
+    return out, lse
