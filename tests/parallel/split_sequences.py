@@ -13,6 +13,8 @@ from octavo.parallel.fsdp import accumulate
 from octavo.train.optimizer import clip_grad_norm_
 
 SAMPLES = 4
+FAMILIES = {"parallel block": "gpt_neox", "normed queries": "qwen3"}
+"""Cases that are of another family, of an odd length and of documents."""
 SIZES = {"vocab_size": 29, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -22,12 +24,12 @@ def positions(*lengths):
 
 def inputs(case, device="cpu"):
     """Arguments of the forward for all samples."""
-    tokens = {"odd": 37, "short": 3}.get(case, 48)
+    tokens = {"odd": 37, "parallel block": 37, "short": 3}.get(case, 48)
     draw = torch.Generator().manual_seed(5)
     ids = torch.randint(0, SIZES["vocab_size"], (SAMPLES, tokens), generator=draw)
     labels = ids.where(torch.rand(ids.shape, generator=draw) < 0.9, -100)
     given = {"input_ids": ids, "labels": labels}
-    if case == "documents":
+    if case in ("documents", "normed queries"):
         rows = [positions(5, 1, 24, 18), positions(48), positions(12, 12, 12, 12), positions(47, 1)]
         given["position_ids"] = torch.stack(rows)
     if case == "padding":
@@ -38,17 +40,17 @@ def inputs(case, device="cpu"):
     return {name: value.to(device) for name, value in given.items()}
 
 
-def config(window, heads):
-    kind = {"model_type": "mistral", "sliding_window": window} if window else {}
+def config(window, heads, family="llama"):
+    kind = {"model_type": "mistral", "sliding_window": window} if window else {"model_type": family}
     return llama_config(**SIZES, **kind, num_key_value_heads=heads)
 
 
-def build(strategy, *, window=None, heads=2, dtype=torch.float32, recipe=None, split=True, **options):
+def build(strategy, *, window=None, heads=2, family="llama", dtype=torch.float32, recipe=None, split=True, **options):
     """A model of the same weights for the same config, over the ranks or (split=False) whole on each."""
     state = world.state
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=torch.float32, strategy=strategy)
     return build_model(
-        config(window, heads),
+        config(window, heads, family),
         dtype=dtype,
         params_dtype=torch.float32,
         device=state.device,
@@ -81,9 +83,9 @@ def exact_cells(degrees, cases, strategies=("all_gather", "p2p", "a2a")):
     world.init(degrees)
     device, errors = world.state.device, {}
     for case in cases:
-        window = {"window": 11, "narrow window": 2}.get(case)
-        for heads in (2, 4):
-            whole = build("all_gather", window=window, heads=heads, split=False)
+        window, family = {"window": 11, "narrow window": 2}.get(case), FAMILIES.get(case, "llama")
+        for heads in (4,) if case in FAMILIES else (2, 4):
+            whole = build("all_gather", window=window, heads=heads, family=family, split=False)
             given = inputs(case, device)
             wanted = whole(**given).loss
             wanted.backward()
@@ -94,7 +96,7 @@ def exact_cells(degrees, cases, strategies=("all_gather", "p2p", "a2a")):
             for strategy in strategies:
                 if window and strategy == "p2p":
                     continue
-                model = build(strategy, window=window, heads=heads)
+                model = build(strategy, window=window, heads=heads, family=family)
                 loss = model(**own_samples(given)).loss
                 loss.backward()
                 with torch.no_grad():

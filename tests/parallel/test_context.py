@@ -7,7 +7,7 @@ import ranks
 
 pytestmark = ranks.alone
 
-CASES = ("plain", "documents", "padding", "window", "narrow window", "odd", "short")
+CASES = ("plain", "documents", "padding", "window", "narrow window", "odd", "short", "parallel block", "normed queries")
 LAYOUTS = {
     "context 2": (2, {"context_parallel_degree": 2}),
     "context 4": (4, {"context_parallel_degree": 4}),
