@@ -5,6 +5,7 @@ import torch.distributed as dist
 from llamas import llama_config
 
 from octavo.build import build_model, sharding_of
+from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.fp8.scaling import states_of
@@ -161,3 +162,34 @@ def fp8_steps(
         for operand, slot in layer.slots.items():
             scales[name, operand.value] = slot.scale.item()
     return found, scales
+
+
+def different_samples(change):
+    """What a rank says whose sequences are not those of the other rank."""
+    world.init({"context_parallel_degree": 2})
+    given = inputs("documents")
+    if world.state.rank == 1:
+        given = change(given)
+    try:
+        build("all_gather")(**given)
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
+def other_sample(given):
+    return {name: value.roll(1, 0) for name, value in given.items()}
+
+
+def one_label(given):
+    labels = given["labels"].clone()
+    labels[1, 7] = -100 if labels[1, 7] >= 0 else 1
+    return given | {"labels": labels}
+
+
+def shorter(given):
+    return {name: value[:, :40] for name, value in given.items()}
+
+
+def no_positions(given):
+    return {name: value for name, value in given.items() if name != "position_ids"}

@@ -59,3 +59,9 @@ def test_fp8_trains_as_on_one_rank(recipe, strategy, options):
     if recipe == "delayed":  # amaxes are joined: most scales are one rank's to the last bit
         same = sum(many[0][1][key] == pytest.approx(scales[key], rel=0.1) for key in scales)
         assert same >= 0.9 * len(scales)
+
+
+@pytest.mark.parametrize("change", ["other_sample", "one_label", "shorter", "no_positions"])
+def test_ranks_that_are_given_different_sequences_are_refused(change):
+    for said in ranks.run(2, split_sequences.different_samples, getattr(split_sequences, change)):
+        assert "were given different ones: give all of them the samples of octavo.state.dp_rank" in said
