@@ -112,8 +112,8 @@ def splits_heads(heads: int, groups: int, ranks: int) -> bool:
 def cheaper_exchange(heads: int, groups: int, ranks: int) -> str:
     """The exchange that moves fewer bytes, of "all_gather" and "a2a".
 
-    A rank receives (n − 1) / n of a sequence's keys and values, or 1 / n of that of everything that attention reads and writes:
-    2·G heads a token against 2·(H + G) / n.
+    For each token of the other ranks a rank receives its keys and values, 2·G heads; or the n-th part of all that attention
+    reads and writes, 2·(H + G) / n heads.
     """
     return "a2a" if splits_heads(heads, groups, ranks) and ranks * groups > heads + groups else "all_gather"
 
