@@ -164,17 +164,21 @@ def fp8_steps(
     return found, scales
 
 
-def different_samples(change):
-    """What a rank says whose sequences are not those of the other rank."""
+def fp8_runs(degrees, cells, **options):
+    """`fp8_steps` of each (recipe, strategy, options)."""
+    return [fp8_steps(degrees, recipe, strategy, **others, **options) for recipe, strategy, others in cells]
+
+
+def different_samples(*changes):
+    """What a rank says whose sequences are not those of the other rank, by change."""
     world.init({"context_parallel_degree": 2})
-    given = inputs("documents")
-    if world.state.rank == 1:
-        given = change(given)
-    try:
-        build("all_gather")(**given)
-    except InputError as error:
-        return str(error)
-    return "nothing"
+    given, said = inputs("documents"), []
+    for change in changes:
+        try:
+            build("all_gather")(**(change(given) if world.state.rank == 1 else given))
+        except InputError as error:
+            said.append(str(error))
+    return said
 
 
 def other_sample(given):
