@@ -90,6 +90,9 @@ def test_it_needs_ranks_and_whole_positions():
 def wrong_positions():
     octavo.init({"context_parallel_degree": 2})
     q = torch.zeros(1, 4, 2, 8)
+    for wrong in ("own", "ring"):
+        with pytest.raises(InputError, match="unknown cp_comm_type"):
+            octavo.context_parallel.attention(q, q, q, cp_comm_type=wrong)
     with pytest.raises(InputError) as refused:
         octavo.context_parallel.attention(q, q, q, position_ids=torch.arange(4)[None])
     return str(refused.value)

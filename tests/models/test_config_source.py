@@ -43,6 +43,15 @@ def test_a_folder_gives_its_config(tmp_path):
             assert found[key] == value, key
 
 
+def test_rotary_keys_of_older_configs_are_read(tmp_path):
+    """As Pythia's have them."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 96, "vocab_size": 31}
+    old = {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500, "use_parallel_residual": False, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    spec, _ = decoder_spec(load_config(str(tmp_path)))
+    assert (spec.rotary_fraction, spec.rotary["rope_theta"], spec.parallel) == (0.5, 500, False)
+
+
 def test_overrides_change_single_keys():
     config = load_config(
         "llama-tiny", {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 101}

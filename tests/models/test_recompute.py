@@ -149,7 +149,7 @@ def test_a_recomputed_model_keeps_less_for_backward():
     assert kept[2] < kept[0] / 2
 
 
-@pytest.mark.parametrize("recompute", [False, True, "mlp"])
+@pytest.mark.parametrize("recompute", [False, True, "mlp", "selective"])
 @pytest.mark.parametrize(
     ("recipe", "family"), [("none", "llama"), ("delayed", "llama"), ("rowwise", "llama"), ("delayed", "gpt_neox")]
 )
@@ -161,11 +161,14 @@ def test_offloading_changes_no_bit_and_keeps_nothing_of_a_block_but_on_the_host(
         kept.append(copy)
         return original(copy, device)
 
-    plain = train(RECIPES[recipe], recompute, dropout=0.1, family=family)
+    dropout = 0.0 if recompute == "selective" else 0.1
+    plain = train(RECIPES[recipe], recompute, dropout=dropout, family=family)
     monkeypatch.setattr(offload, "_Away", counted)
     monkeypatch.setattr(offload, "SMALLEST_BYTES", 0)
-    assert_same_bits(plain, train(RECIPES[recipe], recompute, away=True, dropout=0.1, family=family))
+    assert_same_bits(plain, train(RECIPES[recipe], recompute, away=True, dropout=dropout, family=family))
     assert len(kept) >= 3
+    if recompute == "selective":  # each block's input, attention's result and its log-sum-exp
+        assert len(kept) == 3 * 3 * 2
     assert not any(copy.is_pinned() for copy in kept)
 
 

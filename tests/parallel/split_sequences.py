@@ -5,6 +5,7 @@ import torch.distributed as dist
 from llamas import llama_config
 
 from octavo.build import build_model, sharding_of
+from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.fp8.scaling import states_of
@@ -163,3 +164,38 @@ def fp8_steps(
         for operand, slot in layer.slots.items():
             scales[name, operand.value] = slot.scale.item()
     return found, scales
+
+
+def fp8_runs(degrees, cells, **options):
+    """`fp8_steps` of each (recipe, strategy, options)."""
+    return [fp8_steps(degrees, recipe, strategy, **others, **options) for recipe, strategy, others in cells]
+
+
+def different_samples(*changes):
+    """What a rank says whose sequences are not those of the other rank, by change."""
+    world.init({"context_parallel_degree": 2})
+    given, said = inputs("documents"), []
+    for change in changes:
+        try:
+            build("all_gather")(**(change(given) if world.state.rank == 1 else given))
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+def other_sample(given):
+    return {name: value.roll(1, 0) for name, value in given.items()}
+
+
+def one_label(given):
+    labels = given["labels"].clone()
+    labels[1, 7] = -100 if labels[1, 7] >= 0 else 1
+    return given | {"labels": labels}
+
+
+def shorter(given):
+    return {name: value[:, :40] for name, value in given.items()}
+
+
+def no_positions(given):
+    return {name: value for name, value in given.items() if name != "position_ids"}

@@ -46,16 +46,22 @@ FP8 = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "strategy", "options"), FP8)
-def test_fp8_trains_as_on_one_rank(recipe, strategy, options):
-    degrees = {"context_parallel_degree": 2}
-    (one, scales), *_ = ranks.run(1, split_sequences.fp8_steps, {}, recipe, strategy, split=False, **options)
-    many = ranks.run(2, split_sequences.fp8_steps, degrees, recipe, strategy, **options)
-    assert many[0] == many[1]  # scales and losses too
-    for (loss, norm), (wanted, wanted_norm) in zip(many[0][0], one, strict=True):
-        assert loss == pytest.approx(wanted, rel=5e-3)
-        assert norm == pytest.approx(wanted_norm, rel=5e-2)
-    assert many[0][1].keys() == scales.keys()
-    if recipe == "delayed":  # amaxes are joined: most scales are one rank's to the last bit
-        same = sum(many[0][1][key] == pytest.approx(scales[key], rel=0.1) for key in scales)
-        assert same >= 0.9 * len(scales)
+def test_fp8_trains_as_on_one_rank():
+    one = ranks.run(1, split_sequences.fp8_runs, {}, FP8, split=False)[0]
+    first, second = ranks.run(2, split_sequences.fp8_runs, {"context_parallel_degree": 2}, FP8)
+    assert first == second  # scales and losses too
+    for cell, (steps, found), (wanted_steps, scales) in zip(FP8, first, one, strict=True):
+        for (loss, norm), (wanted, wanted_norm) in zip(steps, wanted_steps, strict=True):
+            assert loss == pytest.approx(wanted, rel=5e-3), cell
+            assert norm == pytest.approx(wanted_norm, rel=5e-2), cell
+        assert found.keys() == scales.keys()
+        if cell[0] == "delayed":  # amaxes are joined: most scales are one rank's to the last bit
+            same = sum(found[key] == pytest.approx(scales[key], rel=0.1) for key in scales)
+            assert same >= 0.9 * len(scales)
+
+
+def test_ranks_that_are_given_different_sequences_are_refused():
+    changes = [getattr(split_sequences, name) for name in ("other_sample", "one_label", "shorter", "no_positions")]
+    for said in ranks.run(2, split_sequences.different_samples, *changes):
+        assert len(said) == len(changes)
+        assert all("were given different ones: give all of them the samples of octavo.state.dp_rank" in one for one in said)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.collectives.context import ContextGroup, in_order, splits_heads, start_gather, start_reduce_scatter
 from octavo.collectives.schedule import Earlier, Split, diagonal, earlier, ring
-from octavo.errors import InputError
+from octavo.errors import InputError, unknown
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import Attended, Gradients
@@ -45,6 +45,9 @@ def context_attention(
     Raises:
         InputError: the exchange cannot compute the pattern, or split these heads.
     """
+    context = context.resolved(q.shape[2], k.shape[2])
+    if context.strategy not in _FUNCTIONS:
+        raise unknown("cp_comm_type", context.strategy, (*_FUNCTIONS, "auto"))
     split = context.split_of(q.shape[1] * context.size)
     if pattern.tokens != split.tokens:
         raise InputError(
@@ -52,8 +55,9 @@ def context_attention(
             f"{split.tokens}: make it for the whole sequence."
         )
     _check(pattern, context, q.shape[2], k.shape[2])
-    function = {"all_gather": _AllGather, "p2p": _Ring, "a2a": _HeadsForTokens}[context.strategy]
-    out: Tensor = function.apply(q, k, v, context, pattern, split, q.shape[-1] ** -0.5 if scale is None else scale)
+    out: Tensor = _FUNCTIONS[context.strategy].apply(
+        q, k, v, context, pattern, split, q.shape[-1] ** -0.5 if scale is None else scale
+    )
     return out
 
 
@@ -336,6 +340,9 @@ class _HeadsForTokens(torch.autograd.Function):
         if copies > 1:
             dk, dv = (x.unflatten(2, (groups, copies)).sum(3) for x in (dk, dv))
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None
+
+
+_FUNCTIONS = {"all_gather": _AllGather, "p2p": _Ring, "a2a": _HeadsForTokens}
 
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:

@@ -89,6 +89,16 @@ class ContextGroup:
         gathered: Tensor = _Gather.apply(x, self, dim)
         return gathered
 
+    def same(self, *tensors: Tensor | None) -> Tensor:
+        """True, as bool [] on the tensors' device, if these whole numbers are the same on every rank. Collective."""
+        device = next(x.device for x in tensors if x is not None)
+        digest = torch.zeros((), dtype=torch.int64, device=device)
+        for x in tensors:
+            digest = digest * 1_000_003 + (0 if x is None else _digest(x).to(device))
+        both = torch.stack((digest, -digest))
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
+        return both[0] == -both[1]
+
     def sum(self, part: Tensor) -> Tensor:
         """The sum of the ranks' parts, the same bits on each; the gradient is that of the own part. Collective."""
         return summed(part, self.group)
@@ -102,8 +112,8 @@ def splits_heads(heads: int, groups: int, ranks: int) -> bool:
 def cheaper_exchange(heads: int, groups: int, ranks: int) -> str:
     """The exchange that moves fewer bytes, of "all_gather" and "a2a".
 
-    A rank receives (n − 1) / n of a sequence's keys and values, or 1 / n of that of everything that attention reads and writes:
-    2·G heads a token against 2·(H + G) / n.
+    For each token of the other ranks a rank receives its keys and values, 2·G heads; or the n-th part of all that attention
+    reads and writes, 2·(H + G) / n heads.
     """
     return "a2a" if splits_heads(heads, groups, ranks) and ranks * groups > heads + groups else "all_gather"
 
@@ -112,6 +122,13 @@ def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' parts, the same bits on each; the gradient is that of the own part. Collective."""
     total: Tensor = _Sum.apply(part, group)
     return total
+
+
+def _digest(x: Tensor) -> Tensor:
+    """A number, int64 [], that depends on the shape of `x`, on its values and on their places."""
+    flat = x.flatten().to(torch.int64)
+    places = torch.arange(1, flat.numel() + 1, device=x.device)
+    return (flat * (places * 2_654_435_761 % 1_048_573)).sum() + flat.numel() * 7_919 + x.shape[-1]
 
 
 def in_order(parts: Tensor | list[Tensor], dim: int) -> Tensor:

@@ -117,6 +117,7 @@ class Decoder(PretrainedInterface):
         """Ranks that hold other tokens of the same step: those of `data_group` and of `context`."""
         self.context: ContextGroup | None = None
         """The ranks that share each sequence; all of them pass whole sequences, the same, and run every forward."""
+        self._compared = False
         self.sharded = False
         """Each rank has a part of the weights, so that all of them run every forward."""
         self.objective = objective
@@ -157,10 +158,12 @@ class Decoder(PretrainedInterface):
 
         Raises:
             InputError: a shape or dtype does not fit, or another argument asks for something. On a CPU also an id or a label
-                outside the vocabulary; on a GPU, which is not waited for, such a label makes the loss NaN.
+                outside the vocabulary, and different sequences on ranks that share them; on a GPU, which is not waited for,
+                these make the loss NaN (different sequences after the first forward).
         """
         refuse_arguments(others if labels is None else {**others, "logits_to_keep": logits_to_keep})
         _check_inputs(input_ids, attention_mask, position_ids, labels, self.spec.vocabulary)
+        same = self._same_on_all(input_ids, labels, position_ids, attention_mask)
         tokens = input_ids.shape[1]
         padded = tokens if self.context is None else -(-tokens // self.context.multiple) * self.context.multiple
         pattern = pattern_of(position_ids, attention_mask, *input_ids.shape, padded_to=padded)
@@ -181,8 +184,30 @@ class Decoder(PretrainedInterface):
         if labels is None:
             output["logits"] = self._logits(hidden, tokens, logits_to_keep)
         else:
-            output["loss"] = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch)
+            loss = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch)
+            output["loss"] = loss if same is None else loss.where(same, torch.nan)
         return output.to_tuple() if return_dict is False else output
+
+    def _same_on_all(self, *inputs: Tensor | None) -> Tensor | None:
+        """Whether the ranks that share sequences were given the same ones: bool [], or None where that is known already.
+
+        A GPU is waited for in the first forward alone; later its loss becomes NaN.
+
+        Raises:
+            InputError: they were not.
+        """
+        if self.context is None or torch.compiler.is_compiling():
+            return None
+        same = self.context.same(*inputs)
+        if same.is_cuda and self._compared and torch.is_grad_enabled():
+            return same
+        self._compared = True
+        if not same:
+            raise InputError(
+                f"the {self.context.size} ranks that share each sequence (context_parallel_degree) were given different ones: "
+                "give all of them the samples of octavo.state.dp_rank, of octavo.state.dp_size."
+            )
+        return None
 
     def _own(self, x: Tensor, padded: int, value: int = 0) -> Tensor:
         """This rank's tokens of [B, T], which is padded to `padded` tokens."""

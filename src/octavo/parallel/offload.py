@@ -1,7 +1,7 @@
 """Activation offloading: a block's saved activations wait in host memory.
 
 Copies go to pinned memory in forward and back in backward, on the stream of the layers. It saves memory and costs time. With
-recomputation only each block's input is copied. PyTorch's `save_on_cpu` would lose strides, which compiled backwards require,
+recomputation only what that keeps is copied. PyTorch's `save_on_cpu` would lose strides, which compiled backwards require,
 and copy weights, which FSDP2 frees and refills.
 """
 
@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from octavo.fp8.scaling import states_of
+from octavo.kernels.attention.kept import moved
 
 SMALLEST_BYTES = 1 << 20
 """Smaller tensors stay: statistics and scales are many and need little memory."""
@@ -42,7 +43,7 @@ def offloaded(run: Callable[..., Any]) -> Callable[..., Any]:
             copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             return _Away(copy.copy_(tensor, non_blocking=tensor.is_cuda), tensor.device)
 
-        with saved_tensors_hooks(pack, _unpack):
+        with saved_tensors_hooks(pack, _unpack), moved(pack, _unpack):
             return run(block, hidden, *args)
 
     return run_offloaded

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import Tensor
 
 _thread = threading.local()
 Result = tuple[Tensor, Tensor]
 """out, lse."""
+Move = Callable[[Tensor], Any]
 
 
 class _Within(AbstractContextManager[None]):
@@ -33,20 +35,44 @@ class _Within(AbstractContextManager[None]):
 
 def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts for a forward, whose results are kept, and for its recomputations, which read them in the same order."""
-    results: list[Result] = []
+    results: list[tuple[Any, Any]] = []
+    moves: list[tuple[Move, Move]] = []
 
     def store() -> Callable[[Callable[[], Result]], Result]:
+        moves.append(getattr(_thread, "moves", None) or (_as_it_is, _as_it_is))
+
         def take(compute: Callable[[], Result]) -> Result:
-            results.append(compute())
-            return results[-1]
+            out, lse = compute()
+            results.append((moves[0][0](out), moves[0][0](lse)))
+            return out, lse
 
         return take
 
     def read() -> Callable[[Callable[[], Result]], Result]:
-        following: Iterator[Result] = iter(results)
-        return lambda compute: next(following)
+        following = iter(results)
+
+        def take(compute: Callable[[], Result]) -> Result:
+            out, lse = next(following)
+            return moves[0][1](out), moves[0][1](lse)
+
+        return take
 
     return _Within(store), _Within(read)
+
+
+@contextmanager
+def moved(away: Move, back: Move) -> Iterator[None]:
+    """Results that are kept here wait as `away` gives them, until `back` brings them."""
+    before = getattr(_thread, "moves", None)
+    _thread.moves = away, back
+    try:
+        yield
+    finally:
+        _thread.moves = before
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def is_keeping() -> bool:
