@@ -26,10 +26,13 @@ RECIPES = {
 }
 
 
-def train(recipe, recompute, *, away=False, dropout=0.0, dtype=torch.float32, inside=False, micro_batches=1, family="llama"):
-    """Losses, every gradient of every step, and the FP8 state of a short run."""
+def train(
+    recipe, recompute, *, away=False, dropout=0.0, attention=None, dtype=torch.float32, inside=False, micro_batches=1,
+    family="llama",
+):  # fmt: skip
+    """Losses, every gradient of every step, and the FP8 state of a short run; attention: the dropout of its probabilities."""
     hidden = {"hidden_dropout": dropout} if family == "gpt_neox" else {}
-    config = llama_config(attention_dropout=dropout, model_type=family, **hidden)
+    config = llama_config(attention_dropout=dropout if attention is None else attention, model_type=family, **hidden)
     model = build_model(
         config, dtype=dtype, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute, offload=away
     )
@@ -70,6 +73,13 @@ def test_recomputation_changes_no_bit(recipe, family, dropout):
     )
     for run in again:
         assert_same_bits(kept, run)
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_selective_recomputation_repeats_the_dropout_of_hidden_states(recipe):
+    how = {"dropout": 0.1, "attention": 0.0, "family": "gpt_neox"}
+    kept, again = (train(RECIPES[recipe], recompute, **how) for recompute in (False, "selective"))
+    assert_same_bits(kept, again)
 
 
 @pytest.mark.parametrize("packing", ["join", "documents", "window"])
