@@ -235,7 +235,7 @@ def _share_sequences(model: nn.Module, sharding: Sharding) -> None:
     """Tell a model which ranks see other samples, and which share its sequences."""
     context = sharding.context
     if isinstance(model, Decoder):
-        model.data_group, model.token_group = sharding.data_group, sharding.token_group
+        model.data_group, model.token_group = sharding.data_group, sharding.token_group or sharding.data_group
         model.sharded = sharding.mesh.size(-1) > 1
         if context is not None:
             spec = model.spec

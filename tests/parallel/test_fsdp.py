@@ -1,11 +1,17 @@
 """A sharded model computes what one rank computes: losses, gradients, scales and weights."""
 
+from unittest import mock
+
 import pytest
 import sharded
 import torch
+import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 import ranks
+from octavo.fp8.autocast import fp8_autocast, microbatch
+from octavo.fp8.recipe import CurrentScaling
+from octavo.parallel import world
 
 pytestmark = ranks.alone
 
@@ -298,3 +304,29 @@ def test_ranks_with_different_weights_are_refused_with_the_ways_to_one(kind, nam
 def test_both_ways_to_one_set_of_weights(kind):
     first, second = ranks.run(2, own_weights, kind)
     assert first == second
+
+
+def joined_amaxes():
+    """Sizes of the maxima that two forwards join over the ranks, the second a later micro-batch."""
+    world.init({})
+    model = sharded.build(torch.float32, CurrentScaling())
+    sizes, reduce = [], dist.all_reduce
+
+    def counted(tensor, op=dist.ReduceOp.SUM, **others):
+        if op == dist.ReduceOp.MAX:
+            sizes[-1].append(tensor.numel())
+        return reduce(tensor, op, **others)
+
+    ids = torch.randint(0, 17, (2, 8))
+    with mock.patch.object(dist, "all_reduce", counted):
+        for first in (True, False):
+            sizes.append([])
+            with microbatch(first=first), fp8_autocast(fp8_recipe=CurrentScaling()):
+                model(input_ids=ids, labels=ids).loss.backward()
+    return sizes
+
+
+def test_current_scaling_joins_the_amaxes_of_all_weights_at_once():
+    for first, later in ranks.run(2, joined_amaxes):
+        assert first == [3 * 4]  # matrices of the three blocks
+        assert later == []

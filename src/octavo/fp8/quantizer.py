@@ -69,11 +69,18 @@ def has_one_scale(recipe: Recipe | None, operand: Operand = Operand.WEIGHT) -> b
 
 
 def shard_scale(
-    shard: Tensor, state: ModuleState, recipe: Recipe, *, record: bool, group: dist.ProcessGroup | None
+    shard: Tensor,
+    state: ModuleState,
+    recipe: Recipe,
+    *,
+    record: bool,
+    group: dist.ProcessGroup | None,
+    largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale of the weight that `shard` is a part of, and the tensor that records its amax (None: not recorded).
 
-    group: the ranks of all shards, each of which calls this; None for a whole weight.
+    group: the ranks of all shards, each of which calls this; None for a whole weight. largest: the amax of the whole, if it is
+    known already.
     """
     how = recipe.casts[Operand.WEIGHT]
     if how.delayed:
@@ -81,9 +88,10 @@ def shard_scale(
         if record:
             slot.buffer.owner.record_forward(training=state.training)
         return slot.scale, slot.amax if record else None
-    largest = reference.amax(shard)
-    if group is not None:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    if largest is None:
+        largest = reference.amax(shard)
+        if group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     scale = reference.scale_from_amax(largest, how.format.max, power_of_two=how.power_of_two)
     state.observed[Operand.WEIGHT] = scale
     return scale, None

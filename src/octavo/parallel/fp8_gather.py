@@ -60,16 +60,38 @@ def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module], *, keep: bool) -
     """
     forward = _Forward()
 
+    shared: list[_SharedWeight] = []
+
     def note(_: nn.Module, args: Any, options: dict[str, Any]) -> None:
         first = options.get("is_first_microbatch")
         forward.grads = checkpoints.trains()
         forward.first = autocast.first_microbatch() if first is None else first
+        _join_amaxes(shared)
+
+    def forget(*_: Any) -> None:
+        for weight in shared:
+            weight.largest = None
 
     for block in blocks:
         weights = [_shared(parameter, forward, keep) for parameter in _group(block).fsdp_params]
         if found := [weight for weight in weights if weight is not None]:
             block.register_forward_pre_hook(_gather_again(block, found), prepend=True)
+            shared += found
     root.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+    root.register_forward_hook(forget, always_call=True)
+
+
+def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
+    """Amaxes of all weights that this forward casts by their own, joined by one all-reduce."""
+    own = [weight for weight in weights if weight.needs_amax()]
+    if not own:
+        return
+    largest = torch.stack([reference.amax(weight.shard) for weight in own])
+    group = own[0].parameter.mesh_info.shard_process_group
+    if group.size() > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    for weight, amax in zip(own, largest.unbind(), strict=True):
+        weight.largest = amax
 
 
 def _shared(parameter: Any, forward: _Forward, keep: bool) -> _SharedWeight | None:
@@ -110,6 +132,7 @@ class _SharedWeight:
         self.backward_how: Cast | None = None  # of the last forward with gradients
         self.chosen: Cast | None = None  # of the scale that this forward chose
         self.columnwise: Tensor | None = None
+        self.largest: Tensor | None = None  # amax of the whole weight, during a forward of the root that casts by it
         self.others: dict[Cast | None, _Form] = {}
         # (scale, 1 / scale) of forwards without gradients, and of those with, whose backward casts by it again. Written in
         # place: another stream may still read the last value of a tensor that is dropped.
@@ -121,10 +144,20 @@ class _SharedWeight:
         recipe = self._recipe()
         return None if recipe is None else recipe.casts[Operand.WEIGHT]
 
+    @property
+    def shard(self) -> Tensor:
+        """This rank's rows, padded."""
+        own: Tensor = self.parameter._sharded_param_data.view(self.parameter.padded_sharded_param_size)
+        return own
+
+    def needs_amax(self) -> bool:
+        """True if this forward casts the weight by its own amax."""
+        how = self.wanted()
+        return how is not None and not how.delayed and not self._is_chosen(how)
+
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         """The shard to gather, and True in a backward."""
-        parameter = self.parameter
-        own = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
+        own = self.shard
         backward = checkpoints.graph_task() != -1
         recipe = None if backward else self._recipe()
         how = None if recipe is None else recipe.casts[Operand.WEIGHT]
@@ -163,12 +196,16 @@ class _SharedWeight:
         recipe = self.state.under(autocast.current_recipe(self.parameter.device))
         return recipe if has_one_scale(recipe) else None
 
+    def _is_chosen(self, how: Cast) -> bool:
+        """True in a later micro-batch, which casts by the scale of the first."""
+        return self.forward.grads and self.chosen == how and self.forward.first is False
+
     def _choose_scale(self, own: Tensor, recipe: Recipe, how: Cast, mesh: Any) -> Tensor | None:
         """Choose the scale of a step's forwards and backwards; returns the slot of the amax for the first of them."""
-        if self.forward.grads and self.chosen == how and self.forward.first is False:
+        if self._is_chosen(how):
             return None
         group = mesh.get_group() if mesh.size() > 1 else None
-        scale, amax = shard_scale(own, self.state, recipe, record=self.forward.grads, group=group)
+        scale, amax = shard_scale(own, self.state, recipe, record=self.forward.grads, group=group, largest=self.largest)
         with _unsafe_preserve_version_counter((self.scale_inv,)):
             self.scale.copy_(scale)
             self.scale_inv.copy_(reference.divide(1.0, scale))

@@ -40,7 +40,7 @@ class Sharding:
     Attributes:
         mesh: [replicate, shard] or [shard].
         data_group: the ranks that see different samples.
-        token_group: those and the ranks that share their sequences.
+        token_group: those and the ranks that share their sequences; None for those alone.
         context: the ranks that share each sequence; None for one.
         recipe: the FP8 recipe of later autocasts, or None. Weights with one scale a tensor are gathered in FP8 under an
             autocast of any such recipe, and in their own dtype outside of it.
