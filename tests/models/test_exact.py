@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import octavo
 from octavo.models.decoder import Decoder
@@ -188,3 +189,16 @@ def test_a_loss_of_its_own_is_kept():
     out = transformed(model)
     ids = torch.randint(64, (1, 8))
     assert out(input_ids=ids, labels=ids).loss.item() == 7.0
+
+
+def test_an_attention_of_the_users_own_keeps_the_models_code():
+    ALL_ATTENTION_FUNCTIONS.register("of-the-users-own", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    config = LlamaConfig(**SIZES)
+    config._attn_implementation = "of-the-users-own"
+    model = transformed(LlamaForCausalLM(config))
+    assert not isinstance(model, Decoder)
+    assert "its attention 'of-the-users-own' is not one of transformers' own" in octavo.describe(model).own_code
+    for name in ("eager", "sdpa"):
+        config = LlamaConfig(**SIZES)
+        config._attn_implementation = name
+        assert isinstance(transformed(LlamaForCausalLM(config)), Decoder)

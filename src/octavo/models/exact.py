@@ -17,6 +17,8 @@ from octavo.models.spec import ModelSpec
 
 _SCALARS = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+"""Kernels of one function; a registered one may be another, such as context parallelism or a mask of its own."""
 _STATES = ("training", "gradient_checkpointing", "name_or_path", "vocab_size")
 """Attributes without effect on the forward; checkpointing is looked at by name, and the vocabulary is in the shapes."""
 
@@ -29,6 +31,9 @@ def difference(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> str:
 
 
 def _differences(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> Iterator[str]:
+    attention = getattr(model.config, "_attn_implementation", None)
+    if attention is not None and attention not in _ATTENTION:
+        yield f"its attention {attention!r} is not one of transformers' own"
     own, known = (dict(m.named_modules(remove_duplicate=False)) for m in (model, reference))
     for name in [*own, *known]:
         if type(own.get(name)) is not type(known.get(name)):
