@@ -102,7 +102,7 @@ def test_positions_and_padding_make_documents():
     padding = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
     assert pattern_of(None, padding, 2, 6).documents == ((0, 2, 5), (0,))
     assert pattern_of(positions, padding, 2, 6).documents == ((0, 2, 3, 5), (0,))
-    assert pattern_of(None, None, 2, 6, padded_to=8).documents == ((0, 6), (0, 6))
+    assert pattern_of(None, None, 2, 6, padded_to=8).documents == ((0, 6, 7), (0, 6, 7))
 
 
 @pytest.mark.parametrize("row", [[1, 0, 1, 1], [1, 0, 0, 1], [0, 1, 0, 1]])

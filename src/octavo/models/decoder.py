@@ -172,8 +172,6 @@ class Decoder(PretrainedInterface):
         angles = self.rotary(self._own(position_ids.to(input_ids.device, non_blocking=True), padded))
         embedded = self.embedding(self._own(input_ids, padded)).to(self.dtype)
         residual, delta = functional.dropout(embedded, self.spec.embedding_dropout, self.training), None
-        if padded > tokens:  # without biases zeros stay zeros: the padding has no amax
-            residual = residual * self._own(torch.ones_like(input_ids[:1]), padded)[..., None]
         states: list[Tensor] = []
         for layer in self.layers:
             if output_hidden_states:
@@ -209,10 +207,15 @@ class Decoder(PretrainedInterface):
             )
         return None
 
-    def _own(self, x: Tensor, padded: int, value: int = 0) -> Tensor:
-        """This rank's tokens of [B, T], which is padded to `padded` tokens."""
-        x = functional.pad(x, (0, padded - x.shape[1]), value=value) if padded > x.shape[1] else x
-        return x if self.context is None else self.context.split(x)
+    def _own(self, x: Tensor, padded: int) -> Tensor:
+        """This rank's tokens of [B, T], which is padded to `padded` tokens by its first.
+
+        Each of these is a document of its own, as the first sees itself alone: rows that are there already have no other amax.
+        """
+        if self.context is None:
+            return x
+        x = torch.cat((x, x[:, :1].expand(-1, padded - x.shape[1])), 1) if padded > x.shape[1] else x
+        return self.context.split(x)
 
     def _whole(self, x: Tensor, tokens: int) -> Tensor:
         """All ranks' tokens, without padding."""
@@ -246,7 +249,8 @@ class Decoder(PretrainedInterface):
             num_items_in_batch = num_items_in_batch.clamp(min=1)  # without a target the loss is 0, and no gradient NaN
         count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=hidden.device)
         if self.context is not None:
-            target = self._own(target, hidden.shape[1] * self.context.size, IGNORED)
+            padded = hidden.shape[1] * self.context.size
+            target = self.context.split(functional.pad(target, (0, padded - target.shape[1]), value=IGNORED))
         weight, gemms = self._head_weight(), self._fp8_head(hidden, first)
         objective = self.objective if self.training else None
         loss = linear_cross_entropy(

@@ -107,7 +107,7 @@ def pattern_of(
         position_ids: [B or 1, T]; a position that does not follow the one before begins a document.
         attention_mask: [B, T], 0 for padding, to which nobody attends. Padding at either end is a document of its own.
         batch, tokens: B, T.
-        padded_to: tokens of the pattern, if more; the further ones are a document of their own.
+        padded_to: tokens of the pattern, if more; each of the further ones is a document of its own.
     """
     whole = padded_to or tokens
     if position_ids is None and attention_mask is None and whole == tokens:
@@ -124,8 +124,7 @@ def pattern_of(
             holes[:, :tokens] = real
         else:
             cuts[:, 1:tokens] |= edges
-    if whole > tokens:
-        cuts[:, tokens] = True
+    cuts[:, tokens:] = True
     if not bool(cuts.any()):
         return Pattern(whole, holes=holes)
     cuts[:, 0] = True
