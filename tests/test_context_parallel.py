@@ -93,6 +93,9 @@ def wrong_positions():
     for wrong in ("own", "ring"):
         with pytest.raises(InputError, match="unknown cp_comm_type"):
             octavo.context_parallel.attention(q, q, q, cp_comm_type=wrong)
+    for k, v in ((q[:, :2], q[:, :2]), (q, q[..., :4]), (q, q[:, :, :1]), (q.double(), q), (q[0], q[0])):
+        with pytest.raises(InputError, match=r"q \[1, 4, 2, 8\]"):
+            octavo.context_parallel.attention(q, k, v)
     with pytest.raises(InputError) as refused:
         octavo.context_parallel.attention(q, q, q, position_ids=torch.arange(4)[None])
     return str(refused.value)

@@ -106,15 +106,15 @@ def transformer_engine(tmp_path, monkeypatch):
 
 def test_transformer_engines_entries_train(tmp_path, transformer_engine):
     results = run_suite(
-        "one-gpu", cases=["tiny"], entries=["te-bf16", "te-delayed", "te-delayed-fp8-head", "te-current"], steps=2, warmup=1,
+        "one-gpu", cases=["tiny"], entries=["te-bf16", "te-delayed-fp8-head", "te-current"], steps=2, warmup=1,
         output=tmp_path, device="cpu", command="octavo bench",
     )  # fmt: skip
     for figures in results["rows"]:
         assert "error" not in figures, figures
         assert abs(figures["loss"] - math.log(512)) < 0.2
     losses = [figures["loss"] for figures in results["rows"]]
-    assert len(set(losses)) == 4  # FP8 by two recipes, one of them with the head too, and none
-    assert [figures["head"] for figures in results["rows"]] == ["bf16", "bf16", "fp8", "bf16"]
+    assert len(set(losses)) == 3  # FP8 by two recipes, one of them with the head too, and none
+    assert [figures["head"] for figures in results["rows"]] == ["bf16", "fp8", "bf16"]
     assert results["machine"]["peers"] == {"transformer-engine": None}
 
 

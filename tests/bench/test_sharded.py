@@ -126,26 +126,24 @@ def test_octavos_weights_are_sharded_in_float32():
         assert first[2] + second[2] == first[3]
 
 
-FAULTS = {
-    "raise RuntimeError('out of memory\\nin a second line')": "rank 1: RuntimeError: out of memory",
-    "print('last words', file=sys.stderr, flush=True); os._exit(7)": ("rank 1: its process ended with exit code 7: last words"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_rank_that_fails_is_a_row_with_its_error(tmp_path, break_rank_1, fault):
-    break_rank_1(fault)
+def test_a_rank_that_fails_is_a_row_with_its_error(tmp_path, break_rank_1):
+    break_rank_1("print('last words', file=sys.stderr, flush=True); os._exit(7)")  # an exception: test_checkpoint.py
     results = run_suite(
         "sharded", cases=["tiny"], entries=["octavo-delayed"], steps=2, warmup=1,
         output=tmp_path / "all.json", device="cpu", command="octavo bench",
     )  # fmt: skip
     (figures,) = results["rows"]
-    assert figures == {"workload": "tiny", "entry": "octavo-delayed", "head": "bf16", "error": FAULTS[fault]}
+    assert figures == {
+        "workload": "tiny",
+        "entry": "octavo-delayed",
+        "head": "bf16",
+        "error": "rank 1: its process ended with exit code 7: last words",
+    }
 
 
 def test_sequences_over_two_ranks_are_one_ranks(tmp_path):
     results = run_suite(
-        "context", cases=["tiny-cp2"], entries=["octavo-bf16", "octavo-delayed-a2a"], steps=2, warmup=1,
+        "context", cases=["tiny-cp2"], entries=["octavo-delayed-a2a"], steps=2, warmup=1,
         output=tmp_path / "all.json", device="cpu", gpus=2, command="octavo bench context",
     )  # fmt: skip
     case = CONTEXT_CASES["tiny-cp2"]

@@ -39,6 +39,12 @@ SHAPES = {
     "intermediate-176": {"intermediate_size": 176},
     "intermediate-odd": {"intermediate_size": 45},
     "mistral": {"model_type": "mistral"},
+    "llama-that-ignores-a-window": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "mistral-that-ignores-its-list": {
+        "model_type": "mistral",
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "mistral-window": {"model_type": "mistral", "sliding_window": 8},
     "mistral-window-of-1": {"model_type": "mistral", "sliding_window": 1},
     "mistral-tied": {"model_type": "mistral", "tie_word_embeddings": True, "num_key_value_heads": 1},

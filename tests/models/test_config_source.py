@@ -180,6 +180,8 @@ def test_an_unknown_model_type_is_named(tmp_path, kind):
     [
         (GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "gpt_neo"),
         (llama_config(hidden_act="gelu"), "hidden_act = 'gelu'"),
+        (llama_config(model_type="mistral", sliding_window=0), "sliding_window = 0"),
+        (llama_config(model_type="mistral", sliding_window=-3), "sliding_window = -3"),
         (
             llama_config(
                 rope_parameters={

@@ -61,7 +61,9 @@ def test_fp8_trains_as_on_one_rank():
 
 
 def test_ranks_that_are_given_different_sequences_are_refused():
-    changes = [getattr(split_sequences, name) for name in ("other_sample", "one_label", "shorter", "no_positions")]
+    changes = [
+        getattr(split_sequences, name) for name in ("other_sample", "one_label", "shorter", "no_positions", "another_count")
+    ]
     for said in ranks.run(2, split_sequences.different_samples, *changes):
         assert len(said) == len(changes)
         assert all("were given different ones: give all of them the samples of octavo.state.dp_rank" in one for one in said)

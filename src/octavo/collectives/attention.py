@@ -45,6 +45,7 @@ def context_attention(
     Raises:
         InputError: the exchange cannot compute the pattern, or split these heads.
     """
+    _check_shapes(q, k, v)
     context = context.resolved(q.shape[2], k.shape[2])
     if context.strategy not in _FUNCTIONS:
         raise unknown("cp_comm_type", context.strategy, (*_FUNCTIONS, "auto"))
@@ -59,6 +60,17 @@ def context_attention(
         q, k, v, context, pattern, split, q.shape[-1] ** -0.5 if scale is None else scale
     )
     return out
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True))
+    if q.dim() != 4 or k.shape != v.shape or k.shape[:2] + k.shape[3:] != q.shape[:2] + q.shape[3:] or q.shape[2] % k.shape[2]:
+        raise InputError(
+            f"{shapes}: give q [samples, tokens of this rank, heads, head dimension], and k and v the same with as many heads, "
+            "or a divisor of them."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise InputError(f"{shapes}: give all three in one dtype.")
 
 
 def _check(pattern: Pattern, context: ContextGroup, heads: int, groups: int) -> None:

@@ -44,7 +44,7 @@ class ContextGroup:
 
     def __init__(self, group: dist.ProcessGroup, strategy: str = "all_gather") -> None:
         if strategy not in (*STRATEGIES, "auto", "own"):
-            raise unknown("cp_comm_type", str(strategy), STRATEGIES)
+            raise unknown("cp_comm_type", str(strategy), (*STRATEGIES, "auto"))
         self.group, self.strategy = group, strategy
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
@@ -78,6 +78,10 @@ class ContextGroup:
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of `x`, which has whole sequences along `dim`; differentiable."""
+        if not -x.dim() <= dim < x.dim():
+            raise InputError(
+                f"a tensor of shape {list(x.shape)} has no dimension {dim}, along which its sequences are: set dim."
+            )
         split = self.split_of(x.shape[dim])
         return torch.cat([x.narrow(dim, number * split.chunk, split.chunk) for number in split.chunks()], dim)
 
@@ -128,7 +132,7 @@ def _digest(x: Tensor) -> Tensor:
     """A number, int64 [], that depends on the shape of `x`, on its values and on their places."""
     flat = x.flatten().to(torch.int64)
     places = torch.arange(1, flat.numel() + 1, device=x.device)
-    return (flat * (places * 2_654_435_761 % 1_048_573)).sum() + flat.numel() * 7_919 + x.shape[-1]
+    return (flat * (places * 2_654_435_761 % 1_048_573)).sum() + flat.numel() * 7_919 + (x.shape[-1] if x.dim() else 0)
 
 
 def in_order(parts: Tensor | list[Tensor], dim: int) -> Tensor:

@@ -163,7 +163,7 @@ class Decoder(PretrainedInterface):
         """
         refuse_arguments(others if labels is None else {**others, "logits_to_keep": logits_to_keep})
         _check_inputs(input_ids, attention_mask, position_ids, labels, self.spec.vocabulary)
-        same = self._same_on_all(input_ids, labels, position_ids, attention_mask)
+        same = self._same_on_all(input_ids, labels, position_ids, attention_mask, num_items_in_batch)
         tokens = input_ids.shape[1]
         padded = tokens if self.context is None else -(-tokens // self.context.multiple) * self.context.multiple
         pattern = pattern_of(position_ids, attention_mask, *input_ids.shape, padded_to=padded)
@@ -186,7 +186,7 @@ class Decoder(PretrainedInterface):
             output["loss"] = loss if same is None else loss.where(same, torch.nan)
         return output.to_tuple() if return_dict is False else output
 
-    def _same_on_all(self, *inputs: Tensor | None) -> Tensor | None:
+    def _same_on_all(self, *inputs: Tensor | int | None) -> Tensor | None:
         """Whether the ranks that share sequences were given the same ones: bool [], or None where that is known already.
 
         A GPU is waited for in the first forward alone; later its loss becomes NaN.
@@ -196,7 +196,8 @@ class Decoder(PretrainedInterface):
         """
         if self.context is None or torch.compiler.is_compiling():
             return None
-        same = self.context.same(*inputs)
+        device = self.embedding.weight.device
+        same = self.context.same(*(None if x is None else torch.as_tensor(x, device=device) for x in inputs))
         if same.is_cuda and self._compared and torch.is_grad_enabled():
             return same
         self._compared = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Literal
 
 from octavo.errors import unknown
 from octavo.models.spec import ModelSpec
@@ -83,6 +83,7 @@ class Family:
         normalization: of `ModelSpec`.
         grouped: the config may give the number of key-value heads and the head dimension; False: as many as heads.
         partial_rotary: `partial_rotary_factor` is read.
+        windows: the layers with a sliding window, if the config has one: "none" of them, "all", or those that it "lists".
         pads: the row of the pad token in the embedding is not trained.
         names: of its weights; None for a family that is only counted.
     """
@@ -93,6 +94,7 @@ class Family:
     normalization: str = "RMSNorm"
     grouped: bool = True
     partial_rotary: bool = False
+    windows: Literal["none", "all", "lists"] = "none"
     pads: bool = True
     names: NameTable | None = None
 
@@ -119,7 +121,7 @@ class Family:
             rotary=rotary,
             rotary_fraction=rotary.get("partial_rotary_factor", 1.0) if self.partial_rotary else 1.0,
             max_positions=config.max_position_embeddings,
-            windows=_windows(config),
+            windows=_windows(config, self.windows),
             **{name: getattr(config, key) for name, key in self.keys.items()},
             **self.fixed,
         )
@@ -130,12 +132,13 @@ def _first(config: Any, *names: str, default: Any = None) -> Any:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
-    """Models that mix windows and full attention list their layers: `layer_types` in most, `attention_layers` in GPT-Neo."""
-    window = _first(config, "sliding_window", "window_size")
-    kinds: Sequence[str] | None = _first(config, "layer_types", "attention_layers")
+def _windows(config: Any, which: Literal["none", "all", "lists"]) -> tuple[int | None, ...]:
+    """Layers are listed by `layer_types` in most families, by `attention_layers` in GPT-Neo."""
+    # Not `_first`, which would take a window of 0, an error, for none.
+    window = getattr(config, "sliding_window", getattr(config, "window_size", None))
+    kinds: Sequence[str] | None = _first(config, "layer_types", "attention_layers") if which == "lists" else None
     if kinds is None:
-        return (window,) * _first(config, "num_hidden_layers", "num_layers")
+        return (window if which == "all" else None,) * _first(config, "num_hidden_layers", "num_layers")
     return tuple(window if kind in ("sliding_attention", "local") else None for kind in kinds)
 
 
@@ -222,18 +225,21 @@ _NEOX = {
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(gated=True, keys=_RMS | _DROPOUT | _ATTENTION_BIAS | {"mlp_bias": "mlp_bias"}, names=_LLAMA_NAMES),
-    "mistral": Family(gated=True, keys=_RMS | _DROPOUT, names=_LLAMA_NAMES),
-    "mixtral": Family(gated=True, keys=_RMS | _EXPERTS),
-    "qwen2": Family(gated=True, keys=_RMS | _DROPOUT, fixed={"qkv_bias": True}, names=_LLAMA_NAMES),
-    "qwen3": Family(gated=True, keys=_RMS | _DROPOUT | _ATTENTION_BIAS, fixed={"qk_norm": True}, names=_QWEN3_NAMES),
+    "mistral": Family(gated=True, keys=_RMS | _DROPOUT, windows="all", names=_LLAMA_NAMES),
+    "mixtral": Family(gated=True, keys=_RMS | _EXPERTS, windows="all"),
+    "qwen2": Family(gated=True, keys=_RMS | _DROPOUT, fixed={"qkv_bias": True}, windows="lists", names=_LLAMA_NAMES),
+    "qwen3": Family(
+        gated=True, keys=_RMS | _DROPOUT | _ATTENTION_BIAS, fixed={"qk_norm": True}, windows="lists", names=_QWEN3_NAMES
+    ),
     "phi3": Family(
-        gated=True, keys=_RMS | _DROPOUT | {"hidden_dropout": "resid_pdrop"}, partial_rotary=True, names=_PHI3_NAMES
+        gated=True, keys=_RMS | _DROPOUT | {"hidden_dropout": "resid_pdrop"}, partial_rotary=True, windows="all",
+        names=_PHI3_NAMES,
     ),
     "gpt_neox": Family(
         gated=False, keys=_NEOX, fixed={"mlp_bias": True}, normalization="LayerNorm", grouped=False, partial_rotary=True,
         pads=False, names=_NEOX_NAMES,
     ),
-    "gpt_neo": Family(gated=False, keys={"norm_eps": "layer_norm_epsilon"}, normalization="LayerNorm"),
+    "gpt_neo": Family(gated=False, keys={"norm_eps": "layer_norm_epsilon"}, normalization="LayerNorm", windows="lists"),
 }  # fmt: skip
 """By Hugging Face's `model_type`."""
 
@@ -265,4 +271,6 @@ def decoder_spec(config: Any) -> tuple[ModelSpec | None, str]:
         return None, f"partial_rotary_factor = {fraction}: heads of this family rotate whole"
     if not 0 <= spec.rotary_fraction <= 1:
         return None, f"partial_rotary_factor = {fraction} is not between 0 and 1"
+    if (window := next((window for window in spec.windows if window is not None and window < 1), None)) is not None:
+        return None, f"sliding_window = {window} lets a token see nothing: use at least 1, or none"
     return spec, ""

@@ -86,6 +86,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         f"device      {plan.hardware.name}",
         f"precision   {plan.fp8_note}",
         f"parameters  {parameters:,}",
+        *([f"sequences   {plan.shared_sequences}"] if plan.shared_sequences else []),
         f"batch       {train.global_batch} sequences = {plan.degrees.data} data-parallel x {plan.micro_batch} micro-batch "
         f"x {plan.accumulation} accumulation",
         f"tokens      {tokens_per_step:,} a step ({train.global_batch} x {config.data.sequence_length}) "
@@ -178,9 +179,7 @@ def _description(plan: RunPlan) -> Description:
         )
     capability = plan.hardware.capability
     native = capability is not None and capability >= FP8_CAPABILITY
-    degree, shared = plan.degrees.context, ""
-    if degree > 1:
-        shared = f"{degree} ranks share each sequence ({plan.config.parallel.cp_comm_type})"
+    shared = plan.shared_sequences
     attention, products, _ = kernels_on(plan.hardware.kind, capability, model, native=native, shared=shared)
     products = products if plan.recipe is not None else plan.fp8_note
     return dataclasses.replace(found, layers=layers, products=products, attention=attention)

@@ -120,6 +120,8 @@ def train_one(
             if first_rank and (unused := unused_sources(config.data, samples)):
                 warn(unused)
         say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
+        if plan.degrees.context > 1:
+            say(console, f"{label}: {plan.shared_sequences}")
         if latest is not None and first_rank:
             _warn_of_other_layout(latest, plan)
         context, validation = build(plan, prepared, watch)

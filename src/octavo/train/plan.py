@@ -67,6 +67,12 @@ class RunPlan:
     excluded: Mapping[str, str] = field(default_factory=dict)  # from FP8 by `fp8.enabled = "auto"`, each with the reason
 
     @property
+    def shared_sequences(self) -> str:
+        """How ranks share each sequence, in words; empty if they do not."""
+        degree = self.degrees.context
+        return f"{degree} ranks share each sequence ({self.config.parallel.cp_comm_type})" if degree > 1 else ""
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of activations."""
         return torch_dtype(self.config.model.dtype)
