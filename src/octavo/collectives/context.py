@@ -94,7 +94,10 @@ class ContextGroup:
         return gathered
 
     def same(self, *tensors: Tensor | None) -> Tensor:
-        """True, as bool [] on the tensors' device, if these whole numbers are the same on every rank. Collective."""
+        """True, as bool [] on the first one's device, if these whole numbers are the same on every rank. Collective.
+
+        Tensors on the host cost a GPU no wait.
+        """
         device = next(x.device for x in tensors if x is not None)
         digest = torch.zeros((), dtype=torch.int64, device=device)
         for x in tensors:

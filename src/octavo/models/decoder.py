@@ -196,8 +196,7 @@ class Decoder(PretrainedInterface):
         """
         if self.context is None or torch.compiler.is_compiling():
             return None
-        device = self.embedding.weight.device
-        same = self.context.same(*(None if x is None else torch.as_tensor(x, device=device) for x in inputs))
+        same = self.context.same(*(x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in inputs))
         if same.is_cuda and self._compared and torch.is_grad_enabled():
             return same
         self._compared = True
