@@ -58,7 +58,7 @@ __all__ = ["build_model", "describe", "transform"]
 
 
 Recompute = bool | Literal["mlp", "selective"]
-"""What backward makes again, as in `transform`."""
+"""Activation recomputation, as in `transform`."""
 
 
 def transform(

@@ -20,9 +20,10 @@ from octavo.fp8.recipe import RECIPES, Granularity
 from octavo.fp8.scaling import states_of
 from octavo.kernels import gemm
 from octavo.kernels.attention import kept as attention_kept
+from octavo.kernels.attention import pieces
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
-from octavo.nn import attend, head
+from octavo.nn import head
 from octavo.parallel import offload
 from octavo.plan import memory, saved
 from octavo.plan.memory import estimate
@@ -156,7 +157,7 @@ def saved_bytes(model, recipe, documents, first):
     context = contextlib.nullcontext() if first is None else microbatch(first=first)
     precision = fp8_autocast(enabled=recipe is not None, fp8_recipe=RECIPES[recipe]() if recipe else None)
     # Results that selective recomputation keeps are not autograd's.
-    with mock.patch.object(attend, "once", once), context, precision, saved_tensors_hooks(pack, lambda tensor: tensor):
+    with mock.patch.object(pieces, "once", once), context, precision, saved_tensors_hooks(pack, lambda tensor: tensor):
         model(input_ids=ids, labels=ids, position_ids=positions)
     caches = [state.weight_cache for _, state in states_of(model) if state.weight_cache is not None]
     cached = [tensor for cache in caches for tensor in cache if tensor is not None]

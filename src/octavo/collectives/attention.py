@@ -24,7 +24,7 @@ from octavo.collectives.schedule import Earlier, Split, diagonal, earlier, ring
 from octavo.errors import InputError, unknown
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
-from octavo.kernels.attention.pieces import Attended, Gradients
+from octavo.kernels.attention.pieces import Attended, Gradients, attention
 
 
 def context_attention(
@@ -325,13 +325,8 @@ class _HeadsForTokens(torch.autograd.Function):
         heads, groups = q.shape[2] // context.size, max(1, k.shape[2] // context.size)
         mine = _to_heads(context, torch.cat([_by_rank(x, context.size) for x in (q, k, v)], 3))
         whole_q, whole_k, whole_v = mine.split([heads, groups, groups], 2)
-
-        def compute() -> tuple[Tensor, Tensor]:
-            attended = Attended(whole_q, scale=scale, window=pattern.window)
-            attended.add(whole_k, whole_v, pattern.spans(q.shape[0]))
-            return attended.result()
-
-        out, lse = once(compute)
+        spans = pattern.spans(q.shape[0])
+        out, lse = attention(whole_q, whole_k, whole_v, spans, scale=scale, window=pattern.window)
         ctx.save_for_backward(whole_q, whole_k, whole_v, out, lse)
         ctx.call = context, pattern, split, scale, k.shape[2]
         return _to_tokens(context, out).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""Who attends to what, and when, if a sequence is split over n ranks: pure functions on the host.
+"""The schedule of attention over a sequence that is split over n ranks: pure functions on the host.
 
 A sequence is 2n chunks of C tokens; rank r holds the chunks r and 2n−1−r, one after the other. So every rank has the same
 number of pairs of a query and an earlier key under causal attention, and its tokens stay in order.
@@ -33,7 +33,7 @@ class Split(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """What a chunk's queries attend to outside of `diagonal`: spans whose keys count from the first token of chunk `low`."""
+    """Spans of a chunk's queries outside of `diagonal`, whose keys count from the first token of chunk `low`."""
 
     low: int
     high: int  # behind the last chunk that is read

@@ -187,7 +187,7 @@ class Decoder(PretrainedInterface):
         return output.to_tuple() if return_dict is False else output
 
     def _same_on_all(self, *inputs: Tensor | int | None) -> Tensor | None:
-        """Whether the ranks that share sequences were given the same ones: bool [], or None where that is known already.
+        """Equality of the inputs on the ranks that share sequences: bool [], or None where it is known already.
 
         A GPU is waited for in the first forward alone; later its loss becomes NaN.
 

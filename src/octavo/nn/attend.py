@@ -22,9 +22,9 @@ from torch.nn import functional
 from octavo.collectives.attention import context_attention
 from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
-from octavo.kernels.attention.kept import is_keeping, once
+from octavo.kernels.attention.kept import is_keeping
 from octavo.kernels.attention.pattern import Pattern
-from octavo.kernels.attention.pieces import Attended, gradients
+from octavo.kernels.attention.pieces import attention, gradients
 
 
 def attend(
@@ -93,12 +93,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
 class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> Tensor:
-        def compute() -> tuple[Tensor, Tensor]:
-            attended = Attended(q, scale=scale, window=pattern.window)
-            attended.add(k, v, pattern.spans(q.shape[0]))
-            return attended.result()
-
-        out, lse = once(compute)
+        out, lse = attention(q, k, v, pattern.spans(q.shape[0]), scale=scale, window=pattern.window)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = pattern, scale
         return out

@@ -1,4 +1,4 @@
-"""What attends to what, as one value on the host: `Pattern`; and its parts for kernels: `Span`, a rectangle or a triangle.
+"""Attention patterns as one value on the host, `Pattern`, and their parts for kernels: `Span`, a rectangle or a triangle.
 
 Causal attention within documents and a sliding window is, for every query, one interval of keys. So no pattern needs a mask of
 T × T: it is a list of spans, each of which a kernel for plain causal or full attention computes. Only padding inside a sequence

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention import library, reference
+from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Span
 from octavo.kernels.attention.window import tiles
 
@@ -92,6 +93,19 @@ class Gradients:
             dv[b, keys] += own_v
 
 
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], *, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`Attended.result` where all keys are here; in a context of `octavo.kernels.attention.kept` that of the forward."""
+
+    def compute() -> tuple[Tensor, Tensor]:
+        attended = Attended(q, scale=scale, window=window)
+        attended.add(k, v, spans)
+        return attended.result()
+
+    return once(compute)
+
+
 def gradients(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Sequence[Span], *, scale: float,
     window: int | None = None,
@@ -122,9 +136,7 @@ def _parts(q: Tensor, spans: Sequence[Span], window: int | None) -> Iterator[tup
         elif keys < queries or not _splits_window(q, window):
             yield span, window
         else:
-            for tile in tiles(queries, keys, window):
-                at = tile.q0 + span.q0, tile.q1 + span.q0, tile.k0 + span.k0, tile.k1 + span.k0
-                yield Span(span.b0, span.b1, *at, tile.causal, tile.reversed), None
+            yield from ((tile, None) for tile in tiles(span, window))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float, window: int | None) -> tuple[Tensor, Tensor]:

@@ -8,36 +8,34 @@ products as it has pairs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+
+from octavo.kernels.attention.pattern import Span
 
 
-class Tile(NamedTuple):
-    """Queries q0 … q1 attend to keys k0 … k1: causal (as many keys as queries), or all; reversed: in reverse order of both."""
+def tiles(span: Span, window: int) -> Iterator[Span]:
+    """The spans of a causal span in which each query sees at most `window` keys; as many keys as queries at least.
 
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    causal: bool
-    reversed: bool = False
-
-
-def tiles(queries: int, keys: int, window: int) -> Iterator[Tile]:
-    """All pairs of causal attention in which query i sees the last `window` of the keys up to i + keys − queries.
-
-    keys ≥ queries.
+    A causal one has as many keys as queries.
     """
+    for tile in _tiles(span.q1 - span.q0, span.k1 - span.k0, window):
+        q0, q1, k0, k1, causal, mirrored = tile
+        at = q0 + span.q0, q1 + span.q0, k0 + span.k0, k1 + span.k0
+        yield Span(span.b0, span.b1, *at, causal, mirrored)
+
+
+def _tiles(queries: int, keys: int, window: int) -> Iterator[tuple[int, int, int, int, bool, bool]]:
+    """(q0, q1, k0, k1, causal, reversed): query i sees the last `window` of the keys up to i + keys − queries."""
     ahead = keys - queries
     for first in range(0, queries, window):
         end = min(first + window, queries)
         rows, own = end - first, first + ahead
-        yield Tile(first, end, own, end + ahead, True)
+        yield first, end, own, end + ahead, True, False
         # Key base + u is seen by row r if r ≤ u; u goes from the first key that there is, to window − 2.
         base = own - window + 1
         low = max(0, -base)
         if (u := max(rows - 1, low)) < window - 1:
-            yield Tile(first, end, base + u, own, False)
+            yield first, end, base + u, own, False, False
         if 0 < low < rows - 1:
-            yield Tile(first, first + low, base + low, base + rows - 1, False)
+            yield first, first + low, base + low, base + rows - 1, False, False
         if low < rows - 1:
-            yield Tile(first + low, end - 1, base + low, base + rows - 1, True, reversed=True)
+            yield first + low, end - 1, base + low, base + rows - 1, True, True
