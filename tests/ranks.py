@@ -1,5 +1,8 @@
 """Several ranks on this machine, joined by gloo on its CPU or by NCCL on its GPUs, for the tests of everything parallel.
 
+Where there are fewer GPUs than ranks, the ranks share the first: each says that it is a host of its own, so that NCCL joins them
+over sockets. That is slow, and computes and waits as on many GPUs.
+
 `run(4, function, …)` calls a function of a test module in four processes that are a world of four, and returns what each
 returned. The processes are forked from a server that has everything imported already, so a world costs a fraction of a second
 and starts from a clean state.
@@ -108,6 +111,8 @@ def _gather(pipes, deadline):
 def _child(rank, ranks, folder, function, arguments, keywords, pipe):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    if 0 < torch.cuda.device_count() < ranks:
+        os.environ |= {"LOCAL_RANK": "0", "NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     import torch.distributed as dist
 
     torch.set_num_threads(1)

@@ -34,7 +34,7 @@ def cells(dtype, device="cpu", groups=(8, 2, 1), dim=DIM, strategies=STRATEGIES)
     """{(strategy, pattern, key-value heads): the largest relative error of output and gradients}, of this rank's tokens."""
     errors = {}
     if device == "cuda":
-        torch.cuda.set_device(dist.get_rank())
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     for strategy, name, kv in itertools.product(strategies, PATTERNS, groups):
         pattern = PATTERNS[name]
         if strategy == "p2p" and pattern.window is not None:
