@@ -102,7 +102,8 @@ def test_clipping_left_to_the_step_is_clipping():
             m.zero_grad()
             (m(x) ** 3).sum().backward()
         norms = [clip_grad_norm_(m, 1.0, optimizer=o) for m, o in zip((model, twin), (optimizers[0], None), strict=True)]
-        assert norms[0] == norms[1]
+        # After the first step the weights differ by the rounding of a product.
+        torch.testing.assert_close(*norms, rtol=1e-5, atol=0.0)
         assert norms[0] > 1
         for optimizer in optimizers:
             optimizer.step()

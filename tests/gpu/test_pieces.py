@@ -1,5 +1,7 @@
 """Attention by pieces on a GPU: cuDNN with its log-sum-exp, joined, windows included, against the reference in float32."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -58,6 +60,35 @@ def test_a_part_of_the_keys_has_its_part_of_the_gradients(dim):
     grads.add(k, v, spans, dk, dv)
     for found, exact in zip((grads.dq, dk, dv), reference.backward(d_out, q, k, v, wanted, wanted_lse, **how), strict=True):
         close(found, exact, 2e-2)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("documents", [(0, 1, 2, 4, 7), (0, 5, 6, 23)])
+def test_spans_of_few_tokens(documents, dim):
+    ends = (*documents[1:], 90)
+    spans = [Span(0, 1, first, end, first, end, True) for first, end in zip(documents, ends, strict=True)]
+    spans += [Span(0, 1, later, later + 1, 0, first, False) for first, later in itertools.pairwise(documents[1:])]
+    q, k, v, d_out = draw(1, 90, 90, 4, 2, dim)
+    attended = Attended(q, scale=dim**-0.5)
+    attended.add(k, v, spans)
+    out, lse = attended.result()
+    seen = torch.zeros(90, 90, dtype=torch.bool, device="cuda")
+    for span in spans:
+        block = torch.ones(span.q1 - span.q0, span.k1 - span.k0, dtype=torch.bool, device="cuda")
+        seen[span.q0 : span.q1, span.k0 : span.k1] |= block.tril() if span.causal else block
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    wide_q, *wide = leaves[0], *(x.repeat_interleave(2, 2) for x in leaves[1:])
+    logits = torch.einsum("bqhd,bkhd->bhqk", wide_q, wide[0]) * dim**-0.5
+    logits = logits.masked_fill(~seen, -torch.inf)
+    wanted = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), wide[1])
+    wanted.backward(d_out.float())
+    close(out, wanted.detach())
+    torch.testing.assert_close(lse, logits.logsumexp(-1).detach(), rtol=1e-3, atol=1e-3)
+    grads = Gradients(d_out, q, out, lse, scale=dim**-0.5)
+    dk, dv = (torch.zeros(k.shape, device="cuda") for _ in range(2))
+    grads.add(k, v, spans, dk, dv)
+    for found, leaf in zip((grads.dq, dk, dv), leaves, strict=True):
+        close(found, leaf.grad, 2e-2)
 
 
 @pytest.mark.parametrize("window", [256, 300, 1000, 64])

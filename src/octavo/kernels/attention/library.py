@@ -22,6 +22,8 @@ def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
         return True
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] not in _HEADS:
         return False
+    if q.shape[1] == k.shape[1] == 1:  # cuDNN refuses one token of one
+        return False
     return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(q.device) >= (9, 0)
 
 
