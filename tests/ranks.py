@@ -1,7 +1,7 @@
 """Several ranks on this machine, joined by gloo on its CPU or by NCCL on its GPUs, for the tests of everything parallel.
 
-Where there are fewer GPUs than ranks, the ranks share the first: each says that it is a host of its own, so that NCCL joins them
-over sockets. That is slow, and computes and waits as on many GPUs.
+Where there are fewer GPUs than ranks, the ranks share the first: each says that it is a host of its own, so that NCCL joins
+them over sockets. That is slow, and computes and waits as on many GPUs.
 
 `run(4, function, …)` calls a function of a test module in four processes that are a world of four, and returns what each
 returned. The processes are forked from a server that has everything imported already, so a world costs a fraction of a second

@@ -31,7 +31,7 @@ LAYERS = (
     ("checkpoint", "watchdog"),
     ("run",),
     ("train",),
-    ("doctor", "bench"),
+    ("doctor", "bench", "arguments"),
     ("cli",),
     ("__main__",),
 )
@@ -61,6 +61,7 @@ LIGHT = (
     "octavo.run.finished",
     "octavo.run.paths",
     "octavo.run.plots",
+    "octavo.watchdog.launcher",
 )
 """Modules that load no torch when they are imported."""
 

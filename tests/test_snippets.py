@@ -101,8 +101,11 @@ def arguments_of(line):
     if not words or line.startswith(NOT_OCTAVO):
         return None
     if words[0] == "torchrun":
-        assert words[1:5] == ["--nproc-per-node", words[2], "-m", "octavo"], line
-        return [*words[5:], "--dry-run", "--world-size", words[2]] if words[5] == "train" else words[5:]
+        start = words.index("octavo")
+        assert words[start - 1] == "-m", line
+        hosts, ranks = (int(words[words.index(name) + 1]) for name in ("--nnodes", "--nproc-per-node"))
+        words = words[start:]
+        return [*words[1:], "--dry-run", "--world-size", str(hosts * ranks)] if words[1] == "train" else words[1:]
     assert words[0] == "octavo", line
     return words[1:]
 

@@ -8,8 +8,11 @@ if __name__ == "__main__":
 
         code = main()
     except KeyboardInterrupt:  # during the imports of the command line
+        import os
+
         from octavo.errors import EXIT_INTERRUPTED, warn
 
-        warn("interrupted.")
+        if os.environ.get("RANK", "0") == "0":
+            warn("interrupted.")
         code = EXIT_INTERRUPTED
     sys.exit(code)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
-from octavo.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, Interrupted, OctavoError, RunStopped, first_line, warn
+from octavo.arguments import AsJson, Commands, GpuName, Overrides, Ranks, RunFile, WithOverrides, WorldSize
+from octavo.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, OctavoError, RunStopped, first_line, warn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,42 +26,8 @@ if TYPE_CHECKING:
     from octavo.watchdog.stopping import StopRequest
 
 
-class _Commands(TyperGroup):
-    """Ctrl-C in any command is an error with a message and an exit code of its own."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise Interrupted from None
-
-
-class _WithOverrides(TyperCommand):
-    """A command with overrides: a key that is written as an option is answered with the override."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments."""
-        given = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            # No public name covers the exceptions of all versions of typer; those of an unknown option have this attribute.
-            name = getattr(error, "option_name", None)
-            start = next((i for i, each in enumerate(given) if name and each.startswith(name)), None)
-            if start is None:
-                raise
-            from octavo.config.reading import as_override
-            from octavo.config.run import RunConfig
-
-            meant = as_override(given[start:], RunConfig)
-            if meant is None:
-                raise
-            raise InputError(f"no such option: {name}. Keys are set without dashes: did you mean {meant}?") from None
-
-
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -69,20 +35,6 @@ app = typer.Typer(
     help="Train transformers in 8-bit floating point, from a laptop's CPU to Hopper GPUs.",
     epilog="Example: octavo train presets/demo.toml",
 )
-
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="A run file, such as presets/demo.toml.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Keys to set over the run file.", show_default=False),
-]
-WorldSize = Annotated[
-    int | None, typer.Option("--world-size", metavar="N", help="Ranks of a planned run; those at hand if absent.")
-]
-GpuName = Annotated[
-    str | None,
-    typer.Option("--gpu", metavar="NAME", help='GPU of a planned run, such as h200 or "h100 sxm"; the one at hand if absent.'),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +52,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="octavo")
     except SystemExit as end:
-        if end.code == EXIT_INTERRUPTED:  # before a command was found
+        if end.code == EXIT_INTERRUPTED and _rank() == 0:  # before a command was found
             warn("interrupted.")
         return end.code if isinstance(end.code, int) else EXIT_FAILED if end.code else 0
     except OctavoError as error:
@@ -153,13 +105,14 @@ def _octavo(version: Annotated[bool, typer.Option("--version", help="Print the v
         raise typer.Exit
 
 
-@app.command(cls=_WithOverrides, epilog="Example: octavo train presets/demo.toml optimizer.lr=1e-3 train.output=runs/second")
+@app.command(cls=WithOverrides, epilog="Example: octavo train presets/demo.toml optimizer.lr=1e-3 train.output=runs/second")
 def train(
     run_file: RunFile,
     overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the resolved run, its arithmetic and its memory; write nothing.")
     ] = False,
+    ranks: Ranks = None,
     world_size: WorldSize = None,
     gpu: GpuName = None,
     as_json: AsJson = False,
@@ -178,12 +131,14 @@ def train(
         from octavo.train import dry_run as arithmetic
         from octavo.train import plan
 
-        figures, text = arithmetic.dry_run(plan.check(config, target=arithmetic.target(world_size, gpu)))
+        figures, text = arithmetic.dry_run(plan.check(config, target=arithmetic.target(world_size or ranks, gpu)))
         check_output(config.output)
         _print_once(figures if as_json else text)
         return
     if world_size is not None or gpu is not None:
         raise InputError("--world-size and --gpu are of a run that is planned, and this one would start: add --dry-run.")
+    if ranks is not None and ranks > 1 and (code := _launch(config, ranks, run_file, overrides, as_json)) is not None:
+        raise typer.Exit(code)
     from octavo.watchdog.stopping import StopRequest
 
     with StopRequest() as stop:  # before the slow import of torch: a scheduler may send a signal at any time
@@ -191,6 +146,19 @@ def train(
         result = _train(run_file, config, console, stop)
         from octavo.run.summary import summary_lines
     _print_once(result.as_dict() if as_json else summary_lines(result))
+
+
+def _launch(config: RunConfig, ranks: int, run_file: Path, overrides: list[str] | None, as_json: bool) -> int | None:
+    """Train as several processes of this host; returns their exit code, or None if nothing is left to train."""
+    from octavo.run.finished import finished
+    from octavo.run.paths import check_paths
+    from octavo.watchdog.launcher import launch
+
+    if finished(config) is not None:
+        return None
+    check_paths(config)
+    command = [sys.executable, "-m", "octavo", "train", *(["--json"] if as_json else []), "--", str(run_file)]
+    return launch([*command, *(overrides or ())], ranks, timeout=config.launch.timeout, grace=config.launch.grace)
 
 
 def _train(run_file: Path, config: RunConfig, console: Console, stop: StopRequest) -> Result:
@@ -218,7 +186,7 @@ def _say_start(run_file: Path, console: Console) -> None:
     console.print(f"octavo {__version__}: reading {run_file} …", markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command(cls=_WithOverrides, epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
+@app.command(cls=WithOverrides, epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
 def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Tokenise the data of a run in advance, on a machine without a GPU."""
     config = _config(run_file, overrides)
@@ -237,7 +205,7 @@ def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fa
     _print_once(result if as_json else [text])
 
 
-@app.command(cls=_WithOverrides, epilog="Example: octavo describe runs/demo")
+@app.command(cls=WithOverrides, epilog="Example: octavo describe runs/demo")
 def describe(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="A run's folder or a run file, such as runs/demo.", show_default=False)

@@ -81,7 +81,7 @@ def _context(group: dist.ProcessGroup | None, strategy: str = "all_gather") -> C
         group = state.cp_process_group
     if group is None:
         raise InputError(
-            'context parallelism needs several ranks: call octavo.init({"context_parallel_degree": n}) under torchrun, or pass '
-            "a process group."
+            'context parallelism needs several ranks: call octavo.init({"context_parallel_degree": n}) in each of them, or '
+            "pass a process group."
         )
     return ContextGroup(group, strategy)

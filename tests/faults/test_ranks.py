@@ -259,3 +259,64 @@ def test_a_job_of_many_faults_continues_exactly(job, tiny_run, of_two_ranks):
         assert line.startswith(f"octavo: rank {rank} of 2 {word} in {phase} of step {step}"), job.stderr
     assert losses(run) == of_two_ranks
     assert not list(run.output.glob("**/.tmp-*"))
+
+
+# The same by `octavo train --ranks`, whose stderr and exit code are those of the ranks alone.
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Starts `octavo train … --ranks 2`; returns the process, which is killed if its test fails."""
+    with contextlib.ExitStack() as stack:
+
+        def start(command):
+            environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "octavo", *map(str, command), "--ranks", "2"],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+            )  # fmt: skip
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def test_ranks_of_the_command_say_a_wrong_input_once(started, tiny_run):
+    process = started(train(tiny_run(steps=STEPS), "train.global_batch=5"))
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert said.startswith("octavo: train.global_batch = 5 sequences cannot be shared equally by 2 data-parallel ranks")
+    assert said.count("\n") == 1
+
+
+def test_ranks_of_the_command_save_at_a_signal_and_continue_exactly(started, tiny_run, of_two_ranks):
+    run = tiny_run(steps=STEPS, every=0)
+    process = started(train(run))
+    while not read_metrics(run.output / "metrics.jsonl"):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode in (0, 75)  # 0: it was in the last step
+    if process.returncode == 75:
+        assert re.fullmatch(
+            r"octavo: stopped by SIGTERM after step \d+ of \d+, saved\. Run the same command again to continue\.\n", said
+        )
+        again = started(train(run))
+        _, said = again.communicate(timeout=300)
+        assert again.returncode == 0
+    assert said == ""
+    assert losses(run) == of_two_ranks
+
+
+def test_ranks_of_the_command_end_with_one_that_is_killed(started, tiny_run):
+    run = tiny_run(steps=100000, every=2)
+    process = started(train(run))
+    while not read_metrics(run.output / "metrics.jsonl"):
+        time.sleep(0.01)
+    (last,) = subprocess.run(["pgrep", "-n", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(int(last), signal.SIGKILL)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert re.match(r"octavo: rank 1 of 2 was killed in \w+ of step \d+ ", said)
+    assert said.count("\n") == 1

@@ -146,7 +146,7 @@ def _degrees_error(asked: dict[str, int], world: int, problems: list[str]) -> In
         f"World {world} must be replicate x hybrid_shard x tensor, and context and expert must divide hybrid_shard; "
         f"given {factors}. Nearest that fit: {', '.join(f'{key} {value}' for key, value in nearest.items())}. "
         f"Change {', '.join(f'parallel.{key} to {nearest[key]}' for key in changed)}"
-        + (", or start more ranks with torchrun (--dry-run and describe: --world-size)." if world == 1 else ".")
+        + (", or start more ranks with --ranks (--dry-run and describe: --world-size)." if world == 1 else ".")
     )
 
 

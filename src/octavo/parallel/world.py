@@ -170,6 +170,8 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise InputError(f"octavo.init: timeout = {timeout!r} is not a number of seconds above 0 (usual: 600).")
     world, rank, local = _rank_numbers()
+    if torch.cuda.is_available() and local >= (gpus := torch.cuda.device_count()):
+        raise InputError(f"rank {local} of this host has no GPU: there are {gpus}. Start {gpus} ranks (--ranks {gpus}).")
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if world > 1 and missing and not dist.is_initialized():
         raise InputError(

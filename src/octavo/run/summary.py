@@ -160,15 +160,7 @@ def _next_commands(result: Result) -> Iterator[list[str]]:
     fp8 = result.config.fp8
     recipe = "current" if fp8.recipe != "current" else "delayed"
     key, name = ("fp8.enabled=true", "fp8") if fp8.enabled is False else (f"fp8.recipe={recipe}", recipe)
-    launcher = _launcher()
-    if launcher is not None:
-        yield [*launcher, "train", f"{folder}/run.toml", key, f"train.output={folder}-{name}"]
-
-
-def _launcher() -> list[str] | None:
-    """The command that starts as many ranks as this run has; None for ranks of several hosts."""
     world = os.environ.get("WORLD_SIZE", "1")
-    if world == "1":
-        return ["octavo"]
-    same_host = os.environ.get("LOCAL_WORLD_SIZE") == world
-    return ["torchrun", "--nproc-per-node", world, "-m", "octavo"] if same_host else None
+    if world in ("1", os.environ.get("LOCAL_WORLD_SIZE")):  # not for ranks of several hosts
+        ranks = [] if world == "1" else ["--ranks", world]
+        yield ["octavo", "train", f"{folder}/run.toml", key, f"train.output={folder}-{name}", *ranks]

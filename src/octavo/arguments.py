@@ -1,0 +1,64 @@
+"""Arguments and options that commands share, and how a mistyped one is answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from octavo.errors import InputError, Interrupted
+
+
+class Commands(TyperGroup):
+    """Ctrl-C in any command is an error with a message and an exit code of its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
+
+class WithOverrides(TyperCommand):
+    """A command with overrides: a key that is written as an option is answered with the override."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # No public name covers the exceptions of all versions of typer; those of an unknown option have this attribute.
+            name = getattr(error, "option_name", None)
+            start = next((i for i, each in enumerate(given) if name and each.startswith(name)), None)
+            if start is None:
+                raise
+            from octavo.config.reading import as_override
+            from octavo.config.run import RunConfig
+
+            meant = as_override(given[start:], RunConfig)
+            if meant is None:
+                raise
+            raise InputError(f"no such option: {name}. Keys are set without dashes: did you mean {meant}?") from None
+
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="A run file, such as presets/demo.toml.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Keys to set over the run file.", show_default=False),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", min=1, metavar="N", help="Processes to start on this host, one a GPU; one if absent."),
+]
+WorldSize = Annotated[
+    int | None, typer.Option("--world-size", metavar="N", help="Ranks of a planned run; those at hand if absent.")
+]
+GpuName = Annotated[
+    str | None,
+    typer.Option("--gpu", metavar="NAME", help='GPU of a planned run, such as h200 or "h100 sxm"; the one at hand if absent.'),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]

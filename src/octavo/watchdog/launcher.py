@@ -1,0 +1,135 @@
+"""The ranks of a run on one host: started, signalled and awaited together.
+
+Ranks get torchrun's environment, and like its agent the launcher keeps their store: the watchdog's first report survives any
+rank. In three points it is not like torchrun. Ranks have the time they need to save after a signal, the exit code is theirs,
+and a failed rank's report is not followed by another.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError, warn
+
+_HOST = "127.0.0.1"
+_POLL_SECONDS = 0.05
+
+
+def launch(command: Sequence[str], ranks: int, *, timeout: float, grace: float) -> int:
+    """Run `command` as `ranks` processes until all have ended; returns the exit code of the first that failed, or 0.
+
+    Call it from the main thread: the kernel ends the ranks with the thread that started them (`die_with_launcher`).
+
+    Args:
+        command: a command whose processes call `octavo.init`.
+        ranks: processes, one a GPU.
+        timeout: seconds that the others may take to end after one that was asked to stop.
+        grace: the same after one that failed.
+
+    Raises:
+        InputError: this process is one of several ranks itself.
+    """
+    if "RANK" in os.environ:
+        raise InputError(f"--ranks {ranks} starts the ranks, and RANK is set already: leave --ranks out, or unset RANK.")
+    job = _Job()
+    with socket.create_server((_HOST, 0), backlog=max(128, ranks)) as listening, job.signals():
+        port = listening.getsockname()[1]
+        for rank in range(ranks):
+            job.start(command, _environment(rank, ranks, port))
+        store = _keep_store(listening, port)  # after the ranks: its import takes as long as theirs
+        code = job.wait(timeout=timeout, grace=grace)
+        del store
+    return code
+
+
+class _Job:
+    """Processes of ranks, and the signal that this process got."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self._ranks: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        """Start a rank in a process group of its own: a terminal sends Ctrl-C to a whole group, so it would come twice."""
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        self._ranks.append(process)
+        if self.asked is not None:  # before this rank was in the list
+            process.send_signal(self.asked)
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Signals go to every rank; an exception in this process ends them."""
+        numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+        before: dict[signal.Signals, Any] = {number: signal.signal(number, self._pass_on) for number in numbers}
+        try:
+            yield
+        finally:
+            self._kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def wait(self, *, timeout: float, grace: float) -> int:
+        """The job's exit code, once every rank has ended."""
+        ended: dict[int, int] = {}  # in order of time
+        deadline = None
+        while len(ended) < len(self._ranks):
+            for rank, process in enumerate(self._ranks):
+                if rank in ended or process.poll() is None:
+                    continue
+                ended[rank] = process.returncode
+                if ended[rank] != 0 and deadline is None:
+                    deadline = time.monotonic() + (timeout if ended[rank] == EXIT_STOPPED else grace)
+                    for other in self._ranks:
+                        other.terminate()  # a rank that waits for the failed one to join has no watchdog yet
+            if deadline is not None and time.monotonic() > deadline:
+                self._kill()
+            time.sleep(_POLL_SECONDS)
+        failed = {rank: code for rank, code in ended.items() if code != 0}
+        reported = [code for code in failed.values() if code > 0]
+        return reported[0] if reported else self._unreported(failed)
+
+    def _unreported(self, failed: dict[int, int]) -> int:
+        """The exit code where no rank lived to say why it ended."""
+        if not failed:
+            return 0
+        if self.asked is not None:
+            warn(f"stopped by {self.asked.name} before the first step: nothing to save. Run the same command again.")
+            return EXIT_STOPPED
+        rank, code = next(iter(failed.items()))
+        number = signal.Signals(-code)
+        cause = ", which Linux sends when the host's memory runs out" if number == signal.SIGKILL else ""
+        warn(f"rank {rank} of {len(self._ranks)} was ended by {number.name}{cause}.")
+        return EXIT_FAILED
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.asked = signal.Signals(number)
+        for process in self._ranks:
+            process.send_signal(number)
+
+    def _kill(self) -> None:
+        for process in self._ranks:
+            process.kill()
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The user's environment with torchrun's variables."""
+    # With threads for all cores in each, ranks on a CPU would wait for one another.
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    store = {"MASTER_ADDR": _HOST, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    job = {"TORCHELASTIC_RUN_ID": "octavo", "TORCHELASTIC_RESTART_COUNT": 0}
+    return threads | dict(os.environ) | {name: str(value) for name, value in (own | store | job).items()}
+
+
+def _keep_store(listening: socket.socket, port: int) -> object:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())

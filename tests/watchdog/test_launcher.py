@@ -1,0 +1,135 @@
+"""The launcher of ranks: exit codes, signals, the store; its ranks are small scripts."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError
+from octavo.watchdog.launcher import launch
+
+SLEEPS = "import time; time.sleep(300)"
+
+
+@pytest.fixture(autouse=True)
+def no_outer_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(ranks, script, *, timeout=300, grace=300):
+    """The exit code of ranks that run `script`, in which `rank` is known."""
+    text = f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{script}"
+    return launch([sys.executable, "-c", text], ranks, timeout=timeout, grace=grace)
+
+
+def test_all_end_well():
+    assert run(3, "sys.exit(0)") == 0
+
+
+@pytest.mark.parametrize("code", [1, 2, EXIT_STOPPED])
+def test_the_code_is_that_of_the_first_that_failed_and_the_others_are_ended(code):
+    began = time.monotonic()
+    assert run(3, f"sys.exit({code}) if rank == 1 else time.sleep(250)") == code
+    assert time.monotonic() - began < 200
+
+
+def test_a_rank_that_does_not_end_is_killed_after_the_grace():
+    script = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(3 if rank else 250)\nsys.exit(2)"
+    began = time.monotonic()
+    assert run(2, script, grace=0.5) == 2
+    assert time.monotonic() - began < 200
+
+
+def test_a_killed_rank_that_nobody_reports_is_said(capfd):
+    assert run(2, "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(250)") == EXIT_FAILED
+    assert capfd.readouterr().err == (
+        "octavo: rank 1 of 2 was ended by SIGKILL, which Linux sends when the host's memory runs out.\n"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_every_rank(number, tmp_path):
+    script = f"""
+def stop(*_):
+    open({str(tmp_path)!r} + f"/{{rank}}", "w").write("x")
+    sys.exit({EXIT_STOPPED})
+signal.signal({int(number)}, stop)
+open({str(tmp_path)!r} + f"/ready-{{rank}}", "w").close()
+time.sleep(250)
+"""
+
+    def send():
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert run(2, script) == EXIT_STOPPED
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "ready-0", "ready-1"}
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_a_signal_before_the_ranks_listen(capfd):
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert run(2, SLEEPS) == EXIT_STOPPED
+    assert capfd.readouterr().err == (
+        "octavo: stopped by SIGTERM before the first step: nothing to save. Run the same command again.\n"
+    )
+
+
+def test_ranks_meet_at_the_launchers_store():
+    script = """
+import datetime
+from torch.distributed import TCPStore
+assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "2" and os.environ["LOCAL_RANK"] == str(rank)
+port, wait = int(os.environ["MASTER_PORT"]), datetime.timedelta(seconds=200)
+store = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=wait)
+store.set(str(rank), "here")
+sys.exit(0 if store.get(str(1 - rank)) == b"here" else 3)
+"""
+    assert run(2, script) == 0
+
+
+def test_a_rank_starts_no_ranks(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InputError, match=r"--ranks 2 starts the ranks, and RANK is set already"):
+        run(2, "")
+
+
+def test_ranks_end_with_the_launcher(tmp_path):
+    script = f"""
+import os, sys
+from pathlib import Path
+sys.argv = []
+from octavo.watchdog.processes import die_with_launcher
+die_with_launcher()
+Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(str(os.getpid()))
+import time
+time.sleep(250)
+"""
+    start = f"launch([sys.executable, '-c', {script!r}], 2, timeout=1, grace=1)"
+    text = f"import sys\nfrom octavo.watchdog.launcher import launch\n{start}"
+    launcher = subprocess.Popen([sys.executable, "-c", text])
+    while not all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"):
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    pids = [int((tmp_path / name).read_text()) for name in "01"]
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 100
+    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(_runs(pid) for pid in pids)
+
+
+def _runs(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    return False
