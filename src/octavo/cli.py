@@ -302,7 +302,9 @@ def bench(
     suite: Annotated[
         str,
         typer.Argument(
-            metavar="SUITE", help="Suite: one-gpu, sharded, checkpoint, kernels, products or layers.", show_default=False
+            metavar="SUITE",
+            help="Suite: one-gpu, sharded, context, checkpoint, kernels, products, attention or layers.",
+            show_default=False,
         ),
     ],
     cases: Annotated[str | None, typer.Option(metavar="A,B", help="Workloads, kernels or layers; all if absent.")] = None,

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from octavo.bench import run
-from octavo.bench.kernels import KERNELS, measure_kernels
+from octavo.bench.kernels.bandwidth import KERNELS, measure_kernels
 from octavo.bench.results import render, write
 from octavo.bench.run import run_suite
 from octavo.errors import InputError
@@ -48,9 +48,9 @@ def test_shapes_suit_their_kernels():
 
 def test_rows_are_shares_of_the_fastest_copy(tmp_path, monkeypatch):
     times = iter([100.0, 300.0, 50.0, 40.0])
-    monkeypatch.setattr("octavo.bench.kernels.median_us", lambda run, **how: [next(times)])
-    monkeypatch.setattr("octavo.bench.kernels.COPIED", ((64, 128), (64, 512)))
-    monkeypatch.setattr("octavo.bench.kernels.FLUSHED_BYTES", 4)
+    monkeypatch.setattr("octavo.bench.kernels.bandwidth.median_us", lambda run, **how: [next(times)])
+    monkeypatch.setattr("octavo.bench.kernels.bandwidth.COPIED", ((64, 128), (64, 512)))
+    monkeypatch.setattr("octavo.bench.kernels.bandwidth.FLUSHED_BYTES", 4)
     small = [type(kernel)(kernel.name, kernel.make, kernel.reads, kernel.writes, (TINY,)) for kernel in KERNELS.values()][:2]
     broken = type(small[0])("broken", lambda *shape: 1 / 0, 1, 1, (TINY,))
     said = []

@@ -7,9 +7,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from octavo.bench import products
 from octavo.bench.cases import ALL_CASES
-from octavo.bench.products import WORKLOADS, measure_products, products_of
+from octavo.bench.kernels import products
+from octavo.bench.kernels.products import WORKLOADS, measure_products, products_of
 from octavo.bench.results import render, write
 from octavo.bench.run import run_suite
 from octavo.errors import InputError
@@ -43,8 +43,8 @@ def test_both_contestants_multiply_the_same(monkeypatch):
 
 def test_rows_are_written_and_shown(tmp_path, monkeypatch):
     times = iter([[30.0, 20.0]] * 9)
-    monkeypatch.setattr("octavo.bench.kernels.median_us", lambda *runs, **how: next(times))
-    monkeypatch.setattr("octavo.bench.kernels.FLUSHED_BYTES", 4)
+    monkeypatch.setattr("octavo.bench.kernels.bandwidth.median_us", lambda *runs, **how: next(times))
+    monkeypatch.setattr("octavo.bench.kernels.bandwidth.FLUSHED_BYTES", 4)
     said = []
     small = products.Workload("small", 64, ((32, 48),))
     rows = measure_products([small], torch.device("cpu"), iterations=1, warmup=1, say=said.append)

@@ -1,16 +1,26 @@
-"""Attention by pieces on a GPU: cuDNN with its log-sum-exp, joined, windows included, against the reference in float32."""
+"""Attention by pieces on a GPU, by cuDNN and by FlashAttention-4, windows included, against the reference in float32."""
 
 import itertools
 
 import pytest
 import torch
 
-from octavo.kernels.attention import library, reference
+from octavo.kernels.attention import flash, library, reference
 from octavo.kernels.attention.pattern import Pattern, Span
 from octavo.kernels.attention.pieces import Attended, Gradients
 from octavo.nn.attend import attend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+FLASH = pytest.mark.skipif(flash.missing() is not None, reason=str(flash.missing()))
+
+
+@pytest.fixture(params=["cuDNN", pytest.param("FlashAttention-4", marks=FLASH)], autouse=True)
+def kernels(request):
+    """The module of kernels under test, which `attend` and the pieces take."""
+    before = flash.enabled()
+    flash.enable(request.param != "cuDNN")
+    yield library if request.param == "cuDNN" else flash
+    flash.enable(before)
 
 
 def draw(batch, queries, keys, heads, groups, dim, seed=0):
@@ -28,16 +38,16 @@ def close(found, wanted, tolerance=1e-2):
 @pytest.mark.parametrize(
     ("queries", "keys", "causal"), [(512, 512, True), (384, 1024, False), (1000, 1000, True), (128, 77, False)]
 )
-def test_output_and_gradients_are_the_references(dim, heads, groups, queries, keys, causal):
+def test_output_and_gradients_are_the_references(dim, heads, groups, queries, keys, causal, kernels):
     q, k, v, d_out = draw(2, queries, keys, heads, groups, dim)
-    assert library.takes(q, k, causal=causal, window=None)
+    assert kernels.takes(q, k, causal=causal, window=None)
     how = {"causal": causal, "scale": dim**-0.5}
-    out, lse = library.forward(q, k, v, **how)
+    out, lse = kernels.forward(q, k, v, **how)
     wanted, wanted_lse = reference.forward(q, k, v, **how)
     close(out, wanted)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
     for found, exact in zip(
-        library.backward(d_out, q, k, v, out, lse, **how),
+        kernels.backward(d_out, q, k, v, out, lse, **how),
         reference.backward(d_out, q, k, v, wanted, wanted_lse, **how),
         strict=True,
     ):
@@ -93,9 +103,10 @@ def test_spans_of_few_tokens(documents, dim):
 
 @pytest.mark.parametrize("window", [256, 300, 1000, 64])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_a_window(window, dim):
+def test_a_window(window, dim, kernels):
     q, k, v, d_out = draw(2, 1536, 1536, 8, 2, dim)
     pattern = Pattern(1536, window=window)
+    assert kernels is library or kernels.takes(q, k, causal=True, window=window)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves, pattern, scale=None)
     out.backward(d_out)
@@ -106,18 +117,90 @@ def test_a_window(window, dim):
         close(leaf.grad, exact, 2e-2)
 
 
-def test_documents_are_the_references_document_by_document():
-    q, k, v, d_out = draw(2, 1024, 1024, 8, 2, 128)
-    pattern = Pattern(1024, documents=((0, 100, 700), (0, 1, 513)))
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("dim", library._HEADS)
+def test_documents_are_the_references_document_by_document(dim, window, kernels):
+    q, k, v, d_out = draw(2, 1024, 1024, 8, 2, dim)
+    pattern = Pattern(1024, documents=((0, 100, 700), (0, 1, 2, 513))).with_window(window)
+    assert kernels is library or flash.packing(q, k, pattern.spans(2), window) is not None
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves, pattern, scale=None)
     out.backward(d_out)
     for span in pattern.spans(2):
         b, rows = slice(span.b0, span.b1), slice(span.q0, span.q1)
-        own, how = [x[b, rows] for x in (q, k, v)], {"causal": True, "scale": 128**-0.5}
+        own, how = [x[b, rows] for x in (q, k, v)], {"causal": True, "scale": dim**-0.5, "window": window}
         wanted, lse = reference.forward(*own, **how)
         close(out[b, rows].detach(), wanted)
         grads = reference.backward(d_out[b, rows], *own, wanted, lse, **how)
         for leaf, exact in zip(leaves, grads, strict=True):
             # A document of one token has gradients of queries and keys that are 0 but for rounding.
             assert (leaf.grad[b, rows].float() - exact).norm() <= 2e-2 * exact.norm() + 1e-2
+
+
+@FLASH
+@pytest.mark.parametrize("dim", flash._HEADS)
+@pytest.mark.parametrize(("queries", "keys", "window"), [(384, 1024, None), (384, 1024, 500), (384, 1024, 1), (1, 700, None)])
+def test_fewer_queries_than_keys(dim, queries, keys, window):
+    flash.enable(True)
+    q, k, v, d_out = draw(2, queries, keys, 8, 2, dim)
+    how = {"causal": True, "scale": dim**-0.5, "window": window}
+    assert flash.takes(q, k, causal=True, window=window)
+    out, lse = flash.forward(q, k, v, **how)
+    wanted, wanted_lse = reference.forward(q, k, v, **how)
+    close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
+    grads = reference.backward(d_out, q, k, v, wanted, wanted_lse, **how)
+    for found, exact in zip(flash.backward(d_out, q, k, v, out, lse, **how), grads, strict=True):
+        # Of one key the softmax is 1, and the gradients of queries and keys are 0 but for rounding.
+        assert (found.float() - exact).norm() <= 2e-2 * exact.norm() + (1.0 if window == 1 else 0.0)
+
+
+def repeats(function):
+    """True if ten calls give the same bits."""
+    first = function()
+    return all(all(map(torch.equal, first, function())) for _ in range(9))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("pattern", [Pattern(2048), Pattern(2048, window=700), Pattern(2048, documents=((0, 500, 900), (0,)))])
+def test_bits_repeat_where_they_have_to(dim, pattern):
+    """By FlashAttention-4, and without it by plain PyTorch."""
+    q, k, v, d_out = draw(2, 2048, 2048, 16, 4, dim)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def both():
+        out = attend(*leaves, pattern, scale=None)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert repeats(both)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@FLASH
+def test_a_recorded_graph_replays_it():
+    flash.enable(True)
+    q, k, v, d_out = draw(2, 512, 512, 8, 2, 128)
+    pattern = Pattern(512)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def both():
+        out = attend(*leaves, pattern, scale=None)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = both()
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.copy_(torch.randn_like(leaf))
+    graph.replay()
+    for found, wanted in zip(results, both(), strict=True):
+        close(found, wanted.float(), 1e-2)

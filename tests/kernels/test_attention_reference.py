@@ -124,8 +124,9 @@ def test_a_window_is_triangles_and_rectangles(queries, keys, window, monkeypatch
     wanted = reference.backward(d_out, q, k, v, wanted_out, wanted_lse, **setting)
     monkeypatch.setattr(pieces, "_splits_window", lambda q, window: True)
     spans = [Span(0, 2, 0, queries, 0, keys, True)]
-    seen = [tile for span in spans for tile, inner in pieces._parts(q, [span], window) if inner is None]
-    assert len(seen) == len(list(pieces._parts(q, spans, window)))
+    parts = list(pieces._parts(q, k, spans, window))
+    assert all(part.window is None for part in parts)
+    seen = [part.span for part in parts]
     assert all(not tile.causal or tile.q1 - tile.q0 == tile.k1 - tile.k0 for tile in seen) or window >= keys
     attended = Attended(q, scale=0.3, window=window)
     attended.add(k, v, spans)

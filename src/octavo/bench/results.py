@@ -32,7 +32,7 @@ from octavo.storage import write_atomic
 LOG_WIDTH = 160
 """Maximum width outside a terminal, where rich assumes 80 columns and would cut figures off."""
 
-_WHOLE = ("kernels", "products", "layers")
+_WHOLE = ("kernels", "products", "attention", "layers")
 """Suites with one file for all workloads."""
 
 Columns = tuple[tuple[str, str, str, float], ...]
@@ -59,6 +59,13 @@ PRODUCT: Columns = (
     ("PyTorch us", "torch_us", "{:,.1f}", 1),
     ("TFLOP/s", "tflops", "{:,.0f}", 1),
     ("gain", "gain", "{:.3f}", 1),
+)
+ATTENTION: Columns = (
+    ("forward us", "forward_us", "{:,.0f}", 1),
+    ("backward us", "backward_us", "{:,.0f}", 1),
+    ("TFLOP/s", "forward_tflops", "{:,.0f}", 1),
+    ("backward", "backward_tflops", "{:,.0f}", 1),
+    ("both", "tflops", "{:,.0f}", 1),
 )
 CHECKPOINT: Columns = (
     ("GB", "bytes", "{:.1f}", 1e-9),
@@ -208,6 +215,8 @@ def render(results: dict[str, Any], console: Console) -> None:
     suite, rows = results["suite"], results["rows"]
     if suite == "kernels":
         _print_rows(_titled(suite, results), ("kernel", "shape"), KERNEL, rows, console)
+    elif suite == "attention":
+        _print_rows(_titled(suite, results), ("workload", "kernel"), ATTENTION, rows, console)
     elif suite == "products":
         _print_rows(_titled(suite, results), ("product", "rows x columns x summed"), PRODUCT, rows, console)
     elif suite == "layers":
@@ -263,6 +272,8 @@ def _print_rows(title: str, names: Sequence[str], columns: Columns, rows: list[d
 
 def _names(row: dict[str, Any]) -> tuple[str, str]:
     """The first two columns: entry and head, or kernel and shape."""
+    if "pairs" in row:
+        return row["workload"], row["entry"]
     if "shape" in row:
         named = " ".join(row[key] for key in ("workload", "precision", "product") if key in row)
         return named, " x ".join(f"{size:,}" for size in row["shape"])

@@ -13,11 +13,12 @@ import torch
 
 from octavo.bench.cases import Case
 from octavo.bench.checkpoint import measure_checkpoints
-from octavo.bench.kernels import measure_kernels
+from octavo.bench.kernels.attention import measure_attention
+from octavo.bench.kernels.bandwidth import measure_kernels
+from octavo.bench.kernels.products import measure_products
 from octavo.bench.layers.suite import OCTAVO, measure_layers, transformer_engine
 from octavo.bench.measure import Target, measure_case
 from octavo.bench.peers import ENTRIES, PEERS, Entry
-from octavo.bench.products import measure_products
 from octavo.bench.results import check_output, document, render, row, write
 from octavo.bench.suites import SUITES, Suite
 from octavo.errors import InputError, unknown
@@ -121,10 +122,13 @@ def _measure_here(
     """Peers and rows of a suite of kernels, products or layers, measured in this process."""
     device = torch.device(target.torch_device)
     chosen = [suite.known[name] for name in names]
-    if suite.name == "kernels":
-        return [], measure_kernels(chosen, device, iterations=steps, warmup=warmup, say=say)
-    if suite.name == "products":
-        return [], measure_products(chosen, device, iterations=steps, warmup=warmup, say=say)
+    timed: dict[str, Callable[..., list[dict[str, Any]]]] = {
+        "kernels": measure_kernels,
+        "products": measure_products,
+        "attention": measure_attention,
+    }
+    if suite.name in timed:
+        return [], timed[suite.name](chosen, device, iterations=steps, warmup=warmup, say=say)
     theirs = transformer_engine(device, say)
     libraries = [OCTAVO] if theirs is None else [OCTAVO, theirs]
     rows = measure_layers(chosen, device, libraries, seeds=steps, settling=warmup, say=say)
@@ -154,7 +158,7 @@ def _choose(suite: str, cases: Sequence[str] | None, entries: Sequence[str] | No
 
 def _check_gpu(suite: Suite, target: Target, breakdown: bool) -> None:
     """Refuse kernels without a GPU, and a breakdown without a GPU or without training steps."""
-    if suite.name in ("kernels", "products") and target.device.kind != "cuda":
+    if suite.name in ("kernels", "products", "attention") and target.device.kind != "cuda":
         raise InputError(
             f"the suite {suite.name} times {suite.name} that run on a GPU, and the device is cpu."
             " Use --device cuda where there is one."

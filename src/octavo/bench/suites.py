@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.bench.cases import CASES, CONTEXT_CASES, VISION_CASES
-from octavo.bench.kernels import KERNELS
+from octavo.bench.kernels import attention, products
+from octavo.bench.kernels.bandwidth import KERNELS
 from octavo.bench.layers.suite import LAYERS, SETTLING
 from octavo.bench.peers import ENTRIES, Entry
-from octavo.bench.products import WORKLOADS
 from octavo.bench.sharded import CONTEXT, SHARDED
 
 
@@ -49,7 +49,8 @@ SUITES: dict[str, Suite] = {
         Suite("checkpoint", _OWN_SHARDED, CASES, ("llama-8b-8k",), (1, None), usual=("octavo-delayed",)),
         # Kernels are compared with the device's copy, products with PyTorch's choice of an algorithm.
         Suite("kernels", {}, KERNELS, tuple(KERNELS), steps=100, warmup=10),
-        Suite("products", {}, WORKLOADS, tuple(WORKLOADS), steps=20, warmup=3),
+        Suite("products", {}, products.WORKLOADS, tuple(products.WORKLOADS), steps=20, warmup=3),
+        Suite("attention", {}, attention.WORKLOADS, tuple(attention.WORKLOADS), steps=20, warmup=3),
         # Errors instead of times: a step is a seed, and the warm-up settles delayed scaling.
         Suite("layers", {}, LAYERS, tuple(LAYERS), steps=3, warmup=SETTLING),
     )

@@ -3,28 +3,36 @@
 ranks that share the sequence   `octavo.collectives.attention`
 a mask of the caller's, padding inside a sequence, or a window with dropout
                                 PyTorch's `scaled_dot_product_attention` with a boolean mask of T × T
+FlashAttention-4 is there, or bits are to repeat on a GPU
+                                FlashAttention-4, or the reference
 a window, or a result that a recomputation reads
                                 kernels that give a log-sum-exp, span by span: cuDNN's, or the reference
 documents                       `scaled_dot_product_attention`, document by document
 all else                        `scaled_dot_product_attention`, which takes cuDNN's kernel on Hopper
+
+FlashAttention-4 computes windows and documents in one call, and its backward repeats. Bits are to repeat under
+`torch.use_deterministic_algorithms` (`train.deterministic`): cuDNN's and PyTorch's flash backward do not.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.collectives.attention import context_attention
 from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
+from octavo.kernels.attention import flash, library
 from octavo.kernels.attention.kept import is_keeping
 from octavo.kernels.attention.pattern import Pattern
-from octavo.kernels.attention.pieces import attention, gradients
+from octavo.kernels.attention.pieces import SMALLEST_WINDOW, attention, gradients
 
 
 def attend(
@@ -61,7 +69,7 @@ def attend(
         raise InputError(f"the attention pattern is of {pattern.tokens} tokens, and these are {k.shape[1]}: make it for these.")
     if pattern.holes is not None or (pattern.window is not None and dropout):
         return _sdpa(q, k, v, pattern.mask(q.shape[0], q.device), False, scale, dropout)
-    if pattern.window is not None or (is_keeping() and not dropout):
+    if pattern.window is not None or (not dropout and (is_keeping() or _prefers_pieces(q, k, pattern))):
         out: Tensor = _Pieces.apply(q, k, v, pattern, q.shape[-1] ** -0.5 if scale is None else scale)
         return out
     if not pattern.documents:
@@ -76,18 +84,45 @@ def attend(
     return torch.cat(samples)
 
 
+def backend(q: Tensor, k: Tensor, pattern: Pattern) -> str:
+    """The name of what `attend` computes these by, without dropout: for reports."""
+    if not q.is_cuda:
+        return "PyTorch on the CPU"
+    if pattern.holes is not None:
+        return "PyTorch with a mask"
+    if flash.takes(q, k, causal=pattern.causal, window=pattern.window):
+        return f"FlashAttention-4 {flash.VERSION}"
+    small = pattern.window is not None and pattern.window < SMALLEST_WINDOW
+    if not small and library.takes(q, k, causal=pattern.causal, window=None):
+        return f"cuDNN {torch.backends.cudnn.version()}"
+    if pattern.window is not None or torch.are_deterministic_algorithms_enabled():
+        return "plain PyTorch"
+    q_, k_ = q.transpose(1, 2), k.transpose(1, 2)
+    choice = torch._fused_sdp_choice(q_, k_, k_, is_causal=pattern.causal, enable_gqa=q.shape[2] != k.shape[2])
+    return f"PyTorch's {SDPBackend(choice).name.lower().replace('_', ' ')}"
+
+
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, dropout: float) -> Tensor:
-    out = functional.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal,
-        dropout_p=dropout,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
+    repeats = q.is_cuda and torch.are_deterministic_algorithms_enabled()
+    with sdpa_kernel(SDPBackend.MATH) if repeats else contextlib.nullcontext():
+        out = functional.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=causal,
+            dropout_p=dropout,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
     return out.transpose(1, 2)
+
+
+def _prefers_pieces(q: Tensor, k: Tensor, pattern: Pattern) -> bool:
+    """True if a kernel with a log-sum-exp is faster than `scaled_dot_product_attention`, or repeats its bits alone."""
+    if q.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return True
+    return flash.takes(q, k, causal=pattern.causal)
 
 
 class _Pieces(torch.autograd.Function):

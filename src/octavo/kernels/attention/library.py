@@ -15,7 +15,10 @@ _HEADS = (64, 96, 128)
 
 
 def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
-    """True if this computes it: a full rectangle, or causal attention of as many queries as keys; no window."""
+    """True if this computes it: a full rectangle, or causal attention of as many queries as keys; no window.
+
+    Not on a GPU that is to repeat its bits: cuDNN's backward does not.
+    """
     if window is not None or (causal and q.shape[1] != k.shape[1]):
         return False
     if q.device.type == "cpu":
@@ -24,10 +27,12 @@ def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
         return False
     if q.shape[1] == k.shape[1] == 1:  # cuDNN refuses one token of one
         return False
+    if torch.are_deterministic_algorithms_enabled():
+        return False
     return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(q.device) >= (9, 0)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: None = None) -> tuple[Tensor, Tensor]:
     """q [B, Tq, H, D], k and v [B, Tk, G, D] → out [B, Tq, H, D] in the dtype of q, lse [B, H, Tq] float32."""
     q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cpu":
@@ -38,8 +43,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> t
 
 
 def backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
+    window: None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v in their dtype; `out` and `lse` may be those of a softmax over more keys."""
     given = [x.transpose(1, 2) for x in (d_out, q, k, v, out)]
     if q.device.type == "cpu":

@@ -10,17 +10,27 @@ Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head d
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.attention import library, reference
+from octavo.kernels.attention import flash, library, reference
+from octavo.kernels.attention.flash import Packing
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Span
 from octavo.kernels.attention.window import tiles
 
 SMALLEST_WINDOW = 256
 """Below it the tiles of a window are too small for kernels of causal attention."""
+
+
+class _Part(NamedTuple):
+    """What one call of a kernel computes."""
+
+    span: Span
+    window: int | None = None
+    packed: Packing | None = None
 
 
 class Attended:
@@ -35,9 +45,10 @@ class Attended:
     def add(self, k: Tensor, v: Tensor, spans: Sequence[Span]) -> None:
         """Add the spans' keys k and values v, [B, Tk, G, D]; no pair of a query and a key twice."""
         q = self.q
-        for span, window in _parts(q, spans, self.window):
+        for part in _parts(q, k, spans, self.window):
+            span = part.span
             b, rows, keys = slice(span.b0, span.b1), slice(span.q0, span.q1), slice(span.k0, span.k1)
-            out, lse = _forward(q[b, rows], k[b, keys], v[b, keys], span, self.scale, window)
+            out, lse = _forward(q[b, rows], k[b, keys], v[b, keys], part, self.scale)
             whole = (span.b0, span.b1, span.q0, span.q1) == (0, q.shape[0], 0, q.shape[1])
             if whole and self._out is None:
                 self._out, self._lse = out, lse
@@ -82,11 +93,12 @@ class Gradients:
 
     def add(self, k: Tensor, v: Tensor, spans: Sequence[Span], dk: Tensor, dv: Tensor) -> None:
         """Add the spans' share to `dq`, and to dk and dv, of the shape of k and v in the dtype of `dq`."""
-        for span, window in _parts(self.q, spans, self.window):
+        for part in _parts(self.q, k, spans, self.window):
+            span = part.span
             b, rows, keys = slice(span.b0, span.b1), slice(span.q0, span.q1), slice(span.k0, span.k1)
             own_q, own_k, own_v = _backward(
-                self.d_out[b, rows], self.q[b, rows], k[b, keys], v[b, keys], self.out[b, rows], self.lse[b, :, rows],
-                span, self.scale, window,
+                self.d_out[b, rows], self.q[b, rows], k[b, keys], v[b, keys], self.out[b, rows], self.lse[b, :, rows], part,
+                self.scale,
             )  # fmt: skip
             self.dq[b, rows] += own_q
             dk[b, keys] += own_k
@@ -111,10 +123,9 @@ def gradients(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, in their dtype, of attention whose keys are all here."""
-    parts = list(_parts(q, spans, window))
-    whole = Span(0, q.shape[0], 0, q.shape[1], 0, k.shape[1], parts[0][0].causal)
-    if len(parts) == 1 and parts[0][0] == whole:
-        dq, dk, dv = _backward(d_out, q, k, v, out, lse, whole, scale, parts[0][1])
+    parts = list(_parts(q, k, spans, window))
+    if len(parts) == 1 and parts[0].span == _whole(q, k, causal=parts[0].span.causal):
+        dq, dk, dv = _backward(d_out, q, k, v, out, lse, parts[0], scale)
     else:
         summed = Gradients(d_out, q, out, lse, scale=scale, window=window)
         dq, dk, dv = summed.dq, *(torch.zeros(x.shape, dtype=summed.dq.dtype, device=x.device) for x in (k, v))
@@ -122,47 +133,60 @@ def gradients(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _splits_window(q: Tensor, window: int) -> bool:
-    """True if triangles and rectangles by the device's kernels are faster than a kernel that knows the window."""
-    return window >= SMALLEST_WINDOW and library.takes(q, q, causal=True, window=None)
+def _whole(q: Tensor, k: Tensor, *, causal: bool) -> Span:
+    return Span(0, q.shape[0], 0, q.shape[1], 0, k.shape[1], causal)
 
 
-def _parts(q: Tensor, spans: Sequence[Span], window: int | None) -> Iterator[tuple[Span, int | None]]:
-    """Spans and the window within each; None where it has no effect, or is in the spans themselves."""
+def _parts(q: Tensor, k: Tensor, spans: Sequence[Span], window: int | None) -> Iterator[_Part]:
+    """The calls that compute the spans; the window is None where it has no effect, or is in the spans themselves."""
+    packed = flash.packing(q, k, spans, window)
+    if packed is not None:
+        window = None if window is None or window >= packed.longest_k else window
+        yield _Part(_whole(q, k, causal=spans[0].causal), window, packed)
+        return
     for span in spans:
         queries, keys = span.q1 - span.q0, span.k1 - span.k0
         if window is None or window >= keys:
-            yield span, None
+            yield _Part(span)
         elif keys < queries or not _splits_window(q, window):
-            yield span, window
+            yield _Part(span, window)
         else:
-            yield from ((tile, None) for tile in tiles(span, window))
+            yield from (_Part(tile) for tile in tiles(span, window))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-    if span.reversed:
+def _splits_window(q: Tensor, window: int) -> bool:
+    """True if triangles and rectangles by the device's kernels are faster than a kernel that knows the window."""
+    if flash.takes(q, q, causal=True, window=window):
+        return False
+    return window >= SMALLEST_WINDOW and library.takes(q, q, causal=True, window=None)
+
+
+def _backend(q: Tensor, k: Tensor, part: _Part) -> Any:
+    """The module that computes a part: the first that takes it."""
+    causal, window = part.span.causal, part.window
+    return next(each for each in (flash, library, reference) if each.takes(q, k, causal=causal, window=window))
+
+
+def _options(part: _Part, scale: float) -> dict[str, Any]:
+    packed = {} if part.packed is None else {"packed": part.packed}  # FlashAttention alone packs
+    return {"causal": part.span.causal, "scale": scale, "window": part.window, **packed}
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> tuple[Tensor, Tensor]:
+    if part.span.reversed:
         q, k, v = (x.flip(1) for x in (q, k, v))
-    if library.takes(q, k, causal=span.causal, window=window):
-        out, lse = library.forward(q, k, v, causal=span.causal, scale=scale)
-    else:
-        out, lse = reference.forward(q, k, v, causal=span.causal, scale=scale, window=window)
-    return (out.flip(1), lse.flip(2)) if span.reversed else (out, lse)
+    out, lse = _backend(q, k, part).forward(q, k, v, **_options(part, scale))
+    return (out.flip(1), lse.flip(2)) if part.span.reversed else (out, lse)
 
 
 def _backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, span: Span, scale: float, window: int | None
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if span.reversed:
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: _Part, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if part.span.reversed:
         d_out, q, k, v, out = (x.flip(1) for x in (d_out, q, k, v, out))
         lse = lse.flip(2)
-    if library.takes(q, k, causal=span.causal, window=window):
-        grads = library.backward(d_out, q, k, v, out, lse, causal=span.causal, scale=scale)
-    else:
-        grads = reference.backward(d_out, q, k, v, out, lse, causal=span.causal, scale=scale, window=window)
-    if span.reversed:
-        dq, dk, dv = (grad.flip(1) for grad in grads)
-        return dq, dk, dv
-    return grads
+    dq, dk, dv = _backend(q, k, part).backward(d_out, q, k, v, out, lse, **_options(part, scale))
+    return (dq.flip(1), dk.flip(1), dv.flip(1)) if part.span.reversed else (dq, dk, dv)
 
 
 def _overlap(one: Span, other: Span) -> bool:

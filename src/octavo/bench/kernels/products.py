@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.bench.kernels import cold_timer
+from octavo.bench.kernels.bandwidth import cold_timer
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import gemm
 

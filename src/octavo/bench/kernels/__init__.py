@@ -1,0 +1,1 @@
+"""Suites of kernels alone, measured in this process: bandwidth, products, attention."""

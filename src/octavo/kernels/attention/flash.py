@@ -1,0 +1,154 @@
+"""FlashAttention-4 on Hopper: causal, full, windows, and sequences of several lengths in one call, with log-sum-exps.
+
+The package `flash-attn-4` is taken in one version alone, the one that `tests/gpu/test_pieces.py` compares with the reference:
+a backward that takes the log-sum-exps of more keys has no public name there.
+
+Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import itertools
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.errors import warn
+from octavo.kernels.attention.pattern import Span
+
+VERSION = "4.0.0b36"
+_HEADS = (64, 96, 128)
+"""Head dimensions, those of the tests. In its source the backward rounds others in two ways."""
+
+
+_enabled = os.environ.get("OCTAVO_FLASH_ATTENTION", "1") != "0"
+
+
+def enable(enabled: bool) -> None:
+    """Take FlashAttention-4 where it is installed (the default), or never; also OCTAVO_FLASH_ATTENTION=0 in the environment."""
+    global _enabled
+    _enabled = enabled
+
+
+def enabled() -> bool:
+    """False after `enable(False)`."""
+    return _enabled
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why this machine's Hopper GPUs do not take FlashAttention-4; None if they can."""
+    try:
+        version = importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return "flash-attn-4 is not installed"
+    if version != VERSION:
+        return f"flash-attn-4 is {version}; the tested version is {VERSION}"
+    return None
+
+
+@functools.cache
+def _interface() -> Any:
+    """The package's functions; None if they cannot be imported, which is said once."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from flash_attn.cute import interface
+    except Exception as error:
+        warn(f"flash-attn-4 {VERSION} cannot be imported, so attention takes cuDNN's kernels: {error!r}")
+        return None
+    return interface
+
+
+def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None = None) -> bool:
+    """True if this computes it: bf16 or float16 on Hopper, causal attention of at least as many keys as queries."""
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] not in _HEADS:
+        return False
+    if not _enabled or missing() is not None:
+        return False
+    if (causal and k.shape[1] < q.shape[1]) or (window is not None and not causal) or torch.compiler.is_compiling():
+        return False
+    return torch.cuda.get_device_capability(q.device) == (9, 0) and _interface() is not None
+
+
+class Packing(NamedTuple):
+    """Sequences that lie one behind the other in the rows [B·Tq] of queries and [B·Tk] of keys.
+
+    q_ends, k_ends: int32 [sequences + 1] on the GPU, 0 and then the end of each.
+    """
+
+    q_ends: Tensor
+    k_ends: Tensor
+    longest_q: int
+    longest_k: int
+
+
+def packing(q: Tensor, k: Tensor, spans: Sequence[Span], window: int | None) -> Packing | None:
+    """The spans as one call, if they are all rows of q [B, Tq, H, D] and all of k [B, Tk, G, D] in order; else None."""
+    if len(spans) < 2 or not takes(q, k, causal=False):
+        return None
+    return _packing(tuple(spans), q.shape[0], q.shape[1], k.shape[1], window, q.device)
+
+
+@functools.lru_cache(maxsize=16)  # the layers of a model ask for the same
+def _packing(
+    spans: tuple[Span, ...], batch: int, queries: int, keys: int, window: int | None, device: torch.device
+) -> Packing | None:
+    causal = spans[0].causal
+    q_ends, k_ends = [0], [0]
+    for span in spans:
+        starts = span.b0 * queries + span.q0, span.b0 * keys + span.k0
+        own_q, own_k = span.q1 - span.q0, span.k1 - span.k0
+        if span.b1 != span.b0 + 1 or span.reversed or span.causal != causal or starts != (q_ends[-1], k_ends[-1]):
+            return None
+        if (causal and own_k < own_q) or (window is not None and not causal):
+            return None
+        q_ends.append(q_ends[-1] + own_q)
+        k_ends.append(k_ends[-1] + own_k)
+    if q_ends[-1] != batch * queries or k_ends[-1] != batch * keys:
+        return None
+    longest_q, longest_k = (max(end - start for start, end in itertools.pairwise(ends)) for ends in (q_ends, k_ends))
+    q_rows, k_rows = (torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True) for ends in (q_ends, k_ends))
+    return Packing(q_rows, k_rows, longest_q, longest_k)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None, packed: Packing | None = None
+) -> tuple[Tensor, Tensor]:
+    """q [B, Tq, H, D], k and v [B, Tk, G, D] → out [B, Tq, H, D] in the dtype of q, lse [B, H, Tq] float32."""
+    given, options = _call(q, k, v, packed=packed, causal=causal, window=window)
+    out, lse, *_ = _interface()._flash_attn_fwd(*given, softmax_scale=scale, return_lse=True, **options)
+    return (out, lse) if packed is None else (out.view(q.shape), lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1))
+
+
+def backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
+    window: int | None = None, packed: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v in their dtype; `out` and `lse` may be those of a softmax over more keys.
+
+    They repeat bit for bit under `torch.use_deterministic_algorithms`.
+    """
+    given, options = _call(q, k, v, out, d_out, packed=packed, causal=causal, window=window)
+    lse = lse if packed is None else lse.transpose(0, 1).flatten(1)
+    repeats = torch.are_deterministic_algorithms_enabled()
+    grads = _interface()._flash_attn_bwd(*given, lse, softmax_scale=scale, deterministic=repeats, **options)
+    dq, dk, dv = (grad.view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+def _call(
+    *tensors: Tensor, packed: Packing | None, causal: bool, window: int | None
+) -> tuple[Sequence[Tensor], dict[str, Any]]:
+    options: dict[str, Any] = {"causal": causal, "window_size_left": None if window is None else window - 1}
+    if packed is None:
+        return tensors, options
+    options |= {"cu_seqlens_q": packed.q_ends, "cu_seqlens_k": packed.k_ends}
+    options |= {"max_seqlen_q": packed.longest_q, "max_seqlen_k": packed.longest_k}
+    return [x.flatten(0, 1) for x in tensors], options
