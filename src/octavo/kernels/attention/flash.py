@@ -63,6 +63,7 @@ def _interface() -> Any:
     except Exception as error:
         warn(f"flash-attn-4 {VERSION} cannot be imported, so attention takes cuDNN's kernels: {error!r}")
         return None
+    warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)  # by its compiler, for each kernel
     return interface
 
 
