@@ -48,6 +48,7 @@ PACKAGES = (
     Package("datasets", "datasets", "corpora", "pip install 'datasets>=4'", required=True),
     Package("safetensors", "safetensors.torch", "checkpoints", "pip install 'safetensors>=0.6'", required=True),
     Package("pydantic", "pydantic", "run files", "pip install 'pydantic>=2.11'", required=True),
+    Package("flash-attn-4", "flash_attn.cute", "faster attention on Hopper", install_extra("flash")),
     Package("torchao", "torchao.float8", "a peer in octavo bench", install_extra("bench")),
     Package(
         "transformer-engine", "transformer_engine.pytorch", "a peer in octavo bench",
@@ -158,10 +159,11 @@ def _fp8() -> dict[str, str]:
 
 
 def _attention() -> dict[str, Any]:
-    """PyTorch's choice of kernel for causal bf16 attention with grouped key-value heads of 64 and of 128."""
+    """PyTorch's choice of kernel for causal bf16 attention with grouped key-value heads of 64 and of 128, and Octavo's own."""
     import torch
     from torch.nn.attention import SDPBackend
 
+    from octavo.kernels.attention import flash
     from octavo.kernels.attention.short import LONGEST
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -179,6 +181,11 @@ def _attention() -> dict[str, Any]:
         "math": torch.backends.cuda.math_sdp_enabled(),
     }
     own = f"without rotation, mask and dropout, up to {LONGEST} tokens in 16 bits"
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if flash.serves(capability, 128):
+        own += f"; FlashAttention-4 {flash.VERSION} for the rest"
+    elif capability == (9, 0):
+        own += f"; no FlashAttention-4: {flash.missing() or 'it is switched off'}"
     return {"device": device, "chosen": chosen, "allowed": [name for name, on in allowed.items() if on], "octavo": own}
 
 

@@ -24,6 +24,7 @@ from octavo.bench.measure import Target
 from octavo.bench.peers import Entry
 from octavo.errors import InputError
 from octavo.hardware import driver_version
+from octavo.kernels.attention import flash
 from octavo.plan.flops import mfu
 from octavo.run import provenance
 from octavo.run.provenance import version
@@ -130,6 +131,7 @@ def document(suite: str, command: str, target: Target, entries: Iterable[Entry],
             "driver": driver_version() if on_gpu else None,
             "torch": version("torch"),
             "triton": version("triton"),
+            "flash-attn-4": version("flash-attn-4") if flash.enabled() else None,
             "peers": {package: version(package) for package in peers},
         },
         "rows": rows,

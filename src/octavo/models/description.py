@@ -10,6 +10,7 @@ from torch import nn
 from octavo.fp8.recipe import Granularity, Operand
 from octavo.fp8.scaling import ModuleState, states_of
 from octavo.kernels import gemm
+from octavo.kernels.attention import flash
 from octavo.nn.attention import DotProductAttention
 
 
@@ -96,9 +97,11 @@ def kernels_on(
     cores = [layer for layer in model.modules() if isinstance(layer, DotProductAttention)]
     parts = [f"{kernel} through scaled_dot_product_attention"]
     if cores:  # by the rule of `octavo.nn.attend`
-        parts = [f"{parts[0]}, document by document"]
+        by_flash = all(flash.serves(capability, core.head_dim) for core in cores)
+        parts = [f"FlashAttention-4 {flash.VERSION}" if by_flash else f"{parts[0]}, document by document"]
         windows = sorted({core.window for core in cores if core.window is not None})
-        parts += [f"a window of {', '.join(map(str, windows))} keys in pieces"] if windows else []
+        in_pieces = "" if by_flash else " in pieces"
+        parts += [f"a window of {', '.join(map(str, windows))} keys{in_pieces}"] if windows else []
         context = next((core.context for core in cores if core.context is not None), None)
         shared = shared if context is None else f"{context.size} ranks share each sequence ({context.strategy})"
         parts += [shared] if shared else []

@@ -279,6 +279,16 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> InitConfig:
     return InitConfig.from_dict(values.get("parallel", values), where=str(path))
 
 
+def repeat_bits() -> None:
+    """Have GPUs compute the same bits every time, in what follows in this process."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats only with a fixed workspace
+    torch.use_deterministic_algorithms(True)
+    # Attention of a model's own code: no backward of these repeats on Hopper, with that setting neither.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
 def seed_everything(seed: int) -> None:
     """Seed the default generators of Python, numpy and torch."""
     random.seed(seed)

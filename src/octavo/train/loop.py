@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import resource
 import sys
 import time
@@ -29,10 +28,11 @@ from octavo.data.packing import Batch
 from octavo.data.prefetch import Prefetcher
 from octavo.data.prepared import PreparedData
 from octavo.dtypes import short_name, torch_dtype
-from octavo.errors import InputError, OctavoError, RunStopped, warn
+from octavo.errors import InputError, OctavoError, RunStopped, install_extra, warn
+from octavo.kernels.attention import flash
 from octavo.models.decoder import Decoder
 from octavo.parallel.coordination import all_ranks, writing_ranks
-from octavo.parallel.world import seed_everything, state
+from octavo.parallel.world import repeat_bits, seed_everything, state
 from octavo.run.folder import RunFolder
 from octavo.run.metrics import MetricsFile, read_metrics
 from octavo.run.progress import StepProgress
@@ -122,6 +122,8 @@ def train_one(
         say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
         if plan.degrees.context > 1:
             say(console, f"{label}: {plan.shared_sequences}")
+        if config.train.deterministic and plan.device.type == "cuda" and first_rank and (why := flash.missing()):
+            warn(f"train.deterministic: attention takes plain PyTorch, several times slower: {why}. {install_extra('flash')}")
         if latest is not None and first_rank:
             _warn_of_other_layout(latest, plan)
         context, validation = build(plan, prepared, watch)
@@ -298,8 +300,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
     if plan.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(plan.device)  # the run without FP8 has its own peak
         if config.train.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
-            torch.use_deterministic_algorithms(True)
+            repeat_bits()
     model = build_model(
         plan.hf_config,
         dtype=plan.dtype,

@@ -67,15 +67,18 @@ def _interface() -> Any:
     return interface
 
 
+def serves(capability: tuple[int, int] | None, head_dim: int) -> bool:
+    """True if attention in 16 bits with heads of this size takes it on a GPU of this capability."""
+    return _enabled and capability == (9, 0) and head_dim in _HEADS and missing() is None
+
+
 def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None = None) -> bool:
     """True if this computes it: bf16 or float16 on Hopper, causal attention of at least as many keys as queries."""
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] not in _HEADS:
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or torch.compiler.is_compiling():
         return False
-    if not _enabled or missing() is not None:
+    if (causal and k.shape[1] < q.shape[1]) or (window is not None and not causal):
         return False
-    if (causal and k.shape[1] < q.shape[1]) or (window is not None and not causal) or torch.compiler.is_compiling():
-        return False
-    return torch.cuda.get_device_capability(q.device) == (9, 0) and _interface() is not None
+    return serves(torch.cuda.get_device_capability(q.device), q.shape[-1]) and _interface() is not None
 
 
 class Packing(NamedTuple):
