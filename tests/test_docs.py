@@ -79,6 +79,19 @@ def test_figures_of_the_page_on_performance_are_in_benchmarks():
         assert figures_of(row) in text, row["entry"]
     for row in rows_of("recompute-llama-1b"):
         assert f"{row['tokens_per_second']:,} tokens a second and {row['peak_gib']:.1f} GiB" in text, row["entry"]
+    tflops = {}
+    for row in rows_of("attention"):
+        tflops.setdefault(row["workload"], []).append(row["tflops"])
+    for flash, cudnn in tflops.values():
+        assert f" {cudnn:.0f} | {flash:.0f} |" in text
+    whole = tflops["llama-8b-16k"][0]
+    window, documents = (100 * whole / tflops[f"llama-8b-16k-{kind}-4k"][0] - 100 for kind in ("window", "documents"))
+    assert f"A pair costs {window:.0f}% more in the window and {documents:.0f}% more in the documents" in text
+    before, after = (row for row in rows_of("step-flash-attention"))
+    assert f"{after['kernel_ms']['attention']:.1f} ms in place of {before['kernel_ms']['attention']:.1f}" in text.replace(
+        "\n", " "
+    )
+    assert f"step {after['step_ms']:.1f} ms in place of {before['step_ms']:.1f}" in text.replace("\n", " ")
     blocks = {}
     for row in rows_of("products"):
         times = blocks.setdefault((row["workload"], row["precision"]), [0.0, 0.0])

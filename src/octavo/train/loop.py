@@ -122,8 +122,10 @@ def train_one(
         say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
         if plan.degrees.context > 1:
             say(console, f"{label}: {plan.shared_sequences}")
-        if config.train.deterministic and plan.device.type == "cuda" and first_rank and (why := flash.missing()):
-            warn(f"train.deterministic: attention takes plain PyTorch, several times slower: {why}. {install_extra('flash')}")
+        if config.train.deterministic and plan.device.type == "cuda" and first_rank and (absent := flash.missing()):
+            warn(
+                f"train.deterministic: attention takes plain PyTorch, several times slower: {absent}. {install_extra('flash')}"
+            )
         if latest is not None and first_rank:
             _warn_of_other_layout(latest, plan)
         context, validation = build(plan, prepared, watch)
