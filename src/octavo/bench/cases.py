@@ -20,7 +20,7 @@ from octavo.plan.flops import TokenFlops, matmul_parameters, model_flops
 
 @dataclass(frozen=True)
 class Case:
-    """A Llama's shape and a batch.
+    """A decoder's shape and a batch.
 
     Attributes:
         name: in the results.
@@ -47,13 +47,14 @@ class Case:
     state_bytes: ClassVar[int] = 8
 
     def hf_config(self) -> Any:
-        """The shape as a `transformers.LlamaConfig`, without rotary scaling."""
+        """The shape as a config of transformers, without rotary scaling."""
         from transformers import AutoConfig
 
-        theta = self.sizes.get("rope_parameters", {}).get("rope_theta", 10_000.0)  # Llama's default
+        given = self.sizes.get("rope_parameters", {})
+        kept = {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given}
         changes = {
             "max_position_embeddings": self.sequence_length,
-            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, **kept},  # the default of these families
             "use_cache": False,
         }
         return AutoConfig.for_model(**{**self.sizes, **changes})
@@ -142,6 +143,9 @@ _TINY = SHAPES["llama-tiny"] | {
     "num_hidden_layers": 2,
     "rope_parameters": {"rope_theta": 500_000.0},
 }
+_TINY_NEOX = SHAPES["pythia-160m"] | {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 _TINY_VIT = VisionCase("tiny-vit", 64, 2, 4, 128, 10, 8, 32, 2)
 
 CASES: dict[str, Case] = {
@@ -150,14 +154,24 @@ CASES: dict[str, Case] = {
         Case("llama-1b", SHAPES["llama-1b"], 4, 4096),
         Case("llama-8b-8layers", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 2, 8192),
         Case("llama2-7b-8layers", SHAPES["llama2-7b"] | {"num_hidden_layers": 8}, 4, 4096),
+        Case("mistral-7b-layers-16k", SHAPES["mistral-7b"] | {"num_hidden_layers": 16}, 1, 16_384),
+        Case("neox-20b-layers", SHAPES["gpt-neox-20b"] | {"num_hidden_layers": 12}, 8, 2048),
         # The whole model. 16,384 tokens a GPU in both: enough arithmetic to hide the gathering of weights.
         Case("llama-8b-8k", SHAPES["llama-8b"], 2, 8192),
         Case("llama-8b-16k", SHAPES["llama-8b"], 1, 16_384),
         Case("tiny", _TINY, 2, 32),
+        Case("tiny-mistral", _TINY | {"model_type": "mistral", "sliding_window": 8}, 2, 32),
+        Case("tiny-neox", _TINY_NEOX, 2, 32),
     )
 }
 VISION_CASES: dict[str, VisionCase] = {
-    case.name: case for case in (VisionCase("vit-huge", 1280, 32, 16, 5120, 1000, 14, 224, 128), _TINY_VIT)
+    case.name: case
+    for case in (
+        VisionCase("vit-huge", 1280, 32, 16, 5120, 1000, 14, 224, 128),
+        VisionCase("vit-huge-patch16", 1280, 32, 16, 5120, 1000, 16, 224, 128),
+        VisionCase("vit-huge-patch16-b64", 1280, 32, 16, 5120, 1000, 16, 224, 64),
+        _TINY_VIT,
+    )
 }
 CONTEXT_CASES: dict[str, Case] = {
     case.name: case

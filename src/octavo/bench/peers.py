@@ -62,6 +62,7 @@ class Entry:
         build: makes the `Training` for (case, device, compiled); keyword `seed` of the weights.
         package: the distribution, for its version; None: Octavo or PyTorch itself.
         vision: it trains vision cases too.
+        llama: of the decoders it trains Llamas alone.
         head_forward: precision of the head's forward product, if another.
     """
 
@@ -72,6 +73,13 @@ class Entry:
     package: str | None = None
     vision: bool = False
     head_forward: str | None = None
+    llama: bool = False
+
+    def trains(self, case: AnyCase) -> bool:
+        """True if it has a model of this case."""
+        if isinstance(case, VisionCase):
+            return self.vision
+        return not self.llama or case.spec.family == "llama"
 
     @property
     def group(self) -> str | None:
@@ -156,7 +164,7 @@ def build_te(
 ) -> Training:
     """Transformer Engine's layers, as blocks of timm's model too; in FP8 by a recipe of `octavo.bench.te.RECIPES`.
 
-    With `fp8_head` the output head of the Llama is its layer too.
+    With `fp8_head` the output head of the decoder is its layer too.
     """
     os.environ.update(ENVIRONMENT)
     from octavo.bench import te
@@ -166,7 +174,7 @@ def build_te(
         replace_blocks(model, lambda eps: te.VisionLayer(case, eps, device))
         return Training(model, Classifier(model), under_autocast(device, te.autocast(recipe)), _sgd(model))
     torch.manual_seed(seed)
-    model = te.TeLlama(case.spec, case.sequence_length, device, compiled=compiled, fp8_head=fp8_head)
+    model = te.TeDecoder(case.spec, case.sequence_length, device, compiled=compiled, fp8_head=fp8_head)
     return Training(model, model, te.autocast(recipe))
 
 
@@ -268,9 +276,9 @@ ENTRIES: dict[str, Entry] = {
         _octavo("octavo-delayed-fp8-head-backward", "delayed", head="backward"),
         _octavo("octavo-delayed-fast-fp8-head-backward", "delayed", head="backward", fast=True),
         _octavo("octavo-delayed-fast-input-fp8-head-backward", "delayed", head="backward", fast="input_gradient"),
-        Entry("torch-bf16", "bf16", "bf16", build_plain, vision=True),
-        Entry("ao-tensorwise", "fp8", "bf16", partial(build_plain, float8="tensorwise"), "torchao", vision=True),
-        Entry("ao-rowwise", "fp8", "bf16", partial(build_plain, float8="rowwise"), "torchao", vision=True),
+        Entry("torch-bf16", "bf16", "bf16", build_plain, vision=True, llama=True),
+        Entry("ao-tensorwise", "fp8", "bf16", partial(build_plain, float8="tensorwise"), "torchao", vision=True, llama=True),
+        Entry("ao-rowwise", "fp8", "bf16", partial(build_plain, float8="rowwise"), "torchao", vision=True, llama=True),
         Entry("te-bf16", "bf16", "bf16", build_te, "transformer-engine", vision=True),
         Entry("te-delayed", "fp8", "bf16", partial(build_te, recipe="delayed"), "transformer-engine", vision=True),
         Entry("te-delayed-fp8-head", "fp8", "fp8", partial(build_te, recipe="delayed", fp8_head=True), "transformer-engine"),

@@ -201,7 +201,7 @@ def _plan(
                 f"{case.name}: {case.context} GPUs share each sequence, and {target.ranks} ranks are no multiple of that. Use "
                 f"--gpus {max(1, round(target.ranks / case.context)) * case.context}."
             )
-        able = [entry for entry in compared if entry.vision or isinstance(case, Case)]
+        able = [entry for entry in compared if entry.trains(case)]
         if unable := [entry.name for entry in compared if entry not in able]:
             say(f"{case.name}: without {', '.join(unable)}")
         if able:

@@ -1,8 +1,8 @@
-"""Transformer Engine's peers in their fastest arrangement on one GPU: a Llama, and blocks of a vision transformer.
+"""Transformer Engine's peers in their fastest arrangement on one GPU: a decoder, and blocks of a vision transformer.
 
 Norms, products, activation and rotary embedding are Transformer Engine's fused kernels, attention is cuDNN's, query/key/value
-are one parameter. The Llama's embedding is PyTorch's in bfloat16, its head PyTorch's or a `te.Linear` inside the autocast, its
-loss one compiled kernel. Set `ENVIRONMENT` of `octavo.bench.peers` before the import. B batch, T sequence, D hidden size.
+are one parameter. The decoder's embedding is PyTorch's in bfloat16, its head PyTorch's or a `te.Linear` inside the autocast,
+its loss one compiled kernel. Set `ENVIRONMENT` of `octavo.bench.peers` before the import. B batch, T sequence, D hidden size.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ RECIPES = {
     "delayed": lambda: DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max"),
     "current": Float8CurrentScaling,
 }
+FAMILIES = ("llama", "mistral", "gpt_neox")
 HEAD_ROWS = 16
 """Transformer Engine's multiple for dimensions of FP8 operands."""
 
@@ -82,11 +83,11 @@ class VisionLayer(nn.Module):
         return h_BTD + self.layernorm_mlp(h_BTD)
 
 
-class TeLlama(nn.Module):
-    """A Llama with its loss; parameters in bfloat16, weights drawn from N(0, 0.02²).
+class TeDecoder(nn.Module):
+    """A Llama, Mistral or GPT-NeoX with its loss; parameters in bfloat16, weights drawn from N(0, 0.02²).
 
     Raises:
-        InputError: an FP8 head with rows that Transformer Engine cannot multiply in FP8.
+        InputError: an FP8 head with rows that Transformer Engine cannot multiply in FP8, or a block that it does not have.
     """
 
     def __init__(
@@ -98,6 +99,10 @@ class TeLlama(nn.Module):
                 f"Transformer Engine's head in FP8 needs a multiple of {HEAD_ROWS} rows, and the vocabulary has "
                 f"{spec.vocabulary}: use te-delayed, whose head is in bf16."
             )
+        biases, windows = {spec.qkv_bias, spec.proj_bias, spec.mlp_bias}, set(spec.windows) or {None}
+        if len(biases) > 1 or len(windows) > 1 or spec.qk_norm or spec.family not in FAMILIES:
+            raise InputError(f"Transformer Engine's peer is a {', '.join(FAMILIES)}, and this is a {spec.family}.")
+        (window,), (bias,) = windows, biases
         make: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         init = partial(nn.init.normal_, std=STD)
         self.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden_size, **make)
@@ -114,17 +119,20 @@ class TeLlama(nn.Module):
                 init_method=init,
                 output_layer_init_method=init,
                 self_attn_mask_type="causal",
+                window_size=None if window is None else (window - 1, 0),
+                parallel_attention_mlp=spec.parallel,
                 fuse_qkv_params=True,
-                bias=False,
-                activation="swiglu",
-                normalization="RMSNorm",
+                bias=bias,
+                activation="swiglu" if spec.gated else "gelu",
+                normalization=spec.normalization,
                 attn_input_format="bshd",
                 params_dtype=torch.bfloat16,
                 device=device,
             )
             for _ in range(spec.layers)
         )
-        self.norm = te.RMSNorm(spec.hidden_size, eps=spec.norm_eps, **make)
+        norm = te.RMSNorm if spec.normalization == "RMSNorm" else te.LayerNorm
+        self.norm = norm(spec.hidden_size, eps=spec.norm_eps, **make)
         if fp8_head:
             self.lm_head = te.Linear(spec.hidden_size, spec.vocabulary, bias=False, params_dtype=torch.bfloat16, device=device)
         else:
@@ -133,7 +141,8 @@ class TeLlama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         for weight in {self.embed_tokens.weight, self.lm_head.weight}:
             init(weight)
-        angles = te.RotaryPositionEmbedding(spec.head_dim, rotary_base=spec.rotary["rope_theta"])(sequence_length)
+        rotary = {"rotary_percent": spec.rotary_fraction, "rotary_base": spec.rotary["rope_theta"]}
+        angles = te.RotaryPositionEmbedding(spec.head_dim, **rotary)(sequence_length)
         self.register_buffer("angles", angles.to(device), persistent=False)
         self.loss = torch.compile(next_token_loss, fullgraph=True) if compiled else next_token_loss
 
