@@ -12,7 +12,7 @@ if __name__ == "__main__":
 
         from octavo.errors import EXIT_INTERRUPTED, warn
 
-        if os.environ.get("RANK", "0") == "0":
+        if "RANK" not in os.environ:
             warn("interrupted.")
         code = EXIT_INTERRUPTED
     sys.exit(code)

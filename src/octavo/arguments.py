@@ -33,6 +33,8 @@ class WithOverrides(TyperCommand):
         except Exception as error:
             # No public name covers the exceptions of all versions of typer; those of an unknown option have this attribute.
             name = getattr(error, "option_name", None)
+            if getattr(error, "possibilities", True):  # an option of the command has no value, or is near
+                raise
             start = next((i for i, each in enumerate(given) if name and each.startswith(name)), None)
             if start is None:
                 raise

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.arguments import AsJson, Commands, GpuName, Overrides, Ranks, RunFile, WithOverrides, WorldSize
-from octavo.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, OctavoError, RunStopped, first_line, warn
+from octavo.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, Interrupted, OctavoError, RunStopped, first_line, warn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,13 +52,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="octavo")
     except SystemExit as end:
-        if end.code == EXIT_INTERRUPTED and _rank() == 0:  # before a command was found
+        if end.code == EXIT_INTERRUPTED and "RANK" not in os.environ:  # once for all ranks, by their launcher
             warn("interrupted.")
         return end.code if isinstance(end.code, int) else EXIT_FAILED if end.code else 0
     except OctavoError as error:
         # All ranks stop together, so rank 0 reports it; a launcher also sends the signal after another rank has failed.
         stopped_elsewhere = isinstance(error, RunStopped) and _rank() > 0
-        _tell(str(error), error.exit_code, error, quiet=stopped_elsewhere)
+        interrupted = isinstance(error, Interrupted) and "RANK" in os.environ  # as above
+        _tell(str(error), error.exit_code, error, quiet=stopped_elsewhere or interrupted)
         return error.exit_code
     except OSError as error:  # a full disk or a path that cannot be used: a traceback does not help
         from octavo.storage import describe_fault
@@ -123,6 +124,8 @@ def train(
     die_with_launcher()
     config = _config(run_file, overrides)
     if dry_run:
+        if None not in (ranks, world_size) and ranks != world_size:
+            raise InputError(f"--ranks {ranks} and --world-size {world_size}: give one of them.")
         from octavo.run.paths import check_paths
 
         _say_start(run_file, _console(stderr=True, quiet=_rank() > 0 or not sys.stderr.isatty()))
@@ -137,10 +140,13 @@ def train(
         return
     if world_size is not None or gpu is not None:
         raise InputError("--world-size and --gpu are of a run that is planned, and this one would start: add --dry-run.")
-    if ranks is not None and ranks > 1 and (code := _launch(config, ranks, run_file, overrides, as_json)) is not None:
-        raise typer.Exit(code)
     from octavo.watchdog.stopping import StopRequest
 
+    if ranks is not None and ranks > 1:
+        with StopRequest():  # until the ranks are there
+            code = _launch(config, ranks, run_file, overrides, as_json)
+        if code is not None:
+            raise typer.Exit(code)
     with StopRequest() as stop:  # before the slow import of torch: a scheduler may send a signal at any time
         console = _console(stderr=as_json, quiet=_rank() > 0, on_closed=stop.output_closed)
         result = _train(run_file, config, console, stop)
@@ -150,6 +156,7 @@ def train(
 
 def _launch(config: RunConfig, ranks: int, run_file: Path, overrides: list[str] | None, as_json: bool) -> int | None:
     """Train as several processes of this host; returns their exit code, or None if nothing is left to train."""
+    from octavo.parallel.mesh import DEGREES, fit_batch, fit_degrees
     from octavo.run.finished import finished
     from octavo.run.paths import check_paths
     from octavo.watchdog.launcher import launch
@@ -157,7 +164,11 @@ def _launch(config: RunConfig, ranks: int, run_file: Path, overrides: list[str] 
     if finished(config) is not None:
         return None
     check_paths(config)
-    command = [sys.executable, "-m", "octavo", "train", *(["--json"] if as_json else []), "--", str(run_file)]
+    degrees = fit_degrees(**{key: getattr(config.parallel, key) for key in DEGREES}, world_size=ranks)
+    fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
+    # Not the user's folder, whose files might have the names of modules; but Octavo, where it is imported from there.
+    safe = [] if Path(__file__).parent.parent == Path.cwd() else ["-P"]
+    command = [sys.executable, *safe, "-m", "octavo", "train", *(["--json"] if as_json else []), "--", str(run_file)]
     return launch([*command, *(overrides or ())], ranks, timeout=config.launch.timeout, grace=config.launch.grace)
 
 

@@ -182,7 +182,9 @@ def _attention() -> dict[str, Any]:
     }
     own = f"without rotation, mask and dropout, up to {LONGEST} tokens in 16 bits"
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if flash.serves(capability, 128):
+    if capability is not None and flash.takes(
+        *(torch.empty(1, 2, 8, 128, dtype=torch.bfloat16, device=device),) * 2, causal=True
+    ):
         own += f"; FlashAttention-4 {flash.VERSION} for the rest"
     elif capability == (9, 0):
         own += f"; no FlashAttention-4: {flash.missing() or 'it is switched off'}"

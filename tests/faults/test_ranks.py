@@ -269,11 +269,11 @@ def started(tmp_path):
     """Starts `octavo train … --ranks 2`; returns the process, which is killed if its test fails."""
     with contextlib.ExitStack() as stack:
 
-        def start(command):
+        def start(command, **how):
             environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
             process = subprocess.Popen(
-                [sys.executable, "-m", "octavo", *map(str, command), "--ranks", "2"],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+                [sys.executable, "-P", "-m", "octavo", *map(str, command), "--ranks", "2"],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **how,
             )  # fmt: skip
             stack.callback(process.wait)
             stack.callback(process.kill)
@@ -320,3 +320,21 @@ def test_ranks_of_the_command_end_with_one_that_is_killed(started, tiny_run):
     assert process.returncode == 1
     assert re.match(r"octavo: rank 1 of 2 was killed in \w+ of step \d+ ", said)
     assert said.count("\n") == 1
+
+
+def test_ranks_of_the_command_import_nothing_of_the_folder_it_is_called_in(started, tiny_run, tmp_path):
+    (tmp_path / "tokenizers.py").write_text("raise SystemExit('a file of the user')\n")
+    process = started(train(tiny_run(steps=STEPS)), cwd=tmp_path)
+    _, said = process.communicate(timeout=300)
+    assert (process.returncode, said) == (0, "")
+
+
+def test_a_rank_killed_before_the_first_step_is_a_failure(started, tiny_run):
+    process = started(train(tiny_run(steps=100000), "launch.grace=1"))
+    while not (found := subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(int(found[-1]), signal.SIGKILL)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert re.fullmatch(r"octavo: rank \d of 2 was (ended by|killed in start).*\n", said)

@@ -7,20 +7,25 @@ import torch
 
 from octavo.kernels.attention import flash, library, reference
 from octavo.kernels.attention.pattern import Pattern, Span
-from octavo.kernels.attention.pieces import Attended, Gradients
-from octavo.nn.attend import attend
+from octavo.kernels.attention.pieces import SMALLEST_WINDOW, Attended, Gradients
+from octavo.nn.attend import attend, backend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 FLASH = pytest.mark.skipif(flash.missing() is not None, reason=str(flash.missing()))
 
 
-@pytest.fixture(params=["cuDNN", pytest.param("FlashAttention-4", marks=FLASH)], autouse=True)
+@pytest.fixture(params=["cuDNN", pytest.param("FlashAttention-4", marks=FLASH)])
 def kernels(request):
     """The module of kernels under test, which `attend` and the pieces take."""
     before = flash.enabled()
     flash.enable(request.param != "cuDNN")
     yield library if request.param == "cuDNN" else flash
     flash.enable(before)
+
+
+def by_flash(test):
+    """A test of FlashAttention-4 alone."""
+    return FLASH(pytest.mark.parametrize("kernels", ["FlashAttention-4"], indirect=True)(test))
 
 
 def draw(batch, queries, keys, heads, groups, dim, seed=0):
@@ -38,8 +43,9 @@ def close(found, wanted, tolerance=1e-2):
 @pytest.mark.parametrize(
     ("queries", "keys", "causal"), [(512, 512, True), (384, 1024, False), (1000, 1000, True), (128, 77, False)]
 )
-def test_output_and_gradients_are_the_references(dim, heads, groups, queries, keys, causal, kernels):
-    q, k, v, d_out = draw(2, queries, keys, heads, groups, dim)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_output_and_gradients_are_the_references(dim, heads, groups, queries, keys, causal, dtype, kernels):
+    q, k, v, d_out = (x.to(dtype) for x in draw(2, queries, keys, heads, groups, dim))
     assert kernels.takes(q, k, causal=causal, window=None)
     how = {"causal": causal, "scale": dim**-0.5}
     out, lse = kernels.forward(q, k, v, **how)
@@ -55,7 +61,7 @@ def test_output_and_gradients_are_the_references(dim, heads, groups, queries, ke
 
 
 @pytest.mark.parametrize("dim", library._HEADS)
-def test_a_part_of_the_keys_has_its_part_of_the_gradients(dim):
+def test_a_part_of_the_keys_has_its_part_of_the_gradients(dim, kernels):
     q, k, v, d_out = draw(1, 512, 1024, 8, 2, dim)
     spans = [Span(0, 1, 0, 512, 512, 1024, True), Span(0, 1, 0, 512, 0, 512, False)]
     attended = Attended(q, scale=dim**-0.5)
@@ -74,7 +80,7 @@ def test_a_part_of_the_keys_has_its_part_of_the_gradients(dim):
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("documents", [(0, 1, 2, 4, 7), (0, 5, 6, 23)])
-def test_spans_of_few_tokens(documents, dim):
+def test_spans_of_few_tokens(documents, dim, kernels):
     ends = (*documents[1:], 90)
     spans = [Span(0, 1, first, end, first, end, True) for first, end in zip(documents, ends, strict=True)]
     spans += [Span(0, 1, later, later + 1, 0, first, False) for first, later in itertools.pairwise(documents[1:])]
@@ -102,11 +108,12 @@ def test_spans_of_few_tokens(documents, dim):
 
 
 @pytest.mark.parametrize("window", [256, 300, 1000, 64])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", library._HEADS)
 def test_a_window(window, dim, kernels):
     q, k, v, d_out = draw(2, 1536, 1536, 8, 2, dim)
     pattern = Pattern(1536, window=window)
-    assert kernels is library or kernels.takes(q, k, causal=True, window=window)
+    names = {library: "plain" if window < SMALLEST_WINDOW else "cuDNN", flash: "FlashAttention-4"}
+    assert backend(q, k, pattern).startswith(names[kernels])
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves, pattern, scale=None)
     out.backward(d_out)
@@ -137,11 +144,10 @@ def test_documents_are_the_references_document_by_document(dim, window, kernels)
             assert (leaf.grad[b, rows].float() - exact).norm() <= 2e-2 * exact.norm() + 1e-2
 
 
-@FLASH
+@by_flash
 @pytest.mark.parametrize("dim", flash._HEADS)
 @pytest.mark.parametrize(("queries", "keys", "window"), [(384, 1024, None), (384, 1024, 500), (384, 1024, 1), (1, 700, None)])
-def test_fewer_queries_than_keys(dim, queries, keys, window):
-    flash.enable(True)
+def test_fewer_queries_than_keys(dim, queries, keys, window, kernels):
     q, k, v, d_out = draw(2, queries, keys, 8, 2, dim)
     how = {"causal": True, "scale": dim**-0.5, "window": window}
     assert flash.takes(q, k, causal=True, window=window)
@@ -150,9 +156,10 @@ def test_fewer_queries_than_keys(dim, queries, keys, window):
     close(out, wanted)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
     grads = reference.backward(d_out, q, k, v, wanted, wanted_lse, **how)
-    for found, exact in zip(flash.backward(d_out, q, k, v, out, lse, **how), grads, strict=True):
+    for number, (found, exact) in enumerate(zip(flash.backward(d_out, q, k, v, out, lse, **how), grads, strict=True)):
         # Of one key the softmax is 1, and the gradients of queries and keys are 0 but for rounding.
-        assert (found.float() - exact).norm() <= 2e-2 * exact.norm() + (1.0 if window == 1 else 0.0)
+        slack = 1.0 if window == 1 and number < 2 else 0.0
+        assert (found.float() - exact).norm() <= 2e-2 * exact.norm() + slack
 
 
 def repeats(function):
@@ -161,9 +168,9 @@ def repeats(function):
     return all(all(map(torch.equal, first, function())) for _ in range(9))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", library._HEADS)
 @pytest.mark.parametrize("pattern", [Pattern(2048), Pattern(2048, window=700), Pattern(2048, documents=((0, 500, 900), (0,)))])
-def test_bits_repeat_where_they_have_to(dim, pattern):
+def test_bits_repeat_where_they_have_to(dim, pattern, kernels, monkeypatch):
     """By FlashAttention-4, and without it by plain PyTorch."""
     q, k, v, d_out = draw(2, 2048, 2048, 16, 4, dim)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -172,6 +179,7 @@ def test_bits_repeat_where_they_have_to(dim, pattern):
         out = attend(*leaves, pattern, scale=None)
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at a process's first product alone
     torch.use_deterministic_algorithms(True)
     try:
         assert repeats(both)
@@ -179,9 +187,8 @@ def test_bits_repeat_where_they_have_to(dim, pattern):
         torch.use_deterministic_algorithms(False)
 
 
-@FLASH
-def test_a_recorded_graph_replays_it():
-    flash.enable(True)
+@by_flash
+def test_a_recorded_graph_replays_it(kernels):
     q, k, v, d_out = draw(2, 512, 512, 8, 2, 128)
     pattern = Pattern(512)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]

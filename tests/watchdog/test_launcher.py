@@ -33,22 +33,37 @@ def test_all_end_well():
     assert run(3, "sys.exit(0)") == 0
 
 
-@pytest.mark.parametrize("code", [1, 2, EXIT_STOPPED])
-def test_the_code_is_that_of_the_first_that_failed_and_the_others_are_ended(code):
+@pytest.mark.parametrize(("code", "grace"), [(1, 0.2), (2, 300), (EXIT_STOPPED, 300)])
+def test_the_code_is_that_of_the_first_that_failed_and_the_others_are_ended(code, grace):
     began = time.monotonic()
-    assert run(3, f"sys.exit({code}) if rank == 1 else time.sleep(250)") == code
+    assert run(3, f"sys.exit({code}) if rank == 1 else time.sleep(250)", grace=grace) == code
     assert time.monotonic() - began < 200
 
 
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 40)", "sys.exit(1)"])
+def test_a_failure_is_not_taken_for_a_stop(capfd, end):
+    """A rank that would save and exit with 75 at a SIGTERM is not sent one because another has failed."""
+    script = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({EXIT_STOPPED}))\n{end} if rank == 1 else time.sleep(250)"
+    assert run(2, script, grace=0.2) == EXIT_FAILED
+    said = {"9)": "rank 1 of 2 was ended by SIGKILL", "40)": "rank 1 of 2 was ended by signal 40.", "1)": ""}
+    assert said[end.split()[-1].split("(")[-1]] in capfd.readouterr().err
+
+
+def test_a_watchdogs_report_is_not_followed_by_another(capfd):
+    script = "os.kill(os.getpid(), 9) if rank == 1 else (time.sleep(1), sys.exit(1))"
+    assert run(2, script) == EXIT_FAILED
+    assert capfd.readouterr().err == ""
+
+
 def test_a_rank_that_does_not_end_is_killed_after_the_grace():
-    script = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(3 if rank else 250)\nsys.exit(2)"
+    script = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1 if rank else 250)\nsys.exit(3)"
     began = time.monotonic()
-    assert run(2, script, grace=0.5) == 2
+    assert run(2, script, grace=0.5) == 3
     assert time.monotonic() - began < 200
 
 
 def test_a_killed_rank_that_nobody_reports_is_said(capfd):
-    assert run(2, "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(250)") == EXIT_FAILED
+    assert run(2, "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(250)", grace=0.2) == EXIT_FAILED
     assert capfd.readouterr().err == (
         "octavo: rank 1 of 2 was ended by SIGKILL, which Linux sends when the host's memory runs out.\n"
     )
@@ -95,6 +110,43 @@ store.set(str(rank), "here")
 sys.exit(0 if store.get(str(1 - rank)) == b"here" else 3)
 """
     assert run(2, script) == 0
+
+
+def test_each_signal_comes_once(tmp_path):
+    script = f"""
+def count(*_):
+    with open({str(tmp_path)!r} + f"/{{rank}}", "a") as file:
+        file.write("x")
+signal.signal(signal.SIGINT, count)
+open({str(tmp_path)!r} + f"/ready-{{rank}}", "w").close()
+time.sleep(2)
+"""
+
+    def send():
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.02)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert run(2, script) == 0
+    assert [(tmp_path / name).read_text() for name in "01"] == ["xx", "xx"]
+
+
+def test_another_thread_starts_no_ranks():
+    found = []
+
+    def try_it():
+        try:
+            run(2, "")
+        except InputError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=try_it)
+    thread.start()
+    thread.join()
+    assert "from the main thread alone" in found[0]
 
 
 def test_a_rank_starts_no_ranks(monkeypatch):

@@ -3,9 +3,9 @@
 ranks that share the sequence   `octavo.collectives.attention`
 a mask of the caller's, padding inside a sequence, or a window with dropout
                                 PyTorch's `scaled_dot_product_attention` with a boolean mask of T × T
-FlashAttention-4 is there, or bits are to repeat on a GPU
+without dropout, where FlashAttention-4 is there or bits are to repeat on a GPU
                                 FlashAttention-4, or the reference
-a window, or a result that a recomputation reads
+a window, or without dropout a result that a recomputation reads
                                 kernels that give a log-sum-exp, span by span: cuDNN's, or the reference
 documents                       `scaled_dot_product_attention`, document by document
 all else                        `scaled_dot_product_attention`, which takes cuDNN's kernel on Hopper
@@ -66,7 +66,9 @@ def attend(
     if isinstance(pattern, Tensor):
         return _sdpa(q, k, v, pattern, False, scale, dropout)
     if pattern.tokens != k.shape[1]:
-        raise InputError(f"the attention pattern is of {pattern.tokens} tokens, and these are {k.shape[1]}: make it for these.")
+        raise InputError(
+            f"the attention pattern is made for {pattern.tokens} tokens, and there are {k.shape[1]}: make another."
+        )
     if pattern.holes is not None or (pattern.window is not None and dropout):
         return _sdpa(q, k, v, pattern.mask(q.shape[0], q.device), False, scale, dropout)
     if pattern.window is not None or (not dropout and (is_keeping() or _prefers_pieces(q, k, pattern))):

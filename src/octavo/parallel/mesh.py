@@ -100,7 +100,7 @@ def fit_batch(global_batch: int, micro_batch: int | None, dp_size: int) -> tuple
         works = sorted({max(share, 1) * dp_size, (share + 1) * dp_size}, key=lambda batch: abs(batch - global_batch))
         raise InputError(
             f"train.global_batch = {global_batch} sequences cannot be shared equally by {dp_size} data-parallel ranks: "
-            f"it must be a multiple of {dp_size}. Nearest that works: {_or(works)}. Change train.global_batch."
+            f"it must be a multiple of {dp_size}. Nearest that works: {_or(works)}. Change train.global_batch, or the ranks."
         )
     micro = share if micro_batch is None else micro_batch
     if micro < 1 or share % micro:

@@ -7,38 +7,42 @@ and a failed rank's report is not followed by another.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError, warn
+from octavo.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, InputError, warn
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.05
+_NAMES = {int(number): number.name for number in signal.Signals}
 
 
 def launch(command: Sequence[str], ranks: int, *, timeout: float, grace: float) -> int:
     """Run `command` as `ranks` processes until all have ended; returns the exit code of the first that failed, or 0.
 
-    Call it from the main thread: the kernel ends the ranks with the thread that started them (`die_with_launcher`).
-
     Args:
         command: a command whose processes call `octavo.init`.
         ranks: processes, one a GPU.
         timeout: seconds that the others may take to end after one that was asked to stop.
-        grace: the same after one that failed.
+        grace: the same after one that failed, in which their watchdogs report it.
 
     Raises:
-        InputError: this process is one of several ranks itself.
+        InputError: this process is one of several ranks itself, or this is not its main thread.
     """
     if "RANK" in os.environ:
         raise InputError(f"--ranks {ranks} starts the ranks, and RANK is set already: leave --ranks out, or unset RANK.")
+    if threading.current_thread() is not threading.main_thread():
+        # The kernel ends the ranks with the thread that started them (`die_with_launcher`), and signals come to the main one.
+        raise InputError("ranks are started from the main thread alone: call octavo.watchdog.launcher.launch there.")
     job = _Job()
     with socket.create_server((_HOST, 0), backlog=max(128, ranks)) as listening, job.signals():
         port = listening.getsockname()[1]
@@ -50,25 +54,40 @@ def launch(command: Sequence[str], ranks: int, *, timeout: float, grace: float) 
     return code
 
 
+class _Rank:
+    """A rank's process, and how many of the job's signals it has been sent."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        # In a process group of its own: a terminal sends Ctrl-C to a whole group, so it would come twice.
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        self._sent = 0
+
+    def send(self, signals: Sequence[signal.Signals]) -> None:
+        """Send those of all signals that were not sent before; a signal handler may interrupt it."""
+        while self._sent < len(signals):
+            self._sent += 1
+            self.process.send_signal(signals[self._sent - 1])
+
+
 class _Job:
-    """Processes of ranks, and the signal that this process got."""
+    """All ranks, and the signals that this process got."""
 
     def __init__(self) -> None:
-        self.asked: signal.Signals | None = None
-        self._ranks: list[subprocess.Popen[bytes]] = []
+        self.asked: list[signal.Signals] = []
+        self._ranks: list[_Rank] = []
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        """Start a rank in a process group of its own: a terminal sends Ctrl-C to a whole group, so it would come twice."""
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
-        self._ranks.append(process)
-        if self.asked is not None:  # before this rank was in the list
-            process.send_signal(self.asked)
+        """Start a rank."""
+        self._ranks.append(_Rank(command, environment))
+        self._ranks[-1].send(self.asked)
 
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Signals go to every rank; an exception in this process ends them."""
         numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
         before: dict[signal.Signals, Any] = {number: signal.signal(number, self._pass_on) for number in numbers}
+        # Ranks inherit it: a process that is not in the terminal's own group is else stopped where `stty tostop` is set.
+        before[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         try:
             yield
         finally:
@@ -79,50 +98,57 @@ class _Job:
     def wait(self, *, timeout: float, grace: float) -> int:
         """The job's exit code, once every rank has ended."""
         ended: dict[int, int] = {}  # in order of time
-        deadline = None
+        deadline = math.inf
         while len(ended) < len(self._ranks):
-            for rank, process in enumerate(self._ranks):
-                if rank in ended or process.poll() is None:
-                    continue
-                ended[rank] = process.returncode
-                if ended[rank] != 0 and deadline is None:
-                    deadline = time.monotonic() + (timeout if ended[rank] == EXIT_STOPPED else grace)
-                    for other in self._ranks:
-                        other.terminate()  # a rank that waits for the failed one to join has no watchdog yet
-            if deadline is not None and time.monotonic() > deadline:
+            for rank, each in enumerate(self._ranks):
+                if rank not in ended and (code := each.process.poll()) is not None:
+                    ended[rank] = code
+                    deadline = min(deadline, time.monotonic() + self._patience(code, timeout, grace))
+            if time.monotonic() >= deadline:
                 self._kill()
             time.sleep(_POLL_SECONDS)
         failed = {rank: code for rank, code in ended.items() if code != 0}
         reported = [code for code in failed.values() if code > 0]
         return reported[0] if reported else self._unreported(failed)
 
+    def _patience(self, code: int, timeout: float, grace: float) -> float:
+        """Seconds that the other ranks have once one has ended with this code."""
+        if code == EXIT_STOPPED:
+            if not self.asked:  # one rank alone was, and a rank that waits for it to join has no watchdog yet
+                for each in self._ranks:
+                    each.process.terminate()
+            return timeout
+        if code == EXIT_INPUT:  # found by all, or before there was anything to lose
+            return 0.0
+        return grace if code else math.inf
+
     def _unreported(self, failed: dict[int, int]) -> int:
         """The exit code where no rank lived to say why it ended."""
         if not failed:
             return 0
-        if self.asked is not None:
-            warn(f"stopped by {self.asked.name} before the first step: nothing to save. Run the same command again.")
+        if self.asked:
+            warn(f"stopped by {self.asked[0].name} before the first step: nothing to save. Run the same command again.")
             return EXIT_STOPPED
         rank, code = next(iter(failed.items()))
-        number = signal.Signals(-code)
-        cause = ", which Linux sends when the host's memory runs out" if number == signal.SIGKILL else ""
-        warn(f"rank {rank} of {len(self._ranks)} was ended by {number.name}{cause}.")
+        cause = ", which Linux sends when the host's memory runs out" if -code == signal.SIGKILL else ""
+        name = _NAMES.get(-code, f"signal {-code}")
+        warn(f"rank {rank} of {len(self._ranks)} was ended by {name}{cause}.")
         return EXIT_FAILED
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.asked = signal.Signals(number)
-        for process in self._ranks:
-            process.send_signal(number)
+        self.asked.append(signal.Signals(number))
+        for each in self._ranks:
+            each.send(self.asked)
 
     def _kill(self) -> None:
-        for process in self._ranks:
-            process.kill()
+        for each in self._ranks:
+            each.process.kill()
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """The user's environment with torchrun's variables."""
     # With threads for all cores in each, ranks on a CPU would wait for one another.
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
     own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     store = {"MASTER_ADDR": _HOST, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     job = {"TORCHELASTIC_RUN_ID": "octavo", "TORCHELASTIC_RESTART_COUNT": 0}

@@ -54,7 +54,7 @@ def leave(code: int) -> NoReturn:
 def exit_without_destructors(code: int) -> NoReturn:
     """Exit at once, with the streams flushed."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # None: it was closed before Python began
             stream.flush()
     os._exit(code)
 

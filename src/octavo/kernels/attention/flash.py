@@ -1,7 +1,7 @@
 """FlashAttention-4 on Hopper: causal, full, windows, and sequences of several lengths in one call, with log-sum-exps.
 
-The package `flash-attn-4` is taken in one version alone, the one that `tests/gpu/test_pieces.py` compares with the reference:
-a backward that takes the log-sum-exps of more keys has no public name there.
+One version of the package `flash-attn-4` is used, since a backward by the log-sum-exps of more keys is a private function of
+it. `tests/gpu/test_pieces.py` compares that version with the reference.
 
 Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head dimension.
 """
@@ -24,10 +24,10 @@ from octavo.kernels.attention.pattern import Span
 
 VERSION = "4.0.0b36"
 _HEADS = (64, 96, 128)
-"""Head dimensions, those of the tests. In its source the backward rounds others in two ways."""
+"""Head dimensions, those of the tests: the package's backward gives wrong gradients for some others."""
 
 
-_enabled = os.environ.get("OCTAVO_FLASH_ATTENTION", "1") != "0"
+_enabled = os.environ.get("OCTAVO_FLASH_ATTENTION", "1").lower() not in ("0", "false", "off", "no")
 
 
 def enable(enabled: bool) -> None:
@@ -68,12 +68,12 @@ def _interface() -> Any:
 
 
 def serves(capability: tuple[int, int] | None, head_dim: int) -> bool:
-    """True if attention in 16 bits with heads of this size takes it on a GPU of this capability."""
+    """True if it computes attention in 16 bits with heads of this size on a GPU of this capability."""
     return _enabled and capability == (9, 0) and head_dim in _HEADS and missing() is None
 
 
 def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None = None) -> bool:
-    """True if this computes it: bf16 or float16 on Hopper, causal attention of at least as many keys as queries."""
+    """True if this computes it: bf16 or float16 on Hopper, full attention, or causal with no fewer keys than queries."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or torch.compiler.is_compiling():
         return False
     if (causal and k.shape[1] < q.shape[1]) or (window is not None and not causal):

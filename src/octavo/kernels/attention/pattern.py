@@ -55,12 +55,14 @@ class Pattern:
     window: int | None = None
     holes: Tensor | None = field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise InputError(f"a window of {self.window} keys: give at least 1, and causal attention.")
+
     def with_window(self, window: int | None) -> Pattern:
         """This pattern in a layer with a window; one that no two tokens exceed is none."""
         if window is None or window >= self.tokens:
             return self
-        if window < 1 or not self.causal:
-            raise InputError(f"a window of {window} keys: give at least 1, and causal attention.")
         return replace(self, window=window)
 
     def bounds(self, sample: int) -> Iterator[tuple[int, int]]:

@@ -41,6 +41,7 @@ class Attended:
         self._out: Tensor | None = None
         self._lse = q.new_empty(0)
         self._touched: list[Span] = []
+        self._reached: dict[int, int] = {}  # sample → the end of its queries that have a result
 
     def add(self, k: Tensor, v: Tensor, spans: Sequence[Span]) -> None:
         """Add the spans' keys k and values v, [B, Tk, G, D]; no pair of a query and a key twice."""
@@ -53,8 +54,15 @@ class Attended:
             if whole and self._out is None:
                 self._out, self._lse = out, lse
             else:
-                self._join(b, rows, out, lse, new=not any(_overlap(span, other) for other in self._touched))
+                self._join(b, rows, out, lse, new=self._is_new(span))
             self._touched.append(span)
+            self._reached |= {n: max(span.q1, self._reached.get(n, 0)) for n in range(span.b0, span.b1)}
+
+    def _is_new(self, span: Span) -> bool:
+        """True if none of the span's queries has a result yet."""
+        if all(self._reached.get(sample, 0) <= span.q0 for sample in range(span.b0, span.b1)):
+            return True  # as always where spans come in order: no search through all of them
+        return not any(_overlap(span, other) for other in self._touched)
 
     def _join(self, b: slice, rows: slice, out: Tensor, lse: Tensor, *, new: bool) -> None:
         q = self.q
@@ -78,7 +86,8 @@ class Attended:
         """out [B, Tq, H, D] in the dtype of q, 0 for a query without a key; lse float32 [B, H, Tq], −∞ for it."""
         if self._out is None:
             q = self.q
-            self._lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
+            wide = torch.promote_types(q.dtype, torch.float32)
+            self._lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide, device=q.device)
             return torch.zeros_like(q), self._lse
         return self._out.to(self.q.dtype), self._lse
 
@@ -156,7 +165,7 @@ def _parts(q: Tensor, k: Tensor, spans: Sequence[Span], window: int | None) -> I
 
 def _splits_window(q: Tensor, window: int) -> bool:
     """True if triangles and rectangles by the device's kernels are faster than a kernel that knows the window."""
-    if flash.takes(q, q, causal=True, window=window):
+    if flash.takes(q, q, causal=True, window=window):  # of as many queries as keys, as the tiles' triangles
         return False
     return window >= SMALLEST_WINDOW and library.takes(q, q, causal=True, window=None)
 

@@ -1,0 +1,121 @@
+"""timm's ViT-Huge in a loop of one's own: DistributedDataParallel, bf16 autocast, blocks in FP8; steps 10 to 50 are averaged.
+
+python examples/vit_own_loop.py                                    all GPUs of this host; without one, a tiny model on the CPU
+python examples/vit_own_loop.py --blocks transform --recipe current --batch 128 --gpus 1
+"""
+
+import argparse
+import hashlib
+import os
+import socket
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+import octavo
+from octavo.hardware import supports_fp8
+
+HUGE = {"embed_dim": 1280, "depth": 32, "num_heads": 16}
+TINY = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8, "num_classes": 10}
+RECIPES = {
+    "delayed": octavo.recipe.DelayedScaling,
+    "current": octavo.recipe.CurrentScaling,
+    "rowwise": octavo.recipe.RowwiseScaling,
+    "block": octavo.recipe.BlockScaling,
+}
+
+
+class Block(octavo.nn.TransformerLayer):
+    """Octavo's layer by the signature of timm's block; what it does not compute is refused."""
+
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, qk_norm: bool = False,
+        proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
+        act_layer: Any = nn.GELU, norm_layer: Any = nn.LayerNorm, mlp_layer: Any = None, **newer: Any,
+    ) -> None:  # fmt: skip
+        refused = {"qkv_bias": not qkv_bias, "qk_norm": qk_norm, "init_values": init_values, "drop_path": drop_path}
+        refused |= {name: newer.get(name) for name in ("scale_attn_norm", "scale_mlp_norm")}
+        if names := [name for name, value in refused.items() if value]:
+            raise ValueError(f"{', '.join(names)}: this block does not have it; keep timm's, and use octavo.transform.")
+        super().__init__(
+            dim, int(dim * mlp_ratio), num_heads, hidden_dropout=proj_drop, attention_dropout=attn_drop,
+            layernorm_epsilon=1e-6, self_attn_mask_type="no_mask",
+        )  # fmt: skip
+
+
+def build(options: argparse.Namespace, device: torch.device) -> nn.Module:
+    """The model with float32 weights: timm's with this block, or timm's own that `octavo.transform` has taken."""
+    sizes: dict[str, Any] = dict(HUGE if device.type == "cuda" else TINY)
+    if options.blocks == "block_fn":
+        return VisionTransformer(**sizes, block_fn=Block).to(device)
+    model: nn.Module = octavo.transform(VisionTransformer(**sizes), device=device)
+    return model
+
+
+def train(rank: int, options: argparse.Namespace, port: int) -> None:
+    """One rank: its step time, and that the replicas are the same to the last bit."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=options.gpus)
+    torch.manual_seed(0)
+    fp8 = not options.bf16 and (not on_gpu or supports_fp8(device))  # a CPU emulates FP8
+    if rank == 0 and not fp8 and not options.bf16:
+        print(f"{torch.cuda.get_device_name(device)} has no FP8 units: bf16", flush=True)
+    model = nn.parallel.DistributedDataParallel(build(options, device), device_ids=[rank] if on_gpu else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    recipe = RECIPES[options.recipe]()
+    side, classes = (224, 1000) if on_gpu else (TINY["img_size"], TINY["num_classes"])
+    torch.manual_seed(1 + rank)  # every rank has other images
+    seconds = []
+    for step in range(options.steps):
+        images = torch.randn(options.batch, 3, side, side, device=device)
+        labels = torch.randint(classes, (options.batch,), device=device)
+        begun = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16), octavo.fp8_autocast(enabled=fp8, fp8_recipe=recipe):
+            loss = nn.functional.cross_entropy(model(images).float(), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds += [time.perf_counter() - begun] if step >= options.warmup else []
+    digests: list[Any] = [None] * options.gpus
+    dist.all_gather_object(digests, digest(model))
+    if rank == 0:
+        mean = sum(seconds) / len(seconds)
+        precision = f"FP8, {options.recipe}" if fp8 else "bf16"
+        rate = options.gpus * options.batch / mean
+        print(f"{precision}: loss {loss.item():.3f}, {mean:.4f} s a step, {rate:,.0f} images/s on {options.gpus} ranks")
+        print("replicas are the same" if len(set(digests)) == 1 else "REPLICAS DIFFER", flush=True)
+    dist.destroy_process_group()
+
+
+def digest(model: nn.Module) -> str:
+    """A hash of all weights and scales."""
+    found = hashlib.sha256()
+    for value in model.state_dict().values():
+        if isinstance(value, Tensor):
+            found.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", choices=["block_fn", "transform"], default="block_fn")
+    parser.add_argument("--recipe", choices=RECIPES, default="delayed")
+    parser.add_argument("--bf16", action="store_true", help="no FP8")
+    parser.add_argument("--batch", type=int, default=64 if torch.cuda.is_available() else 4, help="images a rank")
+    parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="ranks")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--warmup", type=int, default=10, help="steps before the measured ones")
+    options = parser.parse_args()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(train, (options, port), nprocs=options.gpus)

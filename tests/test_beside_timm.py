@@ -1,0 +1,50 @@
+"""The example with timm's vision transformer under DistributedDataParallel, where timm is installed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+timm = pytest.importorskip("timm", exc_type=ImportError)
+
+
+def run(tmp_path, *options):
+    """The example's output; in a process that can import torchvision on a torch for CPUs."""
+    (tmp_path / "sitecustomize.py").write_text((ROOT / "tests" / "torchvision_shim.py").read_text())
+    path = os.pathsep.join([str(tmp_path), str(Path(timm.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(ROOT / "examples" / "vit_own_loop.py"), *options]
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+RANKS = max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 2
+SHORT = ("--gpus", str(RANKS), "--steps", "20", "--warmup", "5", "--batch", "4")
+
+
+@pytest.mark.parametrize("blocks", ["block_fn", "transform"])
+def test_replicas_stay_the_same(tmp_path, blocks):
+    done = run(tmp_path, *SHORT, "--blocks", blocks)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"FP8, delayed: loss [\d.]+, [\d.]+ s a step", done.stdout), done.stdout
+    assert done.stdout.endswith("replicas are the same\n")
+
+
+def test_a_recipe_and_bf16_can_be_asked_for(tmp_path):
+    done = run(tmp_path, *SHORT, "--recipe", "current")
+    assert "FP8, current: loss" in done.stdout
+    done = run(tmp_path, *SHORT, "--bf16")
+    assert "bf16: loss" in done.stdout
+
+
+def test_what_the_block_does_not_compute_is_refused(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from vit_own_loop import Block
+
+    for change in ({"qkv_bias": False}, {"qk_norm": True}, {"drop_path": 0.1}, {"init_values": 1e-5}, {"scale_mlp_norm": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(change))}: this block does not have it"):
+            Block(64, 4, **{"qkv_bias": True, **change})
