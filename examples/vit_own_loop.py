@@ -94,6 +94,8 @@ def train(rank: int, options: argparse.Namespace, port: int) -> None:
         rate = options.gpus * options.batch / mean
         print(f"{precision}: loss {loss.item():.3f}, {mean:.4f} s a step, {rate:,.0f} images/s on {options.gpus} ranks")
         print("replicas are the same" if len(set(digests)) == 1 else "REPLICAS DIFFER", flush=True)
+    del model  # DistributedDataParallel before its process group
+    dist.barrier()  # nobody leaves while another still talks to it
     dist.destroy_process_group()
 
 

@@ -83,7 +83,7 @@ def test_rows_are_shares_of_the_fastest_copy(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({}, "the suite kernels times kernels that run on a GPU, and the device is cpu"),
+        ({}, "the suite kernels times kernels of a GPU, and the device is cpu"),
         ({"cases": ["cast-transposed"]}, "unknown case 'cast-transposed'. Did you mean 'cast-transpose'?"),
         (
             {"entries": ["octavo-delayed"]},

@@ -69,6 +69,8 @@ def test_cases_have_the_shapes_of_the_released_models():
     for name, case in CASES.items():
         assert case.name == name
         assert case.units == case.batch * case.sequence_length
+        if case.spec.family != "llama":
+            continue
         with torch.device("meta"):
             assert sum(p.numel() for p in PlainLlama(case.spec).parameters() if p.ndim > 1) == (
                 matmul_parameters(case.spec).stored + (0 if case.spec.tied else case.spec.vocabulary * case.spec.hidden_size)

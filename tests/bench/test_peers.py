@@ -31,6 +31,7 @@ TRANSFORMER_ENGINE = """
 import contextlib, os
 import torch
 from octavo.nn import DotProductAttention, LayerNormLinear, LayerNormMLP, Linear
+from octavo.nn import LayerNorm as Centred
 from octavo.nn import RMSNorm as Norm
 from octavo.nn import TransformerLayer as Layer
 
@@ -47,14 +48,14 @@ class TransformerLayer(torch.nn.Module):
         self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
         hidden_dropout=0.1, attention_dropout=0.1, init_method=None, output_layer_init_method=None, kv_channels=None,
         self_attn_mask_type="causal", params_dtype=None, fuse_qkv_params=False, bias=True, activation="gelu",
-        normalization="LayerNorm", device="cuda", attn_input_format="sbhd",
+        normalization="LayerNorm", device="cuda", attn_input_format="sbhd", window_size=None, parallel_attention_mlp=False,
     ):
         super().__init__()
         assert hidden_dropout == attention_dropout == 0 and fuse_qkv_params and attn_input_format == "bshd"
         layer = Layer(
             hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, layernorm_epsilon, kv_channels=kv_channels,
             normalization=normalization, bias=bias, activation=activation, self_attn_mask_type=self_attn_mask_type,
-            params_dtype=params_dtype, device=device,
+            params_dtype=params_dtype, device=device, window_size=window_size, parallel_attention_mlp=parallel_attention_mlp,
         )
         self.self_attention, self.layernorm_mlp, self.layer = layer.self_attention, layer.layernorm_mlp, [layer]
 
@@ -68,9 +69,14 @@ class RMSNorm(Norm):
     def __init__(self, normalized_shape, eps=1e-5, device=None, dtype=None):
         super().__init__(normalized_shape, eps, params_dtype=dtype, device=device)
 
+class LayerNorm(Centred):
+    def __init__(self, normalized_shape, eps=1e-5, device=None, dtype=None):
+        super().__init__(normalized_shape, eps, params_dtype=dtype, device=device)
+
 class RotaryPositionEmbedding(torch.nn.Module):
-    def __init__(self, dim, rotary_base=10000.0):
+    def __init__(self, dim, rotary_percent=1.0, rotary_base=10000.0):
         super().__init__()
+        dim = int(dim * rotary_percent)
         self.inverse = rotary_base ** -(torch.arange(0, dim, 2).float() / dim)
 
     def forward(self, max_seq_len):
@@ -116,6 +122,36 @@ def test_transformer_engines_entries_train(tmp_path, transformer_engine):
     assert len(set(losses)) == 3  # FP8 by two recipes, one of them with the head too, and none
     assert [figures["head"] for figures in results["rows"]] == ["bf16", "fp8", "bf16"]
     assert results["machine"]["peers"] == {"transformer-engine": None}
+
+
+FAMILIES = """
+import os
+import torch
+from octavo.bench.cases import CASES
+from octavo.bench.peers import ENVIRONMENT, ENTRIES
+
+os.environ.update(ENVIRONMENT)
+for name in ("tiny-neox", "tiny-mistral", "tiny"):
+    case = CASES[name]
+    ours = ENTRIES["octavo-bf16"].build(case, torch.device("cpu"), False).model
+    theirs = ENTRIES["te-bf16"].build(case, torch.device("cpu"), False).model
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+        names = {"embedding": "embed_tokens", "head": "lm_head"}
+        for name, value in ours.named_parameters():
+            first, _, rest = name.partition(".")
+            theirs.get_parameter(f"{names.get(first, first)}.{rest}").copy_(value)
+    assert len(list(ours.parameters())) == len(list(theirs.parameters()))
+    ids = torch.randint(512, (2, 32))
+    one, other = ours(input_ids=ids, labels=ids).loss, theirs(ids, ids)
+    assert abs(one - other) < 1e-2 * one, (case.name, one, other)
+"""
+
+
+def test_transformer_engines_decoder_is_octavos_in_every_family(transformer_engine):
+    """Blocks, biases, window and rotation; the stand-in's layers are Octavo's own, by Transformer Engine's names."""
+    subprocess.run([sys.executable, "-c", FAMILIES], check=True)
 
 
 VISION = """
@@ -211,7 +247,7 @@ def test_the_command_refuses_with_exit_code_2(capsys):
     assert main(["bench", "one-gpu", "--cases", "tiny", "--peers", "bf16,tee", "--device", "cpu"]) == 2
     assert "unknown group of peers 'tee'" in capsys.readouterr().err
     assert main(["bench", "kernels", "--cases", "cast,swiglu-fp8", "--device", "cpu"]) == 2
-    assert "run on a GPU" in capsys.readouterr().err
+    assert "kernels of a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

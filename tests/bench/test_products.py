@@ -65,5 +65,5 @@ def test_rows_are_written_and_shown(tmp_path, monkeypatch):
 
 
 def test_a_cpu_has_no_products_to_time(tmp_path):
-    with pytest.raises(InputError, match="the suite products times products that run on a GPU, and the device is cpu"):
+    with pytest.raises(InputError, match="the suite products times kernels of a GPU, and the device is cpu"):
         run_suite("products", output=tmp_path / "none", device="cpu", command="octavo bench products")

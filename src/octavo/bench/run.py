@@ -160,8 +160,7 @@ def _check_gpu(suite: Suite, target: Target, breakdown: bool) -> None:
     """Refuse kernels without a GPU, and a breakdown without a GPU or without training steps."""
     if suite.name in ("kernels", "products", "attention") and target.device.kind != "cuda":
         raise InputError(
-            f"the suite {suite.name} times {suite.name} that run on a GPU, and the device is cpu."
-            " Use --device cuda where there is one."
+            f"the suite {suite.name} times kernels of a GPU, and the device is cpu. Use --device cuda where there is one."
         )
     if breakdown and (target.device.kind != "cuda" or suite.name not in ("one-gpu", "sharded")):
         raise InputError(

@@ -23,6 +23,8 @@ from octavo.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, InputError, war
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.05
+_SLACK_SECONDS = 2.0
+"""After `grace`, at whose end the watchdogs end their ranks themselves."""
 _NAMES = {int(number): number.name for number in signal.Signals}
 
 
@@ -120,7 +122,7 @@ class _Job:
             return timeout
         if code == EXIT_INPUT:  # found by all, or before there was anything to lose
             return 0.0
-        return grace if code else math.inf
+        return grace + _SLACK_SECONDS if code else math.inf
 
     def _unreported(self, failed: dict[int, int]) -> int:
         """The exit code where no rank lived to say why it ended."""

@@ -1,0 +1,57 @@
+"""The suite of attention: what it counts, what it calls, what is written and shown; its kernels need a GPU."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from octavo.bench.kernels import attention
+from octavo.bench.kernels.attention import WORKLOADS, Workload, measure_attention
+from octavo.bench.results import render
+from octavo.bench.run import run_suite
+from octavo.errors import InputError
+
+SMALL = Workload("small", 2, 96, 4, 2, 16, window=20, document=30)
+
+
+@pytest.mark.parametrize(
+    "workload", [SMALL, SMALL._replace(window=None), SMALL._replace(document=0), SMALL._replace(window=500)]
+)
+def test_pairs_are_those_of_the_mask(workload):
+    mask = workload.pattern().mask(workload.batch, torch.device("cpu")).expand(workload.batch, -1, -1, -1)
+    assert workload.pairs() == int(mask.sum())
+
+
+def test_documents_have_the_mean_that_is_named():
+    lengths = [end - first for first, end in SMALL._replace(tokens=30_000).pattern().bounds(0)]
+    assert sum(lengths) / len(lengths) == pytest.approx(30, rel=0.1)
+    assert WORKLOADS["llama-8b-16k"].pairs() == 16_384 * 16_385 // 2
+
+
+def test_rows_are_measured_and_shown(monkeypatch):
+    def timer(device, rounds, warm_up):
+        def time(*calls):
+            for call in calls:
+                call()
+            return [2.0, 5.0]
+
+        return time
+
+    monkeypatch.setattr(attention, "cold_timer", timer)
+    said = []
+    (row,) = measure_attention([SMALL], torch.device("cpu"), iterations=1, warmup=1, say=said.append)
+    work = SMALL.pairs() * 4 * 16
+    assert row["entry"] == "PyTorch on the CPU"
+    assert row["forward_tflops"] == pytest.approx(4 * work / 2e-6 / 1e12)
+    assert row["backward_tflops"] == pytest.approx(10 * work / 5e-6 / 1e12)
+    assert row["tflops"] == pytest.approx(14 * work / 7e-6 / 1e12)
+    assert said[0].startswith("small PyTorch on the CPU: 2 us, backward 5 us")
+    machine = {"gpu": "NVIDIA H200", "cpu": None, "count": 1, "torch": "2.11.0"}
+    render({"suite": "attention", "machine": machine, "rows": [row]}, Console(file=(text := io.StringIO()), width=120))
+    assert "PyTorch on the CPU" in text.getvalue()
+
+
+def test_a_cpu_is_refused(tmp_path):
+    with pytest.raises(InputError, match="the suite attention times kernels of a GPU"):
+        run_suite("attention", output=tmp_path / "none", device="cpu", command="octavo bench attention")
