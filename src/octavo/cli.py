@@ -134,7 +134,9 @@ def train(
         from octavo.train import dry_run as arithmetic
         from octavo.train import plan
 
-        figures, text = arithmetic.dry_run(plan.check(config, target=arithmetic.target(world_size or ranks, gpu)))
+        figures, text = arithmetic.dry_run(
+            plan.check(config, target=arithmetic.target(ranks if world_size is None else world_size, gpu))
+        )
         check_output(config.output)
         _print_once(figures if as_json else text)
         return

@@ -19,8 +19,14 @@ SLEEPS = "import time; time.sleep(300)"
 
 @pytest.fixture(autouse=True)
 def no_outer_launcher(monkeypatch):
+    """Neither its variables nor signals that a shell ignores in the background, which a launcher would not pass on."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def run(ranks, script, *, timeout=300, grace=300):

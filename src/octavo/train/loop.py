@@ -122,10 +122,6 @@ def train_one(
         say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
         if plan.degrees.context > 1:
             say(console, f"{label}: {plan.shared_sequences}")
-        if config.train.deterministic and plan.device.type == "cuda" and first_rank and (absent := flash.missing()):
-            warn(
-                f"train.deterministic: attention takes plain PyTorch, several times slower: {absent}. {install_extra('flash')}"
-            )
         if latest is not None and first_rank:
             _warn_of_other_layout(latest, plan)
         context, validation = build(plan, prepared, watch)
@@ -303,6 +299,9 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         torch.cuda.reset_peak_memory_stats(plan.device)  # the run without FP8 has its own peak
         if config.train.deterministic:
             repeat_bits()
+            if state.rank == 0 and (absent := flash.missing()):
+                slower = f"attention takes plain PyTorch, several times slower: {absent}"
+                warn(f"train.deterministic: {slower}. {install_extra('flash')}")
     model = build_model(
         plan.hf_config,
         dtype=plan.dtype,
