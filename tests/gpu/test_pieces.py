@@ -43,9 +43,8 @@ def close(found, wanted, tolerance=1e-2):
 @pytest.mark.parametrize(
     ("queries", "keys", "causal"), [(512, 512, True), (384, 1024, False), (1000, 1000, True), (128, 77, False)]
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_output_and_gradients_are_the_references(dim, heads, groups, queries, keys, causal, dtype, kernels):
-    q, k, v, d_out = (x.to(dtype) for x in draw(2, queries, keys, heads, groups, dim))
+def test_output_and_gradients_are_the_references(dim, heads, groups, queries, keys, causal, kernels):
+    q, k, v, d_out = draw(2, queries, keys, heads, groups, dim)
     assert kernels.takes(q, k, causal=causal, window=None)
     how = {"causal": causal, "scale": dim**-0.5}
     out, lse = kernels.forward(q, k, v, **how)
@@ -108,7 +107,7 @@ def test_spans_of_few_tokens(documents, dim, kernels):
 
 
 @pytest.mark.parametrize("window", [256, 300, 1000, 64])
-@pytest.mark.parametrize("dim", library._HEADS)
+@pytest.mark.parametrize("dim", [64, 128])
 def test_a_window(window, dim, kernels):
     q, k, v, d_out = draw(2, 1536, 1536, 8, 2, dim)
     pattern = Pattern(1536, window=window)
@@ -168,7 +167,7 @@ def repeats(function):
     return all(all(map(torch.equal, first, function())) for _ in range(9))
 
 
-@pytest.mark.parametrize("dim", library._HEADS)
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("pattern", [Pattern(2048), Pattern(2048, window=700), Pattern(2048, documents=((0, 500, 900), (0,)))])
 def test_bits_repeat_where_they_have_to(dim, pattern, kernels, monkeypatch):
     """By FlashAttention-4, and without it by plain PyTorch."""

@@ -68,13 +68,13 @@ def _interface() -> Any:
 
 
 def serves(capability: tuple[int, int] | None, head_dim: int) -> bool:
-    """True if it computes attention in 16 bits with heads of this size on a GPU of this capability."""
+    """True if it computes attention in bf16 with heads of this size on a GPU of this capability."""
     return _enabled and capability == (9, 0) and head_dim in _HEADS and missing() is None
 
 
 def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None = None) -> bool:
-    """True if this computes it: bf16 or float16 on Hopper, full attention, or causal with no fewer keys than queries."""
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or torch.compiler.is_compiling():
+    """True if this computes it: bf16 on Hopper, full attention, or causal with no fewer keys than queries."""
+    if not q.is_cuda or q.dtype != torch.bfloat16 or torch.compiler.is_compiling():
         return False
     if (causal and k.shape[1] < q.shape[1]) or (window is not None and not causal):
         return False
