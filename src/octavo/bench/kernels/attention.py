@@ -36,7 +36,7 @@ class Workload(NamedTuple):
     document: int = 0
 
     def pattern(self) -> Pattern:
-        """What attends to what; the same at each call."""
+        """The attention pattern, the same at each call."""
         draw = random.Random(0)
         documents = tuple(tuple(self._firsts(draw)) for _ in range(self.batch)) if self.document else ()
         return Pattern(self.tokens, documents=documents).with_window(self.window)

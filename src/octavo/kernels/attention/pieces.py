@@ -26,7 +26,7 @@ SMALLEST_WINDOW = 256
 
 
 class _Part(NamedTuple):
-    """What one call of a kernel computes."""
+    """The work of one kernel call: a span, a window within it, or several sequences in one."""
 
     span: Span
     window: int | None = None
