@@ -222,7 +222,8 @@ def build_model(
     # 4. Shard.
     if sharding is not None:
         _share_sequences(model, sharding)
-        shard(model, parts, sharding, summed=isinstance(model, Decoder) or not averaged)
+        ends = model.ends() if isinstance(model, Decoder) else ((), ())
+        shard(model, parts, sharding, summed=isinstance(model, Decoder) or not averaged, ends=ends)
     # 5. and 6. Materialise, load.
     materialise(model, device, _values(model, weights, from_rank0, seed))
     # 7. Gather.

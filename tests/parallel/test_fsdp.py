@@ -176,6 +176,28 @@ def test_one_sharded_model_in_and_out_of_fp8():
             assert (gradient - gradients[name]).norm() <= 1e-3 * gradients[name].norm(), name
 
 
+def reduced_when(tied):
+    """(name, shape of its gradient there) of each end's weight when the last block's backward begins."""
+    world.init({})
+    model = sharded.build(torch.bfloat16, None, sizes={"tie_word_embeddings": tied})
+    found = []
+
+    def note(_):
+        found.extend(name for name, parameter in model.named_parameters() if parameter.grad is not None)
+
+    model.layers[-1].register_forward_hook(lambda block, args, out: out[0].register_hook(note) and None)
+    ids = torch.randint(0, model.spec.vocabulary, (1, 16))
+    model(input_ids=ids, labels=ids).loss.backward()
+    return found, sorted(name for name, p in model.named_parameters() if p.grad is None)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_head_and_norm_are_reduced_before_those_of_blocks(tied):
+    for found, without in ranks.run(2, reduced_when, tied):
+        assert found == (["norm.weight"] if tied else ["norm.weight", "head.weight"])
+        assert without == []
+
+
 def mean_loss():
     from octavo.parallel import world
 

@@ -19,11 +19,12 @@ SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hid
 
 
 def held_by_fsdp(recipe_name):
-    """Bytes on this rank: of a gathered block, of gathered root parameters, and of whole gradients after a micro-batch."""
+    """Bytes on this rank: of a gathered block, of gathered embedding, norm and head, of whole gradients of a micro-batch."""
     world.init({})
     recipe = None if recipe_name is None else RECIPES[recipe_name]()
     model = build(torch.bfloat16, recipe, sizes=SIZES)
     found = {}
+    ends = model.embedding, model.norm, model.head
 
     def group(module):
         return module._get_fsdp_state()._fsdp_param_group.fsdp_params
@@ -36,16 +37,17 @@ def held_by_fsdp(recipe_name):
         return sum(tensors.values())
 
     def note(*_):
-        found["block"], found["root"] = gathered(model.layers[1]), gathered(model)
+        found["block"] = gathered(model.layers[1])
 
     model.layers[1].layernorm_mlp.register_forward_hook(note)
     ids = torch.randint(0, 96, (1, 16))
     accumulate(model, last=False)
     with microbatch(first=True), fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
         loss = model(input_ids=ids, labels=ids, num_items_in_batch=30).loss
+    found["root"] = sum(gathered(end) for end in ends)
     loss.backward()
     whole = 0
-    for module in (*model.layers, model):
+    for module in (*model.layers, *ends):
         for parameter in group(module):
             kept = parameter.unsharded_accumulated_grad
             if kept is None:

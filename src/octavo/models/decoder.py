@@ -29,7 +29,7 @@ from octavo.models.families import ACTIVATIONS
 from octavo.models.huggingface import PretrainedInterface, refuse_arguments
 from octavo.models.spec import ModelSpec
 from octavo.nn.block import RunBlock, TransformerLayer
-from octavo.nn.head import linear_cross_entropy
+from octavo.nn.head import OutputHead, linear_cross_entropy
 from octavo.nn.linear import compute_dtype, high_precision
 from octavo.nn.norm import NORM_LAYERS
 
@@ -103,7 +103,7 @@ class Decoder(PretrainedInterface):
         self.embedding.padding_idx = spec.padding  # its row is not trained
         self.layers = nn.ModuleList(_block(spec, window, make) for window in spec.windows or (None,) * spec.layers)
         self.norm = NORM_LAYERS[spec.normalization](spec.hidden_size, spec.norm_eps, **make)
-        self.head = nn.Linear(spec.hidden_size, spec.vocabulary, bias=False, dtype=params_dtype, device=device)
+        self.head = OutputHead(spec.hidden_size, spec.vocabulary, bias=False, dtype=params_dtype, device=device)
         if spec.tied:
             self.head.weight = self.embedding.weight
         if self.fp8_head:
@@ -122,6 +122,10 @@ class Decoder(PretrainedInterface):
         """Each rank has a part of the weights, so that all of them run every forward."""
         self.objective = objective
         """Training loss; None for the plain cross entropy, which every evaluation uses."""
+
+    def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules in front of the blocks and behind them; not those that share a weight."""
+        return ([], [self.norm]) if self.spec.tied else ([self.embedding], [self.norm, self.head])
 
     def forward(
         self,
@@ -222,22 +226,25 @@ class Decoder(PretrainedInterface):
         return x if self.context is None else self.context.gather(x)[:, :tokens]
 
     def _logits(self, hidden: Tensor, tokens: int, logits_to_keep: int | Tensor) -> Tensor:
+        def run(hidden: Tensor) -> Tensor:
+            return high_precision(hidden, self.head.weight.to(self.dtype))
+
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        weight = self._head_weight().to(self.dtype)
         if self.context is not None and torch.is_grad_enabled():
             # Each rank multiplies its own tokens: the head's gradients are summed over the ranks.
-            return self._whole(high_precision(hidden, weight), tokens)[:, kept]
-        return high_precision(self._whole(hidden, tokens)[:, kept], weight)
+            return self._whole(self._own_head()(hidden, run), tokens)[:, kept]
+        logits: Tensor = self._own_head()(self._whole(hidden, tokens)[:, kept], run)
+        return logits
 
-    def _head_weight(self) -> Tensor:
+    def _own_head(self) -> OutputHead:
         head: Any = self.head
-        if not isinstance(head, nn.Linear):
+        if not isinstance(head, OutputHead):
             kind = f"{type(head).__module__}.{type(head).__name__}"
             raise InputError(
                 f"the head of Octavo's decoder is a {kind}, and its loss would bypass what that adds: add adapters before"
                 " octavo.transform, octavo.transform(get_peft_model(model, config))."
             )
-        return head.weight
+        return head
 
     def _loss(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, first: bool | None) -> Tensor:
         target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -251,17 +258,19 @@ class Decoder(PretrainedInterface):
         if self.context is not None:
             padded = hidden.shape[1] * self.context.size
             target = self.context.split(functional.pad(target, (0, padded - target.shape[1]), value=IGNORED))
-        weight, gemms = self._head_weight(), self._fp8_head(hidden, first)
-        objective = self.objective if self.training else None
-        loss = linear_cross_entropy(
-            hidden.flatten(0, 1),
-            weight,
-            target.flatten(),
-            count,
-            objective=objective,
-            fp8=gemms,
-            fp8_logits=self.fp8_head is True,
-        )
+
+        def run(hidden: Tensor) -> Tensor:
+            return linear_cross_entropy(
+                hidden.flatten(0, 1),
+                self.head.weight,
+                target.flatten(),
+                count,
+                objective=self.objective if self.training else None,
+                fp8=self._fp8_head(hidden, first),
+                fp8_logits=self.fp8_head is True,
+            )
+
+        loss: Tensor = self._own_head()(hidden, run)
         loss = loss if self.context is None else self.context.sum(loss)
         return summed(loss, self.data_group) if joined and self.data_group is not None else loss
 

@@ -9,10 +9,11 @@ which the fast mode would cut off.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from octavo.fp8.formats import E5M2
@@ -32,6 +33,14 @@ TRANSPOSED_BYTES = 1 << 25
 """Bytes of these gradients that are transposed at a time."""
 _ALIGNED = 128
 """Rows of a chunk, and words of a transposed piece, are a multiple of this where there are so many: tiles have no remainder."""
+
+
+class OutputHead(nn.Linear):
+    """The matrix of the logits, [V, K]. What reads it runs within its forward, where a sharded weight is whole."""
+
+    def forward(self, input: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """`run(input)`, such as a loss; without it the logits."""
+        return super().forward(input) if run is None else run(input)
 
 
 def linear_cross_entropy(

@@ -1,4 +1,4 @@
-"""Sharded data parallelism: FSDP2 around each block, and around the rest.
+"""Sharded data parallelism: FSDP2 around each block, around embedding, norm and head, and around the rest.
 
 Each rank of a shard group keeps a part of every parameter (master weights, gradients, optimizer states). On a [replicate,
 shard] mesh gradients are then summed over the replicas as well. Octavo's own: weights of FP8 products travel as FP8
@@ -90,14 +90,23 @@ def _digest(tensor: Tensor) -> tuple[str, ...]:
     return shape, str(int(words[:half].sum())), str(int(words[half:].sum()))
 
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding, *, summed: bool) -> None:
+def shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    how: Sharding,
+    *,
+    summed: bool,
+    ends: tuple[Sequence[nn.Module], Sequence[nn.Module]] = ((), ()),
+) -> None:
     """Shard a model in place, on a real device or on meta.
 
     Args:
-        model: the root; parameters outside of blocks are gathered for the whole forward and backward.
-        blocks: are gathered one by one, each while the one before runs.
+        model: the root; parameters outside of blocks and ends are gathered before its forward and reduced behind its backward.
+        blocks: are gathered one by one, each while the part before runs.
         how: ranks and dtypes.
         summed: sum gradients over the ranks; False averages them, for mean losses.
+        ends: modules that run in front of the blocks and behind them. They are gathered as blocks are, but once for forward
+            and backward; their gradients are reduced as soon as they are there.
     """
     mesh = how.mesh
     # FSDP2 wants gradients of one dtype in a group. Those of FP8 products are of the parameters' own, as on one rank, so norms
@@ -107,6 +116,9 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding, *, summe
     for block in blocks:
         policy = own if _travels(block, how.recipe) else outer
         fully_shard(block, mesh=mesh, reshard_after_forward=how.reshard_after_forward, mp_policy=policy)
+    front, behind = ends
+    for end in (*front, *behind):
+        fully_shard(end, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
     policy = own if not blocks and _travels(model, how.recipe) else outer
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     _refuse_wrappers(model)
@@ -114,10 +126,20 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding, *, summe
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    for block, following in itertools.pairwise(blocks):
-        _fsdp(block).set_modules_to_forward_prefetch([_fsdp(following)])
-    for part in [model] if how.reshard_after_forward else [*blocks, model]:
+    _prefetch([*front, *blocks, *behind], len(front) + len(blocks) - 1)
+    for part in [*front, *behind, model] if how.reshard_after_forward else [*front, *blocks, *behind, model]:
         part.register_forward_hook(_reshard_without_gradients)
+
+
+def _prefetch(parts: Sequence[nn.Module], last_block: int) -> None:
+    """Gather each part while the part before runs; in backward, where FSDP2 does that, the last block while the head runs.
+
+    FSDP2 would gather the part in front of the head then, which is there.
+    """
+    for part, following in itertools.pairwise(parts):
+        _fsdp(part).set_modules_to_forward_prefetch([_fsdp(following)])
+    if 0 <= last_block < len(parts) - 1:
+        _fsdp(parts[-1]).set_modules_to_backward_prefetch([_fsdp(parts[last_block])])
 
 
 def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:
