@@ -50,7 +50,7 @@ from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values
 from octavo.parallel.fsdp import Sharding, blocks_of, check_same_weights, gather_weights_in_fp8, shard
 from octavo.parallel.mesh import Degrees
 from octavo.parallel.module_init import OwnInit
-from octavo.parallel.offload import offloaded
+from octavo.parallel.offload import HORIZON, offloaded
 from octavo.parallel.recompute import recomputed, selectively_recomputed
 from octavo.parallel.world import State, state
 
@@ -133,6 +133,7 @@ def transform(
         from_rank0=all_ranks() if load_state_dict_from_rank0 and sharding is not None else None,
         recompute=recompute,
         offload=offload or state.config.sm_activation_offloading,
+        horizon=state.config.activation_loading_horizon,
         sharding=sharding,
         buffer_dtype=torch_dtype(state.config.buffer_dtype),
         fp8_head=fp8_head,
@@ -165,6 +166,7 @@ def build_model(
     objective: Objective | None = None,
     recompute: Recompute = False,
     offload: bool = False,
+    horizon: int = HORIZON,
     sharding: Sharding | None = None,
     averaged: bool = False,
     load_from: str | Path | None = None,
@@ -179,6 +181,7 @@ def build_model(
             weights by `seed` or those of `load_from`.
         params_dtype: None for a model that keeps its own code, whose parameters keep their dtypes.
         device: "meta" fills nothing, for counting parameters.
+        horizon: with `offload`, blocks whose activations are loaded ahead in backward.
         excluded: names of layers that stay out of FP8, each with its reason.
         objective: label smoothing and z-loss of the training loss (Octavo's decoder alone).
         averaged: average the gradients of a model that keeps its own code, for mean losses; False sums them.
@@ -216,7 +219,7 @@ def build_model(
     use_own_buffers(model)
     # 3. Recompute, offload.
     stack, parts = _blocks(model)
-    _recompute(model, stack, recompute, offload=offload)
+    _recompute(model, stack, recompute, horizon=horizon if offload else None)
     if device.type == "meta":
         return model.train()
     # 4. Shard.
@@ -319,7 +322,7 @@ def _blocks(model: nn.Module) -> tuple[Decoder | Blocks | None, list[nn.Module]]
     return (stack, list(stack)) if isinstance(stack, Blocks) else (None, blocks_of(model))
 
 
-def _recompute(model: nn.Module, stack: Decoder | Blocks | None, recompute: Recompute, *, offload: bool) -> None:
+def _recompute(model: nn.Module, stack: Decoder | Blocks | None, recompute: Recompute, *, horizon: int | None) -> None:
     if stack is None:
         if recompute:
             recompute_own_code(model)
@@ -331,8 +334,8 @@ def _recompute(model: nn.Module, stack: Decoder | Blocks | None, recompute: Reco
         stack.run_block = selectively_recomputed
     elif recompute:
         stack.run_block = recomputed
-    if offload:
-        stack.run_block = offloaded(stack.run_block)
+    if horizon is not None:
+        stack.run_block = offloaded(stack.run_block, horizon)
 
 
 def _refuse_dropout(model: nn.Module) -> None:

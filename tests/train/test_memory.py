@@ -155,7 +155,9 @@ def test_work_inside_the_context_fails_with_the_message(tiny_run):
 
 
 def test_a_full_gpu_is_explained_with_the_key_to_lower(tiny_run):
-    plan = planned(tiny_run(), *SHAPE_8B, "train.global_batch=8", "train.micro_batch=8")
+    half = "model.params_dtype=bfloat16"
+    plan = planned(tiny_run(), *SHAPE_8B, half, "train.global_batch=8", "train.micro_batch=8")
+    plan = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, memory_gib=74.5 / USABLE))
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of …")
     explained = out_of_memory(error, plan)
     assert explained.exit_code == 1

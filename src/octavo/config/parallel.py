@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from octavo.config.section import Section
 from octavo.dtypes import DtypeName
@@ -36,15 +36,8 @@ class ParallelConfig(Section):
         False, description="Keep activations saved for backward in host memory, as train.offload."
     )
     activation_loading_horizon: int = Field(
-        2, description="Blocks whose offloaded activations are loaded ahead in backward; this version accepts 2 only."
+        2, ge=1, description="Blocks whose offloaded activations are loaded ahead in backward."
     )
-
-    @field_validator("activation_loading_horizon")
-    @classmethod
-    def _check_horizon(cls, value: int) -> int:
-        if value != 2:
-            raise ValueError("this version loads a block's activations when its backward begins, and has no horizon: use 2")
-        return value
 
 
 class InitConfig(ParallelConfig):

@@ -1,13 +1,18 @@
 """Activation offloading: a block's saved activations wait in host memory.
 
-Copies go to pinned memory in forward and back in backward, on the stream of the layers. It saves memory and costs time. With
-recomputation only what that keeps is copied. PyTorch's `save_on_cpu` would lose strides, which compiled backwards require,
-and copy weights, which FSDP2 frees and refills.
+Copies run on streams of their own: to pinned memory while the next block runs, back while the backward of later blocks runs.
+The price is memory for tensors on their way: as much as one block saves in forward, and `horizon` blocks in backward. With
+recomputation only what that keeps is copied. PyTorch's `save_on_cpu` copies on the stream of the layers, loses strides, which
+compiled backwards require, and copies weights, which FSDP2 frees and refills.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,40 +25,178 @@ from octavo.kernels.attention.kept import moved
 
 SMALLEST_BYTES = 1 << 20
 """Smaller tensors stay: statistics and scales are many and need little memory."""
+HORIZON = 2
+"""Blocks whose activations are loaded ahead, as SMP's `activation_loading_horizon`."""
 
 
-class _Away(NamedTuple):
-    """A copy in host memory, and the device of the original."""
+class _Saved:
+    """A tensor in host memory.
 
-    copy: Tensor
-    device: torch.device
+    Attributes:
+        host: the copy.
+        original: the tensor on its device, as long as the copy may still read it.
+        stored: the end of the copy to the host; None on a CPU.
+        back: the tensor on its device again, loaded ahead.
+        loaded: the end of that copy.
+    """
+
+    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None) -> None:
+        self.device = tensor.device
+        self.original: Tensor | None = None if stream is None else tensor.detach()
+        self.back: Tensor | None = None
+        self.loaded: torch.cuda.Event | None = None
+        self.host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=stream is not None)
+        with _behind(stream):
+            self.host.copy_(tensor, non_blocking=stream is not None)
+            self.stored = None if stream is None else stream.record_event()
+
+    def release(self) -> None:
+        """Give the tensor's memory to what runs next, which waits for the copy."""
+        if self.original is not None and self.stored is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.stored)
+            self.original = None
+
+    def load(self, stream: torch.cuda.Stream | None) -> None:
+        """Begin the copy back, if the tensor is neither there nor on its way."""
+        if self.original is not None or self.back is not None:
+            return
+        self.back = torch.empty_strided(self.host.size(), self.host.stride(), dtype=self.host.dtype, device=self.device)
+        with _behind(stream):
+            self.back.copy_(self.host, non_blocking=stream is not None)
+            if stream is not None:
+                self.loaded = stream.record_event()
+                self.back.record_stream(stream)  # a graph that is dropped may free it during the copy
+
+    def take(self, stream: torch.cuda.Stream | None) -> Tensor:
+        """The tensor on its device."""
+        if (there := self.original) is not None:
+            self.release()
+            return there
+        self.load(stream)
+        assert self.back is not None
+        if self.loaded is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.loaded)
+        back, self.back = self.back, None
+        return back
 
 
-def offloaded(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run(block, hidden, …)` with saved activations in host memory, pinned for a GPU."""
+class _BlockSaved:
+    """What one forward of a block has in host memory, and the block before it in the same forward."""
+
+    def __init__(self, before: _BlockSaved | None) -> None:
+        self.tensors: list[_Saved] = []
+        self.asked = False
+        self.before = None if before is None else weakref.ref(before)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(saved.host.nbytes for saved in self.tensors)
+
+    def load(self, stream: torch.cuda.Stream | None) -> None:
+        """Begin all copies back, in the order of a backward; later calls do nothing."""
+        if not self.asked:
+            self.asked = True
+            for saved in reversed(self.tensors):
+                saved.load(stream)
+
+
+class _Packed(NamedTuple):
+    """What autograd keeps in the place of a tensor."""
+
+    block: _BlockSaved
+    index: int
+
+
+class _Offloader:
+    """The copies of a stack of blocks."""
+
+    def __init__(self, horizon: int) -> None:
+        self.horizon = horizon
+        self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to the host, and back
+        self.first: weakref.ref[nn.Module] | None = None  # the stack's first block
+        self.last: weakref.ref[_BlockSaved] | None = None  # of this forward
+        self.storing: deque[weakref.ref[_Saved]] = deque()  # originals whose memory is not yet free, the oldest first
+        self.budget = math.inf
+
+    def begin(self, block: nn.Module) -> _BlockSaved:
+        """The record of the next block of a forward."""
+        if self.first is None:
+            self.first = weakref.ref(block)
+        last = None if self.last is None or block is self.first() else self.last()
+        self.budget = math.inf if last is None else last.bytes
+        current = _BlockSaved(last)
+        self.last = weakref.ref(current)
+        return current
+
+    def store(self, tensor: Tensor, into: _BlockSaved) -> _Packed:
+        """Begin the copy of a tensor, and free as many bytes of the block before."""
+        if tensor.is_cuda and self.streams is None:
+            self.streams = torch.cuda.Stream(tensor.device), torch.cuda.Stream(tensor.device)
+        saved = _Saved(tensor, self.streams[0] if self.streams else None)
+        into.tensors.append(saved)
+        if saved.original is not None:
+            self.storing.append(weakref.ref(saved))
+            self._free()
+        return _Packed(into, len(into.tensors) - 1)
+
+    def _free(self) -> None:
+        """Free the oldest originals until those that are left take no more than the block before."""
+        alive = [saved for reference in self.storing if (saved := reference()) is not None and saved.original is not None]
+        held = sum(saved.host.nbytes for saved in alive)
+        for saved in alive:
+            if held <= self.budget:
+                break
+            saved.release()
+            held -= saved.host.nbytes
+        self.storing = deque(weakref.ref(saved) for saved in alive if saved.original is not None)
+
+    def take(self, packed: Tensor | _Packed) -> Tensor:
+        """The tensor on its device; the others of its block, and those of `horizon` blocks before it, follow."""
+        if isinstance(packed, Tensor):
+            return packed
+        stream = self.streams[1] if self.streams else None
+        block: _BlockSaved | None = packed.block
+        for _ in range(1 + self.horizon):
+            if block is not None:
+                block.load(stream)
+                block = None if block.before is None else block.before()
+        return packed.block.tensors[packed.index].take(stream)
+
+
+def offloaded(run: Callable[..., Any], horizon: int = HORIZON) -> Callable[..., Any]:
+    """`run(block, hidden, …)` of a stack of blocks, with saved activations in host memory, pinned for a GPU.
+
+    horizon: in backward, blocks whose activations are loaded ahead.
+    """
+    offloader = _Offloader(horizon)
 
     def run_offloaded(block: nn.Module, hidden: Tensor, *args: Any) -> Any:
         weights: set[int] = set()
+        saved = offloader.begin(block)
 
-        def pack(tensor: Tensor) -> Tensor | _Away:
+        def pack(tensor: Tensor) -> Tensor | _Packed:
             if not weights:  # not earlier: sharded weights have memory only while the block runs
                 weights.update(_memory_of_weights(block))
             if tensor.nbytes < SMALLEST_BYTES or 0 in tensor.stride() or _memory(tensor) in weights:
                 return tensor
-            copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            return _Away(copy.copy_(tensor, non_blocking=tensor.is_cuda), tensor.device)
+            return offloader.store(tensor, saved)
 
-        with saved_tensors_hooks(pack, _unpack), moved(pack, _unpack):
+        with saved_tensors_hooks(pack, offloader.take), moved(pack, offloader.take):
             return run(block, hidden, *args)
 
     return run_offloaded
 
 
-def _unpack(packed: Tensor | _Away) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    back = torch.empty_strided(packed.copy.size(), packed.copy.stride(), dtype=packed.copy.dtype, device=packed.device)
-    return back.copy_(packed.copy, non_blocking=True)
+@contextlib.contextmanager
+def _behind(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """On `stream`, behind all that the current one was given; without one, here."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
 
 
 def _memory(tensor: Tensor) -> int:

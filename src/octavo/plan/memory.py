@@ -28,7 +28,6 @@ from octavo.plan.saved import (
     recomputed_by_block,
     root_bytes,
     root_parameters,
-    saved_by_block,
     saved_by_ends,
     saved_in_forward,
     travels,
@@ -95,13 +94,7 @@ def estimate(setup: Setup) -> Estimate:
 def _offloaded(setup: Setup) -> int:
     if setup.spec is None or not setup.offload:
         return 0
-    blocks = Counter(setup.recipes).items()
-    return sum(
-        times * saved.bytes
-        for recipes, times in blocks
-        for saved in saved_in_forward(setup, setup.spec, recipes)
-        if is_offloaded(setup, saved)
-    )
+    return sum(times * _away(setup, setup.spec, recipes) for recipes, times in Counter(setup.recipes).items())
 
 
 def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int]]]:
@@ -121,32 +114,41 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     counts = Counter(setup.recipes)
     activations = ends + sum(times * _sum(stays[recipes], "activations") for recipes, times in counts.items())
     copies = kept + sum(times * _sum(stays[recipes], "weight copies") for recipes, times in counts.items())
+    away = {recipes: _away(setup, spec, recipes) for recipes in set(setup.recipes)}
+    ahead = sum(away[recipes] for recipes in setup.recipes[-1 - setup.horizon : -1])
     # The last norm's result, and the last block's, which that norm adds to the residual stream if the block has not.
     results = stream * (1 if setup.recompute in (True, "selective") or spec.parallel else 2)
     yield (
         "at the output head",
-        {"gradients": before, "gathered weights": held, "weight copies": copies, "activations": activations}
+        {"gradients": before, "gathered weights": held, "weight copies": copies}
+        # On their way to the host, for which the next block would wait: as many as a block has.
+        | {"activations": activations + away[setup.recipes[-1]]}
         | {"temporaries": _head(setup, spec) + results}
         | always,
     )
     block = math.ceil(block_parameters(spec) / setup.shard) * setup.params_bytes
-    # The gradients of the block before are on their way through a sum over ranks.
-    summed = block_parameters(spec) * setup.reduce_bytes + block if setup.sharded else 0
+    # Gradients on their way through a sum over ranks: of the block before, or of the head if it has a weight of its own.
+    matrix, early = spec.vocabulary * spec.hidden_size, setup.sharded and not spec.tied
+    share_of_head = math.ceil(matrix / setup.shard) * setup.params_bytes
+    of_block = block_parameters(spec) * setup.reduce_bytes + block if setup.sharded else 0
     for place, recipes in (("last", setup.recipes[-1]), ("first", setup.recipes[0])):
-        last, again = place == "last", _again(setup, spec, recipes)
+        last, again = place == "last", recomputed_by_block(setup, spec, recipes)
         there = activations if last else ends + _sum(stays[recipes], "activations")
         copied = copies if last else kept + _sum(stays[recipes], "weight copies")
         done = 0 if last or setup.accumulates else (spec.layers - 1) * block
+        summed = matrix * setup.reduce_bytes + share_of_head if last and early else of_block
+        head = (0 if last else share_of_head) if early else of_head
         yield (
             f"in the backward of the {place} block",
-            {"gradients": before + of_head + done, "gathered weights": held + passing}
+            {"gradients": before + head + done, "gathered weights": held + passing}
             | {"weight copies": copied + _sum(again, "weight copies")}
-            | {"activations": there + _sum(again, "activations")}  # the stream's gradient is where the last norm's input was
+            # The stream's gradient is where the last norm's input was. Of those in host memory the block's own are there.
+            | {"activations": there + _sum(again, "activations") + away[recipes] + (ahead if last else 0)}
             | {"temporaries": max(_backward_of_mlp(setup, spec, recipes), _exchanged(setup, spec)) + summed}
             | always,
         )
     apart = of_head if spec.tied else 0  # the gradients of head and embedding, before they are added
-    of_root = root_parameters(spec) * (setup.reduce_bytes + root_bytes(setup)) if setup.sharded else 0
+    of_root = matrix * (setup.reduce_bytes + root_bytes(setup)) if setup.sharded else 0
     yield (
         "at the end of backward",
         {"gradients": max(share, before), "gathered weights": held, "weight copies": kept, "activations": 8 * setup.tokens}
@@ -227,11 +229,9 @@ def _sum(saved: Sequence[Saved], part: str) -> int:
     return sum(one.bytes for one in saved if one.part == part)
 
 
-def _again(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
-    """Tensors that backward brings back for a block: recomputed ones, or those of its MLP from host memory."""
-    if setup.recompute in (True, "selective"):
-        return recomputed_by_block(setup, spec, recipes)
-    return [saved for saved in saved_by_block(setup, spec, recipes) if saved.mlp and is_offloaded(setup, saved)]
+def _away(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:
+    """Bytes of a block's tensors in host memory."""
+    return sum(saved.bytes for saved in saved_in_forward(setup, spec, recipes) if is_offloaded(setup, saved))
 
 
 def _buffers(setup: Setup, spec: ModelSpec) -> int:

@@ -43,6 +43,7 @@ class Setup:
         compute_bytes, params_bytes: of an activation, and of a parameter with its gradient and each of its states.
         blocks: recipes of each block; empty for none in FP8.
         head: products of the head in FP8, as `fp8.head`.
+        horizon: blocks whose offloaded activations are loaded ahead in backward.
         accumulates: several micro-batches make a step.
         documents: attention stays within documents.
         context: ranks that share each sequence.
@@ -63,6 +64,7 @@ class Setup:
     head: bool | Literal["backward"] = False
     recompute: bool | Literal["mlp", "selective"] = False
     offload: bool = False
+    horizon: int = 2
     accumulates: bool = False
     documents: bool = False
     world: int = 1

@@ -90,6 +90,7 @@ def setup_of(plan: RunPlan) -> Setup:
         head=False if plan.recipe is None else plan.fp8_head,
         recompute=config.train.recompute,
         offload=(config.train.offload or config.parallel.sm_activation_offloading) and plan.hardware.kind == "cuda",
+        horizon=config.parallel.activation_loading_horizon,
         accumulates=plan.accumulation > 1,
         documents=config.data.packing == "documents",
         world=plan.degrees.world,
