@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 
-from octavo.collectives.context import STRATEGIES, ContextGroup
+from octavo.collectives.context import STRATEGIES
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, unknown
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
@@ -47,12 +47,12 @@ from octavo.nn.norm import FLOATS
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
-from octavo.parallel.fsdp import Sharding, blocks_of, check_same_weights, gather_weights_in_fp8, shard
-from octavo.parallel.mesh import Degrees
+from octavo.parallel.fsdp import blocks_of, check_same_weights, gather_weights_in_fp8, shard
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.offload import HORIZON, offloaded
 from octavo.parallel.recompute import recomputed, selectively_recomputed
-from octavo.parallel.world import State, state
+from octavo.parallel.sharding import Sharding, sharding_of
+from octavo.parallel.world import state
 
 __all__ = ["build_model", "describe", "transform"]
 
@@ -224,15 +224,21 @@ def build_model(
         return model.train()
     # 4. Shard.
     if sharding is not None:
-        _share_sequences(model, sharding)
-        ends = model.ends() if isinstance(model, Decoder) else ((), ())
-        shard(model, parts, sharding, summed=isinstance(model, Decoder) or not averaged, ends=ends)
+        _shard(model, parts, sharding, averaged=averaged)
     # 5. and 6. Materialise, load.
     materialise(model, device, _values(model, weights, from_rank0, seed))
     # 7. Gather.
     if sharding is not None:
         gather_weights_in_fp8(model, parts, sharding)
     return model.train()
+
+
+def _shard(model: nn.Module, parts: Sequence[nn.Module], sharding: Sharding, *, averaged: bool) -> None:
+    _share_sequences(model, sharding)
+    if isinstance(model, Decoder):
+        shard(model, parts, sharding, summed=True, ends=model.ends())
+    else:
+        shard(model, parts, sharding, summed=not averaged)
 
 
 def _share_sequences(model: nn.Module, sharding: Sharding) -> None:
@@ -399,40 +405,6 @@ def _params_dtype(model: nn.Module) -> torch.dtype | None:
             f"{', '.join(map(str, FLOATS))}. Set params_dtype=torch.float32; a quantised model has to be dequantised first."
         )
     return found.pop() if len(found) == 1 else None
-
-
-def sharding_of(
-    ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype | None, strategy: str | None = None
-) -> Sharding | None:
-    """The sharding over the ranks of `octavo.init`, which exchange keys and values by `strategy`, or else as `init` says.
-
-    None for one rank.
-    """
-    if ranks.shard_mesh is None or ranks.world_size == 1:
-        return None
-    check_supported(ranks.degrees)
-    asked, group = ranks.config.param_dtype, ranks.cp_process_group
-    param_dtype = dtype if asked is None else torch_dtype(asked)
-    return Sharding(
-        mesh=ranks.shard_mesh,
-        data_group=ranks.dp_process_group,
-        token_group=ranks.token_process_group,
-        context=None if group is None or ranks.cp_size == 1 else ContextGroup(group, strategy or ranks.config.cp_comm_type),
-        recipe=recipe,
-        param_dtype=None if param_dtype == params_dtype else param_dtype,
-        reduce_dtype=torch_dtype(ranks.config.reduce_dtype),
-        reshard_after_forward=ranks.config.reshard_after_forward,
-    )
-
-
-def check_supported(degrees: Degrees) -> None:
-    """Raise an InputError for a degree of tensor or expert parallelism beyond 1, which this version does not run."""
-    for name in ("tensor", "expert"):
-        if (degree := getattr(degrees, name)) > 1:
-            raise InputError(
-                f"parallel.{name}_parallel_degree = {degree}: this version has data and context parallelism. "
-                f"Set parallel.{name}_parallel_degree = 1."
-            )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -11,7 +11,8 @@ from octavo.fp8 import scaling
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.parallel import world
-from octavo.parallel.fsdp import Sharding, accumulate
+from octavo.parallel.fsdp import accumulate
+from octavo.parallel.sharding import Sharding
 from octavo.train.optimizer import clip_grad_norm_
 
 BATCH, TOKENS = 8, 24

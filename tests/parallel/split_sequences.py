@@ -4,13 +4,14 @@ import torch
 import torch.distributed as dist
 from llamas import llama_config
 
-from octavo.build import build_model, sharding_of
+from octavo.build import build_model
 from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.fp8.scaling import states_of
 from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate
+from octavo.parallel.sharding import sharding_of
 from octavo.train.optimizer import clip_grad_norm_
 
 SAMPLES = 4

@@ -23,6 +23,7 @@ from octavo.bench.plain import PlainLlama
 from octavo.bench.vision import Around, Classifier, replace_blocks, timm_model, under_autocast
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES, FastAccumulation, Format, Recipe
+from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import state
 from octavo.train.adamw import AdamW
 from octavo.train.graphed import graphed
@@ -197,7 +198,7 @@ def build_octavo(
     one CUDA graph.
     """
     # With transformers' model classes, which import torchao: a broken torchao must not cost the other entries their rows.
-    from octavo.build import build_model, sharding_of, transform
+    from octavo.build import build_model, transform
 
     scaling = _recipe(recipe, fast) if recipe else None
     around = partial(fp8_autocast, enabled=scaling is not None, fp8_recipe=scaling, fp8_group=None, emulate=False)

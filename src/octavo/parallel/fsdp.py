@@ -9,54 +9,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
 from octavo.fp8.quantizer import has_one_scale
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.fp8_gather import gather_in_fp8
+from octavo.parallel.sharding import Sharding
 
 
 def _travels(part: nn.Module, recipe: Recipe | None) -> bool:
     """True if weights of `part` are gathered in FP8 under `recipe`; a layer may have a recipe of its own."""
     return has_one_scale(recipe) or any(has_one_scale(state.under(recipe)) for _, state in states_of(part))
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Ranks and dtypes of a sharded model.
-
-    Attributes:
-        mesh: [replicate, shard] or [shard].
-        data_group: the ranks that see different samples.
-        token_group: those and the ranks that share their sequences; None for those alone.
-        context: the ranks that share each sequence; None for one.
-        recipe: the FP8 recipe of later autocasts, or None. Weights with one scale a tensor are gathered in FP8 under an
-            autocast of any such recipe, and in their own dtype outside of it.
-        param_dtype: of parameters gathered in high precision; None: their own.
-        reduce_dtype: of the sums of gradients; None: that of the gradient.
-        reshard_after_forward: free a block's parameters after its forward and gather them again in backward.
-    """
-
-    mesh: DeviceMesh
-    data_group: dist.ProcessGroup | None = None
-    token_group: dist.ProcessGroup | None = None
-    context: ContextGroup | None = None
-    recipe: Recipe | None = None
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = torch.float32
-    reshard_after_forward: bool = True
 
 
 def check_same_weights(model: nn.Module, ranks: Ranks) -> None:

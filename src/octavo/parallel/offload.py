@@ -105,7 +105,7 @@ class _Packed(NamedTuple):
     """What autograd keeps in the place of a tensor."""
 
     block: _BlockSaved
-    index: int
+    place: int
 
 
 class _Offloader:
@@ -161,7 +161,7 @@ class _Offloader:
             if block is not None:
                 block.load(stream)
                 block = None if block.before is None else block.before()
-        return packed.block.tensors[packed.index].take(stream)
+        return packed.block.tensors[packed.place].take(stream)
 
 
 def offloaded(run: Callable[..., Any], horizon: int = HORIZON) -> Callable[..., Any]:

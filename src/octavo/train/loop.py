@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from octavo.build import build_model, describe, sharding_of
+from octavo.build import build_model, describe
 from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.manifest import step_folders
 from octavo.checkpoint.reader import check_stored_weights, read_state, restore
@@ -32,6 +32,7 @@ from octavo.errors import InputError, OctavoError, RunStopped, install_extra, wa
 from octavo.kernels.attention import flash
 from octavo.models.decoder import Decoder
 from octavo.parallel.coordination import all_ranks, writing_ranks
+from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import repeat_bits, seed_everything, state
 from octavo.run.folder import RunFolder
 from octavo.run.metrics import MetricsFile, read_metrics

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from octavo.build import build_model, check_supported
+from octavo.build import build_model
 from octavo.checkpoint.shard_io import Layout, layout_of
 from octavo.checkpoint.writer import weights
 from octavo.config.fp8 import KEYS_OF_RECIPES, Fp8Config
@@ -37,6 +37,7 @@ from octavo.models.sources import load_config, weights_folder
 from octavo.models.weight_loader import folder_weights
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.mesh import DEGREES, Degrees, fit_batch, fit_degrees
+from octavo.parallel.sharding import check_supported
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
 from octavo.run.trackers import check_trackers

@@ -1,0 +1,76 @@
+"""What a model is sharded over: ranks, dtypes and the exchange of context parallelism, from `octavo.init`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from octavo.collectives.context import ContextGroup
+from octavo.dtypes import torch_dtype
+from octavo.errors import InputError
+from octavo.fp8.recipe import Recipe
+from octavo.parallel.mesh import Degrees
+from octavo.parallel.world import State
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Ranks and dtypes of a sharded model.
+
+    Attributes:
+        mesh: [replicate, shard] or [shard].
+        data_group: the ranks that see different samples.
+        token_group: those and the ranks that share their sequences; None for those alone.
+        context: the ranks that share each sequence; None for one.
+        recipe: the FP8 recipe of later autocasts, or None. Weights with one scale a tensor are gathered in FP8 under an
+            autocast of any such recipe, and in their own dtype outside of it.
+        param_dtype: of parameters gathered in high precision; None: their own.
+        reduce_dtype: of the sums of gradients; None: that of the gradient.
+        reshard_after_forward: free a block's parameters after its forward and gather them again in backward.
+    """
+
+    mesh: DeviceMesh
+    data_group: dist.ProcessGroup | None = None
+    token_group: dist.ProcessGroup | None = None
+    context: ContextGroup | None = None
+    recipe: Recipe | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = torch.float32
+    reshard_after_forward: bool = True
+
+
+def sharding_of(
+    ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype | None, strategy: str | None = None
+) -> Sharding | None:
+    """The sharding over the ranks of `octavo.init`, which exchange keys and values by `strategy`, or else as `init` says.
+
+    None for one rank.
+    """
+    if ranks.shard_mesh is None or ranks.world_size == 1:
+        return None
+    check_supported(ranks.degrees)
+    asked, group = ranks.config.param_dtype, ranks.cp_process_group
+    param_dtype = dtype if asked is None else torch_dtype(asked)
+    return Sharding(
+        mesh=ranks.shard_mesh,
+        data_group=ranks.dp_process_group,
+        token_group=ranks.token_process_group,
+        context=None if group is None or ranks.cp_size == 1 else ContextGroup(group, strategy or ranks.config.cp_comm_type),
+        recipe=recipe,
+        param_dtype=None if param_dtype == params_dtype else param_dtype,
+        reduce_dtype=torch_dtype(ranks.config.reduce_dtype),
+        reshard_after_forward=ranks.config.reshard_after_forward,
+    )
+
+
+def check_supported(degrees: Degrees) -> None:
+    """Raise an InputError for a degree of tensor or expert parallelism beyond 1, which this version does not run."""
+    for name in ("tensor", "expert"):
+        if (degree := getattr(degrees, name)) > 1:
+            raise InputError(
+                f"parallel.{name}_parallel_degree = {degree}: this version has data and context parallelism. "
+                f"Set parallel.{name}_parallel_degree = 1."
+            )
