@@ -76,6 +76,7 @@ def transform(
     params_dtype: torch.dtype | None = None,
     fp8_head: bool | Literal["backward"] | None = None,
     recompute: Recompute = False,
+    mlp_chunks: int = 1,
     offload: bool = False,
     blocks: Literal["auto", "own"] = "auto",
 ) -> nn.Module:
@@ -104,6 +105,7 @@ def transform(
         fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients; False: none. When absent
             "backward" for Octavo's decoder, but False for a Transformer Engine `recipe` and for other models.
         recompute: keep each block's input alone for backward; "selective": and attention's result; "mlp": all but one product.
+        mlp_chunks: parts of the tokens that each MLP computes one after the other, with one part's temporaries.
         offload: keep activations saved for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
         blocks: "own" keeps the code of a model that would get Octavo's blocks, and its names in checkpoints.
 
@@ -132,6 +134,7 @@ def transform(
         load_from=load_from,
         from_rank0=all_ranks() if load_state_dict_from_rank0 and sharding is not None else None,
         recompute=recompute,
+        mlp_chunks=mlp_chunks,
         offload=offload or state.config.sm_activation_offloading,
         horizon=state.config.activation_loading_horizon,
         sharding=sharding,
@@ -165,6 +168,7 @@ def build_model(
     fp8_head: bool | Literal["backward"] | None = None,
     objective: Objective | None = None,
     recompute: Recompute = False,
+    mlp_chunks: int = 1,
     offload: bool = False,
     horizon: int = HORIZON,
     sharding: Sharding | None = None,
@@ -187,7 +191,7 @@ def build_model(
         averaged: average the gradients of a model that keeps its own code, for mean losses; False sums them.
         from_rank0: all ranks; rank 0 has the weights.
     """
-    _check_settings(blocks, recompute, offload)
+    _check_settings(blocks, recompute, mlp_chunks, offload)
     device = torch.device(device)
     original = source if isinstance(source, nn.Module) else None
     config = source if original is None else config or getattr(original, "config", None)
@@ -211,7 +215,7 @@ def build_model(
             replace_blocks(model, params_dtype or dtype)
             keep_frozen(model, trains)
         else:
-            _keep_own_code(model, reason, recompute, offload=offload)
+            _keep_own_code(model, reason, recompute, mlp_chunks, offload=offload)
         cast(model, params_dtype, buffer_dtype)
         compute_in(model, dtype, device)
     # 2. Choose.
@@ -219,7 +223,7 @@ def build_model(
     use_own_buffers(model)
     # 3. Recompute, offload.
     stack, parts = _blocks(model)
-    _recompute(model, stack, recompute, horizon=horizon if offload else None)
+    _recompute(model, stack, recompute, mlp_chunks, horizon=horizon if offload else None)
     if device.type == "meta":
         return model.train()
     # 4. Shard.
@@ -262,8 +266,8 @@ def _share_sequences(model: nn.Module, sharding: Sharding) -> None:
             layer_state.context_group = context.group
 
 
-def _keep_own_code(model: nn.Module, reason: str, recompute: Recompute, *, offload: bool) -> None:
-    refuse_block_settings(model, recompute, offload=offload)
+def _keep_own_code(model: nn.Module, reason: str, recompute: Recompute, mlp_chunks: int, *, offload: bool) -> None:
+    refuse_block_settings(model, recompute, mlp_chunks, offload=offload)
     replace_linears(model)
     vars(model)["octavo_own_code"] = reason  # for `describe`
 
@@ -283,11 +287,13 @@ def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layer
         raise InputError(f"layers = {layers!r} is not a table: use a dict of pattern → recipe, or None for high precision.")
 
 
-def _check_settings(blocks: str, recompute: object, offload: object) -> None:
+def _check_settings(blocks: str, recompute: object, mlp_chunks: object, offload: object) -> None:
     if blocks not in ("auto", "own"):
         raise unknown("blocks", str(blocks), ("auto", "own"), key="model.blocks")
     if recompute not in (False, True, "mlp", "selective"):
         raise InputError(f'recompute = {recompute!r} is not supported: use False, True, "selective", or "mlp".')
+    if type(mlp_chunks) is not int or mlp_chunks < 1:
+        raise InputError(f"mlp_chunks = {mlp_chunks!r} is not supported: use a whole number from 1, which is no chunks.")
     if not isinstance(offload, bool):
         raise InputError(f"offload = {offload!r} is not supported: use False or True.")
 
@@ -328,17 +334,19 @@ def _blocks(model: nn.Module) -> tuple[Decoder | Blocks | None, list[nn.Module]]
     return (stack, list(stack)) if isinstance(stack, Blocks) else (None, blocks_of(model))
 
 
-def _recompute(model: nn.Module, stack: Decoder | Blocks | None, recompute: Recompute, *, horizon: int | None) -> None:
+def _recompute(
+    model: nn.Module, stack: Decoder | Blocks | None, recompute: Recompute, mlp_chunks: int, *, horizon: int | None
+) -> None:
     if stack is None:
         if recompute:
             recompute_own_code(model)
         return
-    if recompute == "mlp":
-        recompute_mlps(stack)
-    elif recompute == "selective":
+    if recompute == "mlp" or mlp_chunks > 1:
+        recompute_mlps(stack, mlp_chunks)
+    if recompute == "selective":
         _refuse_dropout(model)
         stack.run_block = selectively_recomputed
-    elif recompute:
+    elif recompute is True:
         stack.run_block = recomputed
     if horizon is not None:
         stack.run_block = offloaded(stack.run_block, horizon)

@@ -1,6 +1,7 @@
 """Recomputed blocks give the same bits as blocks that keep their activations, with dropout and in FP8 too."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from octavo.build import build_model, describe, transform
 from octavo.errors import InputError
 from octavo.fp8.scaling import state_records
 from octavo.kernels.attention import pieces
+from octavo.nn import mlp
 from octavo.parallel import offload
 
 RECIPES = {
@@ -28,14 +30,15 @@ RECIPES = {
 
 def train(
     recipe, recompute, *, away=False, dropout=0.0, attention=None, dtype=torch.float32, inside=False, micro_batches=1,
-    family="llama",
+    family="llama", chunks=1,
 ):  # fmt: skip
     """Losses, every gradient of every step, and the FP8 state of a short run; attention: the dropout of its probabilities."""
     hidden = {"hidden_dropout": dropout} if family == "gpt_neox" else {}
     config = llama_config(attention_dropout=dropout if attention is None else attention, model_type=family, **hidden)
     model = build_model(
-        config, dtype=dtype, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute, offload=away
-    )
+        config, dtype=dtype, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute,
+        mlp_chunks=chunks, offload=away,
+    )  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     torch.manual_seed(12)
     seen = []
@@ -255,3 +258,43 @@ def test_a_head_in_fp8_inside_a_checkpoint_has_current_scaling(use_reentrant, he
         found[way] = gradients
     assert all(torch.equal(*pair) for pair in zip(*found.values(), strict=True))
     assert found["checkpoint"][-1].norm() > 0
+
+
+def train_in_chunks(recipe, recompute, chunks, family="llama"):
+    """Losses, gradients and FP8 state of three steps, and the rows of each call of the activation's kernels."""
+    rows = []
+
+    def noted(kernel):
+        def run(curve, first, *args, **options):
+            rows.append(first.shape[0])
+            return kernel(curve, first, *args, **options)
+
+        return run
+
+    kernels = {name: noted(getattr(mlp, name)) for name in ("activation", "activation_backward")}
+    with mock.patch.multiple(mlp, CHUNK_ROWS=16, **kernels):
+        return train(recipe, recompute, family=family, chunks=chunks), rows
+
+
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
+@pytest.mark.parametrize(
+    ("recipe", "family"), [*((name, "llama") for name in RECIPES), ("delayed", "gpt_neox"), ("none", "gpt_neox")]
+)
+def test_mlps_in_chunks(recipe, family, recompute):
+    whole, _ = train_in_chunks(RECIPES[recipe], recompute, 1, family)
+    parts, rows = train_in_chunks(RECIPES[recipe], recompute, 3, family)
+    assert set(rows) == {16, 6}  # 38 tokens
+    if recipe in ("current", "rowwise", "block"):  # a part has scales of its own, and three steps add to the difference
+        for one, other in zip(whole, parts, strict=True):
+            assert (one - other).norm() <= 0.25 * one.norm() + 1e-3
+        return
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(other, one, rtol=2e-4, atol=2e-6)
+
+
+def test_chunks_that_cannot_be():
+    for chunks in (0, 1.5, True):
+        with pytest.raises(InputError, match=rf"mlp_chunks = {chunks} is not supported: use a whole number from 1"):
+            transform(llama(), mlp_chunks=chunks)
+    with pytest.raises(InputError, match=r"train.mlp_chunks = 2: Sequential keeps its own code.*Use train.mlp_chunks = 1"):
+        transform(nn.Sequential(nn.Linear(3, 3)), mlp_chunks=2)

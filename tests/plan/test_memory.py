@@ -23,7 +23,7 @@ from octavo.kernels.attention import kept as attention_kept
 from octavo.kernels.attention import pieces
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
-from octavo.nn import head
+from octavo.nn import head, mlp
 from octavo.parallel import offload
 from octavo.plan import memory, saved
 from octavo.plan.memory import estimate
@@ -182,6 +182,13 @@ def test_saved_tensors_under_other_settings(recipe, setting):
     check_saved(recipe, **setting)
 
 
+@pytest.mark.parametrize("recompute", [False, "selective", True])
+@pytest.mark.parametrize("recipe", [None, "delayed"])
+def test_saved_tensors_of_mlps_in_chunks(recipe, recompute, monkeypatch):
+    monkeypatch.setattr(mlp, "CHUNK_ROWS", 32)
+    check_saved(recipe, recompute=recompute, mlp_chunks=3)
+
+
 @pytest.mark.parametrize("recompute", [False, "mlp", True])
 @pytest.mark.parametrize(
     ("family", "recipe"), [*((family, None) for family in FAMILIES), ("neox", "delayed"), ("qwen3", "block")]
@@ -196,7 +203,7 @@ def check_saved(recipe, config=CONFIG, **setting):
     dtypes = {2: torch.bfloat16, 4: torch.float32}
     model = build_model(
         config, dtype=dtypes[setup.compute_bytes], params_dtype=dtypes[setup.params_bytes], device="cpu", seed=0,
-        recompute=setup.recompute, fp8_head=setup.head,
+        recompute=setup.recompute, mlp_chunks=setup.mlp_chunks, fp8_head=setup.head,
     )  # fmt: skip
     kept, cached = saved_bytes(model, recipe, setup.documents, True if setup.accumulates else None)
     blocks = sum(one.bytes for recipes in setup.recipes for one in saved.saved_in_forward(setup, setup.spec, recipes))

@@ -86,6 +86,12 @@ _NEEDS = (
         "neither train.tokens nor train.epochs",
     ),
     _Need(
+        ("parallel.activation_loading_horizon",),
+        ("train.offload", "parallel.sm_activation_offloading"),
+        lambda config: config.train.offload or config.parallel.sm_activation_offloading,
+        "train.offload = true",
+    ),
+    _Need(
         ("train.early_stopping", "checkpoint.best"),
         ("train.validate_every",),
         lambda config: config.train.validate_every > 0,

@@ -32,6 +32,12 @@ class TrainConfig(Section):
         'result too, and never recompute it. "mlp": recompute only the first product of each MLP, the largest activation '
         '("selective" and "mlp": Octavo\'s decoder only).',
     )
+    mlp_chunks: int = Field(
+        1,
+        ge=1,
+        description="Parts of a rank's tokens that each MLP computes one after the other, with the temporaries of one part; "
+        "more than 1 recomputes the first product in backward (Octavo's blocks only).",
+    )
     offload: bool = Field(False, description="Keep activations saved for backward in host memory (Octavo's decoder only).")
     compile: bool | Literal["auto"] = Field(
         "auto", description='No value but false and "auto": the fused kernels of a block are faster than a compiled one.'

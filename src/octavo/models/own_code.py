@@ -83,7 +83,9 @@ def refuse_head_settings(model: nn.Module, fp8_head: bool | Literal["backward"] 
         )
 
 
-def refuse_block_settings(model: nn.Module, recompute: bool | Literal["mlp", "selective"], *, offload: bool) -> None:
+def refuse_block_settings(
+    model: nn.Module, recompute: bool | Literal["mlp", "selective"], mlp_chunks: int, *, offload: bool
+) -> None:
     """Raise an InputError for settings of Octavo's blocks."""
     kind = _kind(model)
     families = ", ".join(DECODER_FAMILIES)
@@ -92,6 +94,11 @@ def refuse_block_settings(model: nn.Module, recompute: bool | Literal["mlp", "se
             f"train.offload = true (or parallel.sm_activation_offloading): {kind} keeps its own code, and only the blocks of"
             " Octavo's decoder are offloaded"
             f" ({families}). Use train.recompute = true instead."
+        )
+    if mlp_chunks > 1:
+        raise InputError(
+            f"train.mlp_chunks = {mlp_chunks}: {kind} keeps its own code, and only the blocks of Octavo's decoder compute their"
+            f" MLPs in parts ({families}). Use train.mlp_chunks = 1."
         )
     if recompute in ("mlp", "selective"):
         raise InputError(

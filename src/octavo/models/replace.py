@@ -49,11 +49,11 @@ def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> None:
         parameter.requires_grad_(all(parts.values()))
 
 
-def recompute_mlps(model: nn.Module) -> None:
-    """Let each MLP recompute its first product in backward and save the rest."""
+def recompute_mlps(model: nn.Module, chunks: int = 1) -> None:
+    """Let each MLP recompute its first product in backward and save the rest, in so many chunks of tokens."""
     for module in model.modules():
         if isinstance(module, LayerNormMLP):
-            module.checkpoint = True
+            module.checkpoint, module.chunks = True, chunks
 
 
 def choose_recipes(

@@ -6,6 +6,7 @@ that a tensor-parallel rank or a shard holds has the gates that belong to its up
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -20,8 +21,8 @@ from octavo.kernels import reference
 from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.linear import NormedLayer, product
-from octavo.nn.norm import NormParameters, NormProducer, backward_through_norm, flat, unflat
-from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of, check
+from octavo.nn.norm import NormParameters, NormProducer, backward_through_norm, check_input, flat, unflat
+from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of, check, results
 
 GATE_UP_BLOCK = 32
 """Rows: as FP8 columns of the product they fill a sector of memory, 32 bytes, and any degree that divides F by 32 cuts none."""
@@ -136,6 +137,10 @@ class _NormMlpFunction(torch.autograd.Function):
         return *through, d_w1, d_b1, d_w2, d_b2, *(None,) * 7
 
 
+CHUNK_ROWS = 128
+"""Tokens of a chunk are a multiple of this, the rows that share a scale under block scaling."""
+
+
 class LayerNormMLP(NormedLayer):
     """y = activation(norm(x) · fc1_weightᵀ + fc1_bias) · fc2_weightᵀ + fc2_bias.
 
@@ -143,11 +148,16 @@ class LayerNormMLP(NormedLayer):
     both halves), fc1_bias, fc2_weight [hidden_size, F], fc2_bias. activation: a name of `octavo.nn.te_arguments.ACTIVATIONS`,
     where "gelu" is Transformer Engine's, with the tanh. `return_bias` (of fc2) and `return_layernorm_output` are as in
     `LayerNormLinear`, and `output_layer_init_method` is the `init_method` of fc2. `checkpoint`: the first product is not saved
-    for backward but computed again, to the same bits; under `torch.compile` the compiler decides on what is saved.
+    for backward but computed again, to the same bits; under `torch.compile` the compiler decides on what is saved. The
+    attribute `chunks`: so many parts of the tokens run one after the other, in forward and in backward, with the temporaries of
+    one part. Several imply `checkpoint`; each is a tensor of its own for the scales of current and rowwise scaling, and the
+    gradients of weights are summed in their dtype.
 
     Raises:
         InputError: an argument or a value that this layer does not take, or `checkpoint` with `return_layernorm_output`.
     """
+
+    chunks = 1
 
     def __init__(
         self,
@@ -198,7 +208,16 @@ class LayerNormMLP(NormedLayer):
         return_residual: bool = False,
     ) -> Any:
         """input [..., hidden_size] → the same shape, without the residual; the last arguments are for `forward_residual`."""
-        return self._run(input, delta, is_first_microbatch, return_residual, self.fc2_bias)
+        if self.chunks == 1 or self.return_layernorm_output:
+            return self._run(input, delta, is_first_microbatch, return_residual, self.fc2_bias)
+        check_input(self, input, delta, size=self.hidden_size)
+        rows, more = flat(input), None if delta is None else flat(delta)
+        size = max(1, math.ceil(rows.shape[0] / self.chunks / CHUNK_ROWS)) * CHUNK_ROWS
+        deltas = itertools.repeat(None) if more is None else more.split(size)
+        parts = zip(rows.split(size), deltas, strict=False)
+        outputs = [self._run(x, d, is_first_microbatch, True, self.fc2_bias) for x, d in parts]
+        h, y = (torch.cat(part).view(input.shape) for part in zip(*outputs, strict=True))
+        return (h, y) if return_residual else results(y, self.fc2_bias, None, return_bias=self.return_bias)
 
     def _matrices(self) -> list[tuple[Tensor, Tensor | None, Init | None]]:
         fc1, fc2 = self.init_methods
@@ -222,7 +241,8 @@ class LayerNormMLP(NormedLayer):
         fc1, fc2 = (LinearGemms(state, weight, active_recipe(state, residual.device), dtype, first) for state, weight in pairs)
         return _NormMlpFunction.apply(
             residual, delta, norm.weight, norm.bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, bias,
-            norm.kind, norm.eps, fc1, fc2, self.activation, gate_up_block(self.ffn_hidden_size), self.checkpoint,
+            norm.kind, norm.eps, fc1, fc2, self.activation, gate_up_block(self.ffn_hidden_size),
+            self.checkpoint or self.chunks > 1,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -195,7 +195,9 @@ def _aligned(size: int) -> int:
 
 def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:
     """Temporaries of a block's MLP in backward, the largest part of a block's: gradients of two matrices among them."""
-    n, d, f, c, w = setup.tokens, spec.hidden_size, spec.ffn_size, setup.compute_bytes, block_bytes(setup)
+    d, f, c, w = spec.hidden_size, spec.ffn_size, setup.compute_bytes, block_bytes(setup)
+    n = min(setup.tokens, math.ceil(setup.tokens / setup.mlp_chunks / 128) * 128)
+    several = n < setup.tokens
     _, _, ffn = widths(spec)
     q3, q4 = granularity_of(recipes.fc1), granularity_of(recipes.fc2)
 
@@ -206,11 +208,13 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
         return size if granularity == "tensor" and not setup.sharded and not setup.accumulates else 0
 
     dy = n * d * c + (2 * n * d if q4 else 0)  # the gradient of the residual stream, and its FP8 in both layouts
-    hidden = n * ffn * c if setup.recompute == "mlp" else 0
+    if several:  # the whole gradient of the stream, with that of each part
+        dy += (2 * setup.tokens - n) * d * c
+    hidden = n * ffn * c if setup.recompute == "mlp" or setup.mlp_chunks > 1 else 0
     activated = 0 if q4 in ("row", "block") else n * f * (1 if q4 else c)
     d_hidden = 2 * n * ffn if q3 else n * ffn * c
     wide = n * ffn * 4 if q3 in ("row", "block") else 0  # in float32 before its cast
-    products = (f * d + ffn * d) * w + weight(ffn * d, q3) + 2 * n * d * c
+    products = (2 if several else 1) * (f * d + ffn * d) * w + weight(ffn * d, q3) + 2 * n * d * c
     return dy + hidden + activated + d_hidden + max(n * f * c + wide, weight(f * d, q4) + n * f * c, products)
 
 

@@ -43,6 +43,7 @@ class Setup:
         compute_bytes, params_bytes: of an activation, and of a parameter with its gradient and each of its states.
         blocks: recipes of each block; empty for none in FP8.
         head: products of the head in FP8, as `fp8.head`.
+        mlp_chunks: parts of the tokens that an MLP computes one after the other.
         horizon: blocks whose offloaded activations are loaded ahead in backward.
         accumulates: several micro-batches make a step.
         documents: attention stays within documents.
@@ -63,6 +64,7 @@ class Setup:
     blocks: tuple[BlockRecipes, ...] = ()
     head: bool | Literal["backward"] = False
     recompute: bool | Literal["mlp", "selective"] = False
+    mlp_chunks: int = 1
     offload: bool = False
     horizon: int = 2
     accumulates: bool = False
@@ -148,7 +150,7 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
     n, d, c = setup.tokens, spec.hidden_size, setup.compute_bytes
     qkv, attended, ffn = widths(spec)
     stats = n * _statistics(spec)
-    first_again = setup.recompute == "mlp"
+    first_again = setup.recompute == "mlp" or setup.mlp_chunks > 1
     q1, q2, q3, q4 = (granularity_of(name) for name in recipes)
     attention = [n * d * c, stats, *_input(n, d, q1, c), n * qkv * c, n * attended * c, 4 * n * spec.heads]
     if spec.qk_norm:  # queries and keys before their norms, and the norms' statistics

@@ -30,6 +30,7 @@ CHANGEABLE: dict[str, str] = {
     "train.compare_bf16": "a separate run, after this one",
     "train.micro_batch": "the same gradient, in another order of summation",
     "train.recompute": "the same numbers, for less memory",
+    "train.mlp_chunks": "the same model, with scales and sums of a part of the tokens",
     "train.offload": "the same numbers, for less memory",
     "train.compile": "the same model, in other kernels; true is refused",
     "train.deterministic": "the same model, in other kernels",

@@ -32,6 +32,8 @@ from octavo.train.plan import RunPlan
 
 MOST_RANKS = 1 << 12
 """Ranks tried, by doubling."""
+CHUNKS = 8
+"""Tried for `train.mlp_chunks`: the temporaries of an MLP are an eighth, and products of 16,384 tokens run at full speed."""
 _MATRICES = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
 _CPU_FULL = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)")
 _GPU_FULL = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory")  # not PyTorch's own
@@ -89,6 +91,7 @@ def setup_of(plan: RunPlan) -> Setup:
         blocks=blocks,
         head=False if plan.recipe is None else plan.fp8_head,
         recompute=config.train.recompute,
+        mlp_chunks=config.train.mlp_chunks,
         offload=(config.train.offload or config.parallel.sm_activation_offloading) and plan.hardware.kind == "cuda",
         horizon=config.parallel.activation_loading_horizon,
         accumulates=plan.accumulation > 1,
@@ -198,16 +201,21 @@ def _settings(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dic
     own = setup.spec is None  # whose code takes none of these
     for offload in (setup.offload,) if own or setup.offload or not offloads else (False, True):
         for recompute in (setup.recompute,) if own else levels[levels.index(setup.recompute) :]:
-            for micro in (setup.micro_batch, *_smaller(share, setup.micro_batch)):
+            micros = (setup.micro_batch, *_smaller(share, setup.micro_batch))
+            # Parts of the MLPs help where one sequence is too long.
+            chunks = CHUNKS if recompute and not own and setup.mlp_chunks == 1 else setup.mlp_chunks
+            for micro, parts in (*((micro, setup.mlp_chunks) for micro in micros), (micros[-1], chunks)):
                 changes: dict[str, Any] = {}
                 if micro != setup.micro_batch:
                     changes["train.micro_batch"] = micro
                 if recompute != setup.recompute:
                     changes["train.recompute"] = recompute
+                if parts != setup.mlp_chunks:
+                    changes["train.mlp_chunks"] = parts
                 if offload != setup.offload:
                     changes["train.offload"] = True
-                parts: dict[str, Any] = {"micro_batch": micro, "recompute": recompute, "offload": offload}
-                yield changes, dataclasses.replace(setup, **parts, accumulates=share > micro)
+                tried: dict[str, Any] = {"micro_batch": micro, "recompute": recompute, "mlp_chunks": parts, "offload": offload}
+                yield changes, dataclasses.replace(setup, **tried, accumulates=share > micro)
 
 
 def _smaller(share: int, micro: int) -> list[int]:

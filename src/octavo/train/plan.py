@@ -253,6 +253,7 @@ def model_options(config: RunConfig) -> dict[str, Any]:
         "params_dtype": torch_dtype(config.model.params_dtype),
         "seed": config.train.seed,
         "recompute": config.train.recompute,
+        "mlp_chunks": config.train.mlp_chunks,
         "skip": fp8.skip,
         "layers": {p: None if name == "bf16" else recipe_from_config(fp8, name) for p, name in fp8.layers.items()},
         "fp8_head": fp8.head,
