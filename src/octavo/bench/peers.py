@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from octavo.bench.cases import AnyCase, Case, VisionCase
 from octavo.bench.plain import PlainLlama
-from octavo.bench.vision import Around, Classifier, replace_blocks, timm_model, under_autocast
+from octavo.bench.vision.models import Around, Classifier, replace_blocks, timm_model, under_autocast
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES, FastAccumulation, Format, Recipe
 from octavo.parallel.world import state
