@@ -2,6 +2,7 @@
 
 python examples/vit_own_loop.py                                    all GPUs of this host; without one, a tiny model on the CPU
 python examples/vit_own_loop.py --blocks transform --recipe current --batch 128 --gpus 1
+python examples/vit_own_loop.py --graph                            forward and backward as one CUDA graph on each rank
 """
 
 import argparse
@@ -9,6 +10,7 @@ import hashlib
 import os
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,6 +58,25 @@ def build(options: argparse.Namespace, device: torch.device) -> nn.Module:
     return model
 
 
+def averaged(model: nn.Module, options: argparse.Namespace, device: torch.device, fp8: bool) -> Callable[..., Tensor]:
+    """Forward and backward of a batch, with gradients averaged over the ranks: a CUDA graph, or DistributedDataParallel."""
+    recipe = RECIPES[options.recipe]()
+    called = model
+    if not options.graph:
+        called = nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16), octavo.fp8_autocast(enabled=fp8, fp8_recipe=recipe):
+            return nn.functional.cross_entropy(called(images).float(), labels)
+
+    def forward_backward(images: Tensor, labels: Tensor) -> Tensor:
+        found = loss(images, labels)
+        found.backward()
+        return found
+
+    return octavo.graphed(loss, model.parameters(), group=dist.group.WORLD) if options.graph else forward_backward
+
+
 def train(rank: int, options: argparse.Namespace, port: int) -> None:
     """One rank: its step time, and that the replicas are the same to the last bit."""
     on_gpu = torch.cuda.is_available()
@@ -68,9 +89,9 @@ def train(rank: int, options: argparse.Namespace, port: int) -> None:
     fp8 = not options.bf16 and (not on_gpu or supports_fp8(device))  # a CPU emulates FP8
     if rank == 0 and not fp8 and not options.bf16:
         print(f"{torch.cuda.get_device_name(device)} has no FP8 units: bf16", flush=True)
-    model = nn.parallel.DistributedDataParallel(build(options, device), device_ids=[rank] if on_gpu else None)
+    model = build(options, device)
+    gradients = averaged(model, options, device, fp8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    recipe = RECIPES[options.recipe]()
     side, classes = (224, 1000) if on_gpu else (TINY["img_size"], TINY["num_classes"])
     torch.manual_seed(1 + rank)  # every rank has other images
     seconds = []
@@ -78,9 +99,7 @@ def train(rank: int, options: argparse.Namespace, port: int) -> None:
         images = torch.randn(options.batch, 3, side, side, device=device)
         labels = torch.randint(classes, (options.batch,), device=device)
         begun = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16), octavo.fp8_autocast(enabled=fp8, fp8_recipe=recipe):
-            loss = nn.functional.cross_entropy(model(images).float(), labels)
-        loss.backward()
+        loss = gradients(images, labels)
         optimizer.step()
         optimizer.zero_grad()
         if on_gpu:
@@ -94,7 +113,7 @@ def train(rank: int, options: argparse.Namespace, port: int) -> None:
         rate = options.gpus * options.batch / mean
         print(f"{precision}: loss {loss.item():.3f}, {mean:.4f} s a step, {rate:,.0f} images/s on {options.gpus} ranks")
         print("replicas are the same" if len(set(digests)) == 1 else "REPLICAS DIFFER", flush=True)
-    del model  # DistributedDataParallel before its process group
+    del gradients  # a graph or DistributedDataParallel before its process group
     dist.barrier()  # nobody leaves while another still talks to it
     dist.destroy_process_group()
 
@@ -113,6 +132,7 @@ if __name__ == "__main__":
     parser.add_argument("--blocks", choices=["block_fn", "transform"], default="block_fn")
     parser.add_argument("--recipe", choices=RECIPES, default="delayed")
     parser.add_argument("--bf16", action="store_true", help="no FP8")
+    parser.add_argument("--graph", action="store_true", help="octavo.graphed in place of DistributedDataParallel")
     parser.add_argument("--batch", type=int, default=64 if torch.cuda.is_available() else 4, help="images a rank")
     parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="ranks")
     parser.add_argument("--steps", type=int, default=50)

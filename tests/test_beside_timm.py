@@ -26,12 +26,17 @@ RANKS = max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 SHORT = ("--gpus", str(RANKS), "--steps", "20", "--warmup", "5", "--batch", "4")
 
 
-@pytest.mark.parametrize("blocks", ["block_fn", "transform"])
-def test_replicas_stay_the_same(tmp_path, blocks):
-    done = run(tmp_path, *SHORT, "--blocks", blocks)
+@pytest.mark.parametrize("options", [["--blocks", "block_fn"], ["--blocks", "transform"], ["--graph"]], ids=" ".join)
+def test_replicas_stay_the_same(tmp_path, options):
+    done = run(tmp_path, *SHORT, *options)
     assert done.returncode == 0, done.stderr
     assert re.search(r"FP8, delayed: loss [\d.]+, [\d.]+ s a step", done.stdout), done.stdout
     assert done.stdout.endswith("replicas are the same\n")
+
+
+def test_a_graph_has_the_losses_of_distributed_data_parallel(tmp_path):
+    found = [re.search(r"loss ([\d.]+)", run(tmp_path, *SHORT, *options).stdout)[1] for options in ([], ["--graph"])]
+    assert float(found[0]) == pytest.approx(float(found[1]), rel=1e-2)
 
 
 def test_a_recipe_and_bf16_can_be_asked_for(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.bench.vision import page
 from octavo.config.run import RunConfig, known_keys
 from octavo.run.resume import CHANGEABLE
 
@@ -276,3 +277,9 @@ def test_gaps_of_the_demo_are_in_benchmarks():
     assert f"ends {means[0]:.2f}% above bf16 in the mean and current scaling {means[1]:.2f}%" in results
     errors = [statistics.stdev(gaps) / len(gaps) ** 0.5 for gaps in (delayed, current)]
     assert f"standard errors of {errors[0]:.2f}% and {errors[1]:.2f}%" in results
+
+
+def test_the_table_of_vision_transformers_is_made_of_benchmarks():
+    """Mend it with `python -m octavo.bench.vision.page docs/vision.md benchmarks`."""
+    text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8")
+    assert page.rewrite(text, ROOT / "benchmarks") == text

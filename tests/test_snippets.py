@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import octavo
 import ranks
 from octavo.bench.suites import SUITES
+from octavo.bench.vision.prices import prices_with
 from octavo.cli import app, main
 from octavo.config.run import RunConfig
 from octavo.data.tokenizer import train as train_tokenizer
@@ -157,11 +158,15 @@ def all_installed(text):
 
 
 def run_toml(text):
-    """A block with its file's name on the first line becomes that file; another is a part of a run file."""
+    """A block with its file's name on the first line becomes that file, of prices or of a run; another is a part of a run's."""
     named = re.match(r"# (\S+\.toml)\n", text)
     if named:
-        Path(named[1]).write_text(text)
-        RunConfig.from_file(named[1])
+        path = Path(named[1])
+        path.write_text(text)
+        if path.name == "prices.toml":
+            prices_with(path)
+        else:
+            RunConfig.from_file(path)
         return
     values = tomllib.loads(Path("run.toml").read_text())
     for section, keys in tomllib.loads(text).items():

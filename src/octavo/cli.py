@@ -316,7 +316,7 @@ def bench(
         str,
         typer.Argument(
             metavar="SUITE",
-            help="Suite: one-gpu, sharded, context, checkpoint, kernels, products, attention or layers.",
+            help="Suite: one-gpu, sharded, context, vision, checkpoint, kernels, products, attention or layers.",
             show_default=False,
         ),
     ],
@@ -337,10 +337,15 @@ def bench(
         Path | None, typer.Option(metavar="PATH", help="A .json file, or a folder for one new file a workload; here if absent.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of a sharded model (on a CPU: ranks); all if absent.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of a model on several (on a CPU: ranks); all if absent.")
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--folder", metavar="PATH", help="Folder for temporary checkpoints.")] = None,
     saves: Annotated[int, typer.Option(min=1, help="Checkpoints written in the background; the last counts.")] = 2,
     restore_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that restore; half of them if absent.")] = None,
+    prices: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="Prices of machines, for costs of the suite vision.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure Octavo and its peers in the same run: steps, checkpoints, kernels, errors of layers."""
@@ -361,6 +366,7 @@ def bench(
         folder=folder,
         saves=saves,
         restore_gpus=restore_gpus,
+        prices=prices,
         command=shlex.join(["octavo", *sys.argv[1:]]),
         say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
     )

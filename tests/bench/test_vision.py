@@ -4,13 +4,19 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import ranks
 from octavo.bench.cases import CASES, VISION_CASES
 from octavo.bench.measure import Measurement, Target
-from octavo.bench.peers import ENTRIES
+from octavo.bench.peers import ENTRIES, Training
 from octavo.bench.results import best_peer, row
 from octavo.bench.run import run_suite
+from octavo.bench.suites import SUITES
+from octavo.bench.vision.models import Classifier
+from octavo.bench.vision.replicas import REPLICAS
 from octavo.bench.worker import labelled_batches
+from octavo.errors import InputError
 from octavo.hardware import Device, lookup
 
 CPU = torch.device("cpu")
@@ -98,3 +104,76 @@ def test_a_run_of_images_is_measured(timm, tmp_path, with_torchvision):
         assert figures["images_per_second"] == pytest.approx(2 / (figures["step_ms"] / 1e3))
     assert results["machine"]["peers"]["timm"]
     assert (tmp_path / "one-gpu-tiny-vit.json").is_file()
+
+
+def test_the_suite_of_replicas():
+    suite = SUITES["vision"]
+    assert list(suite.entries) == ["octavo-delayed", "octavo-bf16", "torch-bf16", "te-bf16", "te-delayed"]
+    assert suite.cases == ("vit-huge-patch16", "vit-huge-patch16-b64", "vit-huge")
+    assert all(case in VISION_CASES for case in (*suite.cases, suite.tiny))
+    for name, entry in suite.entries.items():
+        same = ("name", "layers", "head", "package", "vision", "group")
+        assert all(getattr(entry, key) == getattr(ENTRIES[name], key) for key in same)
+        assert entry.build.keywords["build"] is ENTRIES[name].build
+
+
+def replicated(graph):
+    """Gradients, weights and images of a rank after a step of a small classifier, whose first weights differ by rank."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, TINY.classes))
+    training = Training(model, Classifier(model), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), graph=graph)
+    training.replicate(dist.group.WORLD)
+    images, labels = labelled_batches(TINY, CPU, rank)[0]
+    training.gradients(images, labels)
+    gradient = model[1].weight.grad.clone()
+    training.optimizer.zero_grad()
+    training.step(images, labels)
+    return gradient, model[1].weight.detach(), images, labels
+
+
+@ranks.alone
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_training_with_replicas_averages_gradients(graph):
+    """They are those of one rank with the images of all; both ways, DistributedDataParallel's too."""
+    found = ranks.run(2, replicated, graph)
+    (gradient, weight, *_), (other, other_weight, *_) = found
+    assert torch.equal(gradient, other)
+    assert torch.equal(weight, other_weight)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, TINY.classes))
+    images, labels = (torch.cat([rank[part] for rank in found]) for part in (2, 3))
+    assert not torch.equal(*images.chunk(2))
+    Classifier(model)(images, labels).backward()
+    torch.testing.assert_close(gradient, model[1].weight.grad)
+    torch.testing.assert_close(weight, model[1].weight.detach() - 0.1 * model[1].weight.grad)
+
+
+@ranks.alone
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_suite_runs_on_a_cpu(timm, tmp_path, with_torchvision, count):
+    names = ["octavo-delayed", "torch-bf16"]
+    results = run_suite(
+        "vision", entries=names, steps=2, warmup=1, output=tmp_path, device="cpu", gpus=count, command="octavo bench vision"
+    )
+    assert [figures["entry"] for figures in results["rows"]] == names
+    for figures in results["rows"]:
+        assert "error" not in figures, figures
+        assert (figures["workload"], figures["gpus"]) == ("tiny-vit", count)
+        assert figures["images_per_second"] == pytest.approx(2 / (figures["step_ms"] / 1e3))
+        assert figures["images_per_second_total"] == pytest.approx(count * figures["images_per_second"])
+    assert [price["gpu"] for price in results["prices"]] == ["A100 40GB", "H100 SXM"]
+    assert {path.name for path in tmp_path.glob("vision*")} == {"vision-tiny-vit.json", "vision-tiny-vit.png"}
+    if count == 1:  # one to warm up, one of each turn, two timed
+        trainer, batches = REPLICAS["octavo-delayed"].build(TINY, CPU, False), labelled_batches(TINY, CPU)
+        losses = [trainer.step(*batches[i % 4]).item() for i in range(5)]
+        assert results["rows"][0]["loss"] == losses[-1]
+    else:  # one replica alone would give the loss of other weights
+        ours, theirs = (figures["loss"] for figures in results["rows"])
+        assert ours == pytest.approx(theirs, rel=5e-3)
+
+
+def test_without_timm_the_suite_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("octavo.bench.run.version", lambda package: None)
+    with pytest.raises(InputError, match=r"the suite vision trains models of timm: pip install 'octavo\[bench\]'"):
+        run_suite("vision", device="cpu", output=tmp_path, command="octavo bench vision")

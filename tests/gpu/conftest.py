@@ -1,4 +1,4 @@
-"""Makes helper modules importable: `ranks`, `sharded`, the Llamas of the models' tests, and fused layers by hand.
+"""Makes helper modules importable: `ranks`, `sharded`, `replicas`, the Llamas of the models' tests, and fused layers by hand.
 
 And loads Transformer Engine, where it is installed, before any test runs: its library refuses a process in which PyTorch has
 used cuDNN. pytest imports this file when it collects the folder, in every worker of pytest-xdist too, and no other folder's
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-for folder in ("", "collectives", "parallel", "models", "nn"):
+for folder in ("", "collectives", "parallel", "models", "nn", "train"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
 if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None:

@@ -1,9 +1,11 @@
 """`octavo.graphed`: what the graph computes is what the loop computes, to the bit."""
 
 import pytest
+import replicas
 import torch
 
 import octavo
+import ranks
 from octavo.errors import InputError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -57,3 +59,28 @@ def test_other_shapes_are_refused():
         optimizer.zero_grad()
     with pytest.raises(InputError, match="drop the last, smaller batch"):
         step(*(tensor[:2] for tensor in batches[2]))
+
+
+@ranks.alone
+@pytest.mark.parametrize("recipe", replicas.RECIPES)
+def test_graphs_of_two_ranks_average_as_distributed_data_parallel(recipe):
+    """Collectives of amaxes are recorded, gradients are reduced behind the replay: 20 steps, 17 of them replays."""
+    graph = ranks.run(2, replicas.train, "graphed", recipe, steps=20, bucket_bytes=20_000, timeout=300)
+    eager = ranks.run(2, replicas.train, "graphed", recipe, steps=20, warmup=100, timeout=300)
+    theirs = ranks.run(2, replicas.train, "ddp", recipe, steps=20, timeout=300)
+    assert graph[0][3] == graph[1][3] == eager[0][3]  # weights, scales and histories
+    assert bool(graph[0][3][1]) is (recipe == "delayed")
+    for (losses, gradients, _, _), (eager_losses, *_), (their_losses, their_gradients, _, _) in zip(
+        graph, eager, theirs, strict=True
+    ):
+        assert losses == eager_losses
+        assert len(set(losses)) == len(losses)
+        assert losses == pytest.approx(their_losses, rel=1e-2)
+        for gradient, wanted in zip(gradients[0], their_gradients[0], strict=True):
+            assert (gradient - wanted).norm() <= 1e-3 * wanted.norm() + 1e-9
+
+
+@ranks.alone
+def test_a_loss_of_distributed_data_parallel_is_refused():
+    for messages, _ in ranks.run(2, replicas.refusals, timeout=300):
+        assert "call the model inside it (model.module)" in messages["ddp"]

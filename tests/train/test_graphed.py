@@ -1,9 +1,11 @@
 """`octavo.graphed` on a CPU, where every call is eager: the contract that a GPU's graph is held to in tests/gpu."""
 
 import pytest
+import replicas
 import torch
 
 import octavo
+import ranks
 from octavo.errors import InputError
 
 
@@ -53,3 +55,47 @@ def test_gradients_of_an_earlier_call_are_not_added_to():
 def test_one_call_at_least_is_eager():
     with pytest.raises(InputError, match=r"warmup = 0: at least 1 call must run before one is recorded \(usual: 3\)"):
         octavo.graphed(torch.sum, [], warmup=0)
+
+
+def test_a_group_is_one():
+    layer = torch.nn.Linear(2, 2)
+    for group in (3, torch.distributed.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(InputError, match=r"is not a process group that this rank has joined: give torch.distributed.group"):
+            octavo.graphed(layer, layer.parameters(), group=group)
+
+
+@ranks.alone
+@pytest.mark.parametrize("recipe", replicas.RECIPES)
+def test_replicas_are_those_of_distributed_data_parallel(recipe):
+    """20 steps on two ranks with other initial weights: gradients, losses and weights to the bit, since halves are exact."""
+    own = ranks.run(2, replicas.train, "graphed", recipe, steps=20, bucket_bytes=20_000)
+    theirs = ranks.run(2, replicas.train, "ddp", recipe, steps=20)
+    assert own[0][3] == own[1][3]
+    assert bool(own[0][3][1]) is (recipe == "delayed")
+    assert own[0][0] != own[1][0]
+    for (losses, gradients, weights, _), (their_losses, their_gradients, their_weights, _) in zip(own, theirs, strict=True):
+        assert losses == their_losses
+        for step, their_step in zip(gradients, their_gradients, strict=True):
+            assert all(map(torch.equal, step, their_step))
+        assert all(map(torch.equal, weights, their_weights))
+
+
+@ranks.alone
+def test_three_ranks_and_none():
+    """A third is rounded; without a group every rank has its own weights."""
+    joint = ranks.run(3, replicas.train, "graphed", "bf16", steps=1)
+    theirs = ranks.run(3, replicas.train, "ddp", "bf16", steps=1)
+    assert len({digest for *_, digest in joint}) == 1
+    for gradient, wanted in zip(joint[2][1][0], theirs[0][1][0], strict=True):
+        torch.testing.assert_close(gradient, wanted)
+    alone = ranks.run(2, replicas.train, "alone", "bf16", steps=1)
+    assert alone[0][3] != alone[1][3]
+
+
+@ranks.alone
+def test_what_would_average_wrongly_is_refused():
+    for messages, gradients in ranks.run(2, replicas.refusals):
+        assert messages["ddp"] == messages["ddp alone"]
+        assert "call the model inside it (model.module)" in messages["ddp"]
+        assert "2 of 6 parameters got no gradient, the first of shape (4, 4)" in messages["unused"]
+        assert all(gradients)

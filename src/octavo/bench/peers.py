@@ -16,11 +16,13 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from octavo.bench.cases import AnyCase, Case, VisionCase
 from octavo.bench.plain import PlainLlama
-from octavo.bench.vision import Around, Classifier, replace_blocks, timm_model, under_autocast
+from octavo.bench.vision.models import Around, Classifier, replace_blocks, timm_model, under_autocast
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES, FastAccumulation, Format, Recipe
 from octavo.parallel.sharding import sharding_of
@@ -112,6 +114,14 @@ class Training:
         self.graph = graph
         self.optimizer = torch.optim.AdamW(model.parameters(), **ADAMW) if optimizer is None else optimizer
         self.gradients = graphed(self._loss, model.parameters()) if graph else self._gradients
+
+    def replicate(self, group: dist.ProcessGroup) -> None:
+        """Average gradients over a group of ranks with a replica each: behind the graph, else by DistributedDataParallel."""
+        if self.graph:
+            self.gradients = graphed(self._loss, self.model.parameters(), group=group)
+        else:
+            assert isinstance(self.loss, nn.Module)
+            self.loss = DistributedDataParallel(self.loss, process_group=group)
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Train on one batch and free the gradients; returns the loss without a wait for the device."""

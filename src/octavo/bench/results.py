@@ -22,6 +22,8 @@ from octavo.bench.cases import ALL_CASES, AnyCase, VisionCase
 from octavo.bench.measure import Measurement as Measured
 from octavo.bench.measure import Target
 from octavo.bench.peers import Entry
+from octavo.bench.vision.costs import FIGURES, figures_of, measured, unpriced, with_published
+from octavo.bench.vision.prices import Price, as_records
 from octavo.errors import InputError
 from octavo.hardware import driver_version
 from octavo.kernels.attention import flash
@@ -49,6 +51,7 @@ SPEED: Columns = (
     ("start s", "start_seconds", "{:.0f}", 1),
 )
 VISION: Columns = (("img/s", "images_per_second", "{:,.0f}", 1), *SPEED[1:])
+REPLICAS: Columns = (VISION[0], ("all", "images_per_second_total", "{:,.0f}", 1), *VISION[1:])
 KERNEL: Columns = (
     ("us", "us", "{:,.1f}", 1),
     ("MB", "bytes", "{:,.0f}", 1e-6),
@@ -95,6 +98,7 @@ def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
     return {
         **named,
         case.rate: rate,
+        **({"images_per_second_total": rate * target.ranks} if isinstance(case, VisionCase) else {}),
         "step_ms": measured.step_seconds * 1e3,
         "tflops": flops.total * rate / 1e12,
         "mfu": mfu({precision: work * rate for precision, work in split.items()}, target.device.gpu),
@@ -113,8 +117,15 @@ def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
     }
 
 
-def document(suite: str, command: str, target: Target, entries: Iterable[Entry], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A whole run, as a file of `benchmarks/`."""
+def document(
+    suite: str,
+    command: str,
+    target: Target,
+    entries: Iterable[Entry],
+    rows: list[dict[str, Any]],
+    prices: Sequence[Price] = (),
+) -> dict[str, Any]:
+    """A whole run, as a file of `benchmarks/`, with the prices that its costs follow from."""
     device = target.device
     on_gpu = device.kind == "cuda"
     cases = [ALL_CASES[name] for one in rows if (name := one.get("workload")) in ALL_CASES]
@@ -134,6 +145,7 @@ def document(suite: str, command: str, target: Target, entries: Iterable[Entry],
             "flash-attn-4": version("flash-attn-4") if flash.enabled() else None,
             "peers": {package: version(package) for package in peers},
         },
+        **({"prices": as_records(prices)} if prices else {}),
         "rows": rows,
     }
 
@@ -227,10 +239,12 @@ def render(results: dict[str, Any], console: Console) -> None:
         for workload, own in _by_workload(results).items():
             columns = CHECKPOINT if suite == "checkpoint" else SPEED
             if any("images_per_second" in row for row in own):
-                columns = VISION
+                columns = REPLICAS if suite == "vision" else VISION
             _print_rows(_titled(f"{suite} · {workload}", results), ("entry", "head"), columns, own, console)
             if any("kernel_ms" in row for row in own):
                 _print_breakdown(f"{workload} · kernel ms a step", own, console)
+        if suite == "vision":
+            _print_costs(results, console)
 
 
 def _titled(what: str, results: dict[str, Any]) -> str:
@@ -300,6 +314,19 @@ def _print_breakdown(title: str, rows: list[dict[str, Any]], console: Console) -
     ]
     lines.append(["all", *(f"{sum(kinds.values()):.2f}" for kinds in times.values())])
     _print_table(title, ["kind"], list(times), lines, console)
+
+
+def _print_costs(results: dict[str, Any], console: Console) -> None:
+    """Rows of all workloads beside the published ones, with their costs."""
+    rows = measured(results)
+    if not rows:
+        return
+    rows = with_published(rows)
+    lines = [[row.figures, row.machine, row.workload, row.entry, str(row.batch), *figures_of(row)] for row in rows]
+    names = ("figures", "machine", "workload", "entry", "batch")
+    _print_table(_titled("vision · cost", results), names, FIGURES, lines, console)
+    if (missing := unpriced(results)) is not None:
+        console.print(missing, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_errors(results: dict[str, Any], console: Console) -> None:

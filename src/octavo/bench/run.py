@@ -21,7 +21,9 @@ from octavo.bench.measure import Target, measure_case
 from octavo.bench.peers import ENTRIES, PEERS, Entry
 from octavo.bench.results import check_output, document, render, row, write
 from octavo.bench.suites import SUITES, Suite
-from octavo.errors import InputError, unknown
+from octavo.bench.vision.plot import draw_costs
+from octavo.bench.vision.prices import Price, prices_with
+from octavo.errors import InputError, install_extra, unknown
 from octavo.hardware import describe_device
 from octavo.run.provenance import version
 
@@ -50,6 +52,7 @@ def run_suite(
     folder: Path | None = None,
     saves: int = 2,
     restore_gpus: int | None = None,
+    prices: Path | None = None,
     command: str,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
@@ -63,6 +66,7 @@ def run_suite(
         peers: groups from `PEERS` beside Octavo's entries; None: all that are installed.
         steps, warmup: timed steps of each entry, at least 1, and steps before them; None: the suite's numbers.
         output: a .json file, replaced if it exists; or a folder for one new file a workload; None: the current folder.
+        prices: a TOML file with prices of machines (`octavo.bench.vision.prices`), for costs of the vision suite.
         folder: parent folder of temporary checkpoints; None: beside the output.
         command: the command line, for the record.
         say: takes progress messages, a line each.
@@ -72,12 +76,12 @@ def run_suite(
 
     Raises:
         InputError: an unknown suite, case, entry, peer or device, a number of GPUs that is not there, a suite that needs a
-            GPU where there is none, or results that are there already.
+            GPU where there is none, results that are there already, or a file that has no prices.
     """
     chosen = _choose(suite, cases, entries, peers)
     target = _target(chosen, device, gpus)
     _check_gpu(chosen, target, breakdown)
-    output = output or Path()
+    output, known = output or Path(), _prices(chosen, target, prices)
     how: dict[str, Any] = {
         "steps": chosen.steps if steps is None else steps,
         "warmup": chosen.warmup if warmup is None else warmup,
@@ -87,9 +91,7 @@ def run_suite(
     def measure(case: Any, able: list[Entry]) -> list[dict[str, Any]]:
         if suite == "checkpoint":
             disk = folder or (output.parent if output.suffix == ".json" else output)
-            ranks = max(1, target.ranks // 2) if restore_gpus is None else restore_gpus
-            if target.device.kind == "cuda" and ranks > target.ranks:
-                raise InputError(f"restore_gpus = {ranks}: use 1 to {target.ranks} of the GPUs that save.")
+            ranks = _restoring(target, restore_gpus)
             options = {"target": target, "folder": disk, "restore_ranks": ranks, "saves": saves, **how}
             return [measure_checkpoints(case, entry, **options) for entry in able]
         measured = measure_case(suite, case, able, target=target, profiled=PROFILED_STEPS if breakdown else 0, **how)
@@ -109,11 +111,29 @@ def run_suite(
     for found in measurements:
         rows += found
         # After each case, so that a later failure loses no finished case.
-        results = document(suite, command, target, compared, rows)
+        results = document(suite, command, target, compared, rows, known)
         written = write(results, output)
-    for path in written:
-        say(f"wrote {path}")
+    pictures = [draw_costs(path) for path in written] if suite == "vision" else []
+    for file in filter(None, (*written, *pictures)):
+        say(f"wrote {file}")
     return results
+
+
+def _restoring(target: Target, asked: int | None) -> int:
+    """The number of ranks that restore a checkpoint."""
+    ranks = max(1, target.ranks // 2) if asked is None else asked
+    if target.device.kind == "cuda" and ranks > target.ranks:
+        raise InputError(f"restore_gpus = {ranks}: use 1 to {target.ranks} of the GPUs that save.")
+    return ranks
+
+
+def _prices(suite: Suite, target: Target, path: Path | None) -> tuple[Price, ...]:
+    """The prices for costs; none outside of the vision suite."""
+    if suite.name == "vision":
+        return prices_with(path, target.device.name if target.device.kind == "cuda" else None)
+    if path is not None:
+        raise InputError(f"--prices {path}: only the suite vision has costs. Leave it out of the suite {suite.name}.")
+    return ()
 
 
 def _measure_here(
@@ -162,7 +182,7 @@ def _check_gpu(suite: Suite, target: Target, breakdown: bool) -> None:
         raise InputError(
             f"the suite {suite.name} times kernels of a GPU, and the device is cpu. Use --device cuda where there is one."
         )
-    if breakdown and (target.device.kind != "cuda" or suite.name not in ("one-gpu", "sharded")):
+    if breakdown and (target.device.kind != "cuda" or suite.name not in ("one-gpu", "sharded", "vision")):
         raise InputError(
             f"--breakdown reads the kernels of training steps on a GPU: not those of the suite {suite.name}"
             f" on {target.torch_device}."
@@ -189,11 +209,12 @@ def _plan(
     suite: Suite, cases: Sequence[str] | None, compared: list[Entry], target: Target, say: Say
 ) -> list[tuple[Any, list[Entry]]]:
     """Each case with the entries that support it; an InputError without any."""
-    usual = ("tiny",) if target.device.kind == "cpu" else suite.cases
-    plan = []
+    usual = (suite.tiny,) if target.device.kind == "cpu" else suite.cases
+    plan, absent = [], set()
     for case in (suite.known[name] for name in cases or usual):
         if not cases and case.package and version(case.package) is None:
             say(f"{case.package} is not installed: without {case.name}")
+            absent.add(case.package)
             continue
         if isinstance(case, Case) and target.ranks % case.context:
             raise InputError(
@@ -205,6 +226,8 @@ def _plan(
             say(f"{case.name}: without {', '.join(unable)}")
         if able:
             plan.append((case, able))
+    if not plan and absent:
+        raise InputError(f"the suite {suite.name} trains models of {', '.join(absent)}: {install_extra('bench')}.")
     if not plan:
         raise InputError(
             f"{', '.join(entry.name for entry in compared)}: none runs {', '.join(cases or usual)}. Use another case."

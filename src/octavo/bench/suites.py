@@ -12,6 +12,7 @@ from octavo.bench.kernels.bandwidth import KERNELS
 from octavo.bench.layers.suite import LAYERS, SETTLING
 from octavo.bench.peers import ENTRIES, Entry
 from octavo.bench.sharded import CONTEXT, SHARDED
+from octavo.bench.vision.replicas import REPLICAS
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,12 @@ class Suite:
         name: in the results.
         entries: by name; a suite without entries runs in one process.
         known: all workloads, by name.
-        cases: default workloads; on a CPU "tiny" for a suite with entries.
+        cases: default workloads; on a CPU `tiny` for a suite with entries.
         ranks: minimum and maximum of processes of an entry; None: the number of GPUs.
         usual: default entries; empty: all.
         steps, warmup: default numbers of timed steps and of steps before them.
+        tiny: default workload on a CPU.
+        replicated: each rank has the whole model, and `octavo.init` shards nothing.
     """
 
     name: str
@@ -36,9 +39,13 @@ class Suite:
     usual: tuple[str, ...] = ()
     steps: int = 20
     warmup: int = 5
+    tiny: str = "tiny"
+    replicated: bool = False
 
 
 _OWN_SHARDED = {name: entry for name, entry in SHARDED.items() if name.startswith("octavo-")}
+
+_VITS = ("vit-huge-patch16", "vit-huge-patch16-b64", "vit-huge")
 
 SUITES: dict[str, Suite] = {
     suite.name: suite
@@ -46,6 +53,8 @@ SUITES: dict[str, Suite] = {
         Suite("one-gpu", ENTRIES, {**CASES, **VISION_CASES}, ("llama-1b", "llama-8b-8layers", "llama2-7b-8layers", "vit-huge")),
         Suite("sharded", SHARDED, CASES, ("llama-8b-8k", "llama-8b-16k"), (2, None)),
         Suite("context", CONTEXT, CONTEXT_CASES, ("llama-8b-16k", "llama-8b-16k-cp2", "llama-8b-128k-cp2"), (2, None)),
+        # The published measurement averages the steps after the 10th to the 50th.
+        Suite("vision", REPLICAS, VISION_CASES, _VITS, (1, None), steps=40, warmup=10, tiny="tiny-vit", replicated=True),
         Suite("checkpoint", _OWN_SHARDED, CASES, ("llama-8b-8k",), (1, None), usual=("octavo-delayed",)),
         # Kernels are compared with the device's copy, products with PyTorch's choice of an algorithm.
         Suite("kernels", {}, KERNELS, tuple(KERNELS), steps=100, warmup=10),

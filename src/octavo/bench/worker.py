@@ -48,8 +48,9 @@ class Worker:
     Each public method answers a request.
     """
 
-    def __init__(self, entry: Entry, case: AnyCase, device: torch.device, rendezvous: str) -> None:
+    def __init__(self, entry: Entry, case: AnyCase, device: torch.device, rendezvous: str, *, replicated: bool = False) -> None:
         self.entry = entry
+        self.replicated = replicated
         self.case = case
         self.rendezvous = rendezvous
         self.device = device
@@ -59,7 +60,10 @@ class Worker:
         """Join the other ranks and build the model with weights of this seed."""
         self._join()
         self.trainer = self.entry.build(self.case, self.device, self.on_gpu, seed=seed)
-        self.batches = itertools.cycle(labelled_batches(self.case, self.device, world.state.dp_rank))
+        rank = world.state.dp_rank
+        if self.replicated and dist.is_initialized():
+            rank = dist.get_rank()
+        self.batches = itertools.cycle(labelled_batches(self.case, self.device, rank))
         self._wait()
         return {}
 
@@ -116,7 +120,8 @@ class Worker:
                 world_size=size,
                 device_id=self.device if self.on_gpu else None,
             )
-            world.init({"context_parallel_degree": getattr(self.case, "context", 1)})
+            if not self.replicated:
+                world.init({"context_parallel_degree": getattr(self.case, "context", 1)})
 
     def _wait(self) -> None:
         if self.on_gpu:
@@ -263,7 +268,9 @@ def main(suite: str, entry: str, case: str, device: str, rendezvous: str) -> Non
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     kind = CheckpointWorker if suite == "checkpoint" else Worker
-    worker = kind(SUITES[suite].entries[entry], SUITES[suite].known[case], torch.device(device), rendezvous)
+    chosen = SUITES[suite]
+    entry_of, case_of = chosen.entries[entry], chosen.known[case]
+    worker = kind(entry_of, case_of, torch.device(device), rendezvous, replicated=chosen.replicated)
     for answer in answers(sys.stdin, worker):
         print(answer, file=channel, flush=True)
     sys.stdin.read()  # a failed rank waits for its end: if it left first, the other ranks would report that instead

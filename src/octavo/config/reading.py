@@ -24,19 +24,19 @@ from octavo.errors import InputError, nearest
 _FORM = "is not section.key=value, as in optimizer.lr=1e-4."
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The tables of a run file.
+def read_file(path: Path, what: str = "run file") -> dict[str, Any]:
+    """The tables of a run file, or of another TOML file, which messages call `what`.
 
     Raises:
         InputError: the file is missing, cannot be read, or is not TOML.
     """
     try:
         if not path.is_file():
-            raise _missing(path)
+            raise _missing(path, what)
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors write a byte order mark
     except OSError as error:
         raise InputError(
-            f"run file {str(path)!r} cannot be read: {error.strerror or error}. Check its path and its permissions."
+            f"{what} {str(path)!r} cannot be read: {error.strerror or error}. Check its path and its permissions."
         ) from None
     except UnicodeDecodeError as error:
         fault = f"byte {error.start + 1} is not UTF-8. Give a text file, saved as UTF-8"
@@ -48,10 +48,10 @@ def read_file(path: Path) -> dict[str, Any]:
         raise
     except ValueError:  # Python's limit for the digits of a number
         fault = "a number has thousands of digits"
-    raise InputError(f"run file {str(path)!r} is not valid TOML: {fault}.")
+    raise InputError(f"{what} {str(path)!r} is not valid TOML: {fault}.")
 
 
-def _missing(path: Path) -> InputError:
+def _missing(path: Path, what: str) -> InputError:
     folder, fault = (path, "is a folder") if path.is_dir() else (path.parent, "does not exist")
     names = sorted(file.name for file in folder.glob("*.toml") if file.is_file())
     inside = next((name for name in names if name != "pyproject.toml"), None)
@@ -63,7 +63,8 @@ def _missing(path: Path) -> InputError:
         fault = "is a link to nothing"
     elif str(path).startswith("~"):
         hint = " A shell replaces ~ only outside of quotes."
-    return InputError(f"run file {str(path)!r} {fault}.{hint} Give the path of a TOML file, such as presets/demo.toml.")
+    example = ", such as presets/demo.toml" if what == "run file" else ""
+    return InputError(f"{what} {str(path)!r} {fault}.{hint} Give the path of a TOML file{example}.")
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str], model: type[BaseModel]) -> None:

@@ -1,40 +1,124 @@
 """Forward and backward as one CUDA graph, for models whose kernels finish before Python launches the next.
 
 A step of ViT-Huge launches some two thousand kernels; a graph launches all of them at once, with the addresses of its
-recording. The optimizer is not part of the graph, so any optimizer, clipping and schedule can follow.
+recording. The optimizer is not part of the graph, so any optimizer, clipping and schedule can follow. Neither is the
+all-reduce of gradients over ranks: it begins behind the backward, where DistributedDataParallel's runs beside it, and needs
+nothing of the backend. Amaxes of delayed scaling are joined where forward and backward end, which is inside the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from octavo.errors import InputError
 
 WARM_UP = 3
 """Eager calls before the recording, in which kernels are chosen and compiled and FP8 histories are created."""
+BUCKET_BYTES = 128 * 2**20
+"""Gradients of an all-reduce: enough for the full rate of the links, and few enough launches."""
+_ALIGNMENT = 64
+"""Elements: every gradient in a bucket begins at a multiple, so that optimizers read it in whole vectors."""
 
 
 _Recorded = tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor, list[Tensor | None]]
 """A graph with its inputs, its loss and the gradients of the parameters."""
 
 
+class Average:
+    """Means of gradients over the ranks of a group, computed in flat buckets of one dtype; `grad`s are views of these.
+
+    As under DistributedDataParallel a gradient is divided by the number of ranks, then summed, and parameters begin with the
+    values of the group's first rank.
+    """
+
+    def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup) -> None:
+        self.group, self.ranks = group, dist.get_world_size(group)
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._buckets: list[Tensor] = []
+        self._views: dict[Tensor, Tensor] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in self._parameters:
+            by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        for own in by_kind.values():
+            self._lay_out(own)
+        for parameter in parameters:
+            value = parameter.detach().contiguous()
+            dist.broadcast(value, group=group, group_src=0)
+            parameter.detach().copy_(value)
+
+    def _lay_out(self, parameters: list[Tensor]) -> None:
+        """Give each of these parameters, of one dtype and device, its part of a bucket."""
+        first, limit = parameters[0], BUCKET_BYTES // parameters[0].element_size()
+        buckets: list[list[tuple[Tensor, int]]] = [[]]
+        end = 0
+        for parameter in parameters:
+            if end + parameter.numel() > limit and buckets[-1]:
+                self._fill(buckets[-1], first.new_zeros(end))
+                buckets.append([])
+                end = 0
+            buckets[-1].append((parameter, end))
+            end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        self._fill(buckets[-1], first.new_zeros(end))
+
+    def _fill(self, parts: list[tuple[Tensor, int]], bucket: Tensor) -> None:
+        self._buckets.append(bucket)
+        for parameter, start in parts:
+            strides = torch.empty_like(parameter, device="meta").stride()  # the parameter's, or contiguous where it overlaps
+            self._views[parameter] = bucket.as_strided(parameter.shape, strides, start)
+
+    def collect(self) -> None:
+        """Put this rank's share of each gradient into its bucket, and the view there into `grad`."""
+        if missing := [tuple(parameter.shape) for parameter in self._parameters if parameter.grad is None]:
+            raise InputError(
+                f"{len(missing)} of {len(self._parameters)} parameters got no gradient, the first of shape {missing[0]}, and "
+                "other ranks wait for theirs: give octavo.graphed the parameters that the loss depends on, or freeze the rest "
+                "(requires_grad_(False))."
+            )
+        for parameter, view in self._views.items():
+            assert parameter.grad is not None
+            torch.mul(parameter.grad, 1 / self.ranks, out=view)
+            parameter.grad = view
+
+    def reduce(self) -> None:
+        """Sum the shares of all ranks; the current stream waits for the sums."""
+        works = [dist.all_reduce(bucket, group=self.group, async_op=True) for bucket in self._buckets]
+        for work in works:
+            assert work is not None  # this rank is in the group
+            work.wait()
+
+
 class Graphed:
     """Calls `loss(*inputs)` and its backward, eagerly at first and then as a recorded graph; see `graphed`."""
 
-    def __init__(self, loss: Callable[..., Tensor], parameters: Iterable[Tensor], warmup: int) -> None:
-        self._loss, self._parameters, self._left = loss, list(parameters), warmup
+    def __init__(
+        self, loss: Callable[..., Tensor], parameters: list[Tensor], warmup: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self._loss, self._parameters, self._left = loss, parameters, warmup
+        self._average = None if group is None else Average(parameters, group)
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._recorded: _Recorded | None = None
+        self._checked = False
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The detached loss; gradients are in the parameters' `grad`. On a GPU the next call overwrites both."""
+        """The detached loss of this rank; gradients are in the parameters' `grad`. The next call overwrites both on a GPU."""
         if any(parameter.grad is not None for parameter in self._parameters):
             raise InputError(
                 "a graphed step overwrites gradients and adds to none: call optimizer.zero_grad(set_to_none=True) before it."
             )
+        loss = self._gradients(*inputs)
+        if self._average is not None:
+            self._average.reduce()
+        return loss
+
+    def _gradients(self, *inputs: Tensor) -> Tensor:
+        """The loss, with gradients in `grad`: with a group this rank's shares."""
         if self._stream is None:
             return self._eager(*inputs)
         if self._recorded is None and self._left:
@@ -49,9 +133,10 @@ class Graphed:
         graph, own_inputs, loss, gradients = self._recorded
         expected, given = ([(tuple(tensor.shape), tensor.dtype) for tensor in of] for of in (own_inputs, inputs))
         if expected != given:
+            itself = "" if self._average is not None else ", or call the loss itself for it"  # which averages nothing
             raise InputError(
                 f"a graphed step was recorded with inputs of {expected} and got {given}: drop the last, smaller batch "
-                "(drop_last=True), or call the loss itself for it."
+                f"(drop_last=True){itself}."
             )
         for own, other in zip(own_inputs, inputs, strict=True):
             own.copy_(other, non_blocking=True)
@@ -61,19 +146,54 @@ class Graphed:
         return loss
 
     def _eager(self, *inputs: Tensor) -> Tensor:
-        loss = self._loss(*inputs)
+        with contextlib.nullcontext() if self._checked else _refusing_ddp():
+            loss = self._loss(*inputs)
+        self._checked = True
         loss.backward()
+        if self._average is not None:
+            self._average.collect()
         return loss.detach()
 
     def _record(self, inputs: tuple[Tensor, ...]) -> _Recorded:
         own_inputs = [tensor.detach().clone() for tensor in inputs]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
+        # NCCL's watchdog thread asks for events of earlier collectives at any time, which a recording in the mode "global"
+        # takes for a fault. Collectives of amaxes are recorded.
+        several = dist.is_available() and dist.is_initialized()
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local" if several else "global"):
             loss = self._eager(*own_inputs)
         return graph, own_inputs, loss, [parameter.grad for parameter in self._parameters]
 
 
-def graphed(loss: Callable[..., Tensor], parameters: Iterable[Tensor], *, warmup: int = WARM_UP) -> Graphed:
+@contextlib.contextmanager
+def _refusing_ddp() -> Iterator[None]:
+    """Refuse the forward of a DistributedDataParallel inside, before it computes or communicates.
+
+    Its forward is replaced for that time: a hook of all modules would make compiled ones compile twice.
+    """
+
+    def refuse(*_: object, **__: object) -> None:
+        raise InputError(
+            "octavo.graphed got a loss of a DistributedDataParallel model, whose reducer counts calls that a graph does not "
+            "repeat: call the model inside it (model.module), and average with octavo.graphed(loss, parameters, "
+            "group=torch.distributed.group.WORLD)."
+        )
+
+    forward = DistributedDataParallel.forward
+    DistributedDataParallel.forward = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DistributedDataParallel.forward = forward  # type: ignore[method-assign]
+
+
+def graphed(
+    loss: Callable[..., Tensor],
+    parameters: Iterable[Tensor],
+    *,
+    warmup: int = WARM_UP,
+    group: dist.ProcessGroup | None = None,
+) -> Graphed:
     """`loss(*inputs)` and its backward as one callable; on a GPU a CUDA graph after `warmup` eager calls.
 
         step = octavo.graphed(loss, model.parameters())
@@ -87,16 +207,34 @@ def graphed(loss: Callable[..., Tensor], parameters: Iterable[Tensor], *, warmup
             device (`.item()`, printing a tensor), and its Python code does not run again after the recording.
         parameters: a call sets their `grad`. They keep their memory and are updated in place.
         warmup: eager calls before the recording; steps like any other.
+        group: ranks with a replica of the model each, over which every call averages gradients, as DistributedDataParallel
+            does: `torch.distributed.group.WORLD`. Parameters take the first rank's values at once. All ranks make the same
+            calls. None: gradients are this rank's own.
 
     Inputs keep their shapes and dtypes. Each call gives the same numbers as an eager one. On a CPU all calls are eager.
 
+    On several ranks `fp8_autocast` joins amaxes over its own `fp8_group` inside the recording, which takes NCCL; gradients are
+    reduced behind it, on any backend. NCCL does not destroy a process group while a graph holds collectives of it: delete the
+    callable before `torch.distributed.destroy_process_group()`.
+
     Raises:
-        InputError: no function or no parameters; from a call with gradients left from the last one, or with inputs of other
-            shapes or dtypes.
+        InputError: no function or no parameters, a group that is none, shards of parameters with a group; from a call with
+            gradients left from the last one, with inputs of other shapes or dtypes, with a parameter that gets no gradient to
+            average, or with a loss that calls a DistributedDataParallel.
     """
     if type(warmup) is not int or warmup < 1:
         raise InputError(f"warmup = {warmup}: at least 1 call must run before one is recorded (usual: {WARM_UP}).")
     parameters = list(parameters)
     if not callable(loss) or not parameters or not all(isinstance(parameter, Tensor) for parameter in parameters):
         raise InputError("octavo.graphed takes a function of the loss, and parameters: graphed(loss, model.parameters()).")
-    return Graphed(loss, parameters, warmup)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise InputError(
+            f"octavo.graphed: group = {group!r} is not a process group that this rank has joined: give "
+            "torch.distributed.group.WORLD after torch.distributed.init_process_group."
+        )
+    if group is not None and any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise InputError(
+            "octavo.graphed averages gradients of whole replicas, and these parameters are shards, whose gradients are reduced "
+            "in the backward: leave group out, or leave octavo.init out to train replicas."
+        )
+    return Graphed(loss, list(dict.fromkeys(parameters)), warmup, group)

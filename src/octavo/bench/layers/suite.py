@@ -23,7 +23,7 @@ import octavo.nn
 from octavo.bench.layers import exact
 from octavo.bench.peers import ENVIRONMENT
 from octavo.bench.plain import rotary_angles
-from octavo.bench.vision import Around
+from octavo.bench.vision.models import Around
 from octavo.errors import first_line
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling

@@ -1,0 +1,1 @@
+"""Vision transformers: models of the entries, over ranks too, with prices beside their speeds."""

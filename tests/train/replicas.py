@@ -1,0 +1,102 @@
+"""Replicas of a small model on the ranks of a pool: under `octavo.graphed` with a group, or DistributedDataParallel."""
+
+import hashlib
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import octavo
+from octavo.checkpoint.shard_io import raw
+from octavo.fp8.scaling import state_records
+from octavo.train import graphed
+
+RECIPES = {
+    "delayed": octavo.recipe.DelayedScaling(amax_history_len=4),
+    "current": octavo.recipe.CurrentScaling(),
+    "bf16": None,
+}
+SHAPE = (64, 96, 2)
+
+
+class Net(torch.nn.Module):
+    """Two layers, a bias of three elements and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = torch.nn.Parameter(torch.randn(5), requires_grad=False)
+        self.layers = torch.nn.Sequential(
+            *(octavo.nn.TransformerLayer(*SHAPE, self_attn_mask_type="no_mask") for _ in range(2))
+        )
+        self.head = torch.nn.Linear(SHAPE[0], 3)
+
+    def forward(self, x):
+        return self.head(self.layers(x).mean(1).float()) + self.frozen.mean()
+
+
+def train(how, recipe, *, steps, bucket_bytes=graphed.BUCKET_BYTES, warmup=graphed.WARM_UP):
+    """(losses of this rank, gradients of each step, weights, digest of weights and FP8 state) of one rank."""
+    graphed.BUCKET_BYTES = bucket_bytes
+    rank, device = dist.get_rank(), torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    torch.manual_seed(rank)  # other initial weights on every rank
+    model = Net().to(device)
+    called = DistributedDataParallel(model) if how == "ddp" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def loss(x, y):
+        fp8 = octavo.fp8_autocast(enabled=RECIPES[recipe] is not None, fp8_recipe=RECIPES[recipe])
+        with torch.autocast(device.type, torch.bfloat16), fp8:
+            found = called(x)
+        return torch.nn.functional.cross_entropy(found, y)
+
+    def plain(x, y):
+        found = loss(x, y)
+        found.backward()
+        return found.detach()
+
+    group = dist.group.WORLD if how == "graphed" else None
+    step = plain if how == "ddp" else octavo.graphed(loss, model.parameters(), warmup=warmup, group=group)
+    torch.manual_seed(100 + rank)
+    losses, gradients = [], []
+    for _ in range(steps):
+        x, y = torch.randn(4, 16, SHAPE[0]), torch.randint(3, (4,))
+        losses.append(step(x.to(device), y.to(device)).item())
+        gradients.append([p.grad.detach().to("cpu", copy=True) for p in model.parameters() if p.requires_grad])
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [parameter.detach().cpu() for parameter in model.parameters()]
+    return losses, gradients, weights, digest(model)
+
+
+def digest(model):
+    """A hash of all weights, and one of scales and histories."""
+    weights = b"".join(raw(parameter.detach()) for parameter in model.parameters())
+    scales = b"".join(raw(tensor) for _, tensor in sorted(state_records(model).items()))
+    return hashlib.sha256(weights).hexdigest(), hashlib.sha256(scales).hexdigest() if scales else ""
+
+
+def refusals():
+    """Messages of the calls that are refused on several ranks, and the gradients that are there after the first."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    wrapped, x = DistributedDataParallel(model), torch.ones(2, 4)
+    unused = torch.nn.Linear(4, 4)
+    calls = {
+        "ddp": lambda: octavo.graphed(lambda x: wrapped(x).sum(), wrapped.parameters(), group=dist.group.WORLD)(x),
+        "ddp alone": lambda: octavo.graphed(lambda x: wrapped(x).sum(), wrapped.parameters())(x),
+        "unused": lambda: octavo.graphed(
+            lambda x: model(x).sum(), [*model.parameters(), *unused.parameters()], group=dist.group.WORLD
+        )(x),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except octavo.errors.InputError as error:
+            found[name] = str(error)
+    model.zero_grad()
+    wrapped(x).sum().backward()  # is itself again
+    return found, [parameter.grad.mean().item() for parameter in model.parameters()]
