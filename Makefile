@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test models-table lint format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -17,6 +17,9 @@ demo: .venv/ready  ## install, then train a small Llama in FP8 on real text, on 
 
 test: .venv/ready  ## every test that needs no GPU
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+models-table: .venv/ready  ## rewrite the table of docs/models.md by training steps of tiny models
+	$(BIN)/python tests/models
 
 lint: .venv/ready  ## formatting, lint and types
 	$(BIN)/ruff format --check .

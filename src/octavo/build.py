@@ -149,6 +149,7 @@ def transform(
 def _handed_over(transformed: nn.Module, model: nn.Module) -> nn.Module:
     if isinstance(transformed, Decoder):
         transformed.generation_config = getattr(model, "generation_config", None)
+        transformed.output_hidden_states = bool(getattr(transformed.config, "output_hidden_states", False))
     if next(states_of(transformed), None) is None:
         warnings.warn(f"octavo.transform: {type(model).__name__} has no linear layer that can run in FP8.", stacklevel=3)
     return transformed

@@ -76,10 +76,10 @@ def warn(message: str) -> None:
     sys.stderr.write(f"octavo: {message}\n")
 
 
-def some(names: Iterable[str]) -> str:
-    """The first four names, and the number of the others."""
+def some(names: Iterable[str], shown: int = 4) -> str:
+    """The first names, and the number of the others."""
     first = list(names)
-    return ", ".join(first[:4]) + (f" and {len(first) - 4} more" if len(first) > 4 else "")
+    return ", ".join(first[:shown]) + (f" and {len(first) - shown} more" if len(first) > shown else "")
 
 
 def first_line(error: BaseException) -> str:

@@ -7,12 +7,13 @@ from octavo.errors import EXIT_INPUT, InputError
 
 
 def refused(words, call, *arguments, **options):
-    """`call` raises an InputError with exit code 2, whose message has each of the words."""
+    """`call` raises an InputError with exit code 2, whose message has each of the words; returns the message."""
     with pytest.raises(InputError) as raised:
         call(*arguments, **options)
     assert raised.value.exit_code == EXIT_INPUT
     for word in (words,) if isinstance(words, str) else words:
         assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
+    return str(raised.value)
 
 
 def same_bits(one, other):

@@ -174,6 +174,25 @@ def test_a_missing_weight_is_named(source):
     refused("model.layers.1.self_attn.k_proj.weight", build, theirs.config, folder)
 
 
+@pytest.mark.parametrize("blocks", ["auto", "own"])
+def test_of_many_weights_that_are_missing_or_too_many_ten_and_the_number_are_named(source, blocks):
+    theirs, folder = source(num_hidden_layers=4)
+    file = folder / "model.safetensors"
+    whole = load_file(file)
+    names = sorted(name for name in whole if "_proj" in name)[:15]
+    save_file({name: tensor for name, tensor in whole.items() if name not in names}, file, metadata={"format": "pt"})
+    message = refused(("lacks 15 weights, ", " and 5 more: "), build, theirs.config, folder, blocks=blocks)
+    assert sum(name in message for name in names) == 10
+    surplus = {f"{name.removesuffix('weight')}bias": torch.zeros(3) for name in names}
+    save_file(whole | surplus, file, metadata={"format": "pt"})
+    message = refused((" and 5 more (15 weights) are not part of the model", "leave them out"), build, theirs.config, folder)
+    assert sum(name in message for name in surplus) == 10
+    renamed = {name.replace("_proj.", "_linear."): tensor for name, tensor in whole.items()}
+    save_file(renamed, file, metadata={"format": "pt"})
+    message = refused((" and 18 more (28 weights) are not part", "It lacks model.layers.0."), build, theirs.config, folder)
+    assert message.count("_linear.") == message.count("_proj.") == 10
+
+
 @pytest.mark.parametrize(
     "changes",
     [

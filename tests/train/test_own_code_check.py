@@ -92,6 +92,12 @@ def test_an_encoder_is_refused_and_as_a_decoder_taken():
     probe(model_of("bert", is_decoder=True), documents=False)
 
 
+def test_a_causal_model_whose_config_says_otherwise_is_refused():
+    with pytest.raises(InputError, match=r"GPTNeoXForCausalLM is not causal.*model\.config\.is_causal = true"):
+        probe(model_of("gpt_neox", is_causal=False), documents=False)
+    probe(model_of("gpt_neox", is_causal=True), documents=False)
+
+
 def test_a_frozen_embedding_hides_nothing():
     model = model_of("bert")
     model.get_input_embeddings().requires_grad_(False)

@@ -121,26 +121,29 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
     """Compare names, shapes and kinds of dtypes of weights with a model, also on meta or sharded; reads no weight.
 
     Raises:
-        InputError: the first weight that is missing, has another shape, or is of another kind, such as quantised.
+        InputError: weights are missing, or one has another shape or is of another kind, such as quantised.
     """
     way = conversion_of(model)
     state = model.state_dict(keep_vars=True)
     if way is None:  # a tied tensor may be there under either name
         present = {id(tensor) for name, tensor in state.items() if name in weights.shapes}
         state = {name: tensor for name, tensor in state.items() if name in weights.shapes or id(tensor) not in present}
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in state.items():
         # The shape alone: taking a sharded matrix apart would gather it.
         shape = torch.empty(tensor.shape, device="meta")
         for theirs, part in ({name: shape} if way is None else way.split(name, shape)).items():
-            if theirs in weights.optional:
-                continue
-            found = weights.shape(theirs)
-            _check_kind(theirs, weights, tensor.dtype)
-            if found != tuple(part.shape):
-                raise InputError(
-                    f"{theirs}: the weights have shape {found}, the config asks for {tuple(part.shape)}. Give the config that"
-                    " belongs to the weights (a vocabulary that was resized or padded: vocab_size in model.config)."
-                )
+            if theirs not in weights.optional:
+                wanted[theirs] = tuple(part.shape), tensor.dtype
+    weights.check_present(list(wanted))
+    for theirs, (asked, dtype) in wanted.items():
+        found = weights.shape(theirs)
+        _check_kind(theirs, weights, dtype)
+        if found != asked:
+            raise InputError(
+                f"{theirs}: the weights have shape {found}, the config asks for {asked}. Give the config that"
+                " belongs to the weights (a vocabulary that was resized or padded: vocab_size in model.config)."
+            )
 
 
 def _check_kind(name: str, weights: Weights, dtype: torch.dtype) -> None:

@@ -49,7 +49,7 @@ class RotaryAngles:
             self.inv_freq, self.factor = 1.0 / (spec.rotary["rope_theta"] ** exponent), 1.0
         else:
             config = LlamaConfig(
-                hidden_size=spec.hidden_size,
+                hidden_size=spec.heads * spec.head_dim,  # LlamaConfig refuses hidden sizes that the heads do not divide
                 num_attention_heads=spec.heads,
                 head_dim=spec.head_dim,
                 max_position_embeddings=spec.max_positions,
@@ -120,6 +120,8 @@ class Decoder(PretrainedInterface):
         self._compared = False
         self.sharded = False
         """Each rank has a part of the weights, so that all of them run every forward."""
+        self.output_hidden_states = False
+        """What a forward without this argument returns."""
         self.objective = objective
         """Training loss; None for the plain cross entropy, which every evaluation uses."""
 
@@ -153,7 +155,8 @@ class Decoder(PretrainedInterface):
                 evaluate alone, a forward without gradients takes the mean over this rank's samples.
             is_first_microbatch: False reuses the FP8 weights of the call with True.
             return_dict: False returns a tuple.
-            output_hidden_states: return `.hidden_states` too: the embeddings, and the output of each block, normed at the end.
+            output_hidden_states: return `.hidden_states` too: the embeddings, and the output of each block, normed at the end;
+                when absent as the config of a transformed model says.
             logits_to_keep: as in Hugging Face, the last positions with logits, or the indices of positions; 0 for all.
             others: arguments of Hugging Face's that ask for nothing (`use_cache=False`).
 
@@ -165,6 +168,8 @@ class Decoder(PretrainedInterface):
                 outside the vocabulary, and different sequences on ranks that share them; on a GPU, which is not waited for,
                 these make the loss NaN (different sequences after the first forward).
         """
+        if output_hidden_states is None:
+            output_hidden_states = self.output_hidden_states
         refuse_arguments(others if labels is None else {**others, "logits_to_keep": logits_to_keep})
         _check_inputs(input_ids, attention_mask, position_ids, labels, self.spec.vocabulary)
         same = self._same_on_all(input_ids, labels, position_ids, attention_mask, num_items_in_batch)

@@ -34,6 +34,8 @@ def _differences(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> Ite
     attention = getattr(model.config, "_attn_implementation", None)
     if attention is not None and attention not in _ATTENTION:
         yield f"its attention {attention!r} is not one of transformers' own"
+    if getattr(model.config, "output_attentions", False):
+        yield "output_attentions = True in its config, and the decoder's attention never stores the probabilities"
     own, known = (dict(m.named_modules(remove_duplicate=False)) for m in (model, reference))
     for name in [*own, *known]:
         if type(own.get(name)) is not type(known.get(name)):

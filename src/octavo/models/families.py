@@ -6,12 +6,12 @@ gets FP8 linears in place and is counted all the same. Neither torch nor transfo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Literal
 
-from octavo.errors import unknown
+from octavo.errors import InputError, unknown
 from octavo.models.spec import ModelSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -256,21 +256,65 @@ def spec_of(config: Any) -> ModelSpec:
 
 
 def decoder_spec(config: Any) -> tuple[ModelSpec | None, str]:
-    """The spec of a config that Octavo's decoder computes, or None and the reason why the model keeps its own code."""
+    """The spec of a config that Octavo's decoder computes, or None and the reason why the model keeps its own code.
+
+    Raises:
+        InputError: a value that transformers' own code cannot compute either.
+    """
     kind = config.model_type
     if kind not in DECODER_FAMILIES:
         return None, f"no decoder for the family {kind!r}"
     spec = spec_of(config)
+    _refuse_impossible(config, spec)
+    reason = next(_beyond_the_decoder(config, spec), "")
+    return (None, reason) if reason else (spec, "")
+
+
+def _beyond_the_decoder(config: Any, spec: ModelSpec) -> Iterator[str]:
+    """Values of a config that transformers' code computes and Octavo's decoder does not, each with its key."""
     if (spec.activation, spec.gated) not in ACTIVATIONS:
         known = ", ".join(name for name, gated in ACTIVATIONS if gated == spec.gated)
-        return None, f"hidden_act = {spec.activation!r} is not one of {known}"
+        yield f"hidden_act = {spec.activation!r} is not one of {known}"
     rope, fraction = spec.rotary.get("rope_type", "default"), spec.rotary.get("partial_rotary_factor", 1.0)
     if rope not in ROPE_TYPES:
-        return None, f"rope_type = {rope!r} is not one of {', '.join(ROPE_TYPES)}"
+        yield f"rope_type = {rope!r} is not one of {', '.join(ROPE_TYPES)}"
     if fraction != spec.rotary_fraction and rope != "default":  # which alone does not read it
-        return None, f"partial_rotary_factor = {fraction}: heads of this family rotate whole"
+        yield f"partial_rotary_factor = {fraction}: heads of this family rotate whole"
     if not 0 <= spec.rotary_fraction <= 1:
-        return None, f"partial_rotary_factor = {fraction} is not between 0 and 1"
+        yield f"partial_rotary_factor = {fraction} is not between 0 and 1"
     if (window := next((window for window in spec.windows if window is not None and window < 1), None)) is not None:
-        return None, f"sliding_window = {window} lets a token see nothing: use at least 1, or none"
-    return spec, ""
+        yield f"sliding_window = {window} lets a token see nothing: use at least 1, or none"
+    if not getattr(config, "is_causal", True):  # read by transformers' masks
+        yield f"is_causal = {config.is_causal}: the decoder's attention is causal"
+    if (head_dim := getattr(config, "head_dim", None)) not in (None, spec.head_dim):  # read by the rotation alone
+        yield f"head_dim = {head_dim}: heads of this family have hidden_size / num_attention_heads = {spec.head_dim}"
+    if outside(spec):
+        yield f"pad_token_id = {spec.padding} is not in the vocabulary of {spec.vocabulary}"
+
+
+def outside(spec: ModelSpec) -> bool:
+    """The pad token has no row in the embedding; a negative one counts from the end."""
+    return spec.padding is not None and not -spec.vocabulary <= spec.padding < spec.vocabulary
+
+
+def _refuse_impossible(config: Any, spec: ModelSpec) -> None:
+    """Raise an InputError for values that the family's code in transformers cannot compute."""
+    if spec.rotary and "rope_theta" not in spec.rotary:
+        raise InputError(
+            f"rope_parameters of {spec.family} has no rope_theta but {', '.join(spec.rotary)}: this family rotates all layers"
+            ' alike. Give one table, such as {"rope_type": "default", "rope_theta": 10000.0}.'
+        )
+    if spec.attention_dropout is None:
+        raise InputError("attention_dropout = None: use 0.0, which drops nothing.")
+    if FAMILIES[spec.family].windows != "lists":
+        return
+    for number, (kind, window) in enumerate(zip(getattr(config, "layer_types", None) or (), spec.windows, strict=True)):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise InputError(
+                f"layer_types[{number}] = {kind!r}: layers of {spec.family} are 'full_attention' or 'sliding_attention'."
+            )
+        if kind == "sliding_attention" and window is None:
+            raise InputError(
+                f"layer_types[{number}] = {kind!r} without a window: set sliding_window and use_sliding_window = true, or make"
+                " it 'full_attention'."
+            )

@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from octavo.errors import InputError, first_line, some
-from octavo.models.weight_files import DEQUANTISE, WeightFiles, Weights
+from octavo.models.weight_files import DEQUANTISE, LISTED, WeightFiles, Weights
 
 _QUANTISED_NAME = re.compile(
     r"\.(weight_(scale\w*|packed|shape|global_scale)|weight\.(absmax|quant_\w+|quant_state\S*)|q(weight|zeros)|scales|SCB|input_scale)$"
@@ -91,7 +91,7 @@ class PublishedWeights(Weights):
         self.optional = missing - info.missing_keys
         computed = {name for name, _ in model.named_buffers()}  # of earlier versions, which kept them in files
         lost = {name: theirs for name, theirs in unused.items() if name in info.unexpected_keys - computed}
-        self._refuse_parts(state, lost)
+        self._refuse_parts(state, lost, sorted(info.missing_keys))
         self.unused = sorted(lost.values())
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -175,22 +175,28 @@ class PublishedWeights(Weights):
                 " tie_word_embeddings = false (model.config); else remove one of the two tensors."
             )
 
-    def _refuse_parts(self, state: Mapping[str, Tensor], unused: Mapping[str, str]) -> None:
+    def _refuse_parts(self, state: Mapping[str, Tensor], unused: Mapping[str, str], missing: list[str]) -> None:
         """Raise an InputError for scales of quantised weights, and for unknown tensors in a block of the model."""
         quantised = [theirs for theirs in unused.values() if _QUANTISED_NAME.search(theirs)]
         if quantised:
             raise InputError(f"{self.owner}: {some(quantised)}: the weights are quantised. {DEQUANTISE}")
         modules = {prefix for name in state for prefix in _prefixes(name)}
         base = getattr(self._model, "base_model_prefix", "")
-        for name, theirs in unused.items():
-            # A mask or a number of an earlier version has no effect on the model; a matrix has.
-            small = self._files.kinds[theirs] == "integer" or self._files.shapes[theirs] in ((), (1,))
-            if not small and any(_belongs(full, modules) for full in (name, f"{base}.{name}")):
-                raise InputError(
-                    f"{self.owner}: {theirs} is not part of the model that the config describes, and the modules around it are:"
-                    " it would be lost. Correct the config; or, if that is meant, let transformers leave it out"
-                    " (from_pretrained, then save_pretrained) and give the new folder."
-                )
+        # A mask or a number of an earlier version has no effect on the model; a matrix has.
+        small = {t for t in unused.values() if self._files.kinds[t] == "integer" or self._files.shapes[t] in ((), (1,))}
+        lost = [
+            theirs
+            for name, theirs in unused.items()
+            if theirs not in small and any(_belongs(full, modules) for full in (name, f"{base}.{name}"))
+        ]
+        if lost:
+            surplus, which = ("is", "it") if len(lost) == 1 else (f"({len(lost)} weights) are", "them")
+            lacking = f" It lacks {some(missing, LISTED)}, of the model." if missing else ""
+            raise InputError(
+                f"{self.owner}: {some(lost, LISTED)} {surplus} not part of the model that the config describes, and the modules"
+                f" around {which} are: the values would be lost.{lacking} Correct the config; or, if that is meant, let"
+                f" transformers leave {which} out (from_pretrained, then save_pretrained) and give the new folder."
+            )
 
 
 def _prefixes(name: str) -> Iterator[str]:

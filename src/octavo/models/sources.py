@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from octavo import hub
 from octavo.errors import InputError, is_unreachable, unknown, unreachable
-from octavo.models.families import DECODER_FAMILIES
+from octavo.models.families import DECODER_FAMILIES, outside, spec_of
 from octavo.models.shapes import SHAPES, check_source
 from octavo.models.weight_files import INDEX, QUANTIZED_KEYS
 from octavo.storage import why_unusable
@@ -125,6 +125,11 @@ def _check_sizes(config: Any) -> None:
             raise InputError(f"model.config.{key} = {value}: use at most {limit}.")
         if key.endswith(("norm_eps", "norm_epsilon")) and isinstance(value, float) and value < 0:
             raise InputError(f"model.config.{key} = {value}: use a number of at least 0, such as 1e-5.")
+    if config.model_type in DECODER_FAMILIES and outside(spec := spec_of(config)):
+        raise InputError(
+            f"model.config.pad_token_id = {spec.padding}: the vocabulary has {spec.vocabulary} tokens (vocab_size). Use one of"
+            " them; JSON's null, in config.json, for none."
+        )
     rope = getattr(config, "rope_parameters", None)
     fraction = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
     if isinstance(fraction, int | float) and not 0 <= fraction <= 1:

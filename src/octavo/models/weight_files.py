@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,6 +22,8 @@ from octavo.errors import InputError, first_line, some
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+LISTED = 10
+"""Names of weights that a message gives; of more it gives the number."""
 _SHARD_BYTES = 5 << 30
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 QUANTIZED_KEYS = ("quantization_config", "compression_config")
@@ -54,9 +56,16 @@ class Weights(ABC):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; an InputError if there is none of that name."""
-        if name not in self.shapes:
-            raise InputError(f"{self.owner} has no weight {name!r}: it is not {self._mistake}.")
+        self.check_present((name,))
         return self.shapes[name]
+
+    def check_present(self, names: Sequence[str]) -> None:
+        """Raise an InputError if tensors of these names are missing."""
+        missing = [name for name in names if name not in self.shapes]
+        if len(missing) == 1:
+            raise InputError(f"{self.owner} has no weight {missing[0]!r}: it is not {self._mistake}.")
+        if missing:
+            raise InputError(f"{self.owner} lacks {len(missing)} weights, {some(missing, LISTED)}: it is not {self._mistake}.")
 
     @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from octavo.models.convert import check_names_and_shapes, conversion_of
 from octavo.models.decoder import Decoder
 from octavo.models.published import PublishedWeights, causal_lm_on_meta
 from octavo.models.sources import load_config
-from octavo.models.weight_files import WeightFiles, Weights
+from octavo.models.weight_files import LISTED, WeightFiles, Weights
 
 _NO_PART = re.compile(
     r"^_|_token_id$|dropout|pdrop|^(use_cache|dtype|architectures|transformers_version|initializer_range|pretraining_tp|output_.*"
@@ -51,7 +51,7 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
     if others and given:  # the config of a run is the folder's, with keys that were changed on purpose
         _warn_once(f"{folder}: its config.json has {others}. The model keeps its own.")
     if weights.unused:
-        _warn_once(f"{folder}: {some(weights.unused)}: not part of {type(model).__name__}, and not loaded.")
+        _warn_once(f"{folder}: {some(weights.unused, LISTED)}: not part of {type(model).__name__}, and not loaded.")
     return weights
 
 

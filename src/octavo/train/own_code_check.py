@@ -53,8 +53,9 @@ def check_own_code(model: nn.Module, *, vocab_size: int, sequence_length: int, d
 def _check_causal(model: nn.Module, name: str, ids: Tensor) -> None:
     half = ids.shape[1] // 2
     if _depends(model, ids, None, predictions=slice(0, half), inputs=slice(half, None)):
-        decoder = getattr(getattr(model, "config", None), "is_decoder", None)
-        remedy = "Set model.config.is_decoder = true, or use" if decoder is False else "Use"
+        config = getattr(model, "config", None)
+        key = next((key for key in ("is_causal", "is_decoder") if getattr(config, key, None) is False), None)
+        remedy = f"Set model.config.{key} = true, or use" if key else "Use"
         raise InputError(
             f"model.source: {name} is not causal: it predicts tokens from later ones, so that the loss falls without learning. "
             f"{remedy} a causal language model."
