@@ -84,8 +84,7 @@ def transform(
 
     A Hugging Face model of a known family becomes Octavo's decoder with the same weights, and timm's `VisionTransformer` gets
     Octavo's blocks. Any other module keeps its code and has its eligible `nn.Linear`s replaced in place. All are called as
-    before. Gradients of a sharded decoder are summed over the ranks, and its loss is the mean over the global
-    batch; those of any other module are averaged.
+    before. Over ranks, gradients of a decoder are summed, for the mean loss of the global batch, and those of others averaged.
 
     Args:
         model: with weights; or on the meta device (`octavo.delayed_init`), to be filled from `load_from`, from rank 0, or else
@@ -99,8 +98,7 @@ def transform(
             Later patterns win; `skip` overrides all. `fp8_autocast` joins amaxes for all of them.
         load_from: a Hugging Face model folder with weights, of which each rank reads its own rows.
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
-        cp_comm_type: exchange of context parallelism, as in `octavo.init`, whose it is when absent. "own": a model that keeps
-            its code splits its sequences itself, through `octavo.context_parallel`.
+        cp_comm_type: as in `octavo.init`, or "own": the model's own code splits its sequences, by `octavo.context_parallel`.
         params_dtype: of parameters; their own when absent. float32 under a bf16 `dtype` is master weights.
         fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients; False: none. When absent
             "backward" for Octavo's decoder, but False for a Transformer Engine `recipe` and for other models.
@@ -114,8 +112,7 @@ def transform(
             would have no value, weights that differ between ranks, parameters of several dtypes where one is needed.
     """
     recipe = DelayedScaling() if recipe is None else coerce(recipe)
-    if fp8_head is None and not recipe.native:
-        fp8_head = False
+    fp8_head = False if fp8_head is None and not recipe.native else fp8_head
     _check_arguments(model, dtype, params_dtype, skip, layers, cp_comm_type)
     params_dtype = params_dtype or _params_dtype(model)
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype, strategy=cp_comm_type)
@@ -185,8 +182,7 @@ def build_model(
         source: a model, with weights or on the meta device; or a Hugging Face config, for a causal language model with random
             weights by `seed` or those of `load_from`.
         params_dtype: None for a model that keeps its own code, whose parameters keep their dtypes.
-        device: "meta" fills nothing, for counting parameters.
-        horizon: with `offload`, blocks whose activations are loaded ahead in backward.
+        device: "meta" fills nothing, for counting parameters. horizon: blocks that `offload` loads ahead in backward.
         excluded: names of layers that stay out of FP8, each with its reason.
         objective: label smoothing and z-loss of the training loss (Octavo's decoder alone).
         averaged: average the gradients of a model that keeps its own code, for mean losses; False sums them.

@@ -316,7 +316,7 @@ def bench(
         str,
         typer.Argument(
             metavar="SUITE",
-            help="Suite: one-gpu, sharded, context, vision, checkpoint, kernels, products, attention or layers.",
+            help="Suite: one-gpu, sharded, context, vision, checkpoint, memory, kernels, products, attention or layers.",
             show_default=False,
         ),
     ],

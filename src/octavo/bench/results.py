@@ -35,7 +35,7 @@ from octavo.storage import write_atomic
 LOG_WIDTH = 160
 """Maximum width outside a terminal, where rich assumes 80 columns and would cut figures off."""
 
-_WHOLE = ("kernels", "products", "attention", "layers")
+_WHOLE = ("kernels", "products", "attention", "memory", "layers")
 """Suites with one file for all workloads."""
 
 Columns = tuple[tuple[str, str, str, float], ...]
@@ -70,6 +70,12 @@ ATTENTION: Columns = (
     ("TFLOP/s", "forward_tflops", "{:,.0f}", 1),
     ("backward", "backward_tflops", "{:,.0f}", 1),
     ("both", "tflops", "{:,.0f}", 1),
+)
+MEMORY: Columns = (
+    *SPEED[:2],
+    ("peak GiB", "peak_gib", "{:.2f}", 1),
+    ("estimate", "estimated_gib", "{:.2f}", 1),
+    ("host GiB", "host_gib", "{:.1f}", 1),
 )
 CHECKPOINT: Columns = (
     ("GB", "bytes", "{:.1f}", 1e-9),
@@ -231,6 +237,8 @@ def render(results: dict[str, Any], console: Console) -> None:
         _print_rows(_titled(suite, results), ("kernel", "shape"), KERNEL, rows, console)
     elif suite == "attention":
         _print_rows(_titled(suite, results), ("workload", "kernel"), ATTENTION, rows, console)
+    elif suite == "memory":
+        _print_rows(_titled(suite, results), ("workload", "settings"), MEMORY, rows, console)
     elif suite == "products":
         _print_rows(_titled(suite, results), ("product", "rows x columns x summed"), PRODUCT, rows, console)
     elif suite == "layers":
@@ -288,6 +296,8 @@ def _print_rows(title: str, names: Sequence[str], columns: Columns, rows: list[d
 
 def _names(row: dict[str, Any]) -> tuple[str, str]:
     """The first two columns: entry and head, or kernel and shape."""
+    if "settings" in row:
+        return row["workload"], row["settings"]
     if "pairs" in row:
         return row["workload"], row["entry"]
     if "shape" in row:

@@ -18,6 +18,7 @@ from octavo.bench.kernels.bandwidth import measure_kernels
 from octavo.bench.kernels.products import measure_products
 from octavo.bench.layers.suite import OCTAVO, measure_layers, transformer_engine
 from octavo.bench.measure import Target, measure_case
+from octavo.bench.memory import measure_memory
 from octavo.bench.peers import ENTRIES, PEERS, Entry
 from octavo.bench.results import check_output, document, render, row, write
 from octavo.bench.suites import SUITES, Suite
@@ -146,6 +147,7 @@ def _measure_here(
         "kernels": measure_kernels,
         "products": measure_products,
         "attention": measure_attention,
+        "memory": measure_memory,
     }
     if suite.name in timed:
         return [], timed[suite.name](chosen, device, iterations=steps, warmup=warmup, say=say)
@@ -178,9 +180,10 @@ def _choose(suite: str, cases: Sequence[str] | None, entries: Sequence[str] | No
 
 def _check_gpu(suite: Suite, target: Target, breakdown: bool) -> None:
     """Refuse kernels without a GPU, and a breakdown without a GPU or without training steps."""
-    if suite.name in ("kernels", "products", "attention") and target.device.kind != "cuda":
+    if suite.name in ("kernels", "products", "attention", "memory") and target.device.kind != "cuda":
+        what = "measures memory" if suite.name == "memory" else "times kernels"
         raise InputError(
-            f"the suite {suite.name} times kernels of a GPU, and the device is cpu. Use --device cuda where there is one."
+            f"the suite {suite.name} {what} of a GPU, and the device is cpu. Use --device cuda where there is one."
         )
     if breakdown and (target.device.kind != "cuda" or suite.name not in ("one-gpu", "sharded", "vision")):
         raise InputError(

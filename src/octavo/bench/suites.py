@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.bench import memory
 from octavo.bench.cases import CASES, CONTEXT_CASES, VISION_CASES
 from octavo.bench.kernels import attention, products
 from octavo.bench.kernels.bandwidth import KERNELS
@@ -60,6 +61,7 @@ SUITES: dict[str, Suite] = {
         Suite("kernels", {}, KERNELS, tuple(KERNELS), steps=100, warmup=10),
         Suite("products", {}, products.WORKLOADS, tuple(products.WORKLOADS), steps=20, warmup=3),
         Suite("attention", {}, attention.WORKLOADS, tuple(attention.WORKLOADS), steps=20, warmup=3),
+        Suite("memory", {}, memory.WORKLOADS, memory.USUAL, steps=5, warmup=2),
         # Errors instead of times: a step is a seed, and the warm-up settles delayed scaling.
         Suite("layers", {}, LAYERS, tuple(LAYERS), steps=3, warmup=SETTLING),
     )

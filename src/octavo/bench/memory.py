@@ -1,0 +1,125 @@
+"""What recomputation, offloading and MLPs in parts cost and save: step times and peaks of one model, beside the estimate.
+
+One process trains each setting in turn, for a few steps: the allocator's peak is the same in each. Parameters and states are
+bfloat16, FP8 is delayed scaling by the defaults.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from octavo.bench.cases import Case
+from octavo.bench.peers import ADAMW
+from octavo.build import build_model
+from octavo.fp8.autocast import fp8_autocast
+from octavo.fp8.recipe import DelayedScaling
+from octavo.hardware import GIB
+from octavo.models.shapes import SHAPES
+from octavo.plan.memory import estimate
+from octavo.plan.saved import BlockRecipes, Setup, parameters
+from octavo.train.adamw import AdamW
+
+
+class Workload(NamedTuple):
+    """A case with the settings of `octavo.transform` that save memory."""
+
+    case: Case
+    recompute: bool | Literal["mlp", "selective"] = False
+    mlp_chunks: int = 1
+    offload: bool = False
+
+    @property
+    def settings(self) -> str:
+        """The settings other than the defaults, as in a run file."""
+        changed = {key: getattr(self, key) for key, usual in self._field_defaults.items() if getattr(self, key) != usual}
+        return " ".join(f"{key}={str(value).lower()}" for key, value in changed.items()) or "none"
+
+    @property
+    def name(self) -> str:
+        """Its name for `--cases`."""
+        return f"{self.case.name}-{self.settings.replace(' ', '-').replace('=', '-')}"
+
+    def setup(self) -> Setup:
+        """What the estimate of memory knows of it."""
+        spec, case = self.case.spec, self.case
+        blocks = (BlockRecipes(*(DelayedScaling().name,) * 4),) * spec.layers
+        return Setup(
+            spec, parameters(spec), case.batch, case.sequence_length, params_bytes=2, blocks=blocks, head="backward",
+            recompute=self.recompute, mlp_chunks=self.mlp_chunks, offload=self.offload, history=1024,
+        )  # fmt: skip
+
+
+_SETTINGS: tuple[tuple[Any, int, bool], ...] = (
+    *((False, 1, False), ("mlp", 1, False), ("selective", 1, False), (True, 1, False), ("selective", 8, False)),
+    *((False, 1, True), ("mlp", 1, True), ("selective", 1, True), (True, 8, True)),
+)
+_CASES = (
+    Case("llama-8b-8layers-32k", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 1, 32_768),
+    Case("tiny", SHAPES["llama-tiny"], 1, 64),
+)
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload for case in _CASES for setting in _SETTINGS for workload in [Workload(case, *setting)]
+}
+USUAL = tuple(name for name, workload in WORKLOADS.items() if workload.case is _CASES[0])
+
+
+def measure_memory(
+    workloads: Iterable[Workload], device: torch.device, *, iterations: int, warmup: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """A row for each workload; iterations: timed steps."""
+    rows: list[dict[str, Any]] = []
+    for workload in workloads:
+        seconds, peak = _train(workload, device, iterations, max(1, warmup))
+        found, made, step = workload.case, estimate(workload.setup()), statistics.median(seconds)
+        rows.append(
+            {
+                "workload": found.name, "entry": "octavo-delayed", "settings": workload.settings,
+                "recompute": workload.recompute, "mlp_chunks": workload.mlp_chunks, "offload": workload.offload,
+                "tokens_per_second": found.units / step,
+                "step_ms": step * 1e3, "peak_gib": peak / GIB, "estimated_gib": made.total / GIB, "host_gib": made.host / GIB,
+                "batch": found.batch, "sequence_length": found.sequence_length, "steps": len(seconds),
+            }
+        )  # fmt: skip
+        say(f"{workload.name}: {step * 1e3:.0f} ms, {peak / GIB:.2f} GiB, by the estimate {made.total / GIB:.2f}")
+    return rows
+
+
+def _train(workload: Workload, device: torch.device, steps: int, warmup: int) -> tuple[list[float], int]:
+    """Seconds of each timed step, and the allocator's peak in bytes."""
+    case = workload.case
+    model = build_model(
+        case.hf_config(), dtype=torch.bfloat16, params_dtype=torch.bfloat16, device=device, seed=0,
+        recompute=workload.recompute, mlp_chunks=workload.mlp_chunks, offload=workload.offload,
+    )  # fmt: skip
+    optimizer = AdamW(model.parameters(), **ADAMW)
+    seconds = []
+    for step in range(warmup + steps):
+        ids = torch.randint(case.spec.vocabulary, (case.batch, case.sequence_length), device=device)
+        if step == warmup and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        _wait(device)
+        begun = time.perf_counter()
+        with fp8_autocast(fp8_recipe=DelayedScaling()):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        _wait(device)
+        seconds += [time.perf_counter() - begun] if step >= warmup else []
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    del model, optimizer, loss
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return seconds, peak
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

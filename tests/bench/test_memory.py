@@ -1,0 +1,53 @@
+"""The suite of memory: what it trains and writes; peaks need a GPU."""
+
+import io
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+
+from octavo.bench import memory
+from octavo.bench.memory import USUAL, WORKLOADS, measure_memory
+from octavo.bench.results import render
+from octavo.bench.run import run_suite
+from octavo.errors import InputError
+from octavo.hardware import GIB
+from octavo.plan.memory import estimate
+
+
+def test_each_setting_is_trained_and_stands_beside_its_estimate():
+    built, real = [], memory.build_model
+
+    def build(*args, **options):
+        built.append(options)
+        return real(*args, **options)
+
+    names = ["tiny-none", "tiny-recompute-selective-mlp_chunks-8", "tiny-recompute-mlp-offload-true"]
+    with mock.patch.object(memory, "build_model", build):
+        rows = measure_memory(
+            [WORKLOADS[name] for name in names], torch.device("cpu"), iterations=2, warmup=1, say=lambda line: None
+        )
+    assert [(one["recompute"], one["mlp_chunks"], one["offload"]) for one in built] == [
+        (False, 1, False), ("selective", 8, False), ("mlp", 1, True),
+    ]  # fmt: skip
+    for row, name in zip(rows, names, strict=True):
+        made = estimate(WORKLOADS[name].setup())
+        assert (row["estimated_gib"], row["host_gib"]) == (made.total / GIB, made.host / GIB)
+        assert row["tokens_per_second"] == pytest.approx(64e3 / row["step_ms"])
+        assert (row["workload"], row["peak_gib"], row["steps"]) == ("tiny", 0.0, 2)
+    assert [row["settings"] for row in rows] == ["none", "recompute=selective mlp_chunks=8", "recompute=mlp offload=true"]
+    machine = {"gpu": "H200", "count": 1, "torch": "2.11"}
+    render({"suite": "memory", "machine": machine, "rows": rows}, Console(file=(text := io.StringIO()), width=120))
+    assert "vs peer" not in text.getvalue()
+    assert "recompute=mlp offload=true" in text.getvalue()
+
+
+def test_the_usual_ones_are_of_one_model():
+    assert {WORKLOADS[name].case.name for name in USUAL} == {"llama-8b-8layers-32k"}
+    assert {"none", "offload=true", "recompute=selective offload=true"} < {WORKLOADS[name].settings for name in USUAL}
+
+
+def test_a_cpu_is_refused(tmp_path):
+    with pytest.raises(InputError, match="the suite memory measures memory of a GPU, and the device is cpu"):
+        run_suite("memory", output=tmp_path / "none", device="cpu", command="octavo bench memory")
