@@ -6,10 +6,13 @@ import torch
 
 import octavo
 import ranks
+from octavo.bench.cases import VisionCase
+from octavo.bench.vision.replicas import REPLICAS
 from octavo.errors import InputError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
+VIT = VisionCase("small-vit", 320, 2, 4, 1280, 32, 16, 224, 16)  # heads of 80, as vit-huge has
 RECIPES = {
     "delayed": octavo.recipe.DelayedScaling(amax_history_len=4),
     "current": octavo.recipe.CurrentScaling(),
@@ -84,3 +87,16 @@ def test_graphs_of_two_ranks_average_as_distributed_data_parallel(recipe):
 def test_a_loss_of_distributed_data_parallel_is_refused():
     for messages, _ in ranks.run(2, replicas.refusals, timeout=300):
         assert "call the model inside it (model.module)" in messages["ddp"]
+
+
+@ranks.alone
+@pytest.mark.parametrize("name", REPLICAS)
+def test_entries_of_the_vision_suite_are_replicas(name):
+    pytest.importorskip("timm", exc_type=ImportError)
+    if name.startswith("te-"):
+        pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
+    (losses, digest), (other_losses, other) = ranks.run(2, replicas.train_entry, name, VIT, steps=8, timeout=300)
+    (plain, _), _ = ranks.run(2, replicas.train_entry, "torch-bf16", VIT, steps=8, timeout=300)
+    assert digest == other
+    assert losses != other_losses  # of other images
+    assert losses == pytest.approx(plain, rel=3e-2)

@@ -5,6 +5,8 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import octavo
@@ -38,10 +40,7 @@ class Net(torch.nn.Module):
 def train(how, recipe, *, steps, bucket_bytes=graphed.BUCKET_BYTES, warmup=graphed.WARM_UP):
     """(losses of this rank, gradients of each step, weights, digest of weights and FP8 state) of one rank."""
     graphed.BUCKET_BYTES = bucket_bytes
-    rank, device = dist.get_rank(), torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    rank, device = dist.get_rank(), own_device()
     torch.manual_seed(rank)  # other initial weights on every rank
     model = Net().to(device)
     called = DistributedDataParallel(model) if how == "ddp" else model
@@ -72,6 +71,26 @@ def train(how, recipe, *, steps, bucket_bytes=graphed.BUCKET_BYTES, warmup=graph
     return losses, gradients, weights, digest(model)
 
 
+def own_device():
+    """This rank's GPU, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def train_entry(name, case, *, steps):
+    """(losses of this rank, digest of weights and FP8 state) of an entry of the vision suite."""
+    from octavo.bench.vision.replicas import REPLICAS
+    from octavo.bench.worker import labelled_batches
+
+    device = own_device()
+    training = REPLICAS[name].build(case, device, False)
+    batches = labelled_batches(case, device, dist.get_rank())
+    return [training.step(*batches[i % len(batches)]).item() for i in range(steps)], digest(training.model)
+
+
 def digest(model):
     """A hash of all weights, and one of scales and histories."""
     weights = b"".join(raw(parameter.detach()) for parameter in model.parameters())
@@ -91,6 +110,8 @@ def refusals():
             lambda x: model(x).sum(), [*model.parameters(), *unused.parameters()], group=dist.group.WORLD
         )(x),
     }
+    shard = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),)))
+    calls["shards"] = lambda: octavo.graphed(torch.sum, [shard], group=dist.group.WORLD)
     found = {}
     for name, call in calls.items():
         try:

@@ -98,4 +98,5 @@ def test_what_would_average_wrongly_is_refused():
         assert messages["ddp"] == messages["ddp alone"]
         assert "call the model inside it (model.module)" in messages["ddp"]
         assert "2 of 6 parameters got no gradient, the first of shape (4, 4)" in messages["unused"]
+        assert "leave group out, or leave octavo.init out to train replicas" in messages["shards"]
         assert all(gradients)

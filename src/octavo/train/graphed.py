@@ -107,7 +107,7 @@ class Graphed:
         self._checked = False
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The detached loss of this rank; gradients are in the parameters' `grad`. The next call overwrites both on a GPU."""
+        """The detached loss of this rank; gradients are in the parameters' `grad`. The next call may overwrite both."""
         if any(parameter.grad is not None for parameter in self._parameters):
             raise InputError(
                 "a graphed step overwrites gradients and adds to none: call optimizer.zero_grad(set_to_none=True) before it."
