@@ -206,6 +206,39 @@ def test_speeds_of_the_results_are_in_benchmarks():
         assert f"| {figures} | {row['images_per_second'] / peer:.3f} |" in results, row["entry"]
 
 
+def test_figures_of_other_families_are_in_benchmarks():
+    results, readme = results_page(), (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "")
+    both = [rows_of(f"one-gpu-{name}") for name in ("neox-20b-layers", "mistral-7b-layers-16k")]
+    for pair in zip(*both, strict=True):
+        peers = [next(row for row in rows if row["entry"] == "te-delayed") for rows in both]
+        figures = [
+            f"{row['tokens_per_second']:,.0f} | {row['step_ms']:.0f} | {row['peak_gib']:.1f} | {ratio_of(row, peer)}"
+            for row, peer in zip(pair, peers, strict=True)
+        ]
+        assert f"| {' | '.join(figures)} |" in results, pair[0]["entry"]
+    for rows in both:
+        entry = {row["entry"]: row for row in rows}
+        own, *peers = (entry[name] for name in ("octavo-default", "te-delayed", "te-delayed-fp8-head"))
+        beside = [f"{peer['tokens_per_second']:,.0f} | {ratio_of(own, peer)}" for peer in peers]
+        assert f"| {own['tokens_per_second']:,.0f} | {' | '.join(beside)} |" in readme
+
+
+def test_figures_of_recomputation_and_offloading_are_in_benchmarks():
+    text = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
+    for row in rows_of("memory"):
+        named = row["settings"] if row["settings"] == "none" else f"`{row['settings']}`"
+        figures = (
+            f"{row['tokens_per_second']:,.0f} | {row['step_ms']:,.0f} | {row['peak_gib']:.2f} | {row['estimated_gib']:.2f}"
+        )
+        assert f"| {named} | {figures} |" in text
+    (row,) = rows_of("memory-offload")
+    peak = f"{row['peak_gib']:.2f} GiB (estimate {row['estimated_gib']:.2f})"
+    expected = (
+        f"`{row['settings']}` took {row['step_ms']} ms and {peak} without FlashAttention-4, with {row['host_gib']:.1f} GiB"
+    )
+    assert expected in text
+
+
 def test_gaps_of_perturbed_runs_are_in_benchmarks():
     results = results_page()
     performance = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")

@@ -1,4 +1,7 @@
-"""Offloading on streams of its own: with copies as long as the blocks, gradients stay those of kept activations."""
+"""Offloading on streams of its own: with copies as long as the blocks, gradients stay those of kept activations.
+
+In bf16: in the first steps of FP8 a gradient is noise, and attention's backward adds in another order each time.
+"""
 
 import gc
 
@@ -6,7 +9,6 @@ import pytest
 import torch
 
 from octavo.build import build_model
-from octavo.fp8.autocast import fp8_autocast
 from octavo.models.sources import load_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -18,7 +20,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def gradients(fp8, *, twice=False, **options):
+def gradients(*, twice=False, **options):
     """Gradients of two micro-batches, and bytes on the GPU between the forward and the backward of the second."""
     model = build_model(
         load_config("llama-tiny", SIZES), dtype=torch.bfloat16, params_dtype=torch.float32, device="cuda", seed=1, **options
@@ -27,8 +29,7 @@ def gradients(fp8, *, twice=False, **options):
     for _ in range(2):
         ids = torch.randint(4096, (2, TOKENS), generator=generator, device="cuda")
         before = torch.cuda.memory_allocated()
-        with fp8_autocast(enabled=fp8):
-            loss = model(input_ids=ids, labels=ids).loss
+        loss = model(input_ids=ids, labels=ids).loss
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated() - before
         if twice:
@@ -42,29 +43,27 @@ def gradients(fp8, *, twice=False, **options):
 
 @pytest.mark.parametrize("horizon", [1, 2, 100])
 @pytest.mark.parametrize("recompute", [False, "mlp", "selective", True])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_gradients_are_those_of_kept_activations(fp8, recompute, horizon):
-    kept, held = gradients(fp8, recompute=recompute)
-    away, left = gradients(fp8, recompute=recompute, offload=True, horizon=horizon)
+def test_gradients_are_those_of_kept_activations(recompute, horizon):
+    kept, held = gradients(recompute=recompute)
+    away, left = gradients(recompute=recompute, offload=True, horizon=horizon)
     for one, other in zip(kept, away, strict=True):
         # Attention's backward adds in another order each time; a race of copies would be off by the gradient itself.
-        assert (one - other).norm() <= (0.1 if fp8 else 0.02) * one.norm()
+        assert (one - other).norm() <= 0.02 * one.norm()
     # Each block's input alone is 16 MiB; those of all blocks but the last are on the host.
     assert held - left >= (LAYERS - 2) * 2 * TOKENS * HIDDEN * 2
 
 
 @pytest.mark.parametrize("recompute", [False, "selective"])
 def test_a_backward_twice(recompute):
-    kept, _ = gradients(False, recompute=recompute, twice=True)
-    away, _ = gradients(False, recompute=recompute, twice=True, offload=True)
+    kept, _ = gradients(recompute=recompute, twice=True)
+    away, _ = gradients(recompute=recompute, twice=True, offload=True)
     for one, other in zip(kept, away, strict=True):
         assert (one - other).norm() <= 0.02 * one.norm()
 
 
 @pytest.mark.parametrize("recompute", [False, "selective", True])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_mlps_in_chunks(fp8, recompute):
-    whole, _ = gradients(fp8, recompute=recompute)
-    parts, _ = gradients(fp8, recompute=recompute, mlp_chunks=4)
+def test_mlps_in_chunks(recompute):
+    whole, _ = gradients(recompute=recompute)
+    parts, _ = gradients(recompute=recompute, mlp_chunks=4)
     for one, other in zip(whole, parts, strict=True):
-        assert (one - other).norm() <= (0.1 if fp8 else 0.02) * one.norm()
+        assert (one - other).norm() <= 0.02 * one.norm()

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from octavo.bench.cases import CASES
+from octavo.bench.memory import WORKLOADS
 from octavo.build import build_model
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES, Granularity
@@ -77,6 +78,14 @@ MEASURED = list(measured())
 @pytest.mark.parametrize(("setup", "gib"), [case[1:] for case in MEASURED], ids=[case[0] for case in MEASURED])
 def test_measured_peaks(setup, gib):
     assert estimate(setup).total / GIB == pytest.approx(gib, rel=0.01)
+
+
+@pytest.mark.parametrize("row", [*rows("memory"), *rows("memory-offload")], ids=lambda row: row["settings"])
+def test_measured_peaks_of_recomputation_offloading_and_chunks(row):
+    name = f"{row['workload']}-{row['settings'].replace(' ', '-').replace('=', '-')}"
+    found = estimate(WORKLOADS[name].setup()).total / GIB
+    assert found == pytest.approx(row["peak_gib"], rel=0.025)
+    assert found == pytest.approx(row["estimated_gib"], abs=0.006)  # the page shows it
 
 
 def test_there_are_measured_peaks_at_three_moments():
