@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from octavo.bench import memory
+from octavo import build
 from octavo.bench.memory import USUAL, WORKLOADS, measure_memory
 from octavo.bench.results import render
 from octavo.bench.run import run_suite
@@ -17,14 +17,14 @@ from octavo.plan.memory import estimate
 
 
 def test_each_setting_is_trained_and_stands_beside_its_estimate():
-    built, real = [], memory.build_model
+    built, real = [], build.build_model
 
-    def build(*args, **options):
+    def noted(*args, **options):
         built.append(options)
         return real(*args, **options)
 
     names = ["tiny-none", "tiny-recompute-selective-mlp_chunks-8", "tiny-recompute-mlp-offload-true"]
-    with mock.patch.object(memory, "build_model", build):
+    with mock.patch.object(build, "build_model", noted):
         rows = measure_memory(
             [WORKLOADS[name] for name in names], torch.device("cpu"), iterations=2, warmup=1, say=lambda line: None
         )

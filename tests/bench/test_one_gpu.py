@@ -244,7 +244,10 @@ def test_the_ratio_is_to_the_fastest_peer_that_is_not_octavo(tmp_path):
         ({"device": "meta"}, "device 'meta' has no benchmarks"),
         ({"device": "cuda:64"}, "device 'cuda:64' is not there"),
         ({"gpus": 2}, "gpus = 2: the suite one-gpu needs 1."),
-        ({"suite": "sharded", "gpus": 1}, "gpus = 1: the suite sharded needs 2 at least. Use --gpus 2"),
+        (
+            {"suite": "context", "entries": ["octavo-bf16"], "gpus": 1},
+            "gpus = 1: the suite context needs 2 at least. Use --gpus 2",
+        ),
         ({"suite": "sharded", "entries": ["ao-tensorwise"]}, "unknown entry 'ao-tensorwise'"),
     ],
 )

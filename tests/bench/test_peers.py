@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 
@@ -41,8 +42,12 @@ assert os.environ["NVTE_FUSED_ATTN"] == "1" and os.environ["NVTE_FLASH_ATTN"] ==
 @contextlib.contextmanager
 def autocast(enabled=True, calibrating=False, recipe=None, amax_reduction_group=None):
     from octavo import fp8_autocast
-    with fp8_autocast(enabled=enabled, fp8_recipe=recipe):
+    with fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=amax_reduction_group):
         yield
+
+def checkpoint(function, *args, use_reentrant=True, **kwargs):
+    assert not use_reentrant
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 class TransformerLayer(torch.nn.Module):
     def __init__(
@@ -59,10 +64,20 @@ class TransformerLayer(torch.nn.Module):
             params_dtype=params_dtype, device=device, window_size=window_size, parallel_attention_mlp=parallel_attention_mlp,
         )
         self.self_attention, self.layernorm_mlp, self.layer = layer.self_attention, layer.layernorm_mlp, [layer]
+        self.context = None
+
+    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
+        from octavo.collectives.context import ContextGroup
+        assert cp_global_ranks == torch.distributed.get_process_group_ranks(cp_group)
+        self.context = self.layer[0].self_attention.core_attention.context = ContextGroup(cp_group, cp_comm_type)
 
     def forward(self, hidden_states, attention_mask=None, rotary_pos_emb=None):
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb[:, 0].transpose(0, 1)
+            if self.context is not None:
+                from octavo.kernels.attention.pattern import pattern_of
+                attention_mask = pattern_of(None, None, len(hidden_states), angles.shape[1], padded_to=angles.shape[1])
+                angles = self.context.split(angles)
             rotary_pos_emb = (angles.cos(), angles.sin())
         return self.layer[0](hidden_states, attention_mask, rotary_pos_emb)
 
@@ -163,6 +178,72 @@ def test_transformer_engines_decoder_is_octavos_in_every_family(transformer_engi
         assert error < 0.03, name  # of the embedding's gradient in bf16: it has passed through every block
 
 
+SHARES = """
+import dataclasses, json, sys
+import torch
+from octavo.bench.cases import CASES, CONTEXT_CASES
+from octavo.bench.sharded import CONTEXT, SHARDED
+from octavo.parallel import world
+
+# One thread: the ranks share the cores.
+torch.set_num_threads(1)
+cpu, found = torch.device("cpu"), {}
+untied = {"tie_word_embeddings": False}
+for name in sys.argv[1:]:
+    whole = name == "te-bf16"
+    case = CASES["tiny"] if whole else CONTEXT_CASES["tiny-cp2"]
+    case = dataclasses.replace(case, sizes={**case.sizes, **(untied if name == "p2p" else {})})
+    world.init({"context_parallel_degree": case.context})
+    ours = CONTEXT["octavo-bf16"].build(case, cpu, False).model
+    builder = SHARDED["te-bf16"].build
+    theirs = builder(case, cpu, False, **({} if whole else {"strategy": name})).model
+    assert theirs.recompute == bool(case.recompute)
+    names = {"embedding": "embed_tokens", "head": "lm_head"}
+    with torch.no_grad():
+        for parameter, value in ours.named_parameters():
+            local = value.to_local()
+            local.add_(torch.randn_like(local) * 0.2)
+            first, _, rest = parameter.partition(".")
+            theirs.get_parameter(f"{names.get(first, first)}.{rest}").to_local().copy_(local)
+    torch.manual_seed(1 + world.state.dp_rank)
+    ids = torch.randint(512, (2, 32))
+    ours_loss = ours(input_ids=ids, labels=ids).loss
+    theirs_loss = theirs(ids, ids)
+    ours_loss.backward()
+    theirs_loss.backward()
+    mean = theirs_loss.detach().clone()
+    torch.distributed.all_reduce(mean)
+    one, other = (end.weight.grad.to_local() for end in (ours.embedding, theirs.embed_tokens))
+    kept = theirs.layers[0].self_attention.layernorm_qkv.weight
+    found[name] = [ours_loss.item(), mean.item() / 2, ((one - other).norm() / one.norm()).item(), list(kept.to_local().shape)]
+    assert kept.dtype == torch.float32
+world.shutdown()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("names", [["te-bf16"], ["all_gather", "p2p", "a2a"]], ids=["shards", "context"])
+def test_transformer_engines_decoder_over_two_ranks_is_octavos(names, transformer_engine):
+    """Shards, parts of the sequences, their positions, targets and exchange, and recomputation."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        environment = os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes.append(subprocess.Popen([sys.executable, "-c", SHARES, *names], env=environment, **pipes))
+    told = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    for out, _ in told:
+        found = json.loads(out.splitlines()[-1])
+        assert list(found) == names
+        for name, (ours, theirs, error, shape) in found.items():
+            assert theirs == pytest.approx(ours, rel=0.01), name
+            assert error < 0.1, name  # of a shard of the embedding's gradient in bf16
+            assert shape == [64, 64]  # of 128 rows
+
+
 VISION = """
 import os
 import torch
@@ -223,7 +304,9 @@ def test_peers_are_chosen_by_group(monkeypatch):
     assert compared(monkeypatch, set(), peers=[])[0] == OWN
     assert compared(monkeypatch, set(), entries=["te-bf16", "octavo-bf16"])[0] == ["te-bf16", "octavo-bf16"]
     sharded = SUITES["sharded"]
-    assert compared(monkeypatch, set(), sharded, peers=["bf16"])[0] == list(sharded.entries)
+    without_te = [name for name in sharded.entries if not name.startswith("te-")]
+    assert compared(monkeypatch, set(), sharded, peers=["bf16"])[0] == without_te
+    assert compared(monkeypatch, set(), sharded, peers=["bf16", "te"])[0] == [*without_te, "te-bf16", "te-delayed"]
     assert compared(monkeypatch, set(), SUITES["checkpoint"])[0] == ["octavo-delayed"]
     assert set(PEERS) == {"bf16", "torchao", "te"}
     assert all(name in OWN or any(name.startswith(prefix) for prefix in PEERS.values()) for name in ENTRIES)
@@ -234,7 +317,7 @@ def test_peers_are_chosen_by_group(monkeypatch):
     [
         ({"peers": ["tee"]}, "unknown group of peers 'tee'. Did you mean 'te'?"),
         ({"peers": ["te"], "entries": ["te-bf16"]}, "entries te-bf16 are all that is compared: leave --peers out"),
-        ({"suite": "sharded", "peers": ["torchao"]}, "peers = torchao: the suite sharded has only bf16"),
+        ({"suite": "sharded", "peers": ["torchao"]}, "peers = torchao: the suite sharded has only bf16, te"),
         ({"suite": "checkpoint", "peers": ["bf16"]}, "peers = bf16: the suite checkpoint has no peers"),
         ({"suite": "sharded", "cases": ["vit-huge"]}, "unknown case 'vit-huge'"),
         (

@@ -16,9 +16,12 @@ from octavo.bench.run import run_suite
 from octavo.bench.sharded import CONTEXT, SHARDED, build_plain_sharded
 from octavo.bench.worker import labelled_batches
 from octavo.errors import InputError
+from octavo.hardware import GIB
 from octavo.models.shapes import SHAPES
 from octavo.parallel import world
 from octavo.plan.flops import matmul_parameters
+from octavo.plan.memory import estimate
+from octavo.plan.saved import BlockRecipes, Setup, parameters
 
 pytestmark = ranks.alone
 
@@ -72,6 +75,36 @@ def test_a_run_on_two_ranks(tmp_path):
     render(results, Console(file=text, width=80))
     assert "…" not in text.getvalue()
     assert "vs peer" in text.getvalue()
+
+
+def test_one_rank_for_comparison(tmp_path):
+    """Octavo alone: a model with float32 weights that is not sharded."""
+    results = run_suite(
+        "sharded", cases=["tiny"], entries=["octavo-bf16", "torch-bf16"], steps=2, warmup=2,
+        output=tmp_path, device="cpu", gpus=1, command="octavo bench sharded",
+    )  # fmt: skip
+    own, peer = results["rows"]
+    trainer, batches = SHARDED["octavo-bf16"].build(TINY, CPU, False), labelled_batches(TINY, CPU, 0)
+    assert own["loss"] == pytest.approx([trainer.step(*batches[i % 4]).item() for i in range(6)][-1], rel=1e-3)
+    assert own["gpus"] == 1
+    assert "need 2 GPUs at least" in peer["error"]
+
+
+def test_lengths_of_one_gpu_and_of_two():
+    """Each length has both degrees, with no fewer than 16,384 tokens of a GPU, and fits by the estimate but for one."""
+    settings = {name: case for name, case in CONTEXT_CASES.items() if name.startswith("llama-8b-")}
+    assert {name.removesuffix("-cp2") for name in settings} == {f"llama-8b-{k}k" for k in (8, 16, 32, 64, 128, 256)}
+    assert len(settings) == 12
+    for name, case in settings.items():
+        assert case.units >= 16_384
+        setup = Setup(
+            case.spec, parameters(case.spec), case.batch, case.sequence_length, blocks=(BlockRecipes(*("delayed",) * 4),) * 32,
+            head="backward", recompute=case.recompute, offload=case.offload, world=2, shard=2, context=case.context,
+            history=1024,
+        )  # fmt: skip
+        made = estimate(setup)
+        assert (made.total / GIB < 131) == (name != "llama-8b-32k"), name
+        assert made.host / GIB < 80  # of each rank
 
 
 def plain_gradients(case):

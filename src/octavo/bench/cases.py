@@ -27,7 +27,8 @@ class Case:
         sizes: keys of the Hugging Face config, such as an entry of `octavo.models.shapes.SHAPES`.
         batch, sequence_length: sequences in a step of one GPU, or of `context` GPUs that share them, and their tokens.
         context: GPUs that share each sequence.
-        recompute: as `train.recompute`.
+        recompute, offload: as `train.recompute` and `train.offload`, of Octavo's entries. Peers keep each layer's input where
+            any is set.
 
     Class attributes, which `VisionCase` has too:
         rate: the key of a row that holds the speed.
@@ -41,6 +42,7 @@ class Case:
     sequence_length: int
     context: int = 1
     recompute: bool | Literal["selective"] = False
+    offload: bool = False
 
     rate: ClassVar[str] = "tokens_per_second"
     package: ClassVar[str | None] = None
@@ -176,10 +178,20 @@ VISION_CASES: dict[str, VisionCase] = {
 CONTEXT_CASES: dict[str, Case] = {
     case.name: case
     for case in (
+        CASES["llama-8b-8k"],
         CASES["llama-8b-16k"],
         # The same tokens a GPU, of sequences that two GPUs share.
+        Case("llama-8b-8k-cp2", SHAPES["llama-8b"], 4, 8192, context=2),
         Case("llama-8b-16k-cp2", SHAPES["llama-8b"], 2, 16_384, context=2),
+        # One sequence of a GPU, which does not fit; and of two.
+        Case("llama-8b-32k", SHAPES["llama-8b"], 1, 32_768),
+        Case("llama-8b-32k-cp2", SHAPES["llama-8b"], 1, 32_768, context=2),
+        Case("llama-8b-64k", SHAPES["llama-8b"], 1, 65_536, recompute="selective"),
+        Case("llama-8b-64k-cp2", SHAPES["llama-8b"], 1, 65_536, context=2, recompute="selective"),
+        Case("llama-8b-128k", SHAPES["llama-8b"], 1, 131_072, recompute="selective", offload=True),
         Case("llama-8b-128k-cp2", SHAPES["llama-8b"], 1, 131_072, context=2, recompute="selective"),
+        Case("llama-8b-256k", SHAPES["llama-8b"], 1, 262_144, recompute=True, offload=True),
+        Case("llama-8b-256k-cp2", SHAPES["llama-8b"], 1, 262_144, context=2, recompute="selective", offload=True),
         CASES["tiny"],
         Case("tiny-cp2", _TINY, 2, 32, context=2, recompute="selective"),
     )

@@ -16,7 +16,6 @@ import torch
 
 from octavo.bench.cases import Case
 from octavo.bench.peers import ADAMW
-from octavo.build import build_model
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import DelayedScaling
 from octavo.hardware import GIB
@@ -92,6 +91,9 @@ def measure_memory(
 
 def _train(workload: Workload, device: torch.device, steps: int, warmup: int) -> tuple[list[float], int]:
     """Seconds of each timed step, and the allocator's peak in bytes."""
+    # With transformers' model classes, which import torchao: a broken torchao must not cost other suites their rows.
+    from octavo.build import build_model
+
     case = workload.case
     model = build_model(
         case.hf_config(), dtype=torch.bfloat16, params_dtype=torch.bfloat16, device=device, seed=0,

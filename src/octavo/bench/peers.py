@@ -48,7 +48,9 @@ RECIPE_SETTINGS: dict[str, dict[str, Any]] = {
     "block": {},
 }
 """All fields of the recipes but `fast_accumulation`. Entries name every setting: a new default is `octavo-default`'s alone."""
-MODEL_SETTINGS: dict[str, Any] = {"skip": (), "layers": {}, "recompute": False, "offload": False, "blocks": "auto"}
+MODEL_SETTINGS: dict[str, Any] = {
+    "skip": (), "layers": {}, "recompute": False, "mlp_chunks": 1, "offload": False, "blocks": "auto",
+}  # fmt: skip
 """Arguments of `octavo.transform` and `build_model` that are the same in all entries."""
 PEERS = {"bf16": "torch-", "torchao": "ao-", "te": "te-"}
 """Groups of peers (`--peers`) and the prefix of their entries' names."""
@@ -225,7 +227,8 @@ def build_octavo(
         seed=seed,
         sharding=sharding_of(state, scaling, **dtypes, strategy=strategy),
         fp8_head=head,
-        **MODEL_SETTINGS | {"recompute": case.recompute},
+        horizon=2,
+        **MODEL_SETTINGS | {"recompute": case.recompute, "offload": case.offload},
     )
     return Training(model, _loss_of(model), around, AdamW(model.parameters(), **ADAMW))
 

@@ -1,13 +1,15 @@
 """Entries of the sharded suite: models sharded over all ranks, with float32 master weights.
 
 Every entry gathers weights block by block in bfloat16 (Octavo's FP8 layers in FP8), sums gradients in float32 and runs AdamW on
-its own shards. Each rank has its own tokens. Builders need a process group (`octavo.init`). The peer is sharded like
+its own shards. Each rank has its own tokens. Builders need a process group (`octavo.init`). Peers are sharded like
 torchtitan: FSDP2 around each compiled block, around the embedding, and around norm and head together; the loss is compiled, so
 float32 logits (8.4 GB for 16,384 tokens) exist only inside a kernel.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,8 +19,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from octavo.bench.cases import Case
-from octavo.bench.peers import SEED, Entry, Training, build_octavo
+from octavo.bench.peers import ENVIRONMENT, SEED, Entry, Training, build_octavo
 from octavo.bench.plain import STD, PlainLlama, next_token_loss
+from octavo.errors import InputError
 from octavo.parallel.deferred_init import CounterInit, materialise
 from octavo.parallel.world import state
 
@@ -31,26 +34,54 @@ def build_plain_sharded(case: Case, device: torch.device, compiled: bool, *, see
         for part in (*model.model.layers, model.model.norm):
             part.forward = torch.compile(part.forward, fullgraph=True)
         model.loss = torch.compile(next_token_loss, fullgraph=True)
-    assert state.mesh is not None
-    # Groups of parameters: each is gathered while the one before computes.
+    # A tied matrix stays gathered with the root, since it is used first and last.
+    ends = None if case.spec.tied else (model.model.embed_tokens, model.model.norm, model.lm_head)
+    _shard(model, list(model.model.layers), ends)
+    return Training(materialise(model, device, CounterInit(seed, STD)), model)
+
+
+def build_te_sharded(
+    case: Case, device: torch.device, compiled: bool, *, recipe: str | None = None, strategy: str = "p2p", seed: int = SEED
+) -> Training:
+    """Transformer Engine's decoder over all ranks: FP8 by a recipe of `octavo.bench.te.RECIPES`, weights gathered in bfloat16.
+
+    strategy: its exchange of keys and values. Under recomputation each layer is computed again, attention included. Every rank
+    makes the whole model and keeps its shard.
+    """
+    os.environ.update(ENVIRONMENT)
+    from octavo.bench import te
+
+    torch.manual_seed(seed)
+    how: dict[str, Any] = {"params_dtype": torch.float32, "recompute": bool(case.recompute)}
+    model = te.TeDecoder(case.spec, case.sequence_length, device, compiled=compiled, **how)
+    if case.context > 1:
+        assert state.cp_process_group is not None
+        model.split_sequences(state.cp_process_group, strategy)
+    _shard(model, list(model.layers), None if case.spec.tied else (model.embed_tokens, model.norm, model.lm_head))
+    return Training(model, model, te.autocast(recipe, state.world_process_group))
+
+
+def _shard(model: nn.Module, blocks: Sequence[nn.Module], ends: tuple[nn.Module, nn.Module, nn.Module] | None) -> None:
+    """Groups of parameters: each is gathered while the one before computes. ends: embedding, norm and head."""
+    if state.mesh is None:
+        raise InputError(
+            "peers of the suite sharded need 2 GPUs at least, and Octavo's entries alone run on one: use --gpus 2."
+        )
     how: dict[str, Any] = {
         "mesh": state.mesh["hybrid_shard"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
-    head: list[nn.Module] = []
-    if not case.spec.tied:  # a tied matrix stays gathered with the root, since it is used first and last
-        fully_shard(model.model.embed_tokens, **how)
-        head = [model.model.norm, model.lm_head]
-    for block in model.model.layers:
+    if ends is not None:
+        fully_shard(ends[0], **how)
+    for block in blocks:
         fully_shard(block, **how)
-    if head:  # backward begins with these: freed, they would be gathered again at once
-        fully_shard(head, reshard_after_forward=False, **how)
+    if ends is not None:  # backward begins with these: freed, they would be gathered again at once
+        fully_shard(list(ends[1:]), reshard_after_forward=False, **how)
     fully_shard(model, **how)
     # FSDP2 prefetches in backward. In forward a group is gathered early only if the host runs ahead, so prefetch is explicit.
-    order = [module for module in (*model.model.layers, *head[:1]) if isinstance(module, FSDPModule)]
+    order = [module for module in (*blocks, *(() if ends is None else ends[1:2])) if isinstance(module, FSDPModule)]
     for first, second in pairwise(order):
         first.set_modules_to_forward_prefetch([second])
-    return Training(materialise(model, device, CounterInit(seed, STD)), model)
 
 
 _float32 = partial(build_octavo, params_dtype=torch.float32)
@@ -64,6 +95,8 @@ SHARDED: dict[str, Entry] = {
         Entry("octavo-delayed-fast-input-fp8-head-backward", "fp8", "fp8", _defaults, head_forward="bf16"),
         Entry("octavo-current", "fp8", "bf16", partial(_float32, recipe="current")),
         Entry("torch-bf16", "bf16", "bf16", build_plain_sharded),
+        Entry("te-bf16", "bf16", "bf16", build_te_sharded, "transformer-engine"),
+        Entry("te-delayed", "fp8", "bf16", partial(build_te_sharded, recipe="delayed"), "transformer-engine"),
     )
 }
 
@@ -75,6 +108,16 @@ CONTEXT: dict[str, Entry] = {
             Entry(f"octavo-delayed{suffix}", "fp8", "fp8", partial(_defaults, strategy=strategy), head_forward="bf16")
             for suffix, strategy in (("", "all_gather"), ("-p2p", "p2p"), ("-a2a", "a2a"))
         ),
+        *(
+            Entry(
+                f"te-delayed{suffix}",
+                "fp8",
+                "bf16",
+                partial(build_te_sharded, recipe="delayed", strategy=strategy),
+                "transformer-engine",
+            )
+            for suffix, strategy in (("", "all_gather"), ("-p2p", "p2p"), ("-a2a", "a2a"))
+        ),
     )
 }
-"""Entries of the context suite: Octavo's defaults, with each exchange of keys and values."""
+"""Entries of the context suite: Octavo's defaults and Transformer Engine, with each exchange of keys and values."""

@@ -46,14 +46,15 @@ class Suite:
 
 _OWN_SHARDED = {name: entry for name, entry in SHARDED.items() if name.startswith("octavo-")}
 
+_SPLIT = ("llama-8b-16k", "llama-8b-16k-cp2", "llama-8b-32k", "llama-8b-32k-cp2", "llama-8b-128k-cp2", "llama-8b-256k-cp2")
 _VITS = ("vit-huge-patch16", "vit-huge-patch16-b64", "vit-huge")
 
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
         Suite("one-gpu", ENTRIES, {**CASES, **VISION_CASES}, ("llama-1b", "llama-8b-8layers", "llama2-7b-8layers", "vit-huge")),
-        Suite("sharded", SHARDED, CASES, ("llama-8b-8k", "llama-8b-16k"), (2, None)),
-        Suite("context", CONTEXT, CONTEXT_CASES, ("llama-8b-16k", "llama-8b-16k-cp2", "llama-8b-128k-cp2"), (2, None)),
+        Suite("sharded", SHARDED, CASES, ("llama-8b-8k", "llama-8b-16k"), (1, None)),
+        Suite("context", CONTEXT, CONTEXT_CASES, _SPLIT, (2, None)),
         # The published measurement averages the steps after the 10th to the 50th.
         Suite("vision", REPLICAS, VISION_CASES, _VITS, (1, None), steps=40, warmup=10, tiny="tiny-vit", replicated=True),
         Suite("checkpoint", _OWN_SHARDED, CASES, ("llama-8b-8k",), (1, None), usual=("octavo-delayed",)),

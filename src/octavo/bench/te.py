@@ -1,8 +1,9 @@
-"""Transformer Engine's peers in their fastest arrangement on one GPU: a decoder, and blocks of a vision transformer.
+"""Transformer Engine's peers in their fastest arrangement: a decoder, on one GPU or several, and blocks of a ViT.
 
 Norms, products, activation and rotary embedding are Transformer Engine's fused kernels, attention is cuDNN's, query/key/value
-are one parameter. The decoder's embedding is PyTorch's in bfloat16, its head PyTorch's or a `te.Linear` inside the autocast,
-its loss one compiled kernel. Set `ENVIRONMENT` of `octavo.bench.peers` before the import. B batch, T sequence, D hidden size.
+are one parameter. The decoder's embedding is PyTorch's, its head PyTorch's or a `te.Linear` inside the autocast, its loss one
+compiled kernel. Over several GPUs it is sharded as torchtitan shards, and Transformer Engine's attention exchanges keys and
+values. Set `ENVIRONMENT` of `octavo.bench.peers` before the import. B batch, T sequence, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
@@ -33,11 +36,13 @@ HEAD_ROWS = 16
 """Transformer Engine's multiple for dimensions of FP8 operands."""
 
 
-def autocast(recipe: str | None) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """The context manager around a forward: FP8 by one recipe object for all steps; None: no FP8."""
+def autocast(
+    recipe: str | None, group: dist.ProcessGroup | None = None
+) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """The context manager around a forward: FP8 by one recipe object for all steps; None: no FP8. group: joins amaxes."""
     if recipe is None:
         return contextlib.nullcontext
-    return partial(te.autocast, enabled=True, recipe=RECIPES[recipe]())
+    return partial(te.autocast, enabled=True, recipe=RECIPES[recipe](), amax_reduction_group=group)
 
 
 class VisionAttention(nn.Module):
@@ -84,14 +89,26 @@ class VisionLayer(nn.Module):
 
 
 class TeDecoder(nn.Module):
-    """A Llama, Mistral or GPT-NeoX with its loss; parameters in bfloat16, weights drawn from N(0, 0.02²).
+    """A Llama, Mistral or GPT-NeoX with its loss; weights drawn from N(0, 0.02²).
+
+    Args:
+        sequence_length: tokens of a whole sequence.
+        recompute: keep only each layer's input for backward.
 
     Raises:
         InputError: an FP8 head with rows that Transformer Engine cannot multiply in FP8, or a block that it does not have.
     """
 
     def __init__(
-        self, spec: ModelSpec, sequence_length: int, device: torch.device, *, compiled: bool, fp8_head: bool = False
+        self,
+        spec: ModelSpec,
+        sequence_length: int,
+        device: torch.device,
+        *,
+        compiled: bool,
+        fp8_head: bool = False,
+        params_dtype: torch.dtype = torch.bfloat16,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         if fp8_head and spec.vocabulary % HEAD_ROWS:
@@ -103,7 +120,7 @@ class TeDecoder(nn.Module):
         if len(biases) > 1 or len(windows) > 1 or spec.qk_norm or spec.family not in FAMILIES:
             raise InputError(f"Transformer Engine's peer is a {', '.join(FAMILIES)}, and this is a {spec.family}.")
         (window,), (bias,) = windows, biases
-        make: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        make: dict[str, Any] = {"device": device, "dtype": params_dtype}
         init = partial(nn.init.normal_, std=STD)
         self.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden_size, **make)
         self.layers = nn.ModuleList(
@@ -126,7 +143,7 @@ class TeDecoder(nn.Module):
                 activation="swiglu" if spec.gated else "gelu",
                 normalization=spec.normalization,
                 attn_input_format="bshd",
-                params_dtype=torch.bfloat16,
+                params_dtype=params_dtype,
                 device=device,
             )
             for _ in range(spec.layers)
@@ -134,7 +151,7 @@ class TeDecoder(nn.Module):
         norm = te.RMSNorm if spec.normalization == "RMSNorm" else te.LayerNorm
         self.norm = norm(spec.hidden_size, eps=spec.norm_eps, **make)
         if fp8_head:
-            self.lm_head = te.Linear(spec.hidden_size, spec.vocabulary, bias=False, params_dtype=torch.bfloat16, device=device)
+            self.lm_head = te.Linear(spec.hidden_size, spec.vocabulary, bias=False, params_dtype=params_dtype, device=device)
         else:
             self.lm_head = nn.Linear(spec.hidden_size, spec.vocabulary, bias=False, **make)
         if spec.tied:
@@ -145,10 +162,44 @@ class TeDecoder(nn.Module):
         angles = te.RotaryPositionEmbedding(spec.head_dim, **rotary)(sequence_length)
         self.register_buffer("angles", angles.to(device), persistent=False)
         self.loss = torch.compile(next_token_loss, fullgraph=True) if compiled else next_token_loss
+        self.loss_of_part = torch.compile(sum_of_losses, fullgraph=True) if compiled else sum_of_losses
+        self.recompute = recompute
+        self.context: dist.ProcessGroup | None = None
+
+    def split_sequences(self, group: dist.ProcessGroup, strategy: str) -> None:
+        """Share each sequence over the ranks of `group`, by a `cp_comm_type` of Transformer Engine."""
+        self.context = group
+        stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        layers: Any = self.layers
+        for layer in layers:
+            layer.set_context_parallel_group(group, dist.get_process_group_ranks(group), stream, strategy)
 
     def forward(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        """Mean cross entropy of each next token, in float32."""
+        """Mean cross entropy of each next token, in float32; of a part of the sequences one whose mean over ranks is that."""
+        if self.context is None:
+            return self.loss(self._logits(ids_BT), labels_BT)
+        targets_BT = F.pad(labels_BT[:, 1:], (0, 1), value=-100)
+        size, whole = dist.get_world_size(self.context), labels_BT.shape[0] * (labels_BT.shape[1] - 1)
+        ids_BT, targets_BT = (self._own(x) for x in (ids_BT, targets_BT))
+        return self.loss_of_part(self._logits(ids_BT), targets_BT) * (size / whole)
+
+    def _logits(self, ids_BT: Tensor) -> Tensor:
         x_BTD = self.embed_tokens(ids_BT)
         for layer in self.layers:
-            x_BTD = layer(x_BTD, rotary_pos_emb=self.angles)
-        return self.loss(self.lm_head(self.norm(x_BTD)), labels_BT)
+            if self.recompute:
+                x_BTD = te.checkpoint(layer, x_BTD, rotary_pos_emb=self.angles, use_reentrant=False)
+            else:
+                x_BTD = layer(x_BTD, rotary_pos_emb=self.angles)
+        return self.lm_head(self.norm(x_BTD))
+
+    def _own(self, x_BT: Tensor) -> Tensor:
+        """This rank's two of the 2n chunks of the tokens: its number, and as many from the end."""
+        assert self.context is not None
+        rank, size = dist.get_rank(self.context), dist.get_world_size(self.context)
+        chunks = x_BT.chunk(2 * size, 1)
+        return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), 1)
+
+
+def sum_of_losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Cross entropy summed over tokens, in float32; targets are -100 where nothing is predicted."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum")
