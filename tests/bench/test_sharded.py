@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,7 +92,8 @@ def test_one_rank_for_comparison(tmp_path):
 
 
 def test_lengths_of_one_gpu_and_of_two():
-    """Each length has both degrees, with no fewer than 16,384 tokens of a GPU, and fits by the estimate but for one."""
+    """Each length has both degrees, with no fewer than 16,384 tokens of a GPU; the page says what it takes."""
+    page = (Path(__file__).parents[2] / "docs" / "context-parallelism.md").read_text(encoding="utf-8")
     settings = {name: case for name, case in CONTEXT_CASES.items() if name.startswith("llama-8b-")}
     assert {name.removesuffix("-cp2") for name in settings} == {f"llama-8b-{k}k" for k in (8, 16, 32, 64, 128, 256)}
     assert len(settings) == 12
@@ -105,6 +107,11 @@ def test_lengths_of_one_gpu_and_of_two():
         made = estimate(setup)
         assert (made.total / GIB < 131) == (name != "llama-8b-32k"), name
         assert made.host / GIB < 80  # of each rank
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {case.sequence_length:,} |")]
+        settings, total = line.split(" | ")[2 * case.context - 1 :][:2]
+        assert total.removesuffix(" |") == f"{made.total / GIB:.1f}", name
+        assert (f"offload {made.host / GIB:.1f}" in settings) == case.offload
+        assert ("recompute" in settings) == bool(case.recompute)
 
 
 def plain_gradients(case):
