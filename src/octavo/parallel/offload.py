@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from octavo.errors import InputError
 from octavo.fp8.scaling import states_of
 from octavo.kernels.attention.kept import moved
 
@@ -113,7 +114,7 @@ class _Offloader:
 
     def __init__(self, horizon: int) -> None:
         self.horizon = horizon
-        self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to the host, and back
+        self.streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}  # to the host, and back
         self.first: weakref.ref[nn.Module] | None = None  # the stack's first block
         self.last: weakref.ref[_BlockSaved] | None = None  # of this forward
         self.storing: deque[weakref.ref[_Saved]] = deque()  # originals whose memory is not yet free, the oldest first
@@ -131,9 +132,14 @@ class _Offloader:
 
     def store(self, tensor: Tensor, into: _BlockSaved) -> _Packed:
         """Begin the copy of a tensor, and free as many bytes of the block before."""
-        if tensor.is_cuda and self.streams is None:
-            self.streams = torch.cuda.Stream(tensor.device), torch.cuda.Stream(tensor.device)
-        saved = _Saved(tensor, self.streams[0] if self.streams else None)
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                "a CUDA graph (octavo.graphed) cannot record offloading, whose copies run on streams of their own: set "
+                "train.offload = false, and train.recompute where memory is short."
+            )
+        if tensor.is_cuda and tensor.device not in self.streams:
+            self.streams[tensor.device] = torch.cuda.Stream(tensor.device), torch.cuda.Stream(tensor.device)
+        saved = _Saved(tensor, self.streams[tensor.device][0] if tensor.is_cuda else None)
         into.tensors.append(saved)
         if saved.original is not None:
             self.storing.append(weakref.ref(saved))
@@ -155,13 +161,14 @@ class _Offloader:
         """The tensor on its device; the others of its block, and those of `horizon` blocks before it, follow."""
         if isinstance(packed, Tensor):
             return packed
-        stream = self.streams[1] if self.streams else None
+        saved = packed.block.tensors[packed.place]
+        stream = self.streams[saved.device][1] if saved.device in self.streams else None
         block: _BlockSaved | None = packed.block
         for _ in range(1 + self.horizon):
             if block is not None:
                 block.load(stream)
                 block = None if block.before is None else block.before()
-        return packed.block.tensors[packed.place].take(stream)
+        return saved.take(stream)
 
 
 def offloaded(run: Callable[..., Any], horizon: int = HORIZON) -> Callable[..., Any]:
