@@ -138,6 +138,8 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=10, help="steps before the measured ones")
     options = parser.parse_args()
+    if min(options.gpus, options.batch) < 1 or not 0 <= options.warmup < options.steps:
+        parser.error("--gpus and --batch are at least 1, and --steps is above --warmup, which is at least 0")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(train, (options, port), nprocs=options.gpus)

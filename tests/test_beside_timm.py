@@ -41,6 +41,13 @@ def test_a_recipe_and_bf16_can_be_asked_for(tmp_path):
     assert "bf16: loss" in done.stdout
 
 
+@pytest.mark.parametrize("options", [("--steps", "5"), ("--gpus", "0"), ("--batch", "0"), ("--warmup", "-1")], ids=" ".join)
+def test_sizes_without_a_measured_step_are_refused(tmp_path, options):
+    done = run(tmp_path, *options)
+    assert done.returncode == 2
+    assert "--steps is above --warmup" in done.stderr
+
+
 def test_what_the_block_does_not_compute_is_refused(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from vit_own_loop import Block

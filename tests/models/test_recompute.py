@@ -292,6 +292,14 @@ def test_mlps_in_chunks(recipe, family, recompute):
         torch.testing.assert_close(other, one, rtol=2e-4, atol=2e-6)
 
 
+def test_the_result_of_parts_is_no_view():
+    """FSDP2 warns of a view, which a write in place would detach from its backward."""
+    layer = octavo.nn.LayerNormMLP(32, 64)
+    layer.chunks = 2
+    with mock.patch.object(mlp, "CHUNK_ROWS", 16):
+        assert not layer(torch.ones(2, 16, 32))._is_view()
+
+
 def test_chunks_that_cannot_be():
     for chunks in (0, 1.5, True):
         with pytest.raises(InputError, match=rf"mlp_chunks = {chunks} is not supported: use a whole number from 1"):

@@ -328,6 +328,58 @@ def test_both_ways_to_one_set_of_weights(kind):
     assert first == second
 
 
+def after_an_abandoned_forward(abandoned, tied):
+    """Losses, norms and gradients of steps that have a forward without a backward before their clipping."""
+    import octavo
+
+    if dist.is_initialized():
+        world.init({})
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(sharded.llama_config(**sharded.SIZES, tie_word_embeddings=tied))
+    model = octavo.transform(model, dtype=torch.float32, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    batches = torch.randint(0, 17, (6, 2, 8), generator=torch.Generator().manual_seed(1))
+    if dist.is_initialized():
+        batches = batches[:, dist.get_rank(), None]
+    found = []
+    for ids, other in zip(batches[::2], batches[1::2], strict=True):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        if abandoned == "evaluation":
+            model.eval()(input_ids=other)
+            model.train()
+        elif abandoned == "loss":
+            model(input_ids=other, labels=other)
+        elif abandoned == "exception":
+            hook = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(input_ids=other, labels=other)
+            hook.remove()
+        else:
+            with torch.no_grad():
+                model.get_input_embeddings()(other)  # a part by itself
+        norm = octavo.clip_grad_norm_(model, 0.5)
+        gradients = [sharded.full(parameter.grad) for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append([loss.detach(), sharded.full(norm), *gradients])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("abandoned", "tied"),
+    [(kind, tied) for kind in ("evaluation", "loss", "exception") for tied in (False, True)] + [("part", False)],
+)
+def test_a_forward_without_a_backward_leaves_no_old_weights(abandoned, tied):
+    """With gradients enabled FSDP2 keeps embedding, norm and head gathered for a backward, and the optimizer changes shards."""
+    one = after_an_abandoned_forward(abandoned, tied)
+    for many in ranks.run(2, after_an_abandoned_forward, abandoned, tied):
+        for wanted, found in zip(one, many, strict=True):
+            assert len(wanted) == len(found)
+            for a, b in zip(wanted, found, strict=True):
+                torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
 def joined_amaxes():
     """Sizes of the maxima that two forwards join over the ranks, the second a later micro-batch."""
     world.init({})

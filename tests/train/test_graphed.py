@@ -57,6 +57,36 @@ def test_one_call_at_least_is_eager():
         octavo.graphed(torch.sum, [], warmup=0)
 
 
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda y: y, r"a tensor of shape \(2, 4\) from the loss: return one number, such as loss\.mean\(\)"),
+        (lambda y: (y.sum(), y), r"got tuple, not a tensor from the loss"),
+        (lambda y: y.sum().item(), r"got float, not a tensor"),
+        (lambda y: y.sum().detach(), r"a loss without a gradient: call it outside of torch\.no_grad\(\)"),
+    ],
+    ids=["several", "tuple", "number", "detached"],
+)
+def test_a_loss_is_one_number_with_a_gradient(result, message):
+    model = torch.nn.Linear(3, 4)
+    step = octavo.graphed(lambda x: result(model(x)), model.parameters())
+    with pytest.raises(InputError, match=message):
+        step(torch.ones(2, 3))
+
+
+def test_a_parameter_alone_is_not_taken_for_its_rows():
+    model = torch.nn.Linear(3, 4)
+    with pytest.raises(InputError, match=r"and parameters: graphed\(loss, model\.parameters\(\)\)"):
+        octavo.graphed(torch.sum, model.weight)
+
+
+def test_a_group_before_the_ranks_have_joined_is_said(monkeypatch, capsys):
+    """torch.distributed.group.WORLD is None then, as the default is."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    octavo.graphed(torch.sum, torch.nn.Linear(3, 4).parameters(), group=torch.distributed.group.WORLD)
+    assert "averages no gradients: group = None, and this is one of 2 ranks" in capsys.readouterr().err
+
+
 def test_a_group_is_one():
     layer = torch.nn.Linear(2, 2)
     for group in (3, torch.distributed.GroupMember.NON_GROUP_MEMBER):

@@ -216,7 +216,8 @@ class LayerNormMLP(NormedLayer):
         deltas = itertools.repeat(None) if more is None else more.split(size)
         parts = zip(rows.split(size), deltas, strict=False)
         outputs = [self._run(x, d, is_first_microbatch, True, self.fc2_bias) for x, d in parts]
-        h, y = (torch.cat(part).view(input.shape) for part in zip(*outputs, strict=True))
+        # No view: FSDP2 warns of a block whose result is one.
+        h, y = (torch.ops.aten._unsafe_view(torch.cat(part), input.shape) for part in zip(*outputs, strict=True))
         return (h, y) if return_residual else results(y, self.fc2_bias, None, return_bias=self.return_bias)
 
     def _matrices(self) -> list[tuple[Tensor, Tensor | None, Init | None]]:

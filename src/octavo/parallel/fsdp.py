@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from octavo.errors import InputError
+from octavo.fp8 import checkpoints
 from octavo.fp8.quantizer import has_one_scale
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
@@ -99,7 +101,8 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
     _prefetch([*front, *blocks, *behind], len(front) + len(blocks) - 1)
     for part in [*front, *behind, model] if how.reshard_after_forward else [*front, *blocks, *behind, model]:
-        part.register_forward_hook(_reshard_without_gradients)
+        part.register_forward_hook(_reshard_after_evaluation)
+    model.register_forward_pre_hook(lambda root, _: settle(root), prepend=True)
 
 
 def _prefetch(parts: Sequence[nn.Module], last_block: int) -> None:
@@ -142,6 +145,27 @@ def accumulate(model: nn.Module, *, last: bool) -> None:
         model.set_requires_gradient_sync(last)
 
 
+def settle(model: nn.Module) -> None:
+    """Outside of a forward and a backward, free what an abandoned forward left gathered: the next one reads present shards.
+
+    A forward without a backward leaves embedding, norm and head gathered, and one that an exception ended any part. FSDP2 would
+    compute with these weights after the optimizer has changed their shards, and `parameters()` would be the gathered ones,
+    which have no gradients.
+    """
+    if not isinstance(model, FSDPModule) or checkpoints.graph_task() != -1:  # a backward computes its forward again
+        return
+    for module in sharded_modules(model):
+        state: Any = module._get_fsdp_state()
+        group = state._fsdp_param_group
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        if group is not None:
+            group._training_state = TrainingState.IDLE
+            group.wait_for_unshard()
+            group.reshard()
+
+
 def _refuse_wrappers(model: nn.Module) -> None:
     """Let FSDP1 fail with a reason, when it sets its mark on the module, and DDP, when it looks for its own there."""
     mark = "_fsdp_use_orig_params"
@@ -171,7 +195,7 @@ def _fsdp(module: nn.Module) -> FSDPModule:
     return module
 
 
-def _reshard_without_gradients(block: nn.Module, inputs: Any, output: Tensor) -> None:
-    """After an evaluation, gathered parameters would stay while the optimizer changes their shards."""
-    if not torch.is_grad_enabled():
+def _reshard_after_evaluation(block: nn.Module, inputs: Any, output: Tensor) -> None:
+    """No backward follows that would free the gathered parameters."""
+    if not torch.is_grad_enabled() or (not block.training and checkpoints.graph_task() == -1):
         _fsdp(block).reshard()

@@ -9,6 +9,7 @@ nothing of the backend. Amaxes of delayed scaling are joined where forward and b
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from octavo.errors import InputError
+from octavo.errors import InputError, warn
 
 WARM_UP = 3
 """Eager calls before the recording, in which kernels are chosen and compiled and FP8 histories are created."""
@@ -148,6 +149,8 @@ class Graphed:
     def _eager(self, *inputs: Tensor) -> Tensor:
         with contextlib.nullcontext() if self._checked else _refusing_ddp():
             loss = self._loss(*inputs)
+        if not self._checked:
+            _check_loss(loss)
         self._checked = True
         loss.backward()
         if self._average is not None:
@@ -163,6 +166,18 @@ class Graphed:
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local" if several else "global"):
             loss = self._eager(*own_inputs)
         return graph, own_inputs, loss, [parameter.grad for parameter in self._parameters]
+
+
+def _check_loss(loss: object) -> None:
+    """Refuse a result of the loss that has no backward."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}, not a tensor"
+        raise InputError(f"octavo.graphed got {what} from the loss: return one number, such as loss.mean().")
+    if not loss.requires_grad:
+        raise InputError(
+            "octavo.graphed got a loss without a gradient: call it outside of torch.no_grad(), with a parameter that is not "
+            "frozen, and return the loss itself, not loss.detach()."
+        )
 
 
 @contextlib.contextmanager
@@ -220,12 +235,13 @@ def graphed(
     Raises:
         InputError: no function or no parameters, a group that is none, shards of parameters with a group; from a call with
             gradients left from the last one, with inputs of other shapes or dtypes, with a parameter that gets no gradient to
-            average, or with a loss that calls a DistributedDataParallel.
+            average, or with a loss that calls a DistributedDataParallel, is no scalar or has no gradient.
     """
     if type(warmup) is not int or warmup < 1:
         raise InputError(f"warmup = {warmup}: at least 1 call must run before one is recorded (usual: {WARM_UP}).")
     parameters = list(parameters)
-    if not callable(loss) or not parameters or not all(isinstance(parameter, Tensor) for parameter in parameters):
+    tensors = all(isinstance(parameter, Tensor) and parameter.is_leaf for parameter in parameters)  # rows of one are no leaves
+    if not callable(loss) or not parameters or not tensors:
         raise InputError("octavo.graphed takes a function of the loss, and parameters: graphed(loss, model.parameters()).")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise InputError(
@@ -236,5 +252,11 @@ def graphed(
         raise InputError(
             "octavo.graphed averages gradients of whole replicas, and these parameters are shards, whose gradients are reduced "
             "in the backward: leave group out, or leave octavo.init out to train replicas."
+        )
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if group is None and ranks != "1" and not (dist.is_available() and dist.is_initialized()):
+        warn(  # torch.distributed.group.WORLD is None then
+            f"octavo.graphed averages no gradients: group = None, and this is one of {ranks} ranks without a process group. "
+            "Call torch.distributed.init_process_group() before, and give group=torch.distributed.group.WORLD."
         )
     return Graphed(loss, list(dict.fromkeys(parameters)), warmup, group)
