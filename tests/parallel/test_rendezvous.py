@@ -1,5 +1,10 @@
 """Ranks of a rendezvous round agree on a name although earlier rounds left theirs in the same store."""
 
+import itertools
+import os
+import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from octavo.errors import OctavoError
+from octavo.parallel import rendezvous
 from octavo.parallel.rendezvous import round_name, round_store
 
 
@@ -54,4 +60,45 @@ def test_an_early_rank_waits_for_the_name_of_its_own_round():
 def test_one_rank_and_no_agent(monkeypatch):
     assert round_name(dist.HashStore(), 0, 1, timeout=0)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(rendezvous, "_numbers", itertools.count())
     assert round_store(0, 2, timeout=1) is None
+
+
+AGAIN = """
+import torch, torch.distributed as dist
+from octavo.parallel import world
+
+kept = []
+for degrees in ({}, {"hybrid_shard_degree": 1}, {"context_parallel_degree": 2}):
+    world.init(degrees, timeout=60)
+    kept.append((world.state.mesh, world.state.world_process_group))  # as a sharded model does
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(total.item())
+    world.shutdown()
+"""
+
+
+def test_other_degrees_after_a_shutdown_while_a_model_of_the_first_lives():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    place = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [
+        subprocess.Popen([sys.executable, "-c", AGAIN], env=os.environ | place | {"RANK": rank, "LOCAL_RANK": rank}, **pipes)
+        for rank in ("0", "1")
+    ]
+    try:
+        told = [process.communicate(timeout=100) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [out.split() for out, _ in told] == [["2.0"] * 3] * 2, told

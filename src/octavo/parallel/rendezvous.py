@@ -9,6 +9,7 @@ count differently.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import secrets
@@ -23,15 +24,26 @@ _POLL_SECONDS = 0.02
 _KEY = "octavo-rendezvous"
 
 
+_numbers = itertools.count()  # of the rendezvous of this process
+
+
 def round_store(rank: int, world: int, timeout: float) -> Store | None:
-    """The store of torchrun's agent with a prefix of this round; None without an agent.
+    """The store of torchrun's agent with a prefix of this round; None for PyTorch's own.
+
+    Without an agent every rendezvous but the first has a prefix too: what lives of earlier process groups (a sharded model has
+    its mesh) keeps the store of rank 0, in which others would find the addresses of then, and wait for them.
 
     Raises:
         OctavoError: not all ranks came within `timeout` seconds.
     """
+    host, port, number = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), next(_numbers)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if number == 0:
+            return None
+        wait = datetime.timedelta(seconds=timeout)
+        return PrefixStore(
+            f"{_KEY}-{number}", TCPStore(host, port, world, is_master=rank == 0, timeout=wait, multi_tenant=True)
+        )
     store = TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
     return PrefixStore(f"{_KEY}-{round_name(store, rank, world, timeout)}", store)
 
