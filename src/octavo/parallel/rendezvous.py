@@ -1,4 +1,4 @@
-"""A key-value store without the entries of earlier rendezvous rounds.
+"""A key-value store without the entries of earlier rendezvous.
 
 torchrun restarts all ranks when one has failed, but its agent keeps one store for all rounds. Process groups would read the
 addresses of dead ranks there, and fail or hang (gloo of torch 2.11 to 2.13, with either rendezvous backend). So the ranks of a
