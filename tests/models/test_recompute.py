@@ -300,6 +300,26 @@ def test_the_result_of_parts_is_no_view():
         assert not layer(torch.ones(2, 16, 32))._is_view()
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_scales_of_chunks_are_those_of_the_whole(recipe):
+    """Under block scaling too: a chunk has whole blocks of 128 tokens."""
+    found = []
+    for chunks in (1, 3):
+        torch.manual_seed(0)
+        layer = octavo.nn.LayerNormMLP(128, 256, normalization="RMSNorm", activation="swiglu", checkpoint=True)
+        layer.chunks = chunks
+        x = torch.randn(300, 128, requires_grad=True)
+        with octavo.fp8_autocast(fp8_recipe=RECIPES[recipe]):
+            y = layer(x)
+        y.backward(torch.randn(300, 128))
+        found.append([y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())])
+    (y, dx, *whole), (y_parts, dx_parts, *parts) = found
+    assert torch.equal(y, y_parts)
+    assert torch.equal(dx, dx_parts)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+
+
 def test_chunks_that_cannot_be():
     for chunks in (0, 1.5, True):
         with pytest.raises(InputError, match=rf"mlp_chunks = {chunks} is not supported: use a whole number from 1"):
