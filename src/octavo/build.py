@@ -103,7 +103,7 @@ def transform(
         fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients; False: none. When absent
             "backward" for Octavo's decoder, but False for a Transformer Engine `recipe` and for other models.
         recompute: keep each block's input alone for backward; "selective": and attention's result; "mlp": all but one product.
-        mlp_chunks: parts of the tokens that each MLP computes one after the other, with one part's temporaries.
+        mlp_chunks: chunks of tokens that each MLP computes one after the other, with the temporaries of one.
         offload: keep activations saved for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
         blocks: "own" keeps the code of a model that would get Octavo's blocks, and its names in checkpoints.
 

@@ -1,4 +1,4 @@
-"""What recomputation, offloading and MLPs in parts cost and save: step times and peaks of one model, beside the estimate.
+"""The suite of memory: step times and peaks under recomputation, offloading and MLPs in chunks, beside the estimate.
 
 One process trains each setting in turn, for a few steps: the allocator's peak is the same in each. Parameters and states are
 bfloat16, FP8 is delayed scaling by the defaults.
@@ -45,7 +45,7 @@ class Workload(NamedTuple):
         return f"{self.case.name}-{self.settings.replace(' ', '-').replace('=', '-')}"
 
     def setup(self) -> Setup:
-        """What the estimate of memory knows of it."""
+        """The same as input of the estimate of memory."""
         spec, case = self.case.spec, self.case
         blocks = (BlockRecipes(*(DelayedScaling().name,) * 4),) * spec.layers
         return Setup(

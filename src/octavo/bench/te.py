@@ -23,6 +23,7 @@ from transformer_engine.pytorch.utils import SplitAlongDim
 
 from octavo.bench.cases import VisionCase
 from octavo.bench.plain import STD, next_token_loss
+from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
 from octavo.models.spec import ModelSpec
 
@@ -164,11 +165,11 @@ class TeDecoder(nn.Module):
         self.loss = torch.compile(next_token_loss, fullgraph=True) if compiled else next_token_loss
         self.loss_of_part = torch.compile(sum_of_losses, fullgraph=True) if compiled else sum_of_losses
         self.recompute = recompute
-        self.context: dist.ProcessGroup | None = None
+        self.context: ContextGroup | None = None
 
     def split_sequences(self, group: dist.ProcessGroup, strategy: str) -> None:
         """Share each sequence over the ranks of `group`, by a `cp_comm_type` of Transformer Engine."""
-        self.context = group
+        self.context = ContextGroup(group, strategy)  # of whose chunks each rank has those of Transformer Engine
         stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         layers: Any = self.layers
         for layer in layers:
@@ -179,9 +180,9 @@ class TeDecoder(nn.Module):
         if self.context is None:
             return self.loss(self._logits(ids_BT), labels_BT)
         targets_BT = F.pad(labels_BT[:, 1:], (0, 1), value=-100)
-        size, whole = dist.get_world_size(self.context), labels_BT.shape[0] * (labels_BT.shape[1] - 1)
-        ids_BT, targets_BT = (self._own(x) for x in (ids_BT, targets_BT))
-        return self.loss_of_part(self._logits(ids_BT), targets_BT) * (size / whole)
+        whole = labels_BT.shape[0] * (labels_BT.shape[1] - 1)
+        ids_BT, targets_BT = (self.context.split(x) for x in (ids_BT, targets_BT))
+        return self.loss_of_part(self._logits(ids_BT), targets_BT) * (self.context.size / whole)
 
     def _logits(self, ids_BT: Tensor) -> Tensor:
         x_BTD = self.embed_tokens(ids_BT)
@@ -191,13 +192,6 @@ class TeDecoder(nn.Module):
             else:
                 x_BTD = layer(x_BTD, rotary_pos_emb=self.angles)
         return self.lm_head(self.norm(x_BTD))
-
-    def _own(self, x_BT: Tensor) -> Tensor:
-        """This rank's two of the 2n chunks of the tokens: its number, and as many from the end."""
-        assert self.context is not None
-        rank, size = dist.get_rank(self.context), dist.get_world_size(self.context)
-        chunks = x_BT.chunk(2 * size, 1)
-        return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), 1)
 
 
 def sum_of_losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

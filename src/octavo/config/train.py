@@ -35,8 +35,8 @@ class TrainConfig(Section):
     mlp_chunks: int = Field(
         1,
         ge=1,
-        description="Parts of a rank's tokens that each MLP computes one after the other, with the temporaries of one part; "
-        "more than 1 recomputes the first product in backward, and under current and rowwise scaling each part has scales "
+        description="Chunks of a rank's tokens that each MLP computes one after the other, with the temporaries of one; "
+        "more than 1 recomputes the first product in backward, and under current and rowwise scaling each has scales "
         "of its own (Octavo's blocks only).",
     )
     offload: bool = Field(False, description="Keep activations saved for backward in host memory (Octavo's decoder only).")

@@ -121,7 +121,7 @@ class Decoder(PretrainedInterface):
         self.sharded = False
         """Each rank has a part of the weights, so that all of them run every forward."""
         self.output_hidden_states = False
-        """What a forward without this argument returns."""
+        """The default of the forward's argument."""
         self.objective = objective
         """Training loss; None for the plain cross entropy, which every evaluation uses."""
 

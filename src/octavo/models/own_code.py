@@ -98,7 +98,7 @@ def refuse_block_settings(
     if mlp_chunks > 1:
         raise InputError(
             f"train.mlp_chunks = {mlp_chunks}: {kind} keeps its own code, and only the blocks of Octavo's decoder compute their"
-            f" MLPs in parts ({families}). Use train.mlp_chunks = 1."
+            f" MLPs in chunks ({families}). Use train.mlp_chunks = 1."
         )
     if recompute in ("mlp", "selective"):
         raise InputError(

@@ -82,7 +82,7 @@ class _Saved:
 
 
 class _BlockSaved:
-    """What one forward of a block has in host memory, and the block before it in the same forward."""
+    """Host copies of one forward of a block, with a reference to those of the block before."""
 
     def __init__(self, before: _BlockSaved | None) -> None:
         self.tensors: list[_Saved] = []
@@ -103,7 +103,7 @@ class _BlockSaved:
 
 
 class _Packed(NamedTuple):
-    """What autograd keeps in the place of a tensor."""
+    """Autograd's handle of an offloaded tensor."""
 
     block: _BlockSaved
     place: int
