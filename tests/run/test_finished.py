@@ -76,6 +76,9 @@ DOUBTS = {
         next((run / "checkpoints" / "step-3").glob("*.safetensors")), lambda data: data[:-1] + bytes([data[-1] ^ 1])
     ),
     "a torn last line": lambda run: edit(run / "metrics.jsonl", lambda data: data[:-9]),
+    "leftovers of a removal that was killed": lambda run: shutil.copytree(
+        run / "checkpoints" / "step-3", run / "checkpoints" / ".tmp-old-step-2"
+    ),
     "no metrics": lambda run: (run / "metrics.jsonl").unlink(),
     "no twin": lambda run: shutil.rmtree(run / "bf16"),
     "a twin of other settings": lambda run: edit(run / "bf16" / "run.toml", lambda data: data.replace(b"0.003", b"0.01")),

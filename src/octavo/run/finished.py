@@ -66,7 +66,7 @@ def _continued(folder: RunFolder, config: RunConfig) -> RunConfig | None:
         InputError: the run was started with other settings, or its own file was changed.
     """
     before = folder.config()
-    if before is None:
+    if before is None or any(folder.checkpoints.glob(".tmp-*")):  # of a write that was killed: the usual way removes it
         return None
     now, taken = with_keys_of(before, config, config)
     if any(text.partition(" = ")[0] not in _RESOLVED_FOR_MODEL for text in taken):

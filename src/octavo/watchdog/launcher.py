@@ -20,15 +20,19 @@ from types import FrameType
 from typing import Any
 
 from octavo.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, InputError, warn
+from octavo.watchdog.processes import die_with_parent
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.05
 _SLACK_SECONDS = 2.0
 """After `grace`, at whose end the watchdogs end their ranks themselves."""
+_NOTHING_SAVED = ("before the first step: nothing to save. Run the same command again.", EXIT_STOPPED)
 _NAMES = {int(number): number.name for number in signal.Signals}
 
 
-def launch(command: Sequence[str], ranks: int, *, timeout: float, grace: float) -> int:
+def launch(
+    command: Sequence[str], ranks: int, *, timeout: float, grace: float, stopped: tuple[str, int] = _NOTHING_SAVED
+) -> int:
     """Run `command` as `ranks` processes until all have ended; returns the exit code of the first that failed, or 0.
 
     Args:
@@ -36,6 +40,7 @@ def launch(command: Sequence[str], ranks: int, *, timeout: float, grace: float) 
         ranks: processes, one a GPU.
         timeout: seconds that the others may take to end after one that was asked to stop.
         grace: the same after one that failed, in which their watchdogs report it.
+        stopped: message and exit code where a signal ended all ranks before any of them took it.
 
     Raises:
         InputError: this process is one of several ranks itself, or this is not its main thread.
@@ -45,7 +50,7 @@ def launch(command: Sequence[str], ranks: int, *, timeout: float, grace: float) 
     if threading.current_thread() is not threading.main_thread():
         # The kernel ends the ranks with the thread that started them (`die_with_launcher`), and signals come to the main one.
         raise InputError("ranks are started from the main thread alone: call octavo.watchdog.launcher.launch there.")
-    job = _Job()
+    job = _Job(stopped)
     with socket.create_server((_HOST, 0), backlog=max(128, ranks)) as listening, job.signals():
         port = listening.getsockname()[1]
         for rank in range(ranks):
@@ -61,7 +66,13 @@ class _Rank:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         # In a process group of its own: a terminal sends Ctrl-C to a whole group, so it would come twice.
-        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+            preexec_fn=die_with_parent,  # this process has no other thread until `_keep_store`
+        )
         self._sent = 0
 
     def send(self, signals: Sequence[signal.Signals]) -> None:
@@ -74,8 +85,9 @@ class _Rank:
 class _Job:
     """All ranks, and the signals that this process got."""
 
-    def __init__(self) -> None:
+    def __init__(self, stopped: tuple[str, int]) -> None:
         self.asked: list[signal.Signals] = []
+        self._stopped = stopped
         self._ranks: list[_Rank] = []
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
@@ -129,8 +141,9 @@ class _Job:
         if not failed:
             return 0
         if self.asked:
-            warn(f"stopped by {self.asked[0].name} before the first step: nothing to save. Run the same command again.")
-            return EXIT_STOPPED
+            message, code = self._stopped
+            warn(f"stopped by {self.asked[0].name} {message}")
+            return code
         rank, code = next(iter(failed.items()))
         cause = ", which Linux sends when the host's memory runs out" if -code == signal.SIGKILL else ""
         name = _NAMES.get(-code, f"signal {-code}")

@@ -39,10 +39,15 @@ def die_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     _launcher = os.getppid()
-    with contextlib.suppress(AttributeError, OSError):  # Linux only; `orphaned` is checked at every heartbeat as well
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()  # `orphaned` is checked at every heartbeat as well
     if orphaned() or _adopted(_launcher):
         os._exit(1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends (Linux only)."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def leave(code: int) -> NoReturn:

@@ -1,0 +1,175 @@
+"""The import finder: gives the old libraries' module names to modules of Octavo, in a process and in those that it spawns.
+
+A shim is a table: old module → Octavo's modules and the names taken from each. A module of the old name is a real module with a
+spec and no code of its own; objects keep Octavo's module as theirs, so that they are pickled by a name that every process
+finds. Nothing is written into anyone's packages. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from octavo.compat.missing import MissingModule, MissingName, way_of
+from octavo.errors import InputError
+
+REPLACE = "OCTAVO_COMPAT_REPLACE"
+"""Environment variable: 1 lets the shims take the names of packages that are installed."""
+Names = Mapping[str, str]
+"""Module of Octavo → names taken from it, separated by spaces."""
+
+
+@dataclass(frozen=True)
+class Shim:
+    """The old names of one library.
+
+    Attributes:
+        root: its package, such as "torch.sagemaker".
+        library: its name in messages.
+        modules: every old module → the names in it.
+        ways: missing name → the way to the same end; dotted names count for all below.
+        begin: a module whose `apply` runs when the root is imported, and returns the function that undoes it.
+        before: modules that the root imports, so that they are its attributes.
+    """
+
+    root: str
+    library: str
+    modules: Mapping[str, Names]
+    ways: Mapping[str, str]
+    begin: str | None = None
+    before: Sequence[str] = ()
+
+    def real(self) -> str | None:
+        """Where the real package is installed; None if it is not."""
+        parent, _, _ = self.root.rpartition(".")
+        path: list[str] | None = None
+        if parent:
+            found = PathFinder.find_spec(parent)
+            if found is None or found.submodule_search_locations is None:
+                return None
+            path = list(found.submodule_search_locations)
+        spec = PathFinder.find_spec(self.root, path)
+        if spec is None:
+            return None
+        return spec.origin or str(next(iter(spec.submodule_search_locations or ["?"])))
+
+    def check(self, *, replace: bool) -> None:
+        """Raise an InputError if the real package is installed, unless the shim may take its place."""
+        where = self.real()
+        if where is not None and not (replace or os.environ.get(REPLACE) == "1"):
+            raise InputError(
+                f"{self.root} is installed here ({where}), and Octavo's compatibility layer would hide it. Run the script by "
+                f"itself to use {self.library}; for Octavo in its place: python -m octavo.compat --replace-installed SCRIPT, "
+                f"or {REPLACE}=1, or install(replace_installed=True)."
+            )
+
+
+class Finder(MetaPathFinder):
+    """Finds the modules of one shim."""
+
+    def __init__(self, shim: Shim) -> None:
+        self.shim = shim
+        self.undo: Callable[[], None] | None = None
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The spec of an old module; MissingModule for another name below the root that is imported."""
+        if fullname != self.shim.root and not fullname.startswith(f"{self.shim.root}."):
+            return None
+        if fullname in self.shim.modules:
+            return self._spec(fullname)
+        # `importlib.util.find_spec` asks whether a module is there, and None is the answer; all else is an import.
+        if sys._getframe(2).f_code.co_name == "find_spec":
+            return None
+        known = [name.rpartition(".")[2] for name in self.shim.modules] + self._names(fullname.rpartition(".")[0])
+        # The name of the root: `from module import name` goes on to its own message if it is the missing name.
+        raise MissingModule(way_of(fullname, self.shim.ways, known), self.shim.root)
+
+    def _names(self, module: str) -> list[str]:
+        return [name for names in self.shim.modules.get(module, {}).values() for name in names.split()]
+
+    def _spec(self, name: str) -> ModuleSpec:
+        home = importlib.util.find_spec(next(iter(self.shim.modules[name]), "octavo.compat"))
+        origin = None if home is None else home.origin
+        # Packages all, without a folder: an import of a missing name from one then comes here, to be refused by name.
+        return ModuleSpec(name, _Loader(self), origin=origin, is_package=True)
+
+
+class _Loader(Loader):
+    def __init__(self, finder: Finder) -> None:
+        self.finder = finder
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill a module with its names."""
+        shim, name = self.finder.shim, module.__name__
+        if name == shim.root and shim.begin is not None and self.finder.undo is None:
+            self.finder.undo = importlib.import_module(shim.begin).apply()
+        for home, text in shim.modules[name].items():
+            source = importlib.import_module(home)
+            module.__dict__.update({one: getattr(source, one) for one in text.split()})
+        names = self.finder._names(name)
+        module.__dict__["__all__"] = names
+        module.__dict__["__getattr__"] = _fallback(shim, name, names)
+        module.__dict__["__doc__"] = f"Octavo's {name}: docs/migrating.md says what each name does."
+        if name == shim.root:
+            for child in shim.before:
+                importlib.import_module(child)
+
+    def get_code(self, name: str) -> None:
+        """None: the module has no code of its own."""
+        return
+
+
+def _fallback(shim: Shim, module: str, names: Sequence[str]) -> Callable[[str], Any]:
+    """`__getattr__` of an old module: its submodules, or MissingName."""
+    children = [name.removeprefix(f"{module}.") for name in shim.modules if name.startswith(f"{module}.")]
+
+    def find(name: str) -> Any:
+        if f"{module}.{name}" in shim.modules:
+            return importlib.import_module(f"{module}.{name}")
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        raise MissingName(way_of(f"{module}.{name}", shim.ways, [*names, *children]))
+
+    return find
+
+
+def installed(shim: Shim) -> Finder | None:
+    """The finder of a shim in this process."""
+    return next((found for found in sys.meta_path if isinstance(found, Finder) and found.shim is shim), None)
+
+
+def install(shim: Shim, *, replace: bool = False) -> None:
+    """Give this process the old names; a second call does nothing.
+
+    Raises:
+        InputError: the real package is installed and may not be replaced, or is imported already.
+    """
+    if installed(shim) is not None:
+        return
+    shim.check(replace=replace)
+    if shim.root in sys.modules:
+        raise InputError(f"{shim.root} is imported already: call install() before the first import of it.")
+    sys.meta_path.insert(0, Finder(shim))
+
+
+def uninstall(shim: Shim) -> None:
+    """Take the old names away from this process; objects that were made by them live on."""
+    finder = installed(shim)
+    if finder is None:
+        return
+    sys.meta_path.remove(finder)
+    for name in [name for name in sys.modules if name == shim.root or name.startswith(f"{shim.root}.")]:
+        del sys.modules[name]
+    parent, _, child = shim.root.rpartition(".")
+    if parent in sys.modules:
+        vars(sys.modules[parent]).pop(child, None)
+    if finder.undo is not None:
+        finder.undo()

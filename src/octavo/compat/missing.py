@@ -1,0 +1,37 @@
+"""The errors for a name of the old libraries that is not here: the name, and the way to the same end.
+
+One is an ImportError and one an AttributeError, so that `try: import …` and `hasattr` go on as with any missing name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from octavo.errors import InputError, nearest
+
+TABLE = "docs/migrating.md has the table of names."
+
+
+class MissingModule(InputError, ModuleNotFoundError):
+    """An import of a name that the shim does not have."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.msg, self.name = message, name
+
+
+class MissingName(InputError, AttributeError):
+    """A name that a module of the shim does not have."""
+
+
+def way_of(name: str, ways: Mapping[str, str], known: Iterable[str] = ()) -> str:
+    """The sentence for a dotted name that is missing: its way, or that of the longest name around it; and a similar name."""
+    last = name.rpartition(".")[2]
+    way = ways.get(last)
+    around = name
+    while way is None and around:
+        way = ways.get(around)
+        around = around.rpartition(".")[0]
+    guess = nearest(last, known)
+    hint = f" Did you mean {guess}?" if guess and way is None else ""
+    return f"{name} is not in Octavo's compatibility layer.{hint} {way + ' ' if way else ''}{TABLE}"

@@ -1,0 +1,38 @@
+"""Installs the shims when Python starts: `python -m octavo.compat` puts this folder first on PYTHONPATH.
+
+So the script and every process that it spawns find the old names. The module of this name that is hidden runs afterwards.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+
+
+def _start() -> None:
+    found = importlib.util.find_spec("octavo")
+    if found is None or found.origin is None or Path(found.origin).resolve().parent != _HERE.parents[1]:
+        sys.path.insert(0, str(_HERE.parents[2]))  # the one that was started
+    from octavo.compat import start
+
+    start.install_all()
+
+
+def _run_hidden() -> None:
+    others = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+try:
+    _start()
+finally:  # Python says what went wrong, and goes on
+    _run_hidden()

@@ -1,0 +1,5 @@
+"""SMP's names: `install()` gives torch.sagemaker to this process, `uninstall()` takes it away."""
+
+from octavo.compat.smp.shim import install, uninstall
+
+__all__ = ["install", "uninstall"]

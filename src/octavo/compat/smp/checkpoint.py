@@ -1,0 +1,311 @@
+"""SMP's distributed checkpoints on PyTorch's: `save`, `async_save`, `load`, and what finishes writes in the background.
+
+A DTensor of more ranks than the process group has is saved as this rank's rows (SMP's local checkpoints: a folder a rank).
+Reading one of PyTorch's checkpoints unpickles its metadata, as PyTorch itself does: read only folders that you trust.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from octavo.compat.smp.state_dicts import ModelState
+from octavo.errors import InputError
+from octavo.parallel.shards import local_shard
+
+
+def _is_remote(path: Any) -> bool:
+    return "://" in str(path)
+
+
+class DistributedFileSystemReader(FileSystemReader):
+    """Reads a checkpoint from a local folder, or through fsspec from a URL such as s3://…."""
+
+    def __new__(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """One of PyTorch's for URLs in its place."""
+        return FsspecReader(str(path)) if _is_remote(path) else super().__new__(cls)
+
+
+class DistributedFileSystemWriter(FileSystemWriter):
+    """Writes a checkpoint to a local folder, or through fsspec to a URL such as s3://…."""
+
+    def __new__(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """One of PyTorch's for URLs in its place."""
+        return FsspecWriter(str(path)) if _is_remote(path) else super().__new__(cls)
+
+
+@dataclass
+class PyTorchDistSaveShardedStrategy:
+    """A value for `sharded_strategy`, whose one choice is PyTorch's format."""
+
+    backend: str = "torch_dist"
+    version: int = 1
+
+
+class AsyncCallsQueue:
+    """Saves in the background, in order. `maybe_finalize_async_calls` raises their errors."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[int, Future[None]]] = []
+        self._count = 0
+        self._executor: ThreadPoolExecutor | None = None
+
+    def schedule(self, function: Any) -> int:
+        """Run a function behind those that are under way; its number."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # a process that ends waits for its thread
+        self._calls.append((self._count, self._executor.submit(function)))
+        self._count += 1
+        return self._count - 1
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = True) -> list[int]:
+        """The numbers of the saves that have ended, of all if `blocking`; raises the error of a failed one."""
+        ended = []
+        while self._calls and (blocking or self._calls[0][1].done()):
+            number, future = self._calls.pop(0)
+            future.result()
+            ended.append(number)
+        return ended
+
+    def get_num_unfinalized_calls(self) -> int:
+        """Saves that were not finalised yet."""
+        return len(self._calls)
+
+    def close(self) -> None:
+        """Wait for all saves."""
+        self.maybe_finalize_async_calls(blocking=True)
+
+
+DEFAULT_ASYNC_REQUEST_QUEUE = AsyncCallsQueue()
+
+
+def maybe_finalize_async_calls(blocking: bool = True, process_group: dist.ProcessGroup | None = None) -> list[int]:
+    """The numbers of the asynchronous saves that have ended; with `blocking` it waits for all of them.
+
+    Raises:
+        Exception: that of a save.
+    """
+    return DEFAULT_ASYNC_REQUEST_QUEUE.maybe_finalize_async_calls(blocking)
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    wait_error_handling: bool = True,
+    force_check_all_plans: bool = True,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> None:
+    """Write a state dict in PyTorch's distributed format. Collective over `process_group`; None: all ranks.
+
+    The last four arguments are SMP's, without effect.
+    """
+    _write(_of_group(state_dict, process_group), checkpoint_id, storage_writer, planner, process_group)
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    queue: AsyncCallsQueue | None = None,
+    sharded_strategy: Any = None,
+    wait_error_handling: bool = True,
+    force_check_all_plans: bool = True,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> None:
+    """`save` in a thread, of a copy in host memory; `maybe_finalize_async_calls` waits for it and raises its error.
+
+    Over another group than a sharded model's, its replicas or all ranks it writes before it returns.
+    """
+    there, group = _background_group(process_group)
+    if not there:
+        _write(_of_group(state_dict, process_group), checkpoint_id, storage_writer, planner, process_group)
+        return
+    copied = tree_map(_copied, _of_group(state_dict, process_group))
+    alone = group is None  # this rank has no others to agree with
+    (queue or DEFAULT_ASYNC_REQUEST_QUEUE).schedule(
+        lambda: _write(copied, checkpoint_id, storage_writer, planner, group, alone=alone)
+    )
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: Any = None,
+    planner: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+    check_keys_matched: bool = True,
+    coordinator_rank: int = 0,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> None:
+    """Fill the tensors of a state dict, and replace its other values, from a checkpoint of `save`. Collective.
+
+    Raises:
+        InputError: no folder, or one without a checkpoint.
+    """
+    reader = storage_reader
+    if reader is None:
+        if checkpoint_id is None:
+            raise InputError("load: give checkpoint_id, the folder of the checkpoint, or storage_reader.")
+        reader = DistributedFileSystemReader(checkpoint_id)
+    path = getattr(reader, "path", checkpoint_id)
+    if not _is_remote(path) and not os.path.isfile(os.path.join(str(path), ".metadata")):  # noqa: PTH113, PTH118
+        raise InputError(f"load: there is no checkpoint in {str(path)!r}: give the folder that save or async_save wrote.")
+    # Rows share the memory of the tensors; other values are put back by hand.
+    rows = _of_group(state_dict, process_group)
+    state_dict_loader.load(rows, storage_reader=reader, planner=planner, process_group=process_group)
+    _put_back(state_dict, rows)
+    for value in state_dict.values():
+        if isinstance(value, ModelState):
+            value.loaded()
+
+
+def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = False) -> None:
+    """Make an optimizer's states, by a step with gradients of zero that changes no parameter.
+
+    skip_empty_param: parameters without elements on this rank get a state too; it has none either.
+    """
+    if optimizer.state:
+        return
+    rates = [(group, group["lr"]) for group in optimizer.param_groups]
+    kept = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    for parameter, _ in kept:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    for group, rate in rates:
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+    optimizer.step()
+    for group, rate in rates:
+        group["lr"] = rate
+    for parameter, grad in kept:
+        parameter.grad = grad
+    for states in optimizer.state.values():
+        if isinstance(step := states.get("step"), Tensor):
+            step.zero_()
+
+
+def _write(
+    state: Any, checkpoint_id: Any, writer: Any, planner: Any, group: dist.ProcessGroup | None, *, alone: bool = False
+) -> None:
+    if writer is None:
+        if checkpoint_id is None:
+            raise InputError("save: give checkpoint_id, the folder of the checkpoint, or storage_writer.")
+        writer = DistributedFileSystemWriter(checkpoint_id)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as asked for
+        state_dict_saver.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+
+
+def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
+    """A state with this rank's rows in place of DTensors of ranks outside of the group."""
+    members = set(dist.get_process_group_ranks(group)) if group is not None else None
+
+    def rows(value: Any) -> Any:
+        if isinstance(value, DTensor) and members is not None and not _covers(members, value):
+            return local_shard(value).local
+        return value
+
+    return _mapped(rows, state)
+
+
+def _covers(members: set[int], value: DTensor) -> bool:
+    """True if the ranks hold all rows between them: those of one shard group at least."""
+    mesh = value.device_mesh
+    shards = mesh.mesh if mesh.ndim == 1 else mesh.mesh.reshape(-1, mesh.size(-1))
+    groups = [shards.tolist()] if mesh.ndim == 1 else shards.tolist()
+    return any(members.issuperset(group) for group in groups)
+
+
+def _mapped(function: Any, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _mapped(function, entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size) and not hasattr(value, "_fields"):
+        return type(value)(_mapped(function, entry) for entry in value)
+    return function(value)
+
+
+def _put_back(into: Any, loaded: Any) -> None:
+    """Values that are no tensors, from the loaded copy; tensors were filled in place."""
+    for key in list(into) if isinstance(into, dict) else range(len(into)):
+        old, new = into[key], loaded[key]
+        if isinstance(old, dict | list):
+            _put_back(old, new)
+        elif not isinstance(old, Tensor) and not isinstance(old, tuple):
+            into[key] = new
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        local = value.to_local().detach().to("cpu", copy=True)
+        return DTensor.from_local(
+            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+_groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
+
+
+def make_background_groups(groups: list[list[int]]) -> None:
+    """Make gloo groups for saves in the background, since two threads may not share one. Collective over all ranks."""
+    for members in groups:
+        key = (id(dist.group.WORLD), *members)
+        if len(members) > 1 and key not in _groups:
+            made = dist.new_group(members, backend="gloo")
+            if dist.get_rank() in members:
+                _groups[key] = made
+
+
+def _background_group(group: dist.ProcessGroup | None) -> tuple[bool, dist.ProcessGroup | None]:
+    """(True if a save over this group can run in the background, the group that it uses there)."""
+    if not dist.is_initialized():
+        return True, None
+    members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    made = _groups.get((id(dist.group.WORLD), *members))
+    return made is not None or len(members) == 1, made
+
+
+def load_optimizer(model_state: Mapping[str, Any], key: str, reader: Any, planner: Any, group: Any) -> dict[str, Any]:
+    """`{key: the optimizer's state}` of a checkpoint, sharded as the model's; for `FSDP.optim_state_dict_to_load`."""
+    metadata = reader.read_metadata()
+    state: dict[str, Any] = {}
+    for name, found in metadata.state_dict_metadata.items():
+        path = metadata.planner_data[name]
+        if path[0] != key:
+            continue
+        state[name] = b""
+        if hasattr(found, "size"):
+            like = model_state.get(path[2]) if path[1] == "state" and len(path) > 3 else None
+            shaped = isinstance(like, DTensor) and tuple(like.shape) == tuple(found.size)
+            made = torch.zeros_like(like, dtype=found.properties.dtype) if shaped and isinstance(like, DTensor) else None
+            state[name] = torch.zeros(found.size, dtype=found.properties.dtype) if made is None else made
+    state_dict_loader.load(state, storage_reader=reader, planner=planner, process_group=group)
+    nested: dict[str, Any] = {}
+    for name, value in state.items():
+        set_element(nested, metadata.planner_data[name], value)
+    return nested

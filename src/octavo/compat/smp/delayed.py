@@ -1,0 +1,106 @@
+"""SMP's DelayedParamIniter: initial values for parameters on the meta device, once FSDP has sharded them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.compat.smp.transform import transformed
+from octavo.compat.smp.utils import empty_module_params, get_logger, move_buffers_to_device
+from octavo.compat.te.device import default_device
+from octavo.errors import InputError
+
+
+class ParamInit:
+    """The function that FSDP's `param_init_fn` takes.
+
+    For a transformed model it only says that Octavo initialises: by the model's own rule, the same on any number of ranks. For
+    any other model PyTorch's FSDP calls it with each module.
+    """
+
+    def __init__(self, initer: DelayedParamIniter) -> None:
+        self.initer = initer
+
+    def __call__(self, module: nn.Module) -> None:
+        """Give the module's own parameters memory and initial values."""
+        self.initer.init(module)
+
+
+class DelayedParamIniter:
+    """Initial values for a model on the meta device.
+
+    Args:
+        model: transformed, or any other for PyTorch's FSDP.
+        init_method_using_config: fills the own parameters of a module, for models that are neither transformed nor of
+            Hugging Face.
+        verbose: log the parameters.
+
+    Raises:
+        InputError: `init_method_using_config` for a transformed model: its parameters are joined, and other modules.
+    """
+
+    def __init__(
+        self, model: nn.Module, init_method_using_config: Callable[[nn.Module], Any] | None = None, verbose: bool = False
+    ) -> None:
+        if init_method_using_config is not None and transformed(model) is not None:
+            raise InputError(
+                "DelayedParamIniter(init_method_using_config=…): a transformed model has Octavo's modules and initialises them "
+                "by its config (initializer_range). Leave it out, or use it for a model that is not transformed."
+            )
+        self.model, self.method, self.verbose = model, init_method_using_config, verbose
+        self.counted = 0
+
+    def get_param_init_fn(self) -> ParamInit:
+        """For FSDP's `param_init_fn`."""
+        return ParamInit(self)
+
+    def get_post_param_init_fn(self) -> Callable[[nn.Module], None]:
+        """For FSDP's `post_param_init_fn`: ties weights again. A transformed model keeps its ties."""
+
+        def tie(module: Any) -> None:
+            if transformed(self.model) is None and hasattr(module, "tie_weights"):
+                module.tie_weights()
+
+        return tie
+
+    def count_num_params(self, module: nn.Module, *args: nn.Parameter) -> None:
+        """Count the given parameters as initialised, or else the module's own."""
+        self.counted += sum(p.numel() for p in (args or module.parameters(recurse=False)))
+
+    @contextlib.contextmanager
+    def validate_params_and_buffers_inited(self, enabled: bool = True) -> Iterator[None]:
+        """After the block no parameter and no buffer of the model is on the meta device any more.
+
+        Raises:
+            AssertionError: one is.
+        """
+        yield
+        if enabled:
+            tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+            left = [name for name, tensor in tensors if tensor.is_meta]
+            assert not left, f"{len(left)} tensors of {type(self.model).__name__} have no values, the first is {left[0]}"
+
+    @torch.no_grad()
+    def init(self, module: nn.Module) -> None:
+        """Memory and initial values for the own parameters of a module of a model that is not transformed."""
+        own = list(module.parameters(recurse=False))
+        device = default_device() or torch.device("cpu")
+        if self.method is not None:
+            self.method(module)
+        else:
+            method: Any = getattr(self.model, "_init_weights", None)
+            if method is None:
+                raise InputError(
+                    f"DelayedParamIniter: {type(self.model).__name__} is no model of Hugging Face's, whose initial values are "
+                    "known. Give init_method_using_config."
+                )
+            empty_module_params(module, device)
+            method(module)
+        move_buffers_to_device(module, device)
+        self.count_num_params(module)
+        if self.verbose and own:
+            get_logger().info("%s: %d parameters initialised", type(module).__name__, sum(p.numel() for p in own))

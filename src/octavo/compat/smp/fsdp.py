@@ -1,0 +1,359 @@
+"""A transformed model in FullyShardedDataParallel: Octavo's sharding with the arguments of PyTorch's FSDP1.
+
+`ShardedModel` is a subclass of PyTorch's class, which makes one where it is given a transformed model
+(`octavo.compat.smp.patches`). Octavo shards block by block whatever auto_wrap_policy says; rotary tables stay float32.
+
+How `sharding_strategy` and hybrid_shard_degree H combine, as SMP has it:
+
+    H = 0     the strategy's own: FULL_SHARD, SHARD_GRAD_OP over all ranks; HYBRID_SHARD, _HYBRID_SHARD_ZERO2 over those of a
+              host; NO_SHARD over none
+    H = 1     NO_SHARD
+    H > 1     over H ranks, replicated beyond: HYBRID_SHARD, or _HYBRID_SHARD_ZERO2 if that is given
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+from octavo.build import place
+from octavo.compat.smp import slices, state_dicts
+from octavo.compat.smp.checkpoint import make_background_groups
+from octavo.compat.smp.delayed import ParamInit
+from octavo.compat.smp.init import state as smp_state
+from octavo.compat.smp.transform import Transformed, transformed
+from octavo.errors import InputError, warn
+from octavo.fp8.recipe import DelayedScaling
+from octavo.models.decoder import Decoder
+from octavo.models.own_code import compute_in
+from octavo.models.vision import Blocks
+from octavo.parallel.coordination import all_ranks
+from octavo.parallel.deferred_init import CounterInit, FromRank0, Values
+from octavo.parallel.fsdp import check_same_weights, settle
+from octavo.parallel.module_init import OwnInit
+from octavo.parallel.offload import offloaded
+from octavo.parallel.sharding import Sharding, sharding_of
+from octavo.parallel.world import rank_variable
+from octavo.parallel.world import state as ranks
+from octavo.train.optimizer import clip_grad_norm_
+
+_ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_IN_HOST = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_NEUTRAL = [
+    "auto_wrap_policy",
+    "backward_prefetch",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "use_orig_params",
+    "post_param_init_fn",
+]
+"""Arguments without effect on results: Octavo shards by blocks, gathers ahead, and keeps parameters apart."""
+_said: set[str] = set()
+
+
+class ShardedModel(FullyShardedDataParallel):
+    """A transformed model over the ranks of `torch.sagemaker.init`.
+
+    Attributes:
+        module: the model itself.
+        process_group, rank, world_size: the ranks that a parameter is sharded over.
+        sharding_strategy: what holds.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: Any = None,
+        *others: Any,
+        mixed_precision: MixedPrecision | None = None,
+        param_init_fn: Any = None,
+        device_id: Any = None,
+        sync_module_states: bool = False,
+        **options: Any,
+    ) -> None:
+        nn.Module.__init__(self)
+        if others:
+            raise InputError("FullyShardedDataParallel: give the arguments after cpu_offload by name.")
+        _check(process_group, cpu_offload, options)
+        noted = transformed(module)
+        assert noted is not None
+        degree, strategy = resolved(smp_state.hybrid_shard_degree, sharding_strategy)
+        sharding = _sharding(module, noted, mixed_precision, degree, strategy)
+        values = _values(module, noted, param_init_fn, sync=sync_module_states)
+        training = module.training
+        place(module, _device(device_id), sharding, values, averaged=True).train(training)
+        if sharding is not None and sharding.context is not None:
+            slices.join_inputs(module, sharding.context)
+        self._fsdp_wrapped_module = module
+        self.sharding_strategy, self.mixed_precision = strategy, mixed_precision or MixedPrecision()
+        self.process_group = _shard_group(sharding)
+        self.rank = 0 if self.process_group is None else dist.get_rank(self.process_group)
+        self.world_size = 1 if self.process_group is None else dist.get_world_size(self.process_group)
+        self.state_settings = state_dicts.Settings()
+        if sharding is not None:
+            shards = sharding.mesh.mesh.reshape(-1, sharding.mesh.size(-1))
+            make_background_groups([list(range(ranks.world_size)), *shards.tolist(), *shards.t().tolist()])
+        self._offloads = False
+        self.register_load_state_dict_pre_hook(_load_inside)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself."""
+        return self._fsdp_wrapped_module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            return getattr(nn.Module.__getattr__(self, "_fsdp_wrapped_module"), name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by the names of the model itself."""
+        for name, parameter in nn.Module.named_parameters(self, *args, **kwargs):
+            yield state_dicts.clean(name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Buffers by the names of the model itself."""
+        for name, buffer in nn.Module.named_buffers(self, *args, **kwargs):
+            yield state_dicts.clean(name), buffer
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModel:
+        """`nn.Module.apply`; parameters are this rank's parts."""
+        nn.Module.apply(self, fn)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module._apply(self, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on this rank; the next one outside sums all of them over the ranks."""
+        model = self.module
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(True)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients to a norm of at most `max_norm`; returns the norm before, the same on every rank."""
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        settle(self.module)
+        if norm_type == 2.0 and max_norm > 0:
+            return clip_grad_norm_(self.module, max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """The state by the type of the `state_dict_type` context around; without one whole, by Hugging Face's names."""
+        state = state_dicts.model_state(self.module, self.state_settings)
+        if destination is None:
+            return state
+        destination.update({f"{prefix}{name}": value for name, value in state.items()})  # of a module around
+        return destination
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load a state of any of the types."""
+        return state_dicts.load_model_state(self.module, state_dict, strict=strict)
+
+    @property
+    def stack(self) -> Decoder | Blocks | None:
+        """The module that runs Octavo's blocks; None for a model's own code."""
+        model: Any = self.module
+        stack = model if isinstance(model, Decoder) else getattr(model, "blocks", None)
+        return stack if isinstance(stack, Decoder | Blocks) else None
+
+    def offload(self) -> None:
+        """Keep saved activations of Octavo's blocks in host memory from now on."""
+        if self.stack is not None and not self._offloads:
+            self._offloads = True
+            self.stack.run_block = offloaded(self.stack.run_block, smp_state.activation_loading_horizon)
+
+
+def _load_inside(
+    module: ShardedModel, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *others: Any
+) -> None:
+    """Load a state dict of a module around, which looks at the tensors of each module inside: they find themselves."""
+    own = {name[len(prefix) :]: state.pop(name) for name in [name for name in state if name.startswith(prefix)]}
+    lost, unexpected = state_dicts.load_model_state(module.module, own, strict=False)
+    missing += [f"{prefix}{name}" for name in lost]
+    state |= {f"{prefix}{name}": own[name] for name in unexpected}
+    tensors = nn.Module.state_dict(module.module, keep_vars=True, prefix=f"{prefix}_fsdp_wrapped_module.")
+    state |= {name: tensor.detach() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+
+
+def resolved(degree: int, given: ShardingStrategy | None) -> tuple[int, ShardingStrategy]:
+    """(ranks that a parameter is sharded over, 0 for all; the strategy that holds), by the table of this module."""
+    strategy = given or ShardingStrategy.FULL_SHARD
+    if degree == 1:
+        return 1, _overridden(degree, given, ShardingStrategy.NO_SHARD)
+    if degree > 1:
+        zero2 = strategy is ShardingStrategy._HYBRID_SHARD_ZERO2
+        return degree, _overridden(degree, given, strategy if zero2 else ShardingStrategy.HYBRID_SHARD)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return 1, strategy
+    if strategy in _IN_HOST:
+        local = rank_variable("LOCAL_WORLD_SIZE", min(ranks.world_size, max(1, torch.cuda.device_count() or ranks.world_size)))
+        return min(local, ranks.world_size), strategy
+    return 0, strategy
+
+
+def _overridden(degree: int, given: ShardingStrategy | None, strategy: ShardingStrategy) -> ShardingStrategy:
+    if given not in (None, strategy, ShardingStrategy.HYBRID_SHARD):
+        _say(
+            "strategy",
+            f"sharding_strategy={given.name if given else None} becomes {strategy.name}: hybrid_shard_degree = {degree} of "
+            "torch.sagemaker.init decides, as in SMP.",
+        )
+    return strategy
+
+
+def _say(key: str, message: str) -> None:
+    """A line for the user, once, on the first rank."""
+    if key not in _said:
+        _said.add(key)
+        if ranks.rank == 0 and os.environ.get("RANK", "0") == "0":
+            warn(message)
+
+
+def _check(process_group: Any, cpu_offload: Any, options: dict[str, Any]) -> None:
+    if process_group is not None and process_group is not dist.group.WORLD:
+        raise InputError(
+            "FullyShardedDataParallel(process_group=…): the ranks are those of torch.sagemaker.init. Leave it out, and set "
+            "hybrid_shard_degree there."
+        )
+    if getattr(cpu_offload, "offload_params", bool(cpu_offload)):
+        raise InputError(
+            "FullyShardedDataParallel(cpu_offload=…): parameters stay on their device here. Leave it out; offload_wrapper "
+            "keeps activations in host memory."
+        )
+    for name in _NEUTRAL:
+        options.pop(name, None)
+    for name in ("ignored_modules", "ignored_states", "device_mesh"):
+        if options.pop(name, None) is not None:
+            raise InputError(f"FullyShardedDataParallel({name}=…) is not supported for a transformed model: leave it out.")
+    if options:
+        raise TypeError(f"FullyShardedDataParallel() got an unexpected keyword argument {next(iter(options))!r}")
+
+
+def _device(device_id: Any) -> torch.device:
+    if device_id is None:
+        return ranks.device
+    return torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+
+
+def _sharding(
+    model: nn.Module, noted: Transformed, precision: MixedPrecision | None, degree: int, strategy: ShardingStrategy
+) -> Sharding | None:
+    """Ranks and dtypes; also sets the dtype that the model computes in."""
+    own = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    precision = precision or MixedPrecision()
+    compute = precision.param_dtype or own
+    if precision.keep_low_precision_grads:
+        raise InputError("MixedPrecision(keep_low_precision_grads=True): gradients have their parameters' dtype. Leave it out.")
+    if precision.buffer_dtype not in (None, torch.float32):
+        _say("buffers", f"MixedPrecision(buffer_dtype={precision.buffer_dtype}): rotary tables and other buffers stay float32.")
+    if isinstance(model, Decoder):
+        model.dtype = compute
+    else:
+        compute_in(model, compute, ranks.device)
+    base = sharding_of(ranks, DelayedScaling(), dtype=compute, params_dtype=own, strategy=noted.cp_comm_type)
+    if base is None:
+        return None
+    return replace(
+        base,
+        mesh=_mesh(degree, base.mesh),
+        reduce_dtype=precision.reduce_dtype or precision.param_dtype or own,
+        reshard_after_forward=strategy not in _ZERO2,
+    )
+
+
+_meshes: dict[int, DeviceMesh] = {}
+
+
+def _mesh(degree: int, usual: DeviceMesh) -> DeviceMesh:
+    """[replicate, shard] with `degree` ranks a shard group, or [shard]."""
+    if degree in (0, usual.size(-1)):
+        return usual
+    if ranks.world_size % degree or degree % ranks.cp_size:
+        raise InputError(
+            f"a shard group of {degree} ranks does not fit {ranks.world_size} ranks with context_parallel_degree "
+            f"{ranks.cp_size}: it divides the ranks and is a multiple of that degree. Set hybrid_shard_degree in "
+            "torch.sagemaker.init."
+        )
+    if degree not in _meshes:
+        names = ("replicate", "hybrid_shard")
+        mesh = init_device_mesh(ranks.device.type, (ranks.world_size // degree, degree), mesh_dim_names=names)
+        _meshes[degree] = mesh["hybrid_shard"] if degree == ranks.world_size else mesh
+    return _meshes[degree]
+
+
+def _shard_group(sharding: Sharding | None) -> dist.ProcessGroup | None:
+    if sharding is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    mesh = sharding.mesh
+    return mesh.get_group(mesh.ndim - 1)
+
+
+def _values(model: nn.Module, noted: Transformed, init: Any, *, sync: bool) -> Callable[[], Values]:
+    """The source of the model's values.
+
+    Raises:
+        InputError: another function for initial values than DelayedParamIniter's, or weights of rank 0 that stay there.
+    """
+    on_meta = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    several = ranks.world_size > 1
+    if sync and several:
+        load = _Own(model) if ranks.rank == 0 else None
+        return lambda: FromRank0(load, all_ranks())
+    if noted.from_rank0 and several:
+        raise InputError(
+            "transform(load_state_dict_from_rank0=True): rank 0 alone has the weights. Give FullyShardedDataParallel "
+            "sync_module_states=True."
+        )
+    if init is not None and not isinstance(init, ParamInit):
+        raise InputError(
+            "FullyShardedDataParallel(param_init_fn=…): a transformed model has Octavo's modules, which this function does not "
+            "know. Give torch.sagemaker.delayed_param.DelayedParamIniter(model).get_param_init_fn()."
+        )
+    if on_meta and init is None:
+        raise InputError(
+            f"{on_meta[0]} and others are on the meta device: give FullyShardedDataParallel "
+            "param_init_fn=DelayedParamIniter(model).get_param_init_fn(), or sync_module_states=True."
+        )
+    if several and not on_meta:
+        check_same_weights(model, all_ranks())
+    seed = ranks.config.random_seed
+    if isinstance(model, Decoder):
+        return lambda: CounterInit(seed, model.spec.initializer_range)
+    return lambda: OwnInit(seed)
+
+
+class _Own:
+    """A model's own tensors, from before it is sharded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta}
+        self.names = self._tensors.keys()
+
+    def __call__(self, name: str, out: Tensor, start: int) -> None:
+        """Fill `out` with the rows from `start` on."""
+        whole = self._tensors[name]
+        out.copy_(whole[start : start + len(out)] if whole.dim() else whole)

@@ -1,0 +1,159 @@
+"""`torch.sagemaker.init` and `state`: SMP's configuration and its view of the ranks, on `octavo.init` and `octavo.state`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from pydantic import Field
+
+from octavo.compat.missing import MissingName, way_of
+from octavo.compat.smp.shim import WAYS
+from octavo.config.degrees import Degrees
+from octavo.config.section import Section
+from octavo.errors import InputError
+from octavo.parallel import world
+from octavo.parallel.sharding import check_supported
+
+PARAMETERS = "SM_HP_MP_PARAMETERS"
+"""Environment variable with SMP's configuration as JSON, set by the estimator."""
+
+
+class SmpConfig(Section):
+    """SMP's configuration: its names and defaults."""
+
+    hybrid_shard_degree: int = Field(0, ge=0, description="Ranks over which parameters are sharded; 0: by sharding_strategy.")
+    tensor_parallel_degree: int = Field(1, ge=1, description="Ranks over which each matrix is split.")
+    context_parallel_degree: int = Field(1, ge=1, description="Ranks over which a sequence is split.")
+    expert_parallel_degree: int = Field(1, ge=1, description="Ranks over which experts are spread.")
+    sm_activation_offloading: bool = Field(True, description="offload_wrapper offloads; without it nothing does.")
+    activation_loading_horizon: int = Field(2, ge=1, description="Blocks whose activations are loaded ahead.")
+    fsdp_cache_flush_warnings: bool = Field(True, description="Without effect.")
+    allow_empty_shards: bool = Field(False, description="Without effect: shards may be empty.")
+    delayed_parameter_initialization: bool = Field(False, description="Without effect: DelayedParamIniter does it.")
+    random_seed: int = Field(12345, ge=0, le=2**63 - 1, description="Seed of every generator.")
+
+
+class _Given:
+    """What `init` was given; None before."""
+
+    config: SmpConfig | None = None
+
+
+class Ranker:
+    """Ranks by replica: `torch.sagemaker.state.ranker`."""
+
+    def get_rep_rank(self, rank: int) -> int:
+        """The replica of the sharded model that a rank is part of."""
+        return rank // (world.state.world_size // world.state.degrees.replicate)
+
+    def get_rep_groups(self) -> list[list[int]]:
+        """The ranks that hold the same shard, for every shard."""
+        degrees = world.state.degrees
+        inside = degrees.world // degrees.replicate
+        return [list(range(first, degrees.world, inside)) for first in range(inside)]
+
+
+class SmpState:
+    """`torch.sagemaker.state`: `octavo.state`, with SMP's names and meanings where they differ.
+
+    Attributes:
+        hybrid_shard_degree: as given to `init`, 0 too.
+        rep_rank_process_group: the ranks of this rank's replica.
+        sm_activation_offloading, activation_loading_horizon: as given to `init`.
+        ranker: ranks by replica.
+    """
+
+    ranker = Ranker()
+
+    @property
+    def cfg(self) -> SmpConfig:
+        """The configuration; defaults before `init`."""
+        return _Given.config or SmpConfig()
+
+    @property
+    def hybrid_shard_degree(self) -> int:
+        """As given to `init`."""
+        return self.cfg.hybrid_shard_degree
+
+    @property
+    def sm_activation_offloading(self) -> bool:
+        """As given to `init`."""
+        return self.cfg.sm_activation_offloading
+
+    @property
+    def activation_loading_horizon(self) -> int:
+        """As given to `init`."""
+        return self.cfg.activation_loading_horizon
+
+    @property
+    def rep_rank_process_group(self) -> dist.ProcessGroup | None:
+        """The ranks of this rank's replica of the model; None without ranks."""
+        ranks = world.state
+        if ranks.mesh is None or ranks.degrees.replicate == 1:
+            return ranks.world_process_group
+        return ranks.mesh["hybrid_shard"].get_group()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(world.state, name):
+            known = [key for key in vars(world.state) if not key.startswith("_")]
+            raise MissingName(way_of(f"torch.sagemaker.state.{name}", WAYS, known))
+        return getattr(world.state, name)
+
+
+state = SmpState()
+
+
+def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> None:
+    """Start the process groups and lay out the ranks.
+
+    Args:
+        config: SMP's configuration; or the path of a JSON file with it; None: what the estimator handed over, else defaults.
+
+    Raises:
+        InputError: an unknown key, text that is no JSON, a degree that does not fit or that Octavo does not have yet.
+    """
+    given, where = _read(config)
+    chosen = SmpConfig.from_dict(given, where=where)
+    keys = ("tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree", "hybrid_shard_degree")
+    degrees = {key: getattr(chosen, key) for key in keys}
+    tensor, expert = chosen.tensor_parallel_degree, chosen.expert_parallel_degree
+    # Before anything is started.
+    check_supported(Degrees(world=tensor * expert, hybrid_shard=expert, tensor=tensor, context=1, expert=expert))
+    horizon = chosen.activation_loading_horizon
+    world.init({**degrees, "random_seed": chosen.random_seed, "activation_loading_horizon": horizon})
+    _Given.config = chosen
+
+
+def is_initialized() -> bool:
+    """True after `init`."""
+    return _Given.config is not None
+
+
+def _read(config: Any) -> tuple[Mapping[str, Any], str]:
+    """(the configuration, where it is from)."""
+    if isinstance(config, Mapping):
+        return config, "torch.sagemaker.init"
+    if config is None:
+        text, where = os.environ.get(PARAMETERS, "").strip() or "{}", f"{PARAMETERS} in the environment"
+    elif isinstance(config, str | os.PathLike):
+        where = str(config)
+        try:
+            text = Path(config).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"torch.sagemaker.init: {where!r} cannot be read: {error}. Give a JSON file or a dict.") from None
+    else:
+        raise InputError(f"torch.sagemaker.init got {type(config).__name__}: give a dict, the path of a JSON file, or nothing.")
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"torch.sagemaker.init: {where} is no JSON ({error}): {text[:60]!r}.") from None
+    if not isinstance(values, dict):
+        raise InputError(
+            f'torch.sagemaker.init: {where} is {text[:60]!r}, and not an object such as {{"hybrid_shard_degree": 8}}.'
+        )
+    return values, where

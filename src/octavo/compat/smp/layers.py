@@ -1,0 +1,83 @@
+"""SMP's layers: attention modules, and the names of its blocks for policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from octavo.errors import InputError, unknown
+from octavo.kernels.attention.pattern import Pattern
+from octavo.models.decoder import Decoder
+from octavo.nn.attend import attend
+from octavo.nn.block import TransformerLayer
+
+TETransformerLayer = TransformerLayer
+TransformerLMHead = Decoder
+LAYOUTS = ("b h s d", "b s h d")
+
+__all__ = [
+    "FlashGroupedQueryAttention", "FlashSelfAttention", "LlamaFlashAttention", "TETransformerLayer", "TransformerLMHead",
+    "TransformerLayer",
+]  # fmt: skip
+
+
+class FlashGroupedQueryAttention(nn.Module):
+    """softmax(q · kᵀ · scale) · v, with fewer key-value heads than query heads."""
+
+    def __init__(self, attention_dropout_prob: float = 0.0, scale: float | None = None) -> None:
+        super().__init__()
+        self.attention_dropout_prob, self.scale = attention_dropout_prob, scale
+
+    def forward(
+        self, q: Tensor, kv: Any, causal: bool = False, cast_dtype: torch.dtype | None = None, layout: str = "b s h d"
+    ) -> Tensor:
+        """q [B, H, T, D] or [B, T, H, D] by `layout`, kv (k, v) or both joined along the heads → like q."""
+        if layout not in LAYOUTS:
+            raise unknown("layout", layout, LAYOUTS)
+        heads = LAYOUTS[0] == layout
+        k, v = kv if isinstance(kv, tuple | list) else kv.chunk(2, 1 if heads else 2)
+        q, k, v = (x.transpose(1, 2) if heads else x for x in (q, k, v))
+        if cast_dtype is not None:
+            q, k, v = (x.to(cast_dtype) for x in (q, k, v))
+        dropout = self.attention_dropout_prob if self.training else 0.0
+        out = attend(q, k, v, Pattern(k.shape[1], causal), scale=self.scale, dropout=dropout)
+        return out.transpose(1, 2) if heads else out
+
+
+class FlashSelfAttention(FlashGroupedQueryAttention):
+    """softmax(q · kᵀ · scale) · v, with as many key-value heads as query heads."""
+
+    def __init__(
+        self,
+        attention_dropout_prob: float = 0.0,
+        scale: float | None = None,
+        triton_flash_attention: bool = False,
+        use_alibi: bool = False,
+    ) -> None:
+        super().__init__(attention_dropout_prob, scale)
+        if use_alibi:
+            raise InputError("FlashSelfAttention(use_alibi=True): there are no linear biases (ALiBi) here. Leave it out.")
+
+    def forward(
+        self,
+        qkv: Any,
+        attn_mask: Tensor | None = None,
+        causal: bool = False,
+        cast_dtype: torch.dtype | None = None,
+        layout: str = "b h s d",
+    ) -> Tensor:
+        """qkv: (q, k, v), or all three joined along the heads; by `layout` [B, H, T, D] or [B, T, H, D] → like q."""
+        if attn_mask is not None:
+            raise InputError("FlashSelfAttention(attn_mask=…) is for ALiBi, which is not here. Leave it out.")
+        q, k, v = qkv if isinstance(qkv, tuple | list) else qkv.chunk(3, 1 if layout == LAYOUTS[0] else 2)
+        return super().forward(q, (k, v), causal, cast_dtype, layout)
+
+
+class LlamaFlashAttention(LlamaAttention):
+    """Llama's attention of transformers, whose kernel PyTorch chooses."""
+
+    def __init__(self, config: Any, layer_idx: int = 0) -> None:
+        super().__init__(config, layer_idx)

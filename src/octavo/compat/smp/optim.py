@@ -1,0 +1,133 @@
+"""Optimizer states of a sharded model by name, as FSDP1's functions give and take them.
+
+`{"state": {parameter: {"exp_avg": …}}, "param_groups": [{…, "params": [parameter, …]}]}`, whose tensors are whole, DTensors or
+this rank's rows by the type of the `state_dict_type` context around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
+
+from octavo.compat.smp.state_dicts import Settings, clean
+from octavo.errors import InputError
+from octavo.parallel.shards import local_shard
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """The id of each parameter → its name."""
+    return {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> dict[str, Any]:
+    """The state of an optimizer by the type of `settings`. Collective for the full type."""
+    names = names_of(model)
+    config, full = settings.optim, settings.kind is StateDictType.FULL_STATE_DICT
+    to_cpu = bool(getattr(config, "offload_to_cpu", False))
+    kept = not (full and getattr(config, "rank0_only", False)) or not dist.is_initialized() or dist.get_rank() == 0
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if full:
+            value = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        elif settings.kind is not StateDictType.SHARDED_STATE_DICT:
+            value = local_shard(value).local
+        return value.cpu() if to_cpu else value
+
+    state: dict[str, dict[str, Any]] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        own = [_name(names, parameter) for parameter in group["params"]]
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": own})
+        for name, parameter in zip(own, group["params"], strict=True):
+            if parameter in optimizer.state:
+                converted = {key: convert(value) for key, value in optimizer.state[parameter].items()}
+                if kept:
+                    state[name] = converted
+    return {"state": state, "param_groups": groups} if kept else {}
+
+
+def _name(names: Mapping[int, str], parameter: Tensor) -> str:
+    if id(parameter) not in names:
+        raise InputError("the optimizer has a parameter that is not the model's: make it from model.parameters() after FSDP.")
+    return names[id(parameter)]
+
+
+@torch.no_grad()
+def optim_state_to_load(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of `optim_state`, of any type, as `optimizer.load_state_dict` takes it.
+
+    Raises:
+        InputError: the state lacks one of the model's parameters that it has states for, or has one of another shape.
+    """
+    names = names_of(model)
+    numbers: dict[str, int] = {}
+    parameters: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = _name(names, parameter)
+            numbers[name], parameters[name] = len(numbers), parameter
+    given = _nested(state.get("state", {}))
+    if strangers := sorted(given.keys() - numbers.keys()):
+        raise InputError(
+            f"the optimizer's state is of other parameters than the model's, such as {strangers[0]!r}: load it into the model "
+            "that saved it, with FullyShardedDataParallel around."
+        )
+    if given and (lost := [name for name in numbers if name not in given and parameters[name].requires_grad]):
+        raise InputError(f"the optimizer's state has nothing for {lost[0]!r}: it is of another model or incomplete.")
+    states = {
+        numbers[name]: {key: _as_part(f"{name}.{key}", value, parameters[name]) for key, value in entries.items()}
+        for name, entries in given.items()
+    }
+    return {"state": states, "param_groups": _groups(state.get("param_groups"), optimizer, names, numbers)}
+
+
+def _nested(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {clean(name): dict(entries) for name, entries in state.items()}
+
+
+def _groups(
+    given: Any, optimizer: torch.optim.Optimizer, names: Mapping[int, str], numbers: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """The groups of the optimizer, with the values of the given one that has the same first parameter."""
+    groups = []
+    by_first = {clean(group["params"][0]): group for group in given or [] if group.get("params")}
+    for group in optimizer.param_groups:
+        own = [names[id(parameter)] for parameter in group["params"]]
+        saved = by_first.get(own[0], {}) if own else {}
+        values = {key: saved.get(key, value) for key, value in group.items() if key != "params"}
+        groups.append({**values, "params": [numbers[name] for name in own]})
+    return groups
+
+
+def _as_part(name: str, value: Any, parameter: Tensor) -> Any:
+    """A state as the optimizer keeps it: sharded as its parameter where it has that one's shape."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    part = local_shard(parameter)
+    if isinstance(value, DTensor):
+        if isinstance(parameter, DTensor) and value.placements == parameter.placements:
+            return value.to(parameter.device)
+        value = value.full_tensor()
+    if tuple(value.shape) == part.shape:
+        if not isinstance(parameter, DTensor):
+            return value.to(parameter.device)
+        new = torch.empty_like(part.local, dtype=value.dtype)
+        new.copy_(value[part.start : part.start + len(part.local)])
+    elif tuple(value.shape) == tuple(part.local.shape):
+        new = value.to(parameter.device)
+    else:
+        raise InputError(f"the optimizer's state {name} has shape {list(value.shape)}, and the parameter {list(part.shape)}.")
+    if not isinstance(parameter, DTensor):
+        return new
+    return DTensor.from_local(
+        new, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

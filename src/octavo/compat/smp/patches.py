@@ -1,0 +1,283 @@
+"""What the first import of torch.sagemaker changes in PyTorch, in this process: each a name of a class or module, and undone.
+
+* `FullyShardedDataParallel(transformed model, …)` makes a `ShardedModel`; its static functions know one. Any other model gets
+  PyTorch's own, with `post_param_init_fn`, which SMP's has.
+* `FullStateDictConfig` takes SMP's `translate_on_save`.
+* Wrappers for recomputation and offloading around Octavo's blocks do it as Octavo does: with the scales of the forward, and
+  ahead of backward.
+* `load_sharded_optimizer_state_dict` reads a state for a `ShardedModel`; `destroy_process_group` waits for saves.
+
+Classes are changed in place, since a script may have taken them from torch before it imports torch.sagemaker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
+from torch.distributed.checkpoint import optimizer as dcp_optimizer
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from octavo.compat.smp import checkpoint as checkpoints
+from octavo.compat.smp import optim
+from octavo.compat.smp.fsdp import ShardedModel
+from octavo.compat.smp.state_dicts import ModelState, Settings
+from octavo.compat.smp.transform import transformed
+from octavo.errors import InputError
+from octavo.fp8.autocast import recomputing
+from octavo.nn.norm import ResidualLayer
+
+_ABSENT = object()
+
+
+class _Changes:
+    """Attributes that were replaced, to be put back."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute."""
+        self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Put all of them back."""
+        for owner, name, value in reversed(self._before):
+            if name == "__new__":  # Python never goes back to object's, which then refuses the arguments of __init__
+                setattr(owner, name, staticmethod(_plain_new))
+            elif value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+        self._before.clear()
+
+
+def _plain_new(cls: type, *args: Any, **kwargs: Any) -> Any:
+    return object.__new__(cls)
+
+
+def apply() -> Callable[[], None]:
+    """Make the changes; returns the function that takes them back."""
+    changes = _Changes()
+    _construct(changes)
+    _static(changes)
+    _wrappers(changes)
+    _checkpoints(changes)
+    return changes.undo
+
+
+def _construct(changes: _Changes) -> None:
+    init, config_init = Fsdp.__init__, FullStateDictConfig.__init__
+
+    def new(cls: type, module: Any = None, *args: Any, **kwargs: Any) -> Any:
+        found = kwargs.get("module", module)
+        if isinstance(found, nn.Module) and issubclass(cls, Fsdp):
+            if _sharded(found) is not None:
+                raise InputError(f"FullyShardedDataParallel: {type(found).__name__} is sharded already. Wrap it once.")
+            if transformed(found) is not None:
+                return object.__new__(ShardedModel)
+            inner = next((name for name, child in found.named_modules() if name and transformed(child) is not None), None)
+            if inner is not None:
+                raise InputError(
+                    f"FullyShardedDataParallel around {type(found).__name__}, in which {inner} is transformed: wrap the "
+                    "transformed model itself, and put the result into the module around it."
+                )
+        return object.__new__(cls)
+
+    @functools.wraps(init)
+    def with_post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        post = kwargs.pop("post_param_init_fn", None)
+        first = kwargs.get("param_init_fn")
+        if post is not None and first is not None:
+            root = args[0] if args else kwargs["module"]
+
+            def both(module: nn.Module) -> None:
+                first(module)
+                post(root)
+
+            kwargs["param_init_fn"] = both
+        init(self, *args, **kwargs)
+
+    @functools.wraps(config_init)
+    def with_translation(self: Any, *args: Any, translate_on_save: bool = True, **kwargs: Any) -> None:
+        config_init(self, *args, **kwargs)
+        self.translate_on_save = translate_on_save
+
+    changes.set(Fsdp, "__new__", staticmethod(new))
+    changes.set(Fsdp, "__init__", with_post_init)
+    changes.set(FullStateDictConfig, "__init__", with_translation)
+
+
+def _sharded(model: Any) -> ShardedModel | None:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return next((module for module in modules if isinstance(module, ShardedModel)), None)
+
+
+@contextlib.contextmanager
+def _typed(model: ShardedModel, settings: Settings) -> Iterator[None]:
+    before, model.state_settings = model.state_settings, settings
+    try:
+        yield
+    finally:
+        model.state_settings = before
+
+
+def _state_dict_type(model: ShardedModel, kind: Any, model_config: Any = None, optim_config: Any = None) -> Any:
+    return _typed(model, Settings(kind, model_config, optim_config))
+
+
+def _set_state_dict_type(model: ShardedModel, kind: Any, model_config: Any = None, optim_config: Any = None) -> Settings:
+    before, model.state_settings = model.state_settings, Settings(kind, model_config, optim_config)
+    return before
+
+
+def _optim_state_dict(model: ShardedModel, optimizer: Any, optim_state_dict: Any = None, group: Any = None) -> dict[str, Any]:
+    return optim.optim_state(model, optimizer, model.state_settings)
+
+
+def _full_optim_state_dict(model: ShardedModel, optimizer: Any, *args: Any, rank0_only: bool = True, **kwargs: Any) -> Any:
+    config = type("Config", (), {"rank0_only": rank0_only, "offload_to_cpu": True})
+    return optim.optim_state(model, optimizer, Settings(StateDictType.FULL_STATE_DICT, None, config))
+
+
+def _fsdp_modules(module: ShardedModel, root_only: bool = False) -> list[Any]:
+    return [module]
+
+
+_STATIC: dict[str, Callable[..., Any]] = {
+    "state_dict_type": _state_dict_type,
+    "set_state_dict_type": _set_state_dict_type,
+    "get_state_dict_type": lambda model: model.state_settings,
+    "optim_state_dict": _optim_state_dict,
+    "full_optim_state_dict": _full_optim_state_dict,
+    "fsdp_modules": _fsdp_modules,
+}
+_INSTEAD = {
+    "summon_full_params": "FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT) gives whole tensors.",
+    "sharded_optim_state_dict": "Use FSDP.optim_state_dict in a state_dict_type context.",
+    "shard_full_optim_state_dict": "Use FSDP.optim_state_dict_to_load.",
+    "scatter_full_optim_state_dict": "Use FSDP.optim_state_dict_to_load.",
+    "flatten_sharded_optim_state_dict": "Use FSDP.optim_state_dict_to_load.",
+    "rekey_optim_state_dict": "Use FSDP.optim_state_dict, whose keys are names.",
+}
+
+
+def _static(changes: _Changes) -> None:
+    for name, ours in _STATIC.items():
+        changes.set(Fsdp, name, staticmethod(_either(getattr(Fsdp, name), ours)))
+    for name, way in _INSTEAD.items():
+        changes.set(Fsdp, name, staticmethod(_either(getattr(Fsdp, name), _refusal(name, way))))
+    theirs = Fsdp.optim_state_dict_to_load
+
+    @functools.wraps(theirs)
+    def to_load(*args: Any, **kwargs: Any) -> Any:
+        """By position also in PyTorch 2.0's order, in which the state comes first."""
+        given = {**kwargs}
+        for value in args:
+            kind = "model" if isinstance(value, nn.Module) else "optim" if isinstance(value, torch.optim.Optimizer) else None
+            given.setdefault(kind or "optim_state_dict", value)
+        model = _sharded(given.get("model"))
+        if model is None:
+            return theirs(*args, **kwargs)
+        state = optim.optim_state_to_load(model, given["optim"], given["optim_state_dict"])
+        if given.get("load_directly"):
+            given["optim"].load_state_dict(state)
+        return state
+
+    changes.set(Fsdp, "optim_state_dict_to_load", staticmethod(to_load))
+
+
+def _either(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours` for a ShardedModel, or what contains one; PyTorch's for any other model."""
+
+    @functools.wraps(theirs)
+    def choose(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        name = "module" if "module" in kwargs else "model"
+        given = kwargs.pop(name, model)
+        found = _sharded(given)
+        if found is None:
+            return theirs(given, *args, **kwargs)
+        renamed = {"state_dict_type": "kind", "state_dict_config": "model_config", "optim_state_dict_config": "optim_config"}
+        renamed |= {"optim": "optimizer"}
+        return ours(found, *args, **{renamed.get(key, key): value for key, value in kwargs.items()})
+
+    return choose
+
+
+def _refusal(name: str, way: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise InputError(f"FullyShardedDataParallel.{name} is not supported for a transformed model. {way}")
+
+    return refuse
+
+
+def _wrappers(changes: _Changes) -> None:
+    recompute, offload = CheckpointWrapper.forward, OffloadWrapper.forward
+
+    @functools.wraps(recompute)
+    def recomputed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        block = self._checkpoint_wrapped_module
+        own = getattr(self.checkpoint_fn, "func", None) is checkpoint  # no function of the script's
+        if own and isinstance(block, ResidualLayer):
+            # PyTorch's way would be one of two, with the same numbers.
+            return checkpoint(block, *args, use_reentrant=False, context_fn=recomputing, **kwargs)
+        return recompute(self, *args, **kwargs)
+
+    @functools.wraps(offload)
+    def offloaded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = self._checkpoint_wrapped_module
+        if isinstance(model, ShardedModel) and model.stack is not None:
+            model.offload()
+            return model(*args, **kwargs)
+        return offload(self, *args, **kwargs)
+
+    def delegated(name: str) -> Callable[..., Any]:
+        theirs = getattr(OffloadWrapper, name)
+
+        @functools.wraps(theirs)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            model = self._checkpoint_wrapped_module
+            inside = isinstance(model, ShardedModel) and not args and "destination" not in kwargs
+            loads = isinstance(model, ShardedModel) and name == "load_state_dict"
+            return getattr(model, name)(*args, **kwargs) if inside or loads else theirs(self, *args, **kwargs)
+
+        return call
+
+    for name in ("state_dict", "load_state_dict"):
+        changes.set(OffloadWrapper, name, delegated(name))
+    changes.set(CheckpointWrapper, "forward", recomputed)
+    changes.set(CheckpointWrapper, "forward_residual", ResidualLayer.forward_residual)
+    changes.set(OffloadWrapper, "forward", offloaded)
+
+
+def _checkpoints(changes: _Changes) -> None:
+    theirs, destroy = dcp_optimizer.load_sharded_optimizer_state_dict, dist.destroy_process_group
+
+    @functools.wraps(theirs)
+    def load_optimizer(
+        model_state_dict: Any, optimizer_key: str, storage_reader: Any, planner: Any = None, process_group: Any = None
+    ) -> Any:
+        if isinstance(model_state_dict, ModelState) or any(isinstance(value, DTensor) for value in model_state_dict.values()):
+            return checkpoints.load_optimizer(model_state_dict, optimizer_key, storage_reader, planner, process_group)
+        return theirs(model_state_dict, optimizer_key, storage_reader, planner)
+
+    @functools.wraps(destroy)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        checkpoints.maybe_finalize_async_calls(blocking=True)
+        destroy(*args, **kwargs)
+
+    changes.set(dcp_optimizer, "load_sharded_optimizer_state_dict", load_optimizer)
+    if hasattr(dcp, "load_sharded_optimizer_state_dict"):
+        changes.set(dcp, "load_sharded_optimizer_state_dict", load_optimizer)
+    changes.set(dist, "destroy_process_group", destroy_process_group)

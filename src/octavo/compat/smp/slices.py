@@ -1,0 +1,65 @@
+"""Context parallelism for scripts that split their own sequences, as SMP's examples do: the parts are joined again.
+
+Octavo's decoder takes whole sequences, shifts the labels, and splits then. SMP's takes each rank's two chunks of tokens and
+labels (chunks r and 2n−1−r of 2n), whose targets are wrong at the seams. Given parts, the ranks of a sequence gather them:
+tokens and labels, whole numbers that cost next to nothing. Given the same on every rank, they are whole already. The first
+forward decides; a later one of the other kind is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from octavo.collectives.context import ContextGroup, in_order
+from octavo.errors import InputError
+
+SEQUENCES = ("input_ids", "labels", "position_ids", "attention_mask")
+"""Arguments of a forward with a token dimension, by position too."""
+_ORDER = ("input_ids", "attention_mask", "position_ids", "labels")
+
+
+def join_inputs(model: nn.Module, context: ContextGroup) -> None:
+    """Let a decoder of several ranks a sequence take parts of sequences."""
+    model.register_forward_pre_hook(_Joined(context), prepend=True, with_kwargs=True)
+
+
+class _Joined:
+    def __init__(self, context: ContextGroup) -> None:
+        self.context = context
+        self.parts: bool | None = None
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given = {**dict(zip(_ORDER, args, strict=False)), **kwargs}
+        tensors = {name: given[name] for name in SEQUENCES if isinstance(given.get(name), Tensor)}
+        if not tensors:
+            return args, kwargs
+        same = bool(self.context.same(*tensors.values()))
+        if self.parts is None:
+            self.parts = not same
+        elif same and self.parts and not _constant(tensors["input_ids"]):
+            raise InputError(
+                "the ranks of each sequence were given parts of it before, and the same tokens now: give all of them either "
+                "the whole sequences or their own two chunks, in every forward."
+            )
+        elif not same and not self.parts:
+            raise InputError(
+                "the ranks of each sequence were given whole sequences before, and different tokens now: give all of them "
+                "either the same whole sequences or their own two chunks, in every forward."
+            )
+        if not self.parts:
+            return args, kwargs
+        joined = {name: self._whole(tensor) for name, tensor in tensors.items()}
+        return (), {**given, **joined}
+
+    def _whole(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.context.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.context.group)
+        return in_order(parts, 1)
+
+
+def _constant(x: Tensor) -> bool:
+    return bool((x == x.flatten()[0]).all())

@@ -1,0 +1,197 @@
+"""State dicts of a sharded model and its optimizer, by FSDP1's types and SMP's local one.
+
+    FULL_STATE_DICT      whole tensors by Hugging Face's names, for `from_pretrained` (translate_on_save=False: Octavo's)
+    SHARDED_STATE_DICT   DTensors, which load at any number of ranks; and the FP8 state
+    LOCAL_STATE_DICT     this rank's rows, which share the parameters' memory; and the FP8 state
+    SM_LOCAL_STATE_DICT  the same
+
+The FP8 state, scales and amax histories, is bytes under the key `FP8`, so that a continued training has those of before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from octavo.compat.te.state import decode, encode, is_ours
+from octavo.errors import InputError
+from octavo.models.convert import Conversion, conversion_of
+from octavo.parallel.fsdp import settle
+from octavo.parallel.shards import local_shard
+
+FP8 = "octavo_fp8_state"
+_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+class SMStateDictType(Enum):
+    """SMP's own type."""
+
+    SM_LOCAL_STATE_DICT = "sm_local_state_dict"
+
+
+@dataclass
+class Settings:
+    """The type of state dicts, and its options."""
+
+    kind: StateDictType | SMStateDictType = StateDictType.FULL_STATE_DICT
+    model: Any = None
+    optim: Any = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def state_dict_type(self) -> StateDictType | SMStateDictType:
+        """The type."""
+        return self.kind
+
+    @property
+    def state_dict_config(self) -> Any:
+        """Options of the model's."""
+        return self.model
+
+    @property
+    def optim_state_dict_config(self) -> Any:
+        """Options of the optimizer's."""
+        return self.optim
+
+
+class ModelState(dict[str, Any]):
+    """A state dict that shares memory with its model: reading a checkpoint into it is loading, the FP8 state included."""
+
+    def __init__(self, model: nn.Module, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._model = weakref.ref(model)
+
+    def loaded(self) -> None:
+        """After its tensors were filled in place."""
+        model = self._model()
+        if model is not None:
+            load_fp8(model, self.get(FP8))
+
+
+def clean(name: str) -> str:
+    """A parameter's name without the wrappers around its modules."""
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+@contextlib.contextmanager
+def sm_state_dict_type(
+    model: nn.Module, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
+) -> Iterator[None]:
+    """State dicts of `model` inside are of this type, SMP's or FSDP's."""
+    owner: Any = next((module for module in model.modules() if hasattr(module, "state_settings")), None)
+    if owner is None:
+        raise InputError("sm_state_dict_type: wrap the transformed model in FullyShardedDataParallel first.")
+    before, owner.state_settings = owner.state_settings, Settings(state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        owner.state_settings = before
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, a tied one once under Octavo's first name."""
+    way = conversion_of(model)
+    state = {clean(name): tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    return {name: tensor for name, tensor in state.items() if way is None or name not in way.tied}
+
+
+@torch.no_grad()
+def model_state(model: nn.Module, settings: Settings) -> dict[str, Any]:
+    """The state of a sharded model by the type of `settings`. Collective for the full type."""
+    settle(model)
+    tensors = tensors_of(model)
+    if settings.kind is StateDictType.FULL_STATE_DICT:
+        return _full(model, tensors, settings.model)
+    if settings.kind is StateDictType.SHARDED_STATE_DICT:
+        state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
+    else:
+        state = {name: local_shard(tensor).local for name, tensor in tensors.items()}
+    if getattr(settings.model, "offload_to_cpu", False) and settings.kind is StateDictType.SHARDED_STATE_DICT:
+        state = {name: tensor.cpu() for name, tensor in state.items()}
+    return ModelState(model, {**state, FP8: encode(model).numpy().tobytes()})
+
+
+def _full(model: nn.Module, tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    way = conversion_of(model) if getattr(config, "translate_on_save", True) else None
+    everywhere, to_cpu = not getattr(config, "rank0_only", False), getattr(config, "offload_to_cpu", False)
+    kept = everywhere or not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    state: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        if kept:
+            whole = whole.cpu() if to_cpu else whole.clone()
+            state |= {name: whole} if way is None else way.split(name, whole)
+    if way is not None and kept:
+        state |= {way.names(tied)[0]: state[way.names(first)[0]] for tied, first in way.tied.items()}
+    return state
+
+
+@torch.no_grad()
+def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
+    """Load a state of any type: whole tensors by either names, DTensors, or this rank's rows."""
+    settle(model)
+    tensors, way = tensors_of(model), conversion_of(model)
+    given = {clean(name): value for name, value in state.items() if name != FP8}
+    missing, used = [], set()
+    for name, tensor in tensors.items():
+        value, names = _found(name, given, way)
+        if value is None:
+            missing.append(name)
+            continue
+        used |= names
+        _copy(name, tensor, value)
+    tied = set() if way is None else {one for name in way.tied for one in (name, *way.names(name))}
+    unexpected = [name for name in given if name not in used and name not in tied]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(model).__name__}: missing keys: {missing[:6]}, unexpected keys: "
+            f"{unexpected[:6]}"
+        )
+    load_fp8(model, state.get(FP8))
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def load_fp8(model: nn.Module, data: Any) -> None:
+    """Restore the FP8 state of `model_state`; None and empty bytes restore nothing."""
+    if not data:
+        return
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if not is_ours(tensor):
+        raise InputError(f"the entry {FP8} of this state dict is no FP8 state: it was changed since it was saved.")
+    decode(model, tensor)
+
+
+def _found(name: str, given: Mapping[str, Any], way: Conversion | None) -> tuple[Any, set[str]]:
+    """(the value for a parameter, by Octavo's name or made of Hugging Face's tensors; the names used)."""
+    if name in given:
+        return given[name], {name}
+    names = () if way is None else way.names(name)
+    if way is None or not names or any(one not in given for one in names):
+        return None, set()
+    parts = tuple(given[one].full_tensor() if isinstance(given[one], DTensor) else given[one] for one in names)
+    return way.join(name, parts), set(names)
+
+
+def _copy(name: str, tensor: Tensor, value: Tensor) -> None:
+    part = local_shard(tensor)
+    if isinstance(value, DTensor):
+        same = isinstance(tensor, DTensor) and value.device_mesh == tensor.device_mesh and value.placements == tensor.placements
+        value = value.to_local() if same else value.full_tensor()
+    if tuple(value.shape) == tuple(part.local.shape) and tuple(value.shape) != part.shape:
+        part.local.copy_(value)
+    elif tuple(value.shape) == part.shape:
+        part.copy_from(value)
+    else:
+        raise RuntimeError(f"{name}: the state has shape {list(value.shape)}, and the model {list(part.shape)}")

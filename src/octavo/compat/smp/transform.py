@@ -1,0 +1,112 @@
+"""`torch.sagemaker.transform`: Octavo's blocks in a Hugging Face model, not yet sharded; FullyShardedDataParallel does that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from octavo.build import build_model
+from octavo.compat.smp.moe import check_config
+from octavo.errors import InputError, unknown
+from octavo.models.decoder import Decoder
+from octavo.nn.norm import FLOATS
+from octavo.parallel.world import state
+
+STRATEGIES = ("p2p", "all_gather")
+_MARK = "octavo_smp"
+
+
+@dataclass
+class Transformed:
+    """What the sharding of a transformed model has to know.
+
+    Attributes:
+        cp_comm_type: exchange of keys and values.
+        from_rank0: rank 0 has the weights.
+    """
+
+    cp_comm_type: str
+    from_rank0: bool
+
+
+def transformed(model: nn.Module) -> Transformed | None:
+    """What `transform` has noted on a model; None on any other."""
+    found: Transformed | None = vars(model).get(_MARK)
+    return found
+
+
+class Output(CausalLMOutput):
+    """A model's result. One without a loss is used as its logits too, as in `out.sum()`."""
+
+    def __getattr__(self, name: str) -> Any:
+        logits = self.get("logits")
+        if isinstance(logits, Tensor) and self.get("loss") is None and not name.startswith("__") and hasattr(logits, name):
+            return getattr(logits, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def transform(
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    load_state_dict_from_rank0: bool = False,
+    cp_comm_type: str = "p2p",
+) -> nn.Module:
+    """Put Octavo's blocks into a model, for `FullyShardedDataParallel`, or as it is on one rank.
+
+    Args:
+        model: with weights, which it keeps; or on the meta device, where it then stays until FSDP.
+        device: of the result; the model's own when absent.
+        dtype: of parameters; their own when absent.
+        config: a `MoEConfig`, as far as Octavo has experts.
+        load_state_dict_from_rank0: rank 0 has the weights; FSDP with sync_module_states=True gives them to the others.
+        cp_comm_type: exchange of keys and values, "p2p" or "all_gather".
+
+    Raises:
+        InputError: an argument that asks for what Octavo does not have, or parameters of several dtypes.
+    """
+    check_config(config)
+    if cp_comm_type not in STRATEGIES:
+        raise unknown("cp_comm_type", str(cp_comm_type), STRATEGIES)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"transform got {type(model).__name__}: give a torch.nn.Module.")
+    if transformed(model) is not None:
+        raise InputError("transform: the model is transformed already. Call it once.")
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if dtype is None and len(dtypes) != 1:
+        raise InputError(f"transform: the model has parameters of {sorted(map(str, dtypes))}: set dtype=torch.float32.")
+    params_dtype = dtype or dtypes.pop()
+    if params_dtype not in FLOATS:
+        raise InputError(f"transform: parameters of {params_dtype} are not supported: use {', '.join(map(str, FLOATS))}.")
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if load_state_dict_from_rank0 and on_meta and state.rank == 0:
+        raise InputError("load_state_dict_from_rank0: the model of rank 0 is on the meta device. Build it with weights there.")
+    home: Any = "meta" if on_meta else device or next(parameter.device for parameter in model.parameters())
+    training = model.training
+    new = build_model(
+        model, dtype=params_dtype, params_dtype=params_dtype, device=home, seed=state.config.random_seed, averaged=True
+    ).train(training)
+    if isinstance(new, Decoder):
+        new.generation_config = getattr(model, "generation_config", None)
+        new.register_forward_hook(_as_output)
+    vars(new)[_MARK] = Transformed(cp_comm_type, load_state_dict_from_rank0)
+    if state.cp_size > 1:
+        new.register_forward_pre_hook(_refuse_unwrapped)
+    return new
+
+
+def _as_output(model: nn.Module, inputs: Any, output: Any) -> Any:
+    return Output(**output) if type(output) is CausalLMOutput else output
+
+
+def _refuse_unwrapped(model: nn.Module, inputs: Any) -> None:
+    if getattr(model, "context", None) is None:
+        raise InputError(
+            f"context_parallel_degree = {state.cp_size}: wrap the transformed model in FullyShardedDataParallel before its "
+            "first forward, which joins the ranks of a sequence."
+        )

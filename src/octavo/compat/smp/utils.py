@@ -1,0 +1,60 @@
+"""SMP's small helpers: a timer, ranks of a group, a logger, and empty parameters for delayed initialisation."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def get_logger(name: str = "smp") -> logging.Logger:
+    """SMP's logger: messages from level INFO on go to stderr."""
+    logger = logging.getLogger(name)
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    return logger
+
+
+@contextlib.contextmanager
+def timeit(condition: bool = True, msg: str = "", rank: int | None = 0) -> Iterator[None]:
+    """Log the seconds that the block takes, on rank 0 and if `condition` holds."""
+    start = time.perf_counter()
+    yield
+    if condition and not rank:
+        get_logger().info("%s: %.2f s", msg, time.perf_counter() - start)
+
+
+def get_global_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
+    """The ranks of a process group; None: all."""
+    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+
+def empty_module_params(module: nn.Module, device: torch.device | int | str | None = None, recurse: bool = False) -> nn.Module:
+    """Give the parameters of a module memory without values on `device`; those of its children too with `recurse`."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        new = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        module.register_parameter(name, new)
+    if recurse:
+        for child in module.children():
+            empty_module_params(child, device, recurse=True)
+    return module
+
+
+def move_buffers_to_device(module: nn.Module, device: torch.device | int | str, recurse: bool = False) -> nn.Module:
+    """Move the buffers of a module to `device`; those of its children too with `recurse`."""
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        module._buffers[name] = buffer.to(device)
+    if recurse:
+        for child in module.children():
+            move_buffers_to_device(child, device, recurse=True)
+    return module

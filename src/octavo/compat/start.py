@@ -1,0 +1,70 @@
+"""What happens in a Python that `python -m octavo.compat` has started: the shims, and errors as one message.
+
+Loads no torch: it runs in every process that a script starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from octavo.compat import finder, sdk
+from octavo.compat.smp.shim import SHIM as SMP
+from octavo.compat.te.shim import SHIM as TE
+from octavo.errors import InputError, OctavoError, warn
+
+SHIMS = (TE, SMP)
+LINES = "OCTAVO_COMPAT_LINES"
+"""Environment variable: 1 writes output line by line, so that ranks that share a log do not split each other's lines."""
+
+
+def install_all() -> None:
+    """Install every shim, and answer an uncaught error of Octavo's with its message and its exit code."""
+    try:
+        for shim in SHIMS:
+            finder.install(shim)
+        sdk.install_if_absent()
+    except InputError as error:  # of a package that was installed after the start
+        warn(str(error))
+    sys.excepthook = _excepthook(sys.excepthook)
+    if os.environ.get(LINES) == "1" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
+def _excepthook(before: Callable[..., Any]) -> Callable[..., None]:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, OctavoError):
+            before(kind, error, trace)
+            return
+        # Not sys.stderr: torch.distributed's own hook holds it back, and drops it when this one raises.
+        with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):
+            warn(f"{_place(trace)}{error}")
+            sys.stderr.flush()
+        raise SystemExit(error.exit_code)
+
+    return hook
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The innermost line of a traceback outside of installed packages and Octavo: "train.py, line 12: "."""
+    found = ""
+    for frame in traceback.extract_tb(trace):
+        # (the package of this module and everything else that comes with Python)
+        if frame.filename.startswith("<") or "site-packages" in frame.filename or frame.filename.startswith(sys.prefix):
+            continue
+        if "/octavo/" in frame.filename and frame.filename.startswith(_ROOT):
+            continue
+        if frame.filename.startswith(_STDLIB):
+            continue
+        found = f"{frame.filename}, line {frame.lineno}: "
+    return found
+
+
+_ROOT = __file__.rpartition("/compat/")[0]
+_STDLIB = traceback.__file__.rpartition("/")[0]

@@ -1,0 +1,5 @@
+"""Transformer Engine's names: `install()` gives them to this process, `uninstall()` takes them away."""
+
+from octavo.compat.te.shim import install, uninstall
+
+__all__ = ["install", "uninstall"]

@@ -1,0 +1,125 @@
+"""Transformer Engine's contexts: FP8 for products by its recipes, with its arguments in its order."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from octavo.compat.te.recipes import DelayedScaling, Recipe
+from octavo.errors import InputError, warn
+from octavo.fp8 import autocast as fp8
+from octavo.fp8.recipe import coerce
+from octavo.kernels import gemm
+
+
+@contextlib.contextmanager
+def autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    recipe: Recipe | None = None,
+    amax_reduction_group: dist.ProcessGroup | None = None,
+    _graph: bool = False,
+) -> Iterator[None]:
+    """Run the products of layers inside in FP8 by `recipe`, delayed scaling when absent.
+
+    amax_reduction_group: ranks that join their amaxes; None: all.
+
+    Raises:
+        InputError: `calibrating` without FP8, or a recipe that Octavo does not have.
+    """
+    if calibrating and not enabled:
+        raise InputError(
+            "autocast(enabled=False, calibrating=True): amaxes are measured by casts to FP8 here. Use enabled=True, or leave "
+            "calibrating out."
+        )
+    chosen = coerce(DelayedScaling() if recipe is None else recipe) if enabled else None
+    with fp8.fp8_autocast(bool(enabled), chosen, amax_reduction_group):
+        yield
+
+
+@contextlib.contextmanager
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: dist.ProcessGroup | None = None,
+    _graph: bool = False,
+) -> Iterator[None]:
+    """`autocast` under its earlier names."""
+    with autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph):
+        yield
+
+
+_said: set[str] = set()
+
+
+@contextlib.contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    """Layers inside keep their parameters in `params_dtype`, as outside: more exact than FP8 alone, and said once.
+
+    Raises:
+        InputError: `preserve_high_precision_init_val`: the parameters themselves are in high precision.
+    """
+    if preserve_high_precision_init_val:
+        raise InputError(
+            "fp8_model_init(preserve_high_precision_init_val=True): parameters are in high precision here and have no "
+            "get_high_precision_init_val(). Leave it out, and read the parameter itself."
+        )
+    if enabled and "quantized_model_init" not in _said:
+        _said.add("quantized_model_init")
+        warn("fp8_model_init: parameters keep their own dtype, and products run in FP8 under fp8_autocast as ever.")
+    yield
+
+
+fp8_model_init = quantized_model_init
+
+
+def get_default_recipe() -> Recipe:
+    """Delayed scaling, as on Hopper."""
+    return DelayedScaling()
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    """(True if this machine computes FP8, the reason if not). A CPU computes the same numbers slowly."""
+    if not torch.cuda.is_available() or gemm.is_native(torch.device("cuda", torch.cuda.current_device())):
+        return True, ""
+    return False, "FP8 needs a GPU of compute capability 8.9 or more."
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """True if this machine computes FP8; with `return_reason` as `check_fp8_support`."""
+    return check_fp8_support() if return_reason else check_fp8_support()[0]
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """As `is_fp8_available`: Octavo's block scaling runs wherever FP8 does."""
+    return is_fp8_available(return_reason)
+
+
+def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """False: Octavo has no MXFP8."""
+    return (False, "Octavo has no MXFP8: use Float8BlockScaling.") if return_reason else False
+
+
+def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """False: Octavo has no NVFP4."""
+    return (False, "Octavo has no NVFP4: use Float8BlockScaling.") if return_reason else False
+
+
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """True if this machine computes bfloat16."""
+    there = not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
+    return (there, "" if there else "this GPU has no bfloat16.") if return_reason else there
+
+
+def warn_once(key: str, message: str) -> None:
+    """A Python warning, the first time alone."""
+    if key not in _said:
+        _said.add(key)
+        warnings.warn(message, stacklevel=3)

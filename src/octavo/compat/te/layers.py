@@ -1,0 +1,105 @@
+"""Transformer Engine's linear layers and norms: those of `octavo.nn` with its positions, defaults and names of arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.compat.te.signatures import SIGNATURES, bound
+from octavo.compat.te.state import Stateful
+from octavo.errors import InputError
+from octavo.nn import grouped as _grouped
+from octavo.nn import linear as _linear
+from octavo.nn import mlp as _mlp
+from octavo.nn import norm as _norm
+
+
+class Kind(type):
+    """Metaclass of the layers: the layers of `octavo.nn` inside of other layers are instances too."""
+
+    octavo: type[nn.Module] | None = None
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        own = vars(cls).get("octavo")
+        return super().__instancecheck__(instance) or (own is not None and isinstance(instance, own))
+
+
+def refuse_fp8_output(fp8_output: bool) -> None:
+    """Raise an InputError for a result in FP8."""
+    if fp8_output:
+        raise InputError("fp8_output=True is not supported: results are in the compute dtype. Leave it out.")
+
+
+class Linear(Stateful, _linear.Linear, metaclass=Kind):
+    """y = x · weightᵀ + bias."""
+
+    octavo = _linear.Linear
+    __signature__ = SIGNATURES["Linear"]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(**bound("Linear", args, kwargs))
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False) -> Any:
+        """inp [..., in_features] → [..., out_features]."""
+        refuse_fp8_output(fp8_output)
+        return super().forward(inp, is_first_microbatch)
+
+
+class LayerNormLinear(Stateful, _linear.LayerNormLinear, metaclass=Kind):
+    """y = norm(x) · weightᵀ + bias."""
+
+    octavo = _linear.LayerNormLinear
+    __signature__ = SIGNATURES["LayerNormLinear"]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(**bound("LayerNormLinear", args, kwargs))
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, **residual: Any) -> Any:
+        """inp [..., in_features] → [..., out_features]."""
+        refuse_fp8_output(fp8_output)
+        return super().forward(inp, is_first_microbatch, **residual)
+
+
+class LayerNormMLP(Stateful, _mlp.LayerNormMLP, metaclass=Kind):
+    """y = activation(norm(x) · fc1_weightᵀ + fc1_bias) · fc2_weightᵀ + fc2_bias."""
+
+    octavo = _mlp.LayerNormMLP
+    __signature__ = SIGNATURES["LayerNormMLP"]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(**bound("LayerNormMLP", args, kwargs))
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **residual: Any) -> Any:
+        """inp [..., hidden_size] → the same shape."""
+        return super().forward(inp, is_first_microbatch, **residual)
+
+
+class GroupedLinear(Stateful, _grouped.GroupedLinear, metaclass=Kind):
+    """The linear layers of several experts."""
+
+    octavo = _grouped.GroupedLinear
+    __signature__ = SIGNATURES["GroupedLinear"]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(**bound("GroupedLinear", args, kwargs))
+
+
+class LayerNorm(_norm.LayerNorm, metaclass=Kind):
+    """(x − mean) / √(variance + eps) · weight + bias."""
+
+    octavo = _norm.LayerNorm
+    __signature__ = SIGNATURES["LayerNorm"]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(**bound("LayerNorm", args, kwargs))
+
+
+class RMSNorm(_norm.RMSNorm, metaclass=Kind):
+    """x / √(mean(x²) + eps) · weight."""
+
+    octavo = _norm.RMSNorm
+    __signature__ = SIGNATURES["RMSNorm"]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(**bound("RMSNorm", args, kwargs))

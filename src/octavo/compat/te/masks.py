@@ -1,0 +1,89 @@
+"""Masks in Transformer Engine's sense, True where nothing is attended to, as those of `octavo.nn`, True where something is.
+
+A query without any key sees itself: there its output has no meaning, and would otherwise be NaN. Shapes: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.compat.te.autocast import warn_once
+from octavo.errors import InputError, unknown
+
+PLAIN = {"causal": "causal", "causal_bottom_right": "causal", "no_mask": "no_mask"}
+"""Mask types without a mask; queries and keys are the same tokens, so that bottom right is top left."""
+TYPES = (*PLAIN, "padding", "padding_causal", "padding_causal_bottom_right", "arbitrary")
+
+
+def mask_and_type(
+    kind: str, mask: Any, window: tuple[int, int] | None, shape: tuple[int, int], device: torch.device
+) -> tuple[Tensor | None, str]:
+    """(the mask for `octavo.nn`, bool [B or 1, H or 1, T, T] or None; its mask type for a call without a mask).
+
+    Args:
+        kind: Transformer Engine's mask type.
+        mask: bool [B, 1, 1, T] for padding, any shape that broadcasts to [B, H, T, T] for "arbitrary".
+        window: (left, right) keys around each query, -1 for all.
+        shape: B, T.
+
+    Raises:
+        InputError: an unknown type, a mask of another dtype or shape, a type without its mask.
+    """
+    if kind not in TYPES:
+        raise unknown("attention mask type", str(kind), TYPES)
+    causal = "causal" in kind
+    left, right = window or (-1, -1)
+    right = 0 if causal else right
+    base = "causal" if causal else "no_mask"
+    if kind in PLAIN:
+        if mask is not None:
+            message = f"attention_mask has no effect beside {kind!r}: it has for 'arbitrary' and mask types with 'padding'."
+            warn_once("unused mask", message)
+        if left < 0 and (causal or right < 0):
+            return None, base
+        return _allowed(shape[1], left, right, device)[None, None], base
+    excluded = _checked(kind, mask, shape)
+    allowed = ~excluded
+    if left >= 0 or right >= 0:
+        allowed = allowed & _allowed(shape[1], left, right, device)
+    if not kind.startswith("arbitrary"):
+        allowed = allowed & allowed.new_ones(1, 1, shape[1], 1)  # [B, 1, T, T]
+        allowed = allowed & ~excluded.transpose(-1, -2)  # padding attends to nothing
+    diagonal = torch.eye(shape[1], dtype=torch.bool, device=allowed.device)
+    return allowed | (diagonal & ~allowed.any(-1, keepdim=True)), base
+
+
+def _checked(kind: str, mask: Any, shape: tuple[int, int]) -> Tensor:
+    tokens = shape[1]
+    if isinstance(mask, tuple):
+        if len(mask) != 2 or mask[0].shape != mask[1].shape:
+            raise InputError("attention_mask is a tuple of two masks of different lengths: there is no cross-attention here.")
+        mask = mask[1]
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        shown = type(mask).__name__ if not isinstance(mask, Tensor) else mask.dtype
+        raise InputError(
+            f"attention mask type {kind!r} with attention_mask of {shown}: give a bool tensor, True where nothing is "
+            "attended to."
+        )
+    if kind == "arbitrary":
+        if mask.shape[-2:] != (tokens, tokens):
+            raise InputError(f"attention_mask has the shape {list(mask.shape)}: 'arbitrary' takes [B, H, {tokens}, {tokens}].")
+        return mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    wanted = (shape[0], 1, 1, tokens)
+    if tuple(mask.shape) not in (wanted, (1, *wanted[1:])):
+        raise InputError(f"attention_mask has the shape {list(mask.shape)}: {kind!r} takes {list(wanted)}.")
+    return mask
+
+
+def _allowed(tokens: int, left: int, right: int, device: torch.device) -> Tensor:
+    """[T, T], True for the keys from `left` before a query to `right` behind it; -1 for all."""
+    distance = torch.arange(tokens, device=device) - torch.arange(tokens, device=device)[:, None]  # key − query
+    allowed = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
+    if left >= 0:
+        allowed &= distance >= -left
+    if right >= 0:
+        allowed &= distance <= right
+    return allowed

@@ -1,0 +1,216 @@
+"""Transformer Engine's recipe objects: values that compare and print as there. `octavo.fp8.recipe.coerce` reads them.
+
+Fields are those of version 2.20. MXFP8 and NVFP4 are values too, which autocast refuses: Hopper has units for neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import InitVar, fields
+from enum import Enum
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+_ANY = ConfigDict(arbitrary_types_allowed=True)
+
+
+class _FormatHelper(NamedTuple):
+    """The largest values of forward and backward."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """Formats of the operands of forward and backward."""
+
+    E2M1 = _FormatHelper(max_fwd=6, max_bwd=6)
+    E4M3 = _FormatHelper(max_fwd=448, max_bwd=448)
+    E5M2 = _FormatHelper(max_fwd=57344, max_bwd=57344)
+    HYBRID = _FormatHelper(max_fwd=448, max_bwd=57344)
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """How a product sums."""
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class QParams:
+    """How a tensor is quantised."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+    def __repr__(self) -> str:
+        return "Qparams(\n" + ",\n".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self)) + "\n)"
+
+
+class Recipe:
+    """Base of the recipes."""
+
+    _shown: ClassVar[tuple[str, ...]] = ()
+    """Fields of `repr`, in its order; `format` stands for `fp8_format`."""
+
+    def __repr__(self) -> str:
+        parts = [f"recipe_type={type(self).__name__}"]
+        for name in self._shown:
+            value = self._format() if name == "format" else getattr(self, name)
+            parts.append(f"{name}={value}")
+        return ", ".join(parts)
+
+    def _format(self) -> str:
+        return str(getattr(self, "fp8_format", "")).partition(".")[2]
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """True for delayed scaling."""
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """True for current scaling."""
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """True for one scale a tensor."""
+        return issubclass(cls, DelayedScaling | Float8CurrentScaling)
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """True for scales of blocks."""
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """True for MXFP8."""
+        return issubclass(cls, MXFP8BlockScaling)
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """True for NVFP4."""
+        return issubclass(cls, NVFP4BlockScaling)
+
+    @classmethod
+    def custom(cls) -> bool:
+        """False: there are no custom recipes here."""
+        return False
+
+
+def _check(recipe: Any) -> None:
+    assert recipe.fp8_format != Format.E5M2, "Pure E5M2 training is not supported."
+
+
+@dataclass(repr=False, config=_ANY)
+class DelayedScaling(Recipe):
+    """Scales from the largest values of earlier steps. `interval` and `override_linear_precision` are of early versions."""
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] | Callable[..., Any] = "max"
+    scaling_factor_compute_algo: Callable[..., Any] | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    interval: InitVar[int] = 1
+    override_linear_precision: InitVar[tuple[bool, bool, bool]] = (False, False, False)
+
+    _shown = ("margin", "format", "amax_history_len", "reduce_amax", "fp8_dpa", "fp8_mha", "backward_override")
+
+    def __post_init__(self, interval: int, override_linear_precision: tuple[bool, bool, bool]) -> None:
+        _check(self)
+        assert not any(override_linear_precision), "override_linear_precision is of Transformer Engine 1: leave it out."
+        assert self.backward_override is None, "Delayed scaling only supports backward_override=None."
+
+
+@dataclass(repr=False)
+class Float8CurrentScaling(Recipe):
+    """Scales from each tensor itself."""
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    fp8_quant_fwd_inp: ClassVar[QParams] = QParams()
+    fp8_quant_fwd_weight: ClassVar[QParams] = QParams()
+    fp8_quant_bwd_grad: ClassVar[QParams] = QParams()
+    _shown = (
+        "format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad", "fp8_gemm_fprop", "fp8_gemm_dgrad",
+        "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha", "backward_override",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(repr=False)
+class Float8BlockScaling(Recipe):
+    """Scales of 1×128 pieces and 128×128 blocks."""
+
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    fp8_quant_fwd_inp: ClassVar[QParams] = QParams(power_2_scale=True)
+    fp8_quant_fwd_weight: ClassVar[QParams] = QParams(power_2_scale=True)
+    fp8_quant_bwd_grad: ClassVar[QParams] = QParams(power_2_scale=True)
+    _shown = (
+        "format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad", "x_block_scaling_dim",
+        "w_block_scaling_dim", "grad_block_scaling_dim", "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa",
+        "fp8_mha", "backward_override",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(repr=False)
+class MXFP8BlockScaling(Recipe):
+    """Of Blackwell; an autocast refuses it."""
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    _shown = ("margin", "format", "backward_override")
+
+
+@dataclass(repr=False)
+class NVFP4BlockScaling(Recipe):
+    """Of Blackwell; an autocast refuses it."""
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    _shown = ("format", "fp8_dpa", "fp8_mha", "backward_override")

@@ -1,0 +1,98 @@
+"""Transformer Engine's `checkpoint`, and its random generators of tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint as _checkpoint
+
+from octavo.errors import InputError
+from octavo.fp8.autocast import recomputing
+from octavo.parallel.world import RngStateTracker
+
+
+class CudaRNGStatesTracker(RngStateTracker):
+    """Named random generators of this process's device."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
+
+    def reset(self) -> None:
+        """Forget all generators."""
+        self.set_states({})
+
+
+class _Restored(contextlib.AbstractContextManager[None]):
+    """A recomputation: the scales of its forward, and the tracker's states of then."""
+
+    def __init__(self, tracker: Callable[[], Any] | None) -> None:
+        self._tracker, self._states = tracker, tracker().get_states() if tracker is not None else None
+        self._replay = recomputing()[1]
+
+    def __enter__(self) -> None:
+        self._replay.__enter__()
+        if self._tracker is not None:
+            self._now = self._tracker().get_states()
+            self._tracker().set_states(self._states)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._tracker is not None:
+            self._tracker().set_states(self._now)
+        self._replay.__exit__(*exception)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, computed again in backward with the scales and random numbers of its forward.
+
+    Transformer Engine's own arguments: use_reentrant (both ways give the same numbers), get_rng_state_tracker,
+    distribute_saved_activations and tp_group.
+
+    Raises:
+        InputError: `distribute_saved_activations` over several ranks.
+    """
+    kwargs.pop("use_reentrant", None)
+    options = {name: kwargs.pop(name) for name in ("determinism_check", "debug", "early_stop") if name in kwargs}
+    user_context = kwargs.pop("context_fn", None)
+    distribute = kwargs.pop("distribute_saved_activations", False)
+    group = kwargs.pop("tp_group", None)
+    tracker = kwargs.pop("get_rng_state_tracker", None) or kwargs.pop("get_cuda_rng_tracker", None)
+    kwargs.pop("get_cuda_rng_tracker", None)
+    if len(args) > 3 and isinstance(args[0], bool) and (args[1] is None or callable(args[1])) and _is_group(args[2]):
+        distribute, tracker, group, args = args[0], args[1], args[2], args[3:]  # positions of version 0.x
+    if distribute and group is not None and dist.get_world_size(group) > 1:
+        raise InputError(
+            "checkpoint(distribute_saved_activations=True) over several ranks: saved activations stay on their rank here. "
+            "Set it to False."
+        )
+
+    def contexts() -> tuple[Any, Any]:
+        ours = _Restored(tracker)
+        if user_context is None:
+            return contextlib.nullcontext(), ours
+        forward, again = user_context()
+        both = contextlib.ExitStack()
+        return forward, _Nested(both, (ours, again))
+
+    return _checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **options, **kwargs)
+
+
+class _Nested(contextlib.AbstractContextManager[None]):
+    def __init__(self, stack: contextlib.ExitStack, contexts: tuple[Any, ...]) -> None:
+        self._stack, self._contexts = stack, contexts
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
+
+
+def _is_group(value: Any) -> bool:
+    return value is None or isinstance(value, dist.ProcessGroup)

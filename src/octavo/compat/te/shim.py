@@ -1,0 +1,96 @@
+"""Transformer Engine's modules and names, of version 2.20, and where Octavo has them. Loads no torch."""
+
+from __future__ import annotations
+
+from octavo.compat import finder
+from octavo.compat.finder import Names, Shim
+
+_LAYERS = "octavo.compat.te.layers"
+_ATTENTION = "octavo.compat.te.attention"
+_AUTOCAST = "octavo.compat.te.autocast"
+_CHECKPOINT = "octavo.compat.te.recompute"
+_ROTARY = "octavo.compat.te.rotary"
+
+_MODULES = {_LAYERS: "Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm GroupedLinear"}
+_ATTENTIONS = {_ATTENTION: "DotProductAttention MultiheadAttention", _ROTARY: "RotaryPositionEmbedding"}
+_LAYER = {_ATTENTION: "TransformerLayer"}
+_QUANTIZATION = {
+    _AUTOCAST: "autocast fp8_autocast fp8_model_init quantized_model_init get_default_recipe is_fp8_available "
+    "is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available check_fp8_support"
+}
+_PYTORCH: Names = {
+    **_MODULES,
+    _ATTENTION: "DotProductAttention MultiheadAttention TransformerLayer",
+    _ROTARY: "RotaryPositionEmbedding",
+    _CHECKPOINT: "checkpoint CudaRNGStatesTracker",
+    _AUTOCAST: _QUANTIZATION[_AUTOCAST].replace(" check_fp8_support", "") + " is_bf16_available",
+}
+
+MODULES: dict[str, Names] = {
+    "transformer_engine": {"octavo.compat.te.version": "__version__"},
+    "transformer_engine.common": {},
+    "transformer_engine.common.recipe": {
+        "octavo.compat.te.recipes": "Recipe Format DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling "
+        "NVFP4BlockScaling MMParams QParams"
+    },
+    "transformer_engine.pytorch": _PYTORCH,
+    "transformer_engine.pytorch.module": _MODULES,
+    "transformer_engine.pytorch.module.linear": {_LAYERS: "Linear"},
+    "transformer_engine.pytorch.module.layernorm_linear": {_LAYERS: "LayerNormLinear"},
+    "transformer_engine.pytorch.module.layernorm_mlp": {_LAYERS: "LayerNormMLP"},
+    "transformer_engine.pytorch.module.layernorm": {_LAYERS: "LayerNorm"},
+    "transformer_engine.pytorch.module.rmsnorm": {_LAYERS: "RMSNorm"},
+    "transformer_engine.pytorch.module.grouped_linear": {_LAYERS: "GroupedLinear"},
+    "transformer_engine.pytorch.transformer": _LAYER,
+    "transformer_engine.pytorch.attention": {**_ATTENTIONS, _ROTARY: "RotaryPositionEmbedding apply_rotary_pos_emb"},
+    "transformer_engine.pytorch.attention.dot_product_attention": {_ATTENTION: "DotProductAttention"},
+    "transformer_engine.pytorch.attention.multi_head_attention": {_ATTENTION: "MultiheadAttention"},
+    "transformer_engine.pytorch.attention.rope": {_ROTARY: "RotaryPositionEmbedding apply_rotary_pos_emb"},
+    "transformer_engine.pytorch.distributed": {_CHECKPOINT: "checkpoint CudaRNGStatesTracker"},
+    "transformer_engine.pytorch.fp8": _QUANTIZATION,
+    "transformer_engine.pytorch.quantization": _QUANTIZATION,
+}
+
+_FP4 = "Octavo computes in FP8: use DelayedScaling, Float8CurrentScaling or Float8BlockScaling."
+_TENSORS = "Octavo's parameters stay torch.nn.Parameter, and FP8 copies of them live in a forward alone."
+WAYS = {
+    "jax": "Octavo is for PyTorch alone.",
+    "make_graphed_callables": "octavo.graphed(model) records a training step as a CUDA graph.",
+    "get_cpu_offload_context": "octavo.transform(model, offload=True) keeps saved activations in host memory.",
+    "InferenceParams": "Octavo's layers train and keep no cache of keys and values.",
+    "FP8GlobalStateManager": "octavo.fp8.inspect(module) shows scales and histories; is_fp8_available says what a GPU has.",
+    "initialize_ub": "Tensor-parallel communication is set for a whole model, by octavo.init's tensor_parallel_degree.",
+    "CustomRecipe": _FP4,
+    "Float8Tensor": _TENSORS,
+    "QuantizedTensor": _TENSORS,
+    "Float8Quantizer": _TENSORS,
+    "transformer_engine.pytorch.tensor": _TENSORS,
+    "transformer_engine.pytorch.float8_tensor": _TENSORS,
+    "transformer_engine.pytorch.ops": "Use the layers of transformer_engine.pytorch, which are fused.",
+    "transformer_engine.pytorch.optimizers": "Use torch.optim.AdamW(fused=True).",
+    "parallel_cross_entropy": "Octavo's decoder computes its loss in chunks; for logits use torch.nn.functional.cross_entropy.",
+    "moe_permute": "Sort tokens with torch.argsort, and use GroupedLinear.",
+    "moe_unpermute": "Use torch.index_add.",
+    "prepare_te_modules_for_fsdp": "Leave it out: it saves memory of Transformer Engine's own activations.",
+    "onnx_export": "octavo.export(model, folder) writes Hugging Face's files.",
+    "transformer_engine_torch": "It is Transformer Engine's compiled extension.",
+}
+
+SHIM = Shim("transformer_engine", "Transformer Engine", MODULES, WAYS, before=("transformer_engine.pytorch",))
+
+
+def install(*, replace_installed: bool = False) -> None:
+    """Give this process Transformer Engine's names.
+
+    Args:
+        replace_installed: also where Transformer Engine is installed.
+
+    Raises:
+        InputError: it is installed and not to be replaced, or imported already.
+    """
+    finder.install(SHIM, replace=replace_installed)
+
+
+def uninstall() -> None:
+    """Take Transformer Engine's names away from this process."""
+    finder.uninstall(SHIM)

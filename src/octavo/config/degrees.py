@@ -1,0 +1,188 @@
+"""Parallel degrees and batch sizes: checks that they divide the ranks, before any process group exists.
+
+    world = replicate × hybrid_shard × tensor        hybrid_shard (H) is the size of the FSDP group
+    H     = shard × context                          and contains the context group
+    data  = replicate × shard                        ranks that see different samples
+    expert divides H
+
+Nothing imports torch, so that a laptop finds a mistake before a cluster is paid for. An error names every factor, the nearest
+degrees that fit, and the keys to change. "Nearest" means the fewest changed keys, then the smallest ratios.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from octavo.errors import InputError
+
+DEGREES = ("hybrid_shard_degree", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree")
+"""Keys of `octavo.init` and of [parallel]."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Degrees that fit `world` ranks; `fit_degrees` makes it. Every attribute is a number of ranks.
+
+    Attributes:
+        world: all ranks.
+        hybrid_shard: H, the size of an FSDP group.
+        tensor: the size of a tensor-parallel group.
+        context: the size of a context-parallel group, inside an FSDP group.
+        expert: the size of an expert-parallel group, inside an FSDP group.
+    """
+
+    world: int
+    hybrid_shard: int
+    tensor: int
+    context: int
+    expert: int
+
+    @property
+    def replicate(self) -> int:
+        """Replicas of the sharded model."""
+        return self.world // (self.hybrid_shard * self.tensor)
+
+    @property
+    def shard(self) -> int:
+        """Data-parallel ranks in an FSDP group."""
+        return self.hybrid_shard // self.context
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks, which see different samples: replicate × shard."""
+        return self.replicate * self.shard
+
+
+def fit_degrees(
+    *,
+    hybrid_shard_degree: int = 0,
+    tensor_parallel_degree: int = 1,
+    context_parallel_degree: int = 1,
+    expert_parallel_degree: int = 1,
+    world_size: int,
+) -> Degrees:
+    """The degrees of a run on `world_size` ranks; hybrid_shard_degree 0 means world_size / tensor_parallel_degree.
+
+    Raises:
+        InputError: the degrees do not fit; the message names the nearest that do.
+    """
+    given = (hybrid_shard_degree, tensor_parallel_degree, context_parallel_degree, expert_parallel_degree)
+    asked = dict(zip(DEGREES, given, strict=True))
+    if world_size < 1:
+        raise InputError(f"a world of {world_size} ranks cannot train: start at least 1.")
+    problems = _problems(asked, world_size)
+    if problems:
+        raise _degrees_error(asked, world_size, problems)
+    return Degrees(
+        world=world_size,
+        hybrid_shard=hybrid_shard_degree or world_size // tensor_parallel_degree,
+        tensor=tensor_parallel_degree,
+        context=context_parallel_degree,
+        expert=expert_parallel_degree,
+    )
+
+
+def fit_batch(global_batch: int, micro_batch: int | None, dp_size: int) -> tuple[int, int]:
+    """Micro-batch and accumulation steps: global_batch = micro_batch × accumulation × dp_size.
+
+    Args:
+        global_batch: sequences in an optimizer step, over all ranks.
+        micro_batch: sequences in a forward of one rank; None: global_batch / dp_size.
+        dp_size: data-parallel ranks.
+
+    Raises:
+        InputError: a size does not divide; the message names the nearest that do.
+    """
+    share, rest = divmod(global_batch, dp_size)
+    if rest or share < 1:
+        works = sorted({max(share, 1) * dp_size, (share + 1) * dp_size}, key=lambda batch: abs(batch - global_batch))
+        raise InputError(
+            f"train.global_batch = {global_batch} sequences cannot be shared equally by {dp_size} data-parallel ranks: "
+            f"it must be a multiple of {dp_size}. Nearest that works: {_or(works)}. Change train.global_batch, or the ranks."
+        )
+    micro = share if micro_batch is None else micro_batch
+    if micro < 1 or share % micro:
+        works = _nearest_divisors(share, micro)
+        # Or keep the micro batch: the nearest share that is a multiple of it.
+        kept = max(micro, 1)
+        batch = dp_size * kept * max(round(share / kept), 1)
+        raise InputError(
+            f"train.micro_batch = {micro} does not divide a rank's share of {share} sequences "
+            f"(train.global_batch = {global_batch} over {dp_size} data-parallel ranks). Nearest that works: {_or(works)}. "
+            f"Change train.micro_batch, or set train.global_batch = {batch} and train.micro_batch = {kept}."
+        )
+    return micro, share // micro
+
+
+def _problems(asked: dict[str, int], world: int) -> list[str]:
+    """Descriptions of the degrees that do not fit; empty if all fit."""
+    too_low = [
+        f"parallel.{key} = {value} must be at least {int(key != 'hybrid_shard_degree')}"
+        for key, value in asked.items()
+        if value < (key != "hybrid_shard_degree")
+    ]
+    if too_low:
+        return too_low
+    hybrid, tensor, context, expert = asked.values()
+    if world % tensor:
+        return [f"tensor {tensor} does not divide the world of {world}"]
+    problems = []
+    if hybrid and world % (hybrid * tensor):
+        problems.append(f"hybrid_shard {hybrid} x tensor {tensor} = {hybrid * tensor} does not divide the world of {world}")
+    resolved = hybrid or world // tensor
+    whole = f"hybrid_shard {resolved}" if hybrid else f"hybrid_shard {resolved} (world {world} / tensor {tensor})"
+    inner = {"context": context, "expert": expert}
+    return problems + [f"{name} {degree} does not divide {whole}" for name, degree in inner.items() if resolved % degree]
+
+
+def _degrees_error(asked: dict[str, int], world: int, problems: list[str]) -> InputError:
+    nearest = min(_fitting(asked, world), key=lambda candidate: _distance(asked, candidate, world))
+    changed = [key for key in asked if asked[key] != nearest[key]]
+    factors = ", ".join(f"{key} {value}" for key, value in asked.items())
+    return InputError(
+        f"parallel degrees do not fit {world} ranks: {'; '.join(problems)}. "
+        f"World {world} must be replicate x hybrid_shard x tensor, and context and expert must divide hybrid_shard; "
+        f"given {factors}. Nearest that fit: {', '.join(f'{key} {value}' for key, value in nearest.items())}. "
+        f"Change {', '.join(f'parallel.{key} to {nearest[key]}' for key in changed)}"
+        + (", or start more ranks with --ranks (--dry-run and describe: --world-size)." if world == 1 else ".")
+    )
+
+
+def _fitting(asked: dict[str, int], world: int) -> Iterator[dict[str, int]]:
+    """Every set of degrees that fits; hybrid_shard stays 0 if it was 0 and means the same."""
+    for tensor in divisors(world):
+        for hybrid in divisors(world // tensor):
+            written = 0 if asked["hybrid_shard_degree"] == 0 and hybrid == world // tensor else hybrid
+            for context in divisors(hybrid):
+                for expert in divisors(hybrid):
+                    yield dict(zip(asked, (written, tensor, context, expert), strict=True))
+
+
+def _distance(asked: dict[str, int], candidate: dict[str, int], world: int) -> tuple[int, float, tuple[int, ...]]:
+    """Sort key: number of changed keys, sum of their log-ratios, the degrees themselves as a tie-break."""
+    ratios = 0.0
+    for key, value in asked.items():
+        # 0 stands for the largest hybrid_shard; a degree below 1 counts as 1.
+        before = value if value > 0 else world if key == "hybrid_shard_degree" else 1
+        ratios += 0.0 if candidate[key] == value else abs(math.log2(max(candidate[key], 1) / before))
+    return sum(candidate[key] != asked[key] for key in asked), round(ratios, 9), tuple(candidate.values())
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The divisors just below and above `wanted`, the nearer first."""
+    found = divisors(number)
+    below = [n for n in found if n < wanted][-1:]
+    above = [n for n in found if n > wanted][:1]
+    return sorted(below + above, key=lambda n: abs(n - wanted))
+
+
+def _or(numbers: list[int]) -> str:
+    return " or ".join(str(number) for number in numbers)

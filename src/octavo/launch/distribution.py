@@ -1,0 +1,223 @@
+"""What an estimator's `instance_type` and `distribution` mean on this machine: the ranks, and SMP's configuration.
+
+Contradictions are refused here, before a folder is made: degrees that do not divide the ranks, FP8 on GPUs without it, keys of
+other libraries. A job runs on this host: machines that the type does not have here are said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.config.degrees import DEGREES, fit_degrees
+from octavo.config.parallel import InitConfig
+from octavo.errors import InputError, nearest
+from octavo.hardware import Instance, find_instance, installed_gpus, lookup, system_memory_gib
+
+_WHERE = 'distribution["smdistributed"]["modelparallel"]["parameters"]'
+SMP_PARAMETERS = (
+    *DEGREES, "sm_activation_offloading", "activation_loading_horizon", "fsdp_cache_flush_warnings", "allow_empty_shards",
+    "random_seed", "delayed_parameter_initialization",
+)  # fmt: skip
+"""Keys of SMP v2's configuration, with the one that its walk-through adds."""
+_SMP_1 = (
+    "active_microbatches", "auto_partition", "bf16", "bf16_params", "contiguous", "ddp", "ddp_dist_backend",
+    "default_partition", "fp16", "fp16_params", "horovod", "memory_weight", "microbatches", "offload_activations", "optimize",
+    "partitions", "pipeline", "pipeline_parallel_degree", "placement_strategy", "prescaled_batch", "sdp_gradient_clipping",
+    "sdp_hierarchical", "sdp_max_live_parameters", "sdp_param_persistence_threshold", "sdp_reduce_bucket_size",
+    "sharded_data_parallel_degree", "shard_optimizer_state", "skip_tracing",
+)  # fmt: skip
+"""Keys of SMP v1, another library."""
+_ABSENT = {
+    "tensor_parallel_degree": "hybrid_shard_degree shards the same matrices",
+    "expert_parallel_degree": "hybrid_shard_degree shards the experts with the rest",
+}
+"""Degrees that are 1 in this version of Octavo, with the way that there is."""
+_TRUE = (True, 1, "1", "true", "True")
+_RANK_GIB = 0.5
+"""Memory of a rank on a CPU before its model: the libraries that it imports."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The processes of a job.
+
+    Attributes:
+        ranks: processes of one world; None for a script that runs as one process.
+        gpus: GPUs of this machine that they use; 0 on a CPU.
+        instance: the kind of machine that was asked for; None for one without GPUs.
+        parameters: SMP's configuration; None without SMP.
+        notes: differences from what was asked for, one sentence each.
+    """
+
+    ranks: int | None
+    gpus: int
+    instance: Instance | None
+    parameters: dict[str, Any] | None
+    notes: list[str] = field(default_factory=list)
+
+
+def layout_of(
+    instance_type: str, instance_count: int, distribution: Mapping[str, Any] | None, hyperparameters: Mapping[str, Any]
+) -> Layout:
+    """The processes that an estimator's arguments ask for, on this machine.
+
+    Raises:
+        InputError: an unknown machine or key, FP8 on GPUs without it, or degrees that do not fit the ranks.
+    """
+    if isinstance(instance_count, bool) or not isinstance(instance_count, int) or instance_count < 1:
+        raise InputError(f"instance_count = {instance_count!r} is no number of machines: give 1 or more.")
+    here = installed_gpus()
+    local = instance_type in ("local", "local_gpu")
+    if instance_type == "local_gpu" and not here:
+        raise InputError('instance_type = "local_gpu", and this machine has no GPU: give "local" for its CPU.')
+    instance = None if local else find_instance(instance_type)
+    if instance is not None and not instance.fp8 and hyperparameters.get("fp8") in _TRUE:
+        raise InputError(
+            f'hyperparameters["fp8"] = {hyperparameters["fp8"]!r} and instance_type = {instance_type!r}: its GPUs, '
+            f"{instance.gpu}, have no FP8 products. Set fp8 to 0, or give a type with them, such as ml.p5.48xlarge."
+        )
+    distributed, parameters = read_distribution(distribution)
+    notes: list[str] = []
+    if not distributed:
+        gpus = len(here) if instance_type == "local_gpu" else 0 if instance is None else min(instance.gpus, len(here))
+        return Layout(None, gpus, instance, parameters)
+    if local:
+        ranks, gpus = (len(here), len(here)) if instance_type == "local_gpu" else (instance_count, 0)
+    else:
+        ranks, gpus = _ranks(instance, instance_type, instance_count, here, notes)
+    if parameters is not None:
+        check_degrees(parameters, ranks, instance_type, instance_count, instance, here)
+    return Layout(ranks, gpus, instance, parameters, notes)
+
+
+def _ranks(
+    instance: Instance | None, instance_type: str, instance_count: int, here: list[str], notes: list[str]
+) -> tuple[int, int]:
+    """Ranks, and GPUs of this machine that they use."""
+    each = 1 if instance is None else instance.gpus
+    asked = each * instance_count
+    machines = f"{instance_count} x {instance_type}" if instance_count > 1 else instance_type
+    if instance is None or not here:
+        if asked * _RANK_GIB > system_memory_gib():
+            raise InputError(
+                f"instance_type = {instance_type!r} and instance_count = {instance_count} are {asked} ranks, and this machine "
+                f"has {'no GPU and ' if instance else ''}{system_memory_gib():.0f} GiB of memory for them: each takes at least "
+                f"{_RANK_GIB} GiB. Lower instance_count, or give a smaller type."
+            )
+        if instance is not None:
+            notes.append(f"{machines} has {asked} x {instance.gpu}; this machine has no GPU: {asked} ranks on its CPU.")
+        elif instance_count > 1:
+            notes.append(f"{machines}: all {asked} ranks run on this machine.")
+        return asked, 0
+    use = min(asked, len(here))
+    if use < asked:
+        notes.append(f"{machines} has {asked} x {instance.gpu}; this machine has {len(here)} x {here[0]}: {use} ranks.")
+    elif instance_count > 1:
+        notes.append(f"{machines}: all {asked} ranks run on this machine.")
+    known = lookup(here[0])
+    if known is not None and known.name != instance.gpu and use == asked:
+        notes.append(f"{machines} has {instance.gpu}s; those of this machine are {here[0]}.")
+    return use, use
+
+
+def read_distribution(distribution: Mapping[str, Any] | None) -> tuple[bool, dict[str, Any] | None]:
+    """True for several ranks, and SMP's parameters, None without SMP.
+
+    Raises:
+        InputError: another library, or an unknown key.
+    """
+    if distribution is None:
+        return False, None
+    if not isinstance(distribution, Mapping):
+        raise InputError(f"distribution = {distribution!r} is no dictionary.")
+    known = ("torch_distributed", "pytorchddp", "smdistributed")
+    for name in distribution:
+        if name in ("mpi", "parameter_server", "multi_worker_mirrored_strategy", "pytorchxla", "instance_groups"):
+            raise InputError(f'distribution["{name}"] is not started here: use "torch_distributed", with one rank a GPU.')
+        if name not in known:
+            guess = nearest(name, known)
+            hint = f" Did you mean {guess!r}?" if guess else ""
+            raise InputError(f"unknown key {name!r} in distribution.{hint} Known: {', '.join(known)}.")
+    distributed = any(_enabled(distribution, name) for name in ("torch_distributed", "pytorchddp"))
+    inside = distribution.get("smdistributed") or {}
+    if not isinstance(inside, Mapping):
+        raise InputError(f'distribution["smdistributed"] is {inside!r}: write {{"modelparallel": {{"enabled": True}}}}.')
+    for name in inside:
+        if name == "dataparallel" and _enabled(inside, name):
+            raise InputError(
+                'distribution["smdistributed"]["dataparallel"] is a library of SageMaker alone: use "torch_distributed", and '
+                '"nccl" as backend in the script.'
+            )
+        if name not in ("modelparallel", "dataparallel"):
+            raise InputError(f'unknown key {name!r} in distribution["smdistributed"]. Known: modelparallel.')
+    if not _enabled(inside, "modelparallel"):
+        return distributed, None
+    if not distributed:
+        raise InputError(
+            'distribution enables "smdistributed" "modelparallel" without "torch_distributed", which starts its ranks: add '
+            '"torch_distributed": {"enabled": True}.'
+        )
+    return True, check_parameters(inside["modelparallel"].get("parameters") or {})
+
+
+def _enabled(table: Mapping[str, Any], name: str) -> bool:
+    value = table.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, Mapping) or not isinstance(value.get("enabled", False), bool):
+        raise InputError(f'"{name}" in distribution is {value!r}: write {{"enabled": True}}.')
+    return bool(value.get("enabled", False))
+
+
+def check_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """SMP's parameters, checked key by key.
+
+    Raises:
+        InputError: an unknown key, one of SMP v1, a value of the wrong type, or a degree that Octavo does not have.
+    """
+    if not isinstance(parameters, Mapping):
+        raise InputError(f"{_WHERE} is {parameters!r}: write a dictionary, such as {{'context_parallel_degree': 8}}.")
+    for name, value in parameters.items():
+        if name in _SMP_1:
+            raise InputError(
+                f"{_WHERE} has {name!r} = {value!r}, a key of SMP v1. Octavo has those of v2: {', '.join(SMP_PARAMETERS)}."
+            )
+        if name not in SMP_PARAMETERS:
+            guess = nearest(name, SMP_PARAMETERS)
+            hint = f" Did you mean {guess!r}?" if guess else ""
+            raise InputError(f"{_WHERE}: unknown key {name!r}.{hint} Known: {', '.join(SMP_PARAMETERS)}.")
+    InitConfig.from_dict({key: value for key, value in parameters.items() if key in InitConfig.model_fields}, where=_WHERE)
+    for name, way in _ABSENT.items():
+        if parameters.get(name, 1) > 1:
+            raise InputError(
+                f"{_WHERE}: {name} = {parameters[name]}, and this version of Octavo has no {name.split('_')[0]} parallelism: "
+                f"set it to 1. {way[0].upper()}{way[1:]}."
+            )
+    return dict(parameters)
+
+
+def check_degrees(
+    parameters: Mapping[str, Any],
+    ranks: int,
+    instance_type: str,
+    instance_count: int,
+    instance: Instance | None,
+    here: list[str],
+) -> None:
+    """Check that SMP's degrees fit the ranks.
+
+    Raises:
+        InputError: they do not; the message names the type of machine, the ranks, and the nearest degrees that fit.
+    """
+    try:
+        fit_degrees(**{key: parameters[key] for key in DEGREES if key in parameters}, world_size=ranks)
+    except InputError as error:
+        machine = f"instance_type = {instance_type!r}"
+        if instance is not None:
+            machine += f" with {instance.gpus} GPUs, instance_count = {instance_count}"
+            if here and len(here) < instance.gpus * instance_count:
+                machine += f", and {len(here)} GPUs on this machine"
+        reason = str(error).partition(", or start more ranks")[0].rstrip(".").replace("parallel.", "")
+        raise InputError(f"{_WHERE} and {machine}: {reason}.") from None

@@ -1,0 +1,151 @@
+"""What a script is told about its job: SageMaker's variables, arguments and files, as its training toolkit makes them.
+
+Hyperparameters keep their types: SageMaker carries them as JSON. As arguments they are `str(value)`, sorted by name; in
+variables JSON, and text as it is. SMP's configuration is the hyperparameter `mp_parameters`; it becomes an argument only for a
+script that declares it, since others would refuse it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import InputError
+from octavo.launch.distribution import Layout
+
+HOST = "algo-1"
+"""The one host of a job, by SageMaker's name."""
+OF_RANKS = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR",
+    "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_ERROR_FILE",
+)  # fmt: skip
+"""Variables of a launcher around the estimator, which are not those of its job."""
+
+
+def check_hyperparameters(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Hyperparameters as they arrive: through JSON.
+
+    Raises:
+        InputError: a name that is no text, or a value that JSON does not have.
+    """
+    found: dict[str, Any] = {}
+    if values is not None and not isinstance(values, Mapping):
+        raise InputError(f"hyperparameters = {values!r} is no dictionary of names and values.")
+    for name, value in (values or {}).items():
+        if not isinstance(name, str) or not name:
+            raise InputError(f"hyperparameters: {name!r} is no name: it becomes an argument --name of the script.")
+        try:
+            found[name] = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"hyperparameters[{name!r}] = {value!r} cannot be handed over: {error}. Give text, numbers, true or false."
+            ) from None
+    return found
+
+
+def arguments_of(hyperparameters: Mapping[str, Any]) -> list[str]:
+    """The command line of a script."""
+    found: list[str] = []
+    for name in sorted(hyperparameters):
+        value = hyperparameters[name]
+        if isinstance(value, Mapping):
+            text = ",".join(f"{key}={value[key]}" for key in sorted(value))
+        else:
+            text = "" if value is None else str(value)
+        found += [f"--{name}" if len(name) > 1 else f"-{name}", text]
+    return found
+
+
+def variables_of(
+    layout: Layout,
+    hyperparameters: Mapping[str, Any],
+    channels: Mapping[str, str],
+    folder: Path,
+    *,
+    script: str,
+    instance_type: str,
+    arguments: list[str],
+) -> dict[str, str]:
+    """SageMaker's variables of a job in `folder`; channels: name → its folder."""
+    handed = dict(hyperparameters)
+    if layout.parameters is not None:
+        handed["mp_parameters"] = layout.parameters
+    framework: dict[str, Any] = {"sagemaker_instance_type": instance_type}
+    if layout.ranks is not None:
+        framework["sagemaker_torch_distributed_enabled"] = True
+    resources = resources_of(instance_type)
+    group = {"instance_group_name": "homogeneousCluster", "instance_type": instance_type, "hosts": [HOST]}
+    own: dict[str, Any] = {
+        "hosts": [HOST],
+        "current_host": HOST,
+        "current_instance_type": instance_type,
+        "current_instance_group": "homogeneousCluster",
+        "current_instance_group_hosts": [HOST],
+        "instance_groups": ["homogeneousCluster"],
+        "instance_groups_dict": {"homogeneousCluster": group},
+        "distribution_instance_groups": [],
+        "is_hetero": False,
+        "network_interface_name": "lo",
+        "num_gpus": layout.gpus,
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "num_neurons": 0,
+        "log_level": 20,
+        "hps": handed,
+        "user_args": arguments,
+        "user_entry_point": script,
+        "framework_module": "",
+        "framework_params": framework,
+        "resource_config": resources,
+        "input_data_config": input_config(channels),
+        "channels": sorted(channels),
+        "module_name": script.removesuffix(".py"),
+        "module_dir": str(folder / "code"),
+        "model_dir": str(folder / "model"),
+        "input_dir": str(folder / "input"),
+        "input_config_dir": str(folder / "input" / "config"),
+        "output_dir": str(folder / "output"),
+        "output_data_dir": str(folder / "output" / "data"),
+        "output_intermediate_dir": str(folder / "output" / "intermediate"),
+    }
+    own["training_env"] = dict(own, job_name=folder.name, is_master=True, master_hostname=HOST, hyperparameters=handed)
+    own |= {f"channel_{name}": path for name, path in channels.items()}
+    own |= {f"hp_{name}": value for name, value in handed.items()}
+    return {f"SM_{name.upper()}": _text(value) for name, value in own.items()} | {"TRAINING_JOB_NAME": folder.name}
+
+
+def resources_of(instance_type: str) -> dict[str, Any]:
+    """Content of resourceconfig.json."""
+    return {
+        "current_host": HOST,
+        "current_instance_type": instance_type,
+        "current_group_name": "homogeneousCluster",
+        "hosts": [HOST],
+        "instance_groups": [{"instance_group_name": "homogeneousCluster", "instance_type": instance_type, "hosts": [HOST]}],
+        "network_interface_name": "lo",
+    }
+
+
+def input_config(channels: Mapping[str, str]) -> dict[str, Any]:
+    """Content of inputdataconfig.json."""
+    one = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
+    return dict.fromkeys(sorted(channels), one)
+
+
+def inherited() -> dict[str, str]:
+    """This process's environment for a job, which has another current folder and ranks of its own."""
+    found = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+    paths = [str(Path(path).absolute()) for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
+    root = str(Path(__file__).absolute().parent.parent.parent)  # where Octavo is not installed, but imported from a folder
+    found["PYTHONPATH"] = os.pathsep.join([*paths, *([] if root in paths else [root])])
+    found["OCTAVO_COMPAT_LINES"] = "1"  # the log follows the run, and ranks do not split each other's lines
+    return found
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

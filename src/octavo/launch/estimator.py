@@ -1,0 +1,386 @@
+"""`octavo.launch.PyTorch`: the estimator of SageMaker's SDK, for jobs of this machine.
+
+A script and the call that starts it need no change but the import. The script runs as ranks of this host through
+`octavo.compat`, with SageMaker's variables, arguments and folders. Every fault of the call is found before a folder is made.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import InputError, nearest, warn
+from octavo.launch import environment, inputs, job
+from octavo.launch.distribution import Layout, layout_of
+from octavo.launch.job import JOBS, Job
+from octavo.launch.sdk_arguments import ARGUMENTS, MEANINGLESS, REFUSED
+from octavo.storage import describe_fault
+
+_MOST_CODE = 512 * 2**20
+"""Bytes of `source_dir`, which every job copies."""
+_NOT_CODE = (".git", ".hg", ".venv", "__pycache__", ".ipynb_checkpoints", ".mypy_cache", ".ruff_cache", ".pytest_cache")
+
+
+class PyTorch:
+    """A training script with its arguments, to be run by `fit`.
+
+    Args:
+        entry_point: the script, a .py file; inside of `source_dir` if that is given.
+        source_dir: a folder that is taken along, and the current folder of the script.
+        hyperparameters: arguments of the script, `--name value`; also SM_HP_NAME and SM_HPS.
+        instance_type: a kind of machine, with or without "ml.": one rank for each of its GPUs, as far as this machine has them;
+            on a machine without GPUs as many ranks on its CPU. "local_gpu": the GPUs of this machine; "local": its CPU.
+        instance_count: machines of this kind.
+        distribution: {"torch_distributed": {"enabled": True}} for ranks, and SMP's parameters under "smdistributed".
+        output_path: a folder for jobs in place of ./jobs, or a remote address that gets model and output of a job at its end.
+        base_job_name: beginning of the names of jobs; that of the script if absent.
+        environment: further variables of the script.
+        dependencies: files and folders that are copied beside the script.
+        max_run: seconds after which a job is stopped.
+        sdk: other arguments of the SDK; those that mean nothing here are named once.
+
+    Raises:
+        InputError: an unknown argument, or arguments that contradict each other or this machine.
+    """
+
+    def __init__(
+        self,
+        entry_point: str | Path,
+        source_dir: str | Path | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
+        instance_type: str | None = None,
+        instance_count: int = 1,
+        distribution: Mapping[str, Any] | None = None,
+        *,
+        output_path: str | Path | None = None,
+        base_job_name: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        dependencies: Sequence[str] | None = None,
+        max_run: float | None = None,
+        **sdk: Any,
+    ) -> None:
+        _check_sdk(sdk)
+        if instance_type is None:
+            raise InputError('instance_type is missing: give a kind of machine, such as "ml.p5.48xlarge", or "local_gpu".')
+        self.entry_point, self.source_dir = str(entry_point), None if source_dir is None else str(source_dir)
+        self.instance_type, self.instance_count, self.distribution = instance_type, instance_count, distribution
+        self.output_path = None if output_path is None else str(output_path)
+        if isinstance(dependencies, str) or not isinstance(environment or {}, Mapping):
+            raise InputError("dependencies is a list of paths, and environment a dictionary.")
+        self.base_job_name, self.dependencies, self.max_run = base_job_name, list(dependencies or ()), max_run
+        self.environment = {str(name): str(value) for name, value in (environment or {}).items()}
+        self.latest_training_job: Job | None = None
+        self.jobs: list[Job] = []
+        self._hyperparameters = _check_values(hyperparameters)
+        if max_run is not None and (isinstance(max_run, bool) or not isinstance(max_run, int | float) or max_run <= 0):
+            raise InputError(f"max_run = {max_run!r} is no number of seconds above 0.")
+        self._script()
+        self._layout()
+        self._target()
+        ignored = [name for name in sdk if name in MEANINGLESS and sdk[name] is not None]
+        if ignored:
+            warn(f"estimator: {', '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no meaning on this machine.")
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The hyperparameters."""
+        return dict(self._hyperparameters)
+
+    def set_hyperparameters(self, **values: Any) -> None:
+        """Set hyperparameters; others stay."""
+        before = self._hyperparameters
+        self._hyperparameters = before | _check_values(values)
+        try:
+            self._layout()
+        except InputError:
+            self._hyperparameters = before
+            raise
+
+    @property
+    def model_data(self) -> str | None:
+        """The folder of the newest job's model; None before a job."""
+        return None if self.latest_training_job is None else self.latest_training_job.model_data
+
+    def fit(
+        self,
+        inputs: Any = None,
+        wait: bool = True,
+        logs: str | bool | Sequence[str] = "All",
+        job_name: str | None = None,
+        experiment_config: Mapping[str, str] | None = None,
+    ) -> None:
+        """Run the script as a job.
+
+        Args:
+            inputs: an address, or one for each channel: a local folder or file, `file://`, `s3://` and whatever fsspec knows.
+            wait: until its end, with its log on stdout. Else it runs on in the background: `attach` reaches it by its name.
+            logs: False or "None": no log while waiting.
+            job_name: by default that of the script and the time. A name is used once.
+            experiment_config: means nothing here.
+
+        Raises:
+            InputError: an input, or the name; nothing was started.
+            JobFailed: the job failed; `exit_code` is that of the script.
+            RunStopped: the job was stopped early.
+        """
+        if experiment_config is not None:
+            warn("estimator: experiment_config has no meaning on this machine.")
+        started = self._start(inputs, job_name, waits=wait)
+        if not wait:
+            return
+        try:
+            started.wait(logs=logs not in (False, None, "None", []))
+        except KeyboardInterrupt:
+            warn(f"stopping job {started.name} …")
+            started.stop()
+            raise
+
+    def logs(self, wait: bool = True) -> None:
+        """Print the log of the newest job, until its end unless `wait` is False."""
+        self._newest().logs(wait)
+
+    def stop(self, wait: bool = True) -> None:
+        """Stop the newest job; `wait` for its end."""
+        self._newest().stop(wait)
+
+    @classmethod
+    def attach(cls, training_job_name: str, sagemaker_session: Any = None, **other: Any) -> PyTorch:
+        """The estimator of a job, by its name; from any process.
+
+        Args:
+            training_job_name: its name.
+            sagemaker_session: means nothing here.
+            other: `output_path`, the folder of jobs, if it was not ./jobs.
+
+        Raises:
+            InputError: there is no such job.
+        """
+        folder = other.pop("output_path", None)
+        other.pop("model_channel_name", None)
+        if other:
+            raise InputError(f"attach: unknown argument {next(iter(other))!r}. Known: training_job_name, output_path.")
+        found = job.find(JOBS if folder is None else Path(folder), training_job_name)
+        made = cls.__new__(cls)
+        vars(made).update(job.read(found.folder / "job.json")["estimator"])
+        made._hyperparameters = vars(made).pop("hyperparameters")
+        made.environment, made.latest_training_job, made.jobs = {}, found, [found]
+        return made
+
+    def _newest(self) -> Job:
+        if self.latest_training_job is None:
+            raise InputError("this estimator has no job yet: call fit, or PyTorch.attach(name) for a job that runs.")
+        return self.latest_training_job
+
+    def _script(self) -> tuple[Path, Path]:
+        """The folder to take along, or the script's own, and the script in it."""
+        if self.source_dir is not None and (":" in self.source_dir.partition("/")[0] or self.source_dir.endswith(".tar.gz")):
+            raise InputError(f"source_dir = {self.source_dir!r}: give a folder of this machine.")
+        folder = Path(self.source_dir or ".").expanduser()
+        if not folder.is_dir():
+            raise InputError(f"source_dir = {self.source_dir!r} is no folder. Give the one that holds {self.entry_point!r}.")
+        script = folder / Path(self.entry_point).expanduser()
+        if script.suffix != ".py":
+            raise InputError(f"entry_point = {self.entry_point!r} is no Python script: give a .py file.")
+        if not script.is_file():
+            near = nearest(script.name, [path.name for path in script.parent.glob("*.py")])
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise InputError(f"entry_point = {self.entry_point!r} is not in {str(script.parent)!r}.{hint}")
+        if self.source_dir is None:
+            return script.parent.absolute(), script.absolute()
+        if not script.resolve().is_relative_to(folder.resolve()):
+            raise InputError(f"entry_point = {self.entry_point!r} lies outside of source_dir = {self.source_dir!r}.")
+        return folder.absolute(), script.absolute()
+
+    def _layout(self) -> Layout:
+        return layout_of(str(self.instance_type), self.instance_count, self.distribution, self._hyperparameters)
+
+    def _target(self) -> tuple[Path, str | None]:
+        """The folder of jobs, and the remote address for results."""
+        if self.output_path is None:
+            return JOBS, None
+        local = inputs.local_path(self.output_path, "output_path")
+        if local is None:
+            inputs.check_address(self.output_path, f"output_path = {self.output_path!r}")
+            return JOBS, self.output_path
+        return local, None
+
+    def _start(self, given: Any, job_name: str | None, *, waits: bool) -> Job:
+        folder_of_code, script = self._script()
+        layout, (jobs, remote) = self._layout(), self._target()
+        channels = inputs.addresses(given)
+        code = _code(folder_of_code, jobs) if self.source_dir is not None else [script]
+        folder = job.make_folder(jobs, job_name or job.new_name(self.base_job_name or script.stem)).absolute()
+        try:
+            for part in ("code", "input/config", "input/data", "model", "output/data"):
+                (folder / part).mkdir(parents=True)
+            _copy(code, folder_of_code, folder / "code")
+            _copy_dependencies(self.dependencies, folder / "code")
+            laid = {name: str(inputs.lay(name, address, folder / "input" / "data")) for name, address in channels.items()}
+            command, variables = self._command(layout, folder, script.relative_to(folder_of_code).as_posix(), laid)
+            record = {
+                "estimator": self._record(),
+                "command": command,
+                "ranks": layout.ranks,
+                "gpus": layout.gpus,
+                "parameters": layout.parameters,
+                "source": str(folder_of_code),
+                "inputs": channels,
+                "send_to": remote,
+                "max_run": self.max_run,
+                "created": job.now(),
+            }
+            job.write(folder / "job.json", record)
+            started = _supervise(folder, environment.inherited() | variables | self.environment, waits=waits)
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)  # nothing has run in it
+            if isinstance(error, OSError):
+                raise InputError(f"job {folder.name} was not started: {describe_fault(error)[0]}") from error
+            raise
+        for note in layout.notes:
+            warn(note)
+        if (folder / "code" / "requirements.txt").is_file():
+            warn(f"requirements.txt is not installed by a job: use {sys.executable} -m pip install -r for what is missing.")
+        warn(f"job {folder.name} in {folder}" + ("" if waits else ", in the background"))
+        self.latest_training_job = started
+        self.jobs.append(started)
+        return started
+
+    def _command(
+        self, layout: Layout, folder: Path, script: str, channels: Mapping[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        """The job's command, and its variables."""
+        handed = dict(self._hyperparameters)
+        if layout.parameters is not None and "--mp_parameters" in (folder / "code" / script).read_text(errors="replace"):
+            handed["mp_parameters"] = layout.parameters
+        arguments = environment.arguments_of(handed)
+        variables = environment.variables_of(
+            layout,
+            self._hyperparameters,
+            channels,
+            folder,
+            script=script,
+            instance_type=str(self.instance_type),
+            arguments=arguments,
+        )
+        config = folder / "input" / "config"
+        job.write(config / "hyperparameters.json", self._hyperparameters)
+        job.write(config / "resourceconfig.json", environment.resources_of(str(self.instance_type)))
+        job.write(config / "inputdataconfig.json", environment.input_config(channels))
+        if layout.gpus == 0:
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        command = [sys.executable, "-m", "octavo.compat", script, *arguments]
+        if layout.ranks is not None:
+            command = [sys.executable, "-P", "-m", "octavo.watchdog", str(layout.ranks), *command]
+        return command, variables
+
+    def _record(self) -> dict[str, Any]:
+        """What `attach` restores; no variables, which may be secrets."""
+        kept = ("entry_point", "source_dir", "instance_type", "instance_count", "output_path", "base_job_name", "dependencies")
+        values = {name: getattr(self, name) for name in kept}
+        return values | {
+            "distribution": None if self.distribution is None else dict(self.distribution),
+            "hyperparameters": self._hyperparameters,
+            "max_run": self.max_run,
+        }
+
+
+def _check_values(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    found = environment.check_hyperparameters(values)
+    if "mp_parameters" in found:
+        raise InputError('hyperparameters["mp_parameters"]: give SMP\'s parameters in distribution["smdistributed"].')
+    return found
+
+
+def _check_sdk(sdk: Mapping[str, Any]) -> None:
+    for name, value in sdk.items():
+        if name in REFUSED and value is not None:
+            raise InputError(f"{name} = {value!r}: {REFUSED[name]}")
+        if name not in MEANINGLESS and name not in REFUSED:
+            guess = nearest(name, ARGUMENTS)
+            hint = f" Did you mean {guess!r}?" if guess else ""
+            raise InputError(f"unknown argument {name!r} of PyTorch.{hint} The SDK has none of this name.")
+    mode = sdk.get("input_mode")
+    if mode not in (None, "File", "FastFile"):
+        raise InputError(f'input_mode = {mode!r}: a channel is a folder of files here. Use "File".')
+
+
+def _code(folder: Path, jobs: Path) -> list[Path]:
+    """The files of a folder of code, without those of version control, caches and jobs.
+
+    Raises:
+        InputError: they are too large for a copy in every job.
+    """
+    found, total, skipped = [], 0, jobs.absolute()
+    seen: set[Path] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if (real := Path(place).resolve()) in seen:  # a link to a folder above
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if name not in _NOT_CODE and Path(place, name) != skipped]
+        for name in names:
+            path = Path(place, name)
+            if path.is_file():
+                total += path.stat().st_size
+                found.append(path)
+        if total > _MOST_CODE:
+            raise InputError(
+                f"source_dir = {str(folder)!r} has more than {_MOST_CODE >> 20} MiB, and every job copies it: give a folder of "
+                "code alone, and data as inputs."
+            )
+    return found
+
+
+def _copy(paths: Iterable[Path], root: Path, target: Path) -> None:
+    for path in paths:
+        to = target / path.relative_to(root)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, to)
+
+
+def _copy_dependencies(names: Sequence[str], target: Path) -> None:
+    for name in names:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            shutil.copytree(path, target / path.resolve().name, ignore=shutil.ignore_patterns(*_NOT_CODE), dirs_exist_ok=True)
+        elif path.is_file():
+            shutil.copy2(path, target / path.name)
+        else:
+            raise InputError(f"dependencies: {name!r} does not exist.")
+
+
+def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool) -> Job:
+    """Start the job's supervisor, and wait until it has it in hand."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "octavo.launch.supervisor", str(folder)],
+        env={**variables, **({"OCTAVO_LAUNCH_WAITS": "1"} if waits else {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=(log := (folder / "log.txt").open("ab")),
+        start_new_session=True,
+    )
+    log.close()
+    found = Job(folder)
+    while not (folder / "state.json").is_file():
+        if process.poll() is not None:
+            text = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
+            raise InputError(f"the job could not be started: {text[-1] if text else 'its supervisor ended'}.")
+        found.until(lambda: (folder / "state.json").is_file() or process.poll() is not None, 1.0)
+    _SUPERVISORS.append(process)
+    return found
+
+
+_SUPERVISORS: list[subprocess.Popen[bytes]] = []
+
+
+@atexit.register
+def _leave_running() -> None:
+    """Jobs in the background outlive this process: no warning about them."""
+    for process in _SUPERVISORS:
+        if process.poll() is None:
+            process.returncode = 0

@@ -1,0 +1,287 @@
+"""A job: its folder, its state, its log, and how other processes reach it.
+
+    jobs/<name>/  job.json      what was started: arguments of the estimator, command, ranks
+                  state.json    InProgress, Stopping, Completed, Failed or Stopped; the supervisor's process; the exit code
+                  log.txt       output of all ranks
+                  code/ input/ model/ output/    folders of the script, as SageMaker lays them
+
+The supervisor (`octavo.launch.supervisor`) writes the state. A job whose supervisor has ended without a word was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError, OctavoError, RunStopped, nearest, some, warn
+from octavo.storage import folder_fault, why_unusable, write_atomic
+
+FINAL = ("Completed", "Failed", "Stopped")
+JOBS = Path("jobs")
+"""Folder of jobs where `output_path` names no other of this machine."""
+_NAME = re.compile(r"[A-Za-z0-9](-*[A-Za-z0-9]){0,62}")
+_POLL_SECONDS = 0.1
+_START_SECONDS = 60.0
+
+
+class JobFailed(OctavoError):
+    """A job ended with an error; `exit_code` is that of the rank that failed first."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Job:
+    """A job by its folder: `name`, `status`, `exit_code`, `model_data`, `describe`, `logs`, `wait` and `stop`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.name = self.job_name = folder.name
+
+    def __repr__(self) -> str:
+        return f"<Job {self.name}: {self.status}>"
+
+    @property
+    def log_file(self) -> Path:
+        """The output of all ranks."""
+        return self.folder / "log.txt"
+
+    @property
+    def model_data(self) -> str:
+        """The folder of the model."""
+        return str(self.folder / "model")
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """State as it is now: `status`, `exit_code`, `reason` and others."""
+        found = read(self.folder / "state.json")
+        if found.get("status") in FINAL or self._is_alive(found):
+            return found
+        if not found:
+            return {"status": "InProgress", "exit_code": None, "reason": ""}  # its supervisor is being started
+        found = read(self.folder / "state.json")  # it may have ended in between
+        if found.get("status") in FINAL:
+            return found
+        return found | {
+            "status": "Failed",
+            "exit_code": EXIT_FAILED,
+            "reason": "the job was killed: its supervisor ended without a word (kill -9, no memory, or a restart)",
+        }
+
+    @property
+    def status(self) -> str:
+        """InProgress, Stopping, Completed, Failed or Stopped."""
+        return str(self.state["status"])
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the rank that failed first, or 0; None while the job runs."""
+        return self.state.get("exit_code")
+
+    def describe(self) -> dict[str, Any]:
+        """The job in SageMaker's words, with `ExitCode` and `Folder`."""
+        state = self.state
+        return {
+            "TrainingJobName": self.name,
+            "TrainingJobStatus": state["status"],
+            "FailureReason": state.get("reason") or "",
+            "ExitCode": state.get("exit_code"),
+            "ModelArtifacts": {"S3ModelArtifacts": self.model_data},
+            "TrainingStartTime": state.get("began"),
+            "TrainingEndTime": state.get("ended"),
+            "Folder": str(self.folder),
+        }
+
+    def logs(self, wait: bool = True) -> None:
+        """Print the log; until the job has ended, unless `wait` is False."""
+        for text in self.follow(wait):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def follow(self, wait: bool = True) -> Iterator[str]:
+        """The log in pieces, as it grows."""
+        at, rest = 0, b""
+        while True:
+            ended = not wait or self.status in FINAL  # asked before the log is read: nothing is written after it
+            if self.log_file.exists():
+                with self.log_file.open("rb") as file:
+                    file.seek(at)
+                    while piece := file.read(1 << 20):
+                        at += len(piece)
+                        whole, line, rest = (rest + piece).rpartition(b"\n")
+                        if line:
+                            yield (whole + line).decode(errors="replace")
+            if ended:
+                if rest:
+                    yield rest.decode(errors="replace") + "\n"
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def wait(self, logs: bool = False) -> None:
+        """Wait for the end of the job, with its log on stdout if `logs`.
+
+        Raises:
+            JobFailed: it failed, or was killed.
+            RunStopped: it was stopped.
+        """
+        if logs:
+            self.logs()
+        while self.status not in FINAL:
+            time.sleep(_POLL_SECONDS)
+        self.check()
+
+    def check(self) -> None:
+        """Raise for an ended job that is not completed, with the errors of `wait`."""
+        state = self.state
+        if state["status"] == "Failed":
+            raise JobFailed(
+                f"job {self.name} failed with exit code {state['exit_code']}: {state['reason']}. Its log is {self.log_file}.",
+                state["exit_code"] or EXIT_FAILED,
+            )
+        if state["status"] == "Stopped":
+            raise RunStopped(f"job {self.name}: {state['reason']}. Its folder is {self.folder}.")
+
+    def stop(self, wait: bool = True) -> None:
+        """Stop the job: its ranks get SIGTERM, and 120 seconds to save. Nothing happens to one that has ended.
+
+        Raises:
+            InputError: it runs on another machine.
+        """
+        state = self.state
+        if state["status"] in FINAL:
+            warn(f"job {self.name} has ended already: {state['status']}.")
+            return
+        if not state.get("pid"):
+            self.until(lambda: bool(self.state.get("pid")) or self.status in FINAL, _START_SECONDS)
+            state = self.state
+        if state.get("host") != socket.gethostname():
+            raise InputError(f"job {self.name} runs on {state.get('host')}, and this is {socket.gethostname()}: stop it there.")
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(state["pid"])
+            try:
+                if self._is_alive(state):  # asked after the descriptor is there: it is this process
+                    signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+            finally:
+                os.close(descriptor)
+        while wait and self.status not in FINAL:
+            time.sleep(_POLL_SECONDS)
+
+    def until(self, reached: Callable[[], bool], seconds: float) -> bool:
+        """Wait for a condition; False if the time is over."""
+        deadline = time.monotonic() + seconds
+        while not reached():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _is_alive(self, state: dict[str, Any]) -> bool:
+        if not state:
+            return False
+        if state.get("host") != socket.gethostname():  # on a shared file system
+            return True
+        ticks = start_ticks(state["pid"])
+        return state.get("boot") == boot() and ticks is not None and ticks == state["ticks"]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A JSON file; empty if there is none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file atomically."""
+    write_atomic(path, json.dumps(content, indent=1) + "\n")
+
+
+def identity() -> dict[str, Any]:
+    """This process, for `Job._is_alive`."""
+    return {"pid": os.getpid(), "ticks": start_ticks(os.getpid()), "boot": boot(), "host": socket.gethostname()}
+
+
+def boot() -> str:
+    """The machine's start."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def start_ticks(pid: int) -> int | None:
+    """The start of a living process in the kernel's ticks; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def now() -> str:
+    """The time, as text."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def new_name(base: str) -> str:
+    """A name for a job: `base` and the time."""
+    moment = datetime.now(UTC).strftime("%Y-%m-%d-%H-%M-%S-%f")[:-3]
+    start = re.sub(r"[^A-Za-z0-9]+", "-", base).strip("-")[:34].rstrip("-") or "job"
+    return f"{start}-{moment}-{secrets.token_hex(1)}"
+
+
+def make_folder(jobs: Path, name: str) -> Path:
+    """A new folder of a job.
+
+    Raises:
+        InputError: the name is taken, or none that a job may have.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InputError(f"job_name = {name!r} is no name of a job: at most 63 letters, digits and hyphens, not first or last.")
+    folder = jobs / name
+    if fault := folder_fault(jobs):
+        raise InputError(f"the folder of jobs, {str(jobs)!r}, cannot be used: {fault}")
+    try:
+        jobs.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except FileNotFoundError as error:  # in /proc, where nothing can be made
+        raise InputError(f"the folder of jobs, {str(jobs)!r}, cannot be used: {why_unusable(error)}") from None
+    except FileExistsError:
+        raise InputError(
+            f"job_name = {name!r}: there is a job of this name in {str(jobs.absolute())!r}, and nothing is overwritten. Give "
+            "another name, or leave job_name out."
+        ) from None
+    return folder
+
+
+def find(jobs: Path, name: str) -> Job:
+    """The job of this name.
+
+    Raises:
+        InputError: there is none.
+    """
+    if isinstance(name, str) and _NAME.fullmatch(name) and (jobs / name / "job.json").is_file():
+        return Job(jobs / name)
+    known = sorted(path.parent.name for path in jobs.glob("*/job.json"))
+    guess = nearest(str(name), known)
+    hint = f" Did you mean {guess!r}?" if guess else ""
+    raise InputError(f"there is no job {name!r} in {str(jobs.absolute())!r}.{hint} Jobs there: {some(known) or 'none'}.")
+
+
+def stopped_reason(exit_code: int, asked: str) -> str:
+    """The reason of a stopped job."""
+    saved = ", and had saved" if exit_code == EXIT_STOPPED else ""
+    return f"{asked or 'it stopped early'}{saved}" + ("; run it again" if exit_code == EXIT_STOPPED else "")

@@ -1,0 +1,352 @@
+"""Table of the names of SMP, Transformer Engine, FSDP1, Accelerate and SageMaker's SDK: what each does here, what to write.
+
+The one place: `octavo migrate` reads it, and docs/migrating.md is compared with it. A name is written as it is imported; one
+with `(argument=)` is an argument of a call. What holds for a class holds for its attributes. Whether a name of SMP or
+Transformer Engine is there is asked of the tables of `octavo.compat`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.compat.missing import TABLE, way_of
+from octavo.compat.sdk import SHIM as SDK
+from octavo.compat.smp.shim import SHIM as SMP
+from octavo.compat.te.shim import SHIM as TE
+
+Status = Literal["same", "accepted", "differs", "absent"]
+"""same: does here what it does there. accepted: has no effect here. differs: see `here`. absent: refused with the way."""
+
+LIBRARIES = {
+    "torch.sagemaker": "SMP",
+    "transformer_engine": "Transformer Engine",
+    "torch.distributed.fsdp": "FSDP1",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "FSDP1",
+    "accelerate": "Accelerate",
+    "sagemaker": "SageMaker SDK",
+    "smdistributed": "SageMaker SDK",
+}
+"""Module → the library of its names."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """A row.
+
+    Attributes:
+        name: dotted, as a script imports it.
+        status: whether it does the same here.
+        here: what it does under `python -m octavo.compat`, or with Octavo imported in its place.
+        change: what to write in Octavo's own names; empty where the name stays.
+    """
+
+    name: str
+    status: Status
+    here: str
+    change: str = ""
+
+
+_SMP = (
+    Name("torch.sagemaker", "same", "Octavo under SMP's names", "import octavo"),
+    Name(
+        "torch.sagemaker.init",
+        "same",
+        "starts the process groups; configuration from a dictionary, a JSON file or SM_HP_MP_PARAMETERS",
+        'octavo.init({"hybrid_shard_degree": …})',
+    ),
+    Name("torch.sagemaker.is_initialized", "same", "True after init", "octavo.state.mesh is not None"),
+    Name("torch.sagemaker.transform", "same", "a known model becomes Octavo's decoder, sharded", "octavo.transform(model)"),
+    Name(
+        "torch.sagemaker.transform(cp_comm_type=)",
+        "same",
+        'exchange of keys and values; "p2p" by default, as in SMP',
+        'octavo.transform(model, cp_comm_type="all_gather"), Octavo\'s default',
+    ),
+    Name(
+        "torch.sagemaker.transform(config=)",
+        "differs",
+        "a MoEConfig with smp_moe is refused: experts run in FP8 without it",
+        "leave config out",
+    ),
+    Name(
+        "torch.sagemaker.transform(load_state_dict_from_rank0=)",
+        "same",
+        "rank 0 sends its weights",
+        "octavo.transform(model, load_state_dict_from_rank0=True)",
+    ),
+    Name("torch.sagemaker.state", "same", "ranks, sizes and process groups", "octavo.state"),
+    Name(
+        "torch.sagemaker.delayed_param.DelayedParamIniter",
+        "same",
+        "parameters of the meta device get Octavo's initial values",
+        "with octavo.delayed_init(): around the model",
+    ),
+    Name("torch.sagemaker.grad_norm.clip_grad_norm_", "same", "clips over all shards", "octavo.clip_grad_norm_(model, 1.0)"),
+    Name(
+        "torch.sagemaker.distributed.checkpoint",
+        "same",
+        "saves, in a thread too, and loads; in PyTorch's format, whose reading unpickles",
+        "octavo.save(path, model, optimizer), octavo.load(path, model, optimizer)",
+    ),
+    Name("torch.sagemaker.checkpoint.utils", "same", "keeps the newest folders", "checkpoint.keep of a run file"),
+    Name(
+        "torch.sagemaker.moe.moe_config.MoEConfig",
+        "differs",
+        "transform refuses it with smp_moe: experts run in FP8 without it",
+        "leave config out",
+    ),
+    Name("torch.sagemaker.moe.moe_layer.MoELayer", "differs", "a name for auto-wrap policies alone", "leave it out"),
+    Name(
+        "torch.sagemaker.tensor_parallel.transformer",
+        "same",
+        "classes for auto-wrap policies: the blocks of a transformed model",
+        "leave the policy out: octavo.transform shards block by block",
+    ),
+    Name("torch.sagemaker.nn", "same", "attention by Octavo's kernels", "octavo.nn.DotProductAttention"),
+    Name("torch.sagemaker.utils", "same", "helpers of SMP's example scripts"),
+    Name("torch.sagemaker.logger.get_logger", "same", "a logger of Python's logging"),
+)
+
+_TE = (
+    Name("transformer_engine", "same", "Octavo under Transformer Engine's names", "import octavo"),
+    Name("transformer_engine.pytorch", "same", "layers of octavo.nn with Transformer Engine's defaults", "octavo.nn"),
+    *(
+        Name(f"transformer_engine.pytorch.{layer}", "same", f"octavo.nn.{layer}, with its defaults", f"octavo.nn.{layer}")
+        for layer in (
+            "Linear",
+            "LayerNormLinear",
+            "LayerNormMLP",
+            "LayerNorm",
+            "RMSNorm",
+            "DotProductAttention",
+            "MultiheadAttention",
+            "TransformerLayer",
+            "GroupedLinear",
+        )
+    ),
+    *(
+        Name(
+            f"transformer_engine.pytorch.{name}",
+            "same",
+            "FP8 within it; scales and amaxes as there",
+            "octavo.fp8_autocast(enabled=True, fp8_recipe=recipe)",
+        )
+        for name in ("fp8_autocast", "autocast")
+    ),
+    Name("transformer_engine.pytorch.fp8_model_init", "differs", "weights stay in high precision, and are cast once a step"),
+    Name(
+        "transformer_engine.pytorch.checkpoint",
+        "same",
+        "recomputes in backward with the scales of the forward",
+        "octavo.transform(model, recompute=True)",
+    ),
+    Name("transformer_engine.pytorch.distributed", "same", "checkpoint, and the generators of split layers"),
+    Name("transformer_engine.pytorch.attention", "same", "attention, and RotaryPositionEmbedding", "octavo.nn"),
+    Name("transformer_engine.common.recipe.Format", "same", "HYBRID, E4M3 and E5M2", "octavo.recipe.Format"),
+    Name(
+        "transformer_engine.common.recipe.DelayedScaling",
+        "same",
+        "the same scales to the bit; precise gradients and a head in bf16, as there",
+        "octavo.recipe.DelayedScaling",
+    ),
+    Name(
+        "transformer_engine.common.recipe.Float8CurrentScaling", "same", "scales of each tensor", "octavo.recipe.CurrentScaling"
+    ),
+    Name("transformer_engine.common.recipe.Float8BlockScaling", "same", "scales of blocks", "octavo.recipe.BlockScaling"),
+    Name(
+        "transformer_engine.common.recipe.MXFP8BlockScaling",
+        "differs",
+        "refused in an autocast: a format of Blackwell GPUs",
+        "octavo.recipe.BlockScaling",
+    ),
+    Name(
+        "transformer_engine.common.recipe.NVFP4BlockScaling",
+        "differs",
+        "refused in an autocast: a format of Blackwell GPUs",
+        "octavo.recipe.BlockScaling",
+    ),
+)
+
+_FSDP = "torch.distributed.fsdp.FullyShardedDataParallel"
+_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_FSDP1 = (
+    Name("torch.distributed.fsdp", "same", "PyTorch's own, around a model that was never transformed"),
+    Name(
+        _FSDP,
+        "same",
+        "a transformed model gets Octavo's sharding; any other keeps PyTorch's",
+        "leave it out: octavo.transform shards the model after octavo.init",
+    ),
+    Name(f"{_FSDP}(auto_wrap_policy=)", "accepted", "shards are gathered block by block", "leave it out"),
+    Name(f"{_FSDP}(mixed_precision=)", "same", "its dtypes", "parallel.param_dtype and parallel.reduce_dtype"),
+    Name(
+        f"{_FSDP}(sharding_strategy=)",
+        "same",
+        "with hybrid_shard_degree as SMP combines them",
+        "parallel.hybrid_shard_degree; parallel.reshard_after_forward = false for SHARD_GRAD_OP",
+    ),
+    Name(f"{_FSDP}(backward_prefetch=)", "accepted", "the next block is always gathered ahead", "leave it out"),
+    Name(f"{_FSDP}(forward_prefetch=)", "accepted", "the next block is always gathered ahead", "leave it out"),
+    Name(f"{_FSDP}(limit_all_gathers=)", "accepted", "one block is gathered ahead", "leave it out"),
+    Name(f"{_FSDP}(use_orig_params=)", "accepted", "parameters keep their names and shapes", "leave it out"),
+    Name(f"{_FSDP}(param_init_fn=)", "same", "DelayedParamIniter's", "with octavo.delayed_init():"),
+    Name(f"{_FSDP}(post_param_init_fn=)", "accepted", "values are there at once", "with octavo.delayed_init():"),
+    Name(f"{_FSDP}(sync_module_states=)", "same", "rank 0 sends its weights", "load_state_dict_from_rank0=True"),
+    Name(f"{_FSDP}(device_id=)", "same", "the device of the parameters; by default the rank's own", "leave it out"),
+    Name(
+        f"{_FSDP}(process_group=)",
+        "absent",
+        "refused beside a transformed model",
+        "hybrid_shard_degree of torch.sagemaker.init",
+    ),
+    Name(f"{_FSDP}(cpu_offload=)", "absent", "refused beside a transformed model", "offload_wrapper, for activations"),
+    *(
+        Name(f"{_FSDP}({name}=)", "absent", "refused beside a transformed model", "leave it out")
+        for name in ("ignored_modules", "ignored_states", "device_mesh")
+    ),
+    Name(
+        "torch.distributed.fsdp.MixedPrecision",
+        "differs",
+        "dtypes of parameters and of sums; rotary tables stay float32 whatever buffer_dtype says",
+        "parallel.param_dtype, parallel.reduce_dtype",
+    ),
+    Name("torch.distributed.fsdp.ShardingStrategy", "same", "see sharding_strategy", "parallel.hybrid_shard_degree"),
+    Name("torch.distributed.fsdp.BackwardPrefetch", "accepted", "the next block is always gathered ahead", "leave it out"),
+    Name("torch.distributed.fsdp.wrap", "accepted", "shards are gathered block by block", "leave it out"),
+    Name(
+        f"{_WRAPPER}.apply_activation_checkpointing",
+        "same",
+        "blocks are recomputed in backward",
+        "octavo.transform(model, recompute=True)",
+    ),
+    Name(f"{_WRAPPER}.checkpoint_wrapper", "same", "recomputed in backward", "octavo.transform(model, recompute=True)"),
+    Name(f"{_WRAPPER}.offload_wrapper", "same", "activations in host memory", "octavo.transform(model, offload=True)"),
+    Name(f"{_WRAPPER}.CheckpointImpl", "accepted", "recomputation is never reentrant", "leave it out"),
+)
+
+_ACCELERATE = (
+    Name("accelerate", "same", "Accelerate's own, with a transformed model in it"),
+    Name(
+        "accelerate.Accelerator",
+        "same",
+        "takes a model of octavo.transform; its own fp8 settings do not reach Octavo's layers",
+        "model = octavo.transform(model) before prepare",
+    ),
+    Name(
+        'accelerate.Accelerator(mixed_precision="fp8")',
+        "differs",
+        "Accelerate would ask for Transformer Engine or torchao",
+        'mixed_precision="bf16", and octavo.fp8_autocast() around the forward',
+    ),
+    Name("accelerate.Accelerator.prepare", "same", "a transformed model stays as it is"),
+    Name("accelerate.Accelerator.backward", "same", "backward outside of the autocast"),
+    Name("accelerate.Accelerator.autocast", "differs", "bf16 alone", "octavo.fp8_autocast() inside of it"),
+    Name(
+        "accelerate.Accelerator.clip_grad_norm_",
+        "same",
+        "of a model that is not in shards",
+        "octavo.clip_grad_norm_(model, 1.0)",
+    ),
+    Name("accelerate.init_empty_weights", "same", "parameters on the meta device", "octavo.delayed_init()"),
+    Name(
+        "accelerate.FullyShardedDataParallelPlugin",
+        "same",
+        "FSDP1 around a model that was transformed before octavo.init",
+        "octavo.init shards by itself",
+    ),
+    Name("accelerate.utils.TERecipeKwargs", "differs", "asks for Transformer Engine", "octavo.recipe.DelayedScaling"),
+    Name("accelerate.utils.FP8RecipeKwargs", "differs", "asks for Transformer Engine", "octavo.recipe.DelayedScaling"),
+    Name("accelerate.DeepSpeedPlugin", "absent", "DeepSpeed shards another way", "octavo.init"),
+)
+
+_SDK = (
+    Name("sagemaker.pytorch.PyTorch", "same", "a job of this machine", "from octavo.launch import PyTorch"),
+    Name("sagemaker.inputs.TrainingInput", "same", "a channel", "from octavo.launch import TrainingInput"),
+    Name("sagemaker.get_execution_role", "accepted", "jobs need no role", "leave it out"),
+    Name("sagemaker.Session", "accepted", "jobs need no session; a bucket of it is refused", "leave it out"),
+    Name("sagemaker", "same", "the estimator's names, where the SDK is not installed", "octavo.launch"),
+    Name("smdistributed.dataparallel", "absent", "SageMaker's own collectives", 'backend "nccl"'),
+    Name("smdistributed", "absent", "SMP v1, another library", "import octavo"),
+)
+
+NAMES: dict[str, Name] = {row.name: row for row in (*_SMP, *_TE, *_FSDP1, *_ACCELERATE, *_SDK)}
+"""Every row by its name."""
+
+METHODS = ("torch.sagemaker.delayed_param.DelayedParamIniter", "accelerate.Accelerator", "sagemaker.pytorch.PyTorch")
+"""Classes whose instances are followed through a script by the names that they are assigned to."""
+
+
+def library_of(dotted: str) -> str | None:
+    """The library of a dotted name; None for others."""
+    around = dotted.partition("(")[0]
+    while around:
+        if around in LIBRARIES:
+            return LIBRARIES[around]
+        around = around.rpartition(".")[0]
+    return None
+
+
+_STATE, _NOT_THERE = "torch.sagemaker.state.", "not in Octavo's compatibility layer"
+_ROOTS = {"torch.sagemaker": SMP, "transformer_engine": TE, "sagemaker": SDK}
+_WHOLE = (
+    "torch.sagemaker.state",
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp.wrap",
+    "accelerate",
+    "smdistributed",
+)
+"""Modules and objects whose row holds for each of their names."""
+
+
+STATE = (
+    "activation_loading_horizon", "cfg", "context_parallel_degree", "cp_process_group", "cp_rank", "cp_size", "device",
+    "dp_process_group", "dp_rank", "dp_size", "ep_process_group", "ep_rank", "ep_size", "expert_parallel_degree",
+    "get_rng_state_tracker", "hybrid_shard_degree", "local_rank", "mesh", "rank", "ranker", "rep_rank_process_group",
+    "sm_activation_offloading", "tensor_parallel_degree", "tp_process_group", "tp_rank", "tp_size", "world_process_group",
+    "world_size",
+)  # fmt: skip
+"""Names of `torch.sagemaker.state`."""
+
+
+def find(dotted: str) -> Name | None:
+    """The row of a dotted name, or of the class or module around it; one with the way for a name that is not there.
+
+    Names of SMP and Transformer Engine are there if the tables of the compatibility layer have them.
+    """
+    if dotted in NAMES:
+        return NAMES[dotted]
+    if dotted.startswith(_STATE) and dotted.removeprefix(_STATE).partition(".")[0] not in STATE:
+        return Name(
+            dotted, "absent", _NOT_THERE, way_of(dotted, SMP.ways, STATE).partition("layer.")[2].removesuffix(TABLE).strip()
+        )
+    shim = next((shim for root, shim in _ROOTS.items() if dotted == root or dotted.startswith(f"{root}.")), None)
+    around = list(_around(dotted))
+    row = next((NAMES[name] for name in around if name in NAMES and name not in _ROOTS), None)
+    whole = any(name in NAMES and (name in _WHOLE or name.rpartition(".")[2][:1].isupper()) for name in around)
+    if shim is None or whole:
+        return row if whole else None
+    if any(_has(shim.modules, name) for name in (dotted, *(name for name in around if name.rpartition(".")[2][:1].isupper()))):
+        return Name(dotted, "same", row.here if row else f"as in {LIBRARIES[shim.root]}", row.change if row else "")
+    module = dotted.rpartition(".")[0]
+    names = " ".join(shim.modules.get(module, {}).values()).split()
+    return _absent(dotted, shim.ways, names)
+
+
+def _absent(dotted: str, ways: Mapping[str, str], known: Iterable[str]) -> Name:
+    """A row for a name that is not there, with the way that an import of it would be told."""
+    way = way_of(dotted, ways, known).removeprefix(f"{dotted} is {_NOT_THERE}.")
+    return Name(dotted, "absent", _NOT_THERE, way.removesuffix(TABLE).strip())
+
+
+def _has(modules: Mapping[str, Mapping[str, str]], dotted: str) -> bool:
+    """True for a module of the table, and for a name that one of them has."""
+    module, _, last = dotted.rpartition(".")
+    return dotted in modules or any(last in names.split() for names in modules.get(module, {}).values())
+
+
+def _around(dotted: str) -> Iterator[str]:
+    """The names around a dotted name, the longest first."""
+    while dotted := dotted.rpartition(".")[0]:
+        yield dotted

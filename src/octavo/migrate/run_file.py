@@ -1,0 +1,359 @@
+"""A run file for the arguments of SMP's example scripts and the dictionaries of an estimator.
+
+Arguments that neither the script nor the estimator gives have the defaults of SMP's example. Where units differ the value is
+computed, and the line says from what; what no key says is named on top of the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from octavo.config.degrees import DEGREES
+from octavo.config.effects import idle_keys, settled
+from octavo.config.run import RunConfig
+from octavo.errors import InputError
+from octavo.hardware import find_instance
+from octavo.launch.inputs import local_path
+from octavo.migrate.script import Script, known
+from octavo.migrate.values import UNKNOWN
+from octavo.storage import write_atomic
+
+DEFAULTS: dict[str, Any] = {
+    "train_batch_size": 2, "val_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 5000, "seed": 12345, "bf16": 1,
+    "fp8": 1, "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max", "grad_clip": 1.0, "weight_decay": 0.2, "beta1": 0.9,
+    "beta2": 0.95, "lr": 0.0001, "lr_decay_style": "cosine", "lr_decay_iters": 47683, "min_lr": 1e-05, "warmup": 0.0032,
+    "plateau": 0.0, "activation_checkpointing": 1, "logging_freq": 1, "num_kept_checkpoints": 2, "checkpoint_freq": 1000,
+    "max_context_width": 2048, "vocab_size": 50432, "hidden_width": 768, "num_layers": 12, "num_heads": 12,
+    "model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000, "llama_intermediate_size": 11008,
+    "intermediate_size": 14336, "initializer_range": 0.02, "sharding_strategy": "hybrid_shard", "validation_batches": 10,
+    "data_num_workers": 0, "use_smp_implementation": 0,
+}  # fmt: skip
+"""Arguments of SMP's example script that a run file has keys for, with the example's defaults."""
+
+_OPTIONAL = (
+    "hf_pretrained_model_name_or_dir", "validation_freq", "num_key_value_heads", "sliding_window", "training_dir", "test_dir",
+    "tensorboard_dir", "checkpoint_dir", "resume_from_checkpoint", "hybrid_shard_degree", "context_parallel_degree",
+    "tensor_parallel_degree", "expert_parallel_degree", "sm_activation_offloading", "activation_loading_horizon", "random_seed",
+    "model_dir",
+)  # fmt: skip
+_NO_KEY = (
+    "auto_wrap_policy", "backward_fetch_policy", "clean_cache", "data_type", "dataset_type", "delayed_param",
+    "distributed_backend", "enable_memory_profiling", "epochs", "fast_validation", "forward_prefetch", "framework",
+    "limit_all_gathers", "log_reduced_training_loss", "logging_freq_for_avg", "nccl_test_log", "patch_neox_rope",
+    "preserve_np_state", "profile_nsys", "same_seed", "save_final_model", "use_orig_params", "use_smp_flash_attn",
+    "use_synthetic_data", "zipped_data", "checkpoint_type", "do_train", "do_eval", "delayed_parameter_initialization",
+    "fsdp_cache_flush_warnings", "allow_empty_shards",
+)  # fmt: skip
+"""Arguments that need no key: what they ask for always happens, or has no counterpart."""
+_SHAPES = {"llama_v2": "llama2-7b", "llama_v3": "llama-8b", "gpt_neox": "pythia-410m", "mistral": "mistral-7b"}
+"""`model_type` → the built-in shape that gets its sizes."""
+
+
+@dataclass
+class _Draft:
+    """A run file as it grows: (section.key) → (value, from what)."""
+
+    keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def put(self, key: str, value: Any, origin: str) -> None:
+        self.keys[key] = value, origin
+
+
+def run_file(scripts: Sequence[Script], *, world_size: int | None = None) -> str:
+    """The text of a run file, which `RunConfig` accepts.
+
+    Args:
+        scripts: a training script, a script with its estimator, or both.
+        world_size: ranks; by default those of the estimator.
+
+    Raises:
+        InputError: there are no arguments of SMP's, their values are not known, or the ranks.
+    """
+    values, origins, estimator = _collect(scripts)
+    ranks = _ranks(estimator) if world_size is None else world_size
+    if ranks < 1:
+        raise InputError(f"--world-size {ranks} is no number of ranks: give 1 or more.")
+    draft = _Draft()
+    _unknown_arguments(values, origins, draft)
+    given = DEFAULTS | dict.fromkeys(_OPTIONAL) | values
+
+    def of(*names: str) -> str:
+        return ", ".join(f"{name} = {_shown(given[name])}" + ("" if name in origins else " (SMP's default)") for name in names)
+
+    _model(given, of, draft)
+    _data(given, of, estimator, draft)
+    degrees = _parallel(given, of, estimator, ranks, draft)
+    _fp8(given, of, draft)
+    _optimizer(given, of, draft)
+    _train(given, of, max(1, ranks // degrees), draft)
+    return _text(scripts, draft, ranks)
+
+
+def write_run_file(path: Path, scripts: Sequence[Script], *, world_size: int | None = None) -> None:
+    """Write `run_file` to a new file, and read it back.
+
+    Raises:
+        InputError: as `run_file`, or the file exists.
+    """
+    text = run_file(scripts, world_size=world_size)
+    if path.exists():
+        raise InputError(f"--run-file {str(path)!r} exists, and nothing is overwritten: give another name.")
+    write_atomic(path, text)
+    RunConfig.from_file(path)
+
+
+def _collect(scripts: Sequence[Script]) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
+    """Values of arguments, the names of those that were given, and the estimator's call."""
+    values: dict[str, Any] = {}
+    unsure: list[str] = []
+    estimator: dict[str, Any] = {}
+    for script in scripts:
+        values |= {name: value for name, value in known(script.arguments) if value is not None}
+    for script in scripts:
+        for call in script.estimators[-1:]:
+            estimator = call
+            hyperparameters = call.get("hyperparameters")
+            if hyperparameters is UNKNOWN:
+                raise InputError(f"{script.path}: the hyperparameters are made at run time. Write them as a dictionary.")
+            table = hyperparameters if isinstance(hyperparameters, dict) else {}
+            unsure += [name for name, value in table.items() if value is UNKNOWN]
+            values |= dict(known(table))
+            values |= dict(known(_parameters(call)))
+    if "max_context_width" not in values and not set(values) & set(DEGREES):
+        paths = ", ".join(str(script.path) for script in scripts)
+        raise InputError(
+            f"{paths}: no arguments of SMP's example scripts (--max_context_width …) and no estimator with its parameters, so "
+            "there is nothing to write a run file from. Give the script that has them."
+        )
+    wanted = [name for name in unsure if name in DEFAULTS or name in _OPTIONAL]
+    if wanted:
+        raise InputError(f"not known without running the script: {', '.join(wanted)}. Write their values as constants.")
+    single = {name: value[0] for name, value in values.items() if isinstance(value, list) and len(value) == 1}
+    values |= single
+    return values, set(values), estimator
+
+
+def _parameters(call: Mapping[str, Any]) -> dict[str, Any]:
+    table: Any = call.get("distribution")
+    for key in ("smdistributed", "modelparallel", "parameters"):
+        table = table.get(key) if isinstance(table, dict) else None
+    return table if isinstance(table, dict) else {}
+
+
+def _ranks(estimator: Mapping[str, Any]) -> int:
+    kind, count = estimator.get("instance_type"), estimator.get("instance_count", 1)
+    if not isinstance(kind, str) or not isinstance(count, int):
+        raise InputError("the number of ranks is not known, and the global batch depends on it: give --world-size.")
+    instance = None if kind in ("local", "local_gpu") else find_instance(kind)
+    return count * (1 if instance is None else instance.gpus)
+
+
+def _unknown_arguments(values: Mapping[str, Any], origins: set[str], draft: _Draft) -> None:
+    others = sorted(name for name in origins if name not in DEFAULTS and name not in _OPTIONAL and name not in _NO_KEY)
+    if others:
+        draft.notes.append(f"no key for: {', '.join(f'{name} = {_shown(values[name])}' for name in others)}")
+    needless = sorted(name for name in origins if name in _NO_KEY)
+    if needless:
+        draft.notes.append(f"need no key: {', '.join(needless)}")
+
+
+def _model(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
+    source = given["hf_pretrained_model_name_or_dir"]
+    kind = str(given["model_type"])
+    if source:
+        draft.put("model.source", source, of("hf_pretrained_model_name_or_dir"))
+        draft.put("model.load", True, "its weights")
+    elif kind in _SHAPES:
+        draft.put("model.source", _SHAPES[kind], f"{of('model_type')}; sizes below")
+        draft.put("model.config", _sizes(kind, given), "sizes from the arguments")
+    else:
+        draft.put("model.source", f"FOLDER-OF-{kind.upper()}", f"{of('model_type')}: give a folder with its config.json")
+    draft.put("model.dtype", "bfloat16" if given["bf16"] else "float32", of("bf16"))
+
+
+def _sizes(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    hidden, heads = given["hidden_width"], given["num_heads"]
+    found = {
+        "vocab_size": given["vocab_size"],
+        "hidden_size": hidden,
+        "num_hidden_layers": given["num_layers"],
+        "num_attention_heads": heads,
+        "max_position_embeddings": given["max_context_width"],
+        "initializer_range": given["initializer_range"],
+    }
+    if kind == "gpt_neox":
+        rope = {"rope_theta": float(given["rotary_emb_base"]), "partial_rotary_factor": given["rotary_pct"]}
+        return found | {"intermediate_size": 4 * hidden, "rope_parameters": {"rope_type": "default"} | rope}
+    inner = given["llama_intermediate_size" if kind == "llama_v2" else "intermediate_size"]
+    found |= {"intermediate_size": inner, "num_key_value_heads": given["num_key_value_heads"] or heads}
+    if kind == "mistral" and given["sliding_window"] is not None:
+        found["sliding_window"] = given["sliding_window"]
+    return found
+
+
+def _data(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draft: _Draft) -> None:
+    inputs = (estimator.get("fit") or {}).get("inputs")
+    channels = inputs if isinstance(inputs, dict) else {}
+    for key, name, channel in (("source", "training_dir", "train"), ("validation_source", "test_dir", "test")):
+        if isinstance(given[name], str):
+            draft.put(f"data.{key}", f"{given[name].rstrip('/')}/*.json", of(name))
+        elif isinstance(address := channels.get(channel), str) and (path := local_path(address, channel)) is not None:
+            draft.put(f"data.{key}", f"{path}/*.json", f"the channel {channel}")
+        else:
+            draft.put(f"data.{key}", f"{channel}/*.json", f"the channel {channel}: give its folder")
+    draft.put("data.sequence_length", given["max_context_width"], of("max_context_width"))
+    draft.put("data.packing", "join", "chunks of one length")
+    if given["data_num_workers"]:
+        draft.put("data.workers", given["data_num_workers"], of("data_num_workers"))
+    draft.put("data.seed", given["seed"], of("seed"))
+
+
+def _parallel(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], ranks: int, draft: _Draft) -> int:
+    """Put the degrees; returns the ranks that share a sample."""
+    for name in DEGREES:
+        if given[name] is not None:
+            draft.put(f"parallel.{name}", given[name], of(name))
+    strategy, shard = str(given["sharding_strategy"]).lower(), given["hybrid_shard_degree"] or 0
+    count = estimator.get("instance_count", 1)
+    if not shard and "hybrid" in strategy and isinstance(count, int) and count > 1:
+        draft.put("parallel.hybrid_shard_degree", ranks // count, f"{of('sharding_strategy')}: within a machine")
+    if strategy == "no_shard":
+        draft.put("parallel.hybrid_shard_degree", 1, of("sharding_strategy"))
+    if strategy in ("shard_grad_op", "_hybrid_shard_zero2"):
+        draft.put("parallel.reshard_after_forward", False, of("sharding_strategy"))
+    if given["bf16"]:
+        draft.put("parallel.reduce_dtype", "bfloat16", "MixedPrecision of the example; Octavo's default is float32")
+    if given["sm_activation_offloading"]:
+        draft.put("parallel.sm_activation_offloading", True, of("sm_activation_offloading"))
+        if given["activation_loading_horizon"]:
+            draft.put(
+                "parallel.activation_loading_horizon", given["activation_loading_horizon"], of("activation_loading_horizon")
+            )
+    elif given["sm_activation_offloading"] is None:
+        draft.notes.append(
+            "SMP offloads activations by default, where the script calls offload_wrapper: then set "
+            "parallel.sm_activation_offloading = true"
+        )
+    return int((given["context_parallel_degree"] or 1) * (given["tensor_parallel_degree"] or 1))
+
+
+def _fp8(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
+    smp = given["use_smp_implementation"] or (given["context_parallel_degree"] or 1) > 1
+    enabled = bool(given["fp8"]) and bool(smp)
+    origin = of("fp8") if smp else f"{of('fp8')}, without effect as {of('use_smp_implementation')}"
+    draft.put("fp8.enabled", enabled, origin)
+    if enabled:
+        draft.put("fp8.recipe", "delayed", "as in the example")
+        draft.put("fp8.amax_history_len", given["fp8_amax_history_len"], of("fp8_amax_history_len"))
+        draft.put("fp8.amax_compute_algo", given["fp8_amax_compute_algo"], of("fp8_amax_compute_algo"))
+        draft.put("fp8.head", False, "as Transformer Engine; Octavo's default is faster")
+        draft.put("fp8.fast_accumulation", False, "as Transformer Engine; Octavo's default is faster")
+
+
+def _optimizer(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
+    rate, iterations = given["lr"], given["lr_decay_iters"] or given["max_steps"]
+    draft.put("optimizer.lr", float(rate), of("lr"))
+    draft.put("optimizer.betas", [given["beta1"], given["beta2"]], of("beta1", "beta2"))
+    draft.put("optimizer.weight_decay", float(given["weight_decay"]), of("weight_decay"))
+    draft.put("optimizer.clip", float(given["grad_clip"]), of("grad_clip"))
+    warmup = round(given["warmup"] * iterations)
+    draft.put("optimizer.warmup_steps", warmup, f"{of('warmup')} of {of('lr_decay_iters')}")
+    style = given["lr_decay_style"]
+    if style in ("cosine", "linear", "constant"):
+        draft.put("optimizer.schedule", style, of("lr_decay_style"))
+    else:
+        draft.put("optimizer.schedule", "cosine", f"there is no schedule {style!r}: choose cosine, linear, wsd or constant")
+    if style != "constant":
+        draft.put("optimizer.min_lr_fraction", min(1.0, given["min_lr"] / rate), f"{of('min_lr')} / lr")
+    if given["plateau"]:
+        draft.notes.append(f"no key for plateau = {given['plateau']}; the schedule wsd stays at its peak")
+    if iterations != given["max_steps"]:
+        draft.notes.append(
+            f"the schedule ends at train.steps; there it ends after {iterations} iterations, whatever max_steps is"
+        )
+
+
+def _train(given: Mapping[str, Any], of: Any, samples: int, draft: _Draft) -> None:
+    """samples: data-parallel ranks."""
+    micro, accumulation = given["train_batch_size"], given["gradient_accumulation_steps"]
+    steps = math.ceil(given["max_steps"] / accumulation)
+    draft.put("train.steps", steps, of("max_steps") + (f" micro-batches / {accumulation}" if accumulation > 1 else ""))
+    origin = f"{of('train_batch_size')} x {samples} data-parallel ranks"
+    draft.put("train.global_batch", micro * accumulation * samples, origin + (f" x {accumulation}" if accumulation > 1 else ""))
+    draft.put("train.micro_batch", micro, of("train_batch_size"))
+    draft.put("train.recompute", bool(given["activation_checkpointing"]), of("activation_checkpointing"))
+    draft.put("train.seed", given["seed"], of("seed"))
+    if given["validation_freq"]:
+        draft.put("train.validate_every", math.ceil(given["validation_freq"] / accumulation), of("validation_freq"))
+    batches = math.ceil(given["validation_batches"] * given["val_batch_size"] * samples / micro)
+    draft.put("train.validate_batches", batches, f"{of('validation_batches', 'val_batch_size')} on each of {samples} ranks")
+    draft.put("checkpoint.every", math.ceil(given["checkpoint_freq"] / accumulation), of("checkpoint_freq"))
+    draft.put("checkpoint.keep", given["num_kept_checkpoints"], of("num_kept_checkpoints"))
+    draft.put("log.every", given["logging_freq"], of("logging_freq"))
+    if given["tensorboard_dir"]:
+        draft.put("log.trackers", ["tensorboard"], of("tensorboard_dir"))
+    for name in ("checkpoint_dir", "resume_from_checkpoint", "model_dir", "random_seed"):
+        if given[name] is not None:
+            draft.notes.append(f"{name} = {_shown(given[name])}: {_FOLDERS[name]}")
+
+
+_FOLDERS = {
+    "checkpoint_dir": "checkpoints are in the run's folder, train.output",
+    "resume_from_checkpoint": "the same command continues from the newest checkpoint",
+    "model_dir": "octavo export RUN --to FOLDER writes the model",
+    "random_seed": "seed is the seed of a run",
+}
+
+
+def _text(scripts: Sequence[Script], draft: _Draft, ranks: int) -> str:
+    tables: dict[str, dict[str, Any]] = {}
+    for key, (value, _) in draft.keys.items():
+        section, _, name = key.partition(".")
+        tables.setdefault(section, {})[name] = value
+    config = RunConfig.from_dict(tables, where="the run file", context={"idle": "allowed"})
+    idle = idle_keys(config)
+    for each in idle:
+        del draft.keys[each.key]
+    settled(config, idle)
+    names = ", ".join(script.path.name for script in scripts)
+    text = [f"# From {names}, for {ranks} ranks: octavo train RUN.toml --ranks {ranks}"]
+    text += [f"# {note}." for note in draft.notes]
+    for section in (name for name in RunConfig.model_fields if any(key.startswith(f"{name}.") for key in draft.keys)):
+        text += ["", f"[{section}]"]
+        nested = []
+        for key, (value, origin) in draft.keys.items():
+            if key.partition(".")[0] != section:
+                continue
+            name = key.partition(".")[2]
+            if isinstance(value, dict):
+                nested += [
+                    "",
+                    f"[{section}.{name}]  # {origin}",
+                    tomli_w.dumps(value).replace("[", f"[{section}.{name}.").rstrip(),
+                ]
+            else:
+                text.append(f"{_line(name, value)}  # {_comment(origin)}")
+        text += nested
+    return "\n".join(text) + "\n"
+
+
+def _line(name: str, value: Any) -> str:
+    if isinstance(value, list):  # on one line
+        return f"{name} = [{', '.join(tomli_w.dumps({'x': each}).strip().removeprefix('x = ') for each in value)}]"
+    return tomli_w.dumps({name: value}).strip()
+
+
+def _comment(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return " ".join((text if len(text) <= 60 else f"{text[:57]}…").split())

@@ -1,0 +1,241 @@
+"""Uses of other libraries in a script, line by line; its arguments, and the calls of an estimator.
+
+Names are followed through imports with their aliases, and through variables that hold an instance of a followed class. What a
+script builds at run time (`getattr`, `importlib`) is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import InputError
+from octavo.migrate.names import LIBRARIES, METHODS, NAMES, Name, find, library_of
+from octavo.migrate.values import UNKNOWN, Values
+
+_CUDA = ("torch.cuda.",)
+_COMMAND = re.compile(r"^(\s*)(?:[%!]|[\w, ]+=\s*[%!]).*$")
+"""A line of a notebook that is no Python."""
+_ESTIMATORS = ("sagemaker.pytorch.PyTorch", "octavo.launch.PyTorch")
+
+
+@dataclass(frozen=True)
+class Use:
+    """A name of another library in a line.
+
+    Attributes:
+        line: from 1.
+        name: dotted, in full.
+        library: in words.
+        row: of the table; None for a name that it does not have.
+    """
+
+    line: int
+    name: str
+    library: str
+    row: Name | None
+
+
+@dataclass
+class Script:
+    """What was read from a script.
+
+    Attributes:
+        uses: in order of lines, each name of a line once.
+        needs_gpu: (line, text) of what only works on a GPU.
+        arguments: options of argparse with their defaults, UNKNOWN where only a run tells.
+        estimators: keyword → value of each call of an estimator; its `fit` too, under "fit".
+    """
+
+    path: Path
+    uses: list[Use] = field(default_factory=list)
+    needs_gpu: list[tuple[int, str]] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    estimators: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read(path: Path) -> Script:
+    """Read a script, .py or .ipynb; it is not run.
+
+    Raises:
+        InputError: it cannot be read, or is no Python.
+    """
+    text = _text(path)
+    try:
+        tree = ast.parse(text, filename=str(path))
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        if error.lineno is None:  # null bytes
+            raise InputError(f"{path} is no Python: {error.msg}.") from None
+        raise InputError(f"{path}, line {error.lineno}: {error.msg}: {line!r}. Mend it, and run migrate again.") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise InputError(f"{path} is no Python: {error}.") from None
+    try:
+        return _Reader(path, tree).script
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply to be read.") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(f"script {str(path)!r} cannot be read: {error.strerror or error}. Give a .py file.") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"script {str(path)!r}: byte {error.start + 1} is not UTF-8.") from None
+    if path.suffix != ".ipynb":
+        return text
+    try:
+        cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{str(path)!r} is no notebook.") from None
+    lines = [_COMMAND.sub(r"\1pass", line) for cell in cells if not cell.startswith("%%") for line in cell.splitlines()]
+    return "\n".join(lines)
+
+
+class _Reader:
+    """One pass over a tree, with the meaning of its names."""
+
+    def __init__(self, path: Path, tree: ast.AST) -> None:
+        self.script = Script(path)
+        self._values = Values(tree)
+        self._meaning: dict[str, str] = {}  # a name of the script → dotted
+        self._instances: dict[str, dict[str, Any]] = {}
+        self._seen: set[tuple[int, str]] = set()
+        self._parts: set[int] = set()  # attributes that belong to a longer one
+        nodes = sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno)
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self._import(node)
+        for node in nodes:
+            if isinstance(node, ast.Assign):
+                self._assign(node)
+        for node in nodes:
+            self._visit(node)
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        for call in sorted(calls, key=lambda call: (call.end_lineno, call.end_col_offset)):  # PyTorch(…) before its .fit(…)
+            self._call(call)
+        self.script.uses.sort(key=lambda use: use.line)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                self._meaning[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
+                self._use(node.lineno, alias.name)
+            return
+        for alias in node.names:
+            if node.level or node.module is None:
+                continue
+            dotted = node.module if alias.name == "*" else f"{node.module}.{alias.name}"
+            if alias.name != "*":
+                self._meaning[alias.asname or alias.name] = dotted
+            self._use(node.lineno, dotted)
+
+    def _assign(self, node: ast.Assign) -> None:
+        """Follow an instance of a known class, and another name for a known one."""
+        value = node.value.func if isinstance(node.value, ast.Call) else node.value
+        dotted = self._dotted(value)
+        if dotted is None or library_of(dotted) is None:
+            return
+        followed = canonical(dotted) in METHODS if isinstance(node.value, ast.Call) else True
+        for target in node.targets:
+            if isinstance(target, ast.Name) and followed and target.id not in self._meaning:
+                self._meaning[target.id] = canonical(dotted) if isinstance(node.value, ast.Call) else dotted
+                if isinstance(node.value, ast.Call) and canonical(dotted) in _ESTIMATORS:
+                    self._instances[target.id] = {}
+
+    def _visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in self._parts:
+            dotted = self._dotted(node)
+            inner = node
+            while isinstance(inner, ast.Attribute):
+                inner = inner.value  # type: ignore[assignment]
+                self._parts.add(id(inner))
+            if dotted is not None:
+                self._use(node.lineno, dotted)
+                if dotted.startswith(_CUDA) and dotted != "torch.cuda.is_available":
+                    self._gpu(node.lineno, dotted)
+
+    def _call(self, node: ast.Call) -> None:
+        dotted = self._dotted(node.func)
+        if dotted is not None and library_of(dotted) is not None:
+            for word in node.keywords:
+                name = f"{canonical(dotted)}({word.arg}=)"
+                exact = f'{canonical(dotted)}({word.arg}="{self._values.of(word.value)}")'
+                unset = isinstance(word.value, ast.Constant) and word.value.value is None
+                for each in (name, exact):
+                    if each in NAMES and not unset:
+                        self._use(word.value.lineno, each)
+        if isinstance(node.func, ast.Attribute):
+            self._method(node, node.func)
+        if dotted is not None and canonical(dotted) in _ESTIMATORS:
+            given = {word.arg: self._values.of(word.value) for word in node.keywords if word.arg}
+            for name, value in zip(("entry_point", "framework_version", "py_version", "source_dir"), node.args, strict=False):
+                given[name] = self._values.of(value)
+            self.script.estimators.append(given)
+        for value in (*node.args, *(word.value for word in node.keywords)):
+            text = value.value if isinstance(value, ast.Constant) else None
+            if isinstance(text, str) and (text in ("nccl", "smddp") or text.partition(":")[0] == "cuda"):
+                self._gpu(node.lineno, f'"{text}"')
+
+    def _method(self, node: ast.Call, function: ast.Attribute) -> None:
+        if function.attr == "cuda":
+            self._gpu(node.lineno, ".cuda()")
+        elif function.attr == "fit" and self.script.estimators:
+            given = {word.arg: self._values.of(word.value) for word in node.keywords if word.arg}
+            inputs = given.get("inputs", self._values.of(node.args[0]) if node.args else None)
+            self.script.estimators[-1]["fit"] = {"inputs": inputs}
+        elif function.attr == "add_argument":
+            names = [value.value for value in node.args if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+            words = {word.arg: word.value for word in node.keywords}
+            default = self._values.of(words["default"]) if "default" in words else None
+            for name in names:
+                if name.startswith("--"):
+                    self.script.arguments[name[2:].replace("-", "_")] = default
+
+    def _dotted(self, node: ast.AST) -> str | None:
+        """The full dotted name of an expression; None for others."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return None
+        start = self._meaning.get(node.id)
+        return None if start is None else ".".join([start, *reversed(parts)])
+
+    def _use(self, line: int, dotted: str) -> None:
+        library = library_of(dotted)
+        name = canonical(dotted)
+        if library is None or (line, name) in self._seen:
+            return
+        self._seen.add((line, name))
+        self.script.uses.append(Use(line, name, library, find(name)))
+
+    def _gpu(self, line: int, text: str) -> None:
+        if (line, text) not in self.script.needs_gpu:
+            self.script.needs_gpu.append((line, text))
+
+
+def canonical(dotted: str) -> str:
+    """The name of the table for a name that a library has in several modules, such as the private ones."""
+    if dotted in NAMES:
+        return dotted
+    last = dotted.rpartition(".")[2]
+    if library_of(dotted) is None:
+        return dotted
+    root = next(root for root in LIBRARIES if dotted == root or dotted.startswith(f"{root}."))
+    same = [name for name in NAMES if name.startswith(f"{root}.") and name.rpartition(".")[2] == last and last[:1].isupper()]
+    return same[0] if len(same) == 1 else dotted
+
+
+def known(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values that are known without a run."""
+    return ((name, value) for name, value in values.items() if value is not UNKNOWN)

@@ -1,0 +1,75 @@
+"""Prepared data as the files of a job's channels: chunks of token ids, one JSON object with `input_ids` a line.
+
+    FOLDER/train/training.json      FOLDER/test/validation.json
+
+Scripts of other trainers read them, and so does `data.source`. A chunk is `data.sequence_length` tokens of joined documents;
+the rest of a split that fills no chunk is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from octavo.config.data import DataConfig
+from octavo.data.loader import sequences_of
+from octavo.data.manifest import Split
+from octavo.data.prepared import PreparedData
+from octavo.errors import InputError
+from octavo.storage import fsync_tree, new_folder, path_of
+
+FILES: dict[Split, str] = {"train": "train/training.json", "validation": "test/validation.json"}
+
+
+def write_channels(prepared: PreparedData, config: DataConfig, folder: Path) -> dict[str, int]:
+    """Write both splits; returns the chunks in each file.
+
+    Args:
+        prepared: the tokens.
+        config: its section, for the length of a chunk.
+        folder: new or empty.
+
+    Raises:
+        InputError: the folder holds files, documents are not joined, or a split has no chunk.
+    """
+    if config.packing != "join":
+        raise InputError(f'--channels: data.packing = {config.packing!r}, and chunks are joined documents: set it to "join".')
+    target = new_folder(folder, "--channels")
+    with path_of("--channels", str(folder)):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(work, ignore_errors=True)
+        counts: dict[str, int] = {}
+        try:
+            for split, name in FILES.items():
+                if split == "validation" and prepared.manifest.splits[split].tokens == 0:
+                    continue
+                path = work / name
+                path.parent.mkdir(parents=True)
+                counts[name] = _write(prepared, config, split, path)
+            fsync_tree(work)
+            if target.exists():
+                target.rmdir()
+            work.rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return counts
+
+
+def _write(prepared: PreparedData, config: DataConfig, split: Split, path: Path) -> int:
+    sequences = sequences_of(prepared, split, sequence_length=config.sequence_length, packing="join")
+    packing, written = sequences.packing, 0
+    with path.open("w", encoding="utf-8") as file:
+        for start, length in zip(packing.start_P.tolist(), packing.length_P.tolist(), strict=True):
+            if length == config.sequence_length:
+                ids = sequences.tokens[start : start + length].tolist()
+                file.write(json.dumps({"input_ids": ids}, separators=(",", ":")) + "\n")
+                written += 1
+    if not written:
+        tokens = prepared.manifest.splits[split].tokens
+        raise InputError(
+            f"--channels: the {split} split has {tokens:,} tokens, too few for a chunk of data.sequence_length = "
+            f"{config.sequence_length}. Give more text, or set data.sequence_length to {max(2, tokens)} or less."
+        )
+    return written

@@ -1,0 +1,149 @@
+"""Whole scripts for SMP and Transformer Engine, unchanged, by the one command; their numbers beside Hugging Face and Octavo."""
+
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import octavo
+import ranks
+from octavo.compat.__main__ import command
+from octavo.compat.te.recipes import DelayedScaling
+
+pytestmark = ranks.alone
+SCRIPTS = Path(__file__).parent / "scripts"
+TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def run(*command, ranks=None, code=0, **environment):
+    """What a script prints, and its messages; by `python -m octavo.compat`, or with `ranks` by torchrun."""
+    launcher = [] if ranks is None else ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port()}"]
+    line = [sys.executable, *launcher, "-m", "octavo.compat", *map(str, command)]
+    more = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TRITON_INTERPRET": "1", **environment}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=150, env={**os.environ, **more}, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def numbers(text, first):
+    """The numbers of the lines that begin with a word."""
+    rows = [line.split() for line in text.splitlines() if line.startswith(first)]
+    return [[float(word) for word in row if word.lstrip("-").replace(".", "", 1).isdigit()] for row in rows]
+
+
+def test_fp8_by_smps_snippet_with_backward_inside_and_outside():
+    torch.manual_seed(0)
+    model = octavo.transform(
+        AutoModelForCausalLM.from_config(LlamaConfig(num_key_value_heads=2, **TINY)), dtype=torch.float32, device="cpu"
+    )
+    expected = []
+    for _ in range(4):
+        model.zero_grad()
+        with octavo.fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=32)):
+            loss = model(torch.arange(32).view(2, 16)).logits.sum()
+        loss.backward()
+        expected.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm().item())
+    out, _ = run(SCRIPTS / "fp8_smp.py")
+    assert numbers(out, "norms")[0] == pytest.approx([expected[1], expected[3], loss.item()], rel=1e-6)
+
+
+def test_half_precision_by_fsdps_policy_and_float32_beside_hugging_face():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(num_key_value_heads=2, **TINY))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(64).view(4, 16)
+    expected = []
+    for step in range(3):
+        for _ in range(2):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append([step, loss.item(), norm.item()])
+    out, messages = run(SCRIPTS / "mixed_precision.py", "float32", "bfloat16", ranks=2)
+    for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 2e-2)):
+        for found, wanted in zip(numbers(out, dtype), expected, strict=True):
+            assert found == pytest.approx(wanted, rel=tolerance)
+    assert messages.count("rotary tables and other buffers stay float32") == 1
+
+
+def test_layers_of_transformer_engine_or_pytorchs_where_it_is_missing(capsys):
+    with_te, _ = run(SCRIPTS / "te_fallback.py")
+    runpy.run_path(str(SCRIPTS / "te_fallback.py"))
+    without = capsys.readouterr().out
+    assert with_te.startswith("te ")
+    assert without.startswith("torch ")
+    assert numbers(with_te, "te")[0] == pytest.approx(numbers(without, "torch")[0], rel=1e-5)
+
+
+def test_spawned_ranks_and_the_workers_of_their_loaders_find_the_names():
+    out, _ = run(SCRIPTS / "spawned.py", PORT=str(port()))
+    losses = [row[0] for row in numbers(out, "loss")]
+    assert len(losses) == 2
+    assert 1.0 < losses[1] < losses[0] < 2.0
+
+
+def test_an_smp_training_resumes_to_the_same_numbers(tmp_path):
+    script, folder = SCRIPTS / "smp_train.py", tmp_path / "checkpoints"
+    common = ("--checkpoint_dir", folder, "--num_kept_checkpoints", 2)
+    parameters = json.dumps({"hybrid_shard_degree": 2, "delayed_parameter_initialization": True})  # as an estimator hands over
+    run(
+        *(script, *common, "--metrics", tmp_path / "all.json", "--model_dir", tmp_path / "model"),
+        ranks=2,
+        SM_HP_MP_PARAMETERS=parameters,
+    )
+    assert sorted(path.name for path in folder.iterdir()) == ["llama_v2-3steps", "llama_v2-6steps"]
+    rows = json.loads((tmp_path / "all.json").read_text())
+    run(
+        *(script, *common, "--metrics", tmp_path / "rest.json", "--resume_from_checkpoint", folder / "llama_v2-3steps"),
+        ranks=2,
+        SM_HP_MP_PARAMETERS=parameters,
+    )
+    assert json.loads((tmp_path / "rest.json").read_text()) == rows[3:]
+    # The model folder is Hugging Face's.
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert hf.config.num_hidden_layers == 2
+    ids = torch.stack([(torch.arange(32) * (index % 3 + 1) + 7 * index) % 128 for index in range(8)])
+    with torch.no_grad():
+        assert hf(input_ids=ids, labels=ids).loss.item() == pytest.approx(rows[-1]["val_loss"], rel=2e-3)
+    # The first step is that of Octavo itself on one rank, with the batches of both.
+    with octavo.delayed_init():
+        model = AutoModelForCausalLM.from_config(hf.config)
+    model = octavo.transform(model, params_dtype=torch.float32, device="cpu")
+    first = ids[[0, 2, 1, 3]]
+    with octavo.fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=4)):
+        loss = model(input_ids=first, labels=first).loss
+    assert rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-3)
+
+
+def test_a_missing_name_ends_with_the_name_and_the_way(tmp_path):
+    script = tmp_path / "old.py"
+    script.write_text("import transformer_engine.pytorch as te\nlayer = te.make_graphed_callables(None, ())\n")
+    _, messages = run(script, code=2)
+    assert messages.strip() == (
+        f"octavo: {script}, line 2: transformer_engine.pytorch.make_graphed_callables is not in Octavo's compatibility layer. "
+        "octavo.graphed(model) records a training step as a CUDA graph. docs/migrating.md has the table of names."
+    )
+    for arguments, fault in (
+        ([], "no script was given"),
+        (["-m"], "no script was given"),
+        (["none.py"], "'none.py' does not exist"),
+        (["--replace"], "unknown option --replace"),
+    ):
+        with pytest.raises(octavo.errors.InputError, match=fault):
+            command(arguments)
+    assert command(["-c", "print(1)"])[-2:] == ["-c", "print(1)"]

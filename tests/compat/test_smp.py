@@ -1,0 +1,163 @@
+"""SMP's names: configuration, state, and transformed models in FSDP over real ranks, beside one rank and Hugging Face."""
+
+import json
+
+import fsdp_ranks
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import octavo
+import ranks
+from octavo.errors import InputError
+
+pytestmark = ranks.alone
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    yield
+    octavo.shutdown()
+
+
+def test_layouts_strategies_and_sequences_in_parts_give_the_numbers_of_one_rank():
+    wanted = fsdp_ranks.on_one_rank()
+    results = ranks.run(4, fsdp_ranks.layouts)
+    found = results[3]
+    for name in ("hybrid", "zero2", "none", "overridden"):
+        for kind in ("whole", "parts"):
+            for row, expected in zip(found[name, kind], wanted, strict=True):
+                assert row == pytest.approx(expected, rel=1e-4), (name, kind)
+        assert found[name, "whole"] == found[name, "parts"] == results[0][name, "whole"]
+    assert found["hybrid"] == {
+        "group": [2, 3], "strategy": "HYBRID_SHARD", "replicas": (1, [[0, 2], [1, 3]]), "replica": [2, 3], "asked": 2,
+        "rows": 16,
+    }  # fmt: skip
+    assert found["zero2"]["group"] == found["none"]["group"] == [0, 1, 2, 3]
+    assert (found["zero2"]["strategy"], found["none"]["strategy"]) == ("_HYBRID_SHARD_ZERO2", "FULL_SHARD")
+    assert (found["none"]["asked"], found["none"]["rows"]) == (0, 8)
+    assert found["overridden"]["strategy"] == "HYBRID_SHARD"
+    assert "parts of it before, and the same tokens now" in found["mixed"]
+
+
+def test_checkpoints_wrappers_fine_tuning_and_pytorchs_own_fsdp(tmp_path):
+    results = ranks.run(2, fsdp_ranks.checkpoints, str(tmp_path))
+    for found in results:
+        assert found["same with REENTRANT"]
+        assert found["same with NO_REENTRANT"]
+        assert found["same with attention alone"]
+        assert found["finalised"] == [0]
+        assert found["hugging face"][0] > 0
+        assert found["whole states"]
+        assert found["local"]
+        assert found["full"]
+        assert found["all"]
+        assert found["extra"] == ({"total_steps": 7}, 1)
+        assert found["rate"] == 1e-2
+        assert found["rank 0"]
+        assert found["native"]
+        assert found["native norm"] > 0
+        for name, text in {
+            "weights": "hold different weights", "meta": "are on the meta device", "own init": "DelayedParamIniter",
+            "sync": "sync_module_states=True", "around": "in which 0 is transformed", "summon": "FULL_STATE_DICT",
+        }.items():  # fmt: skip
+            assert text in found[f"refusal {name}"], name
+    mean = sum(found["hugging face"][0] for found in results) / 2
+    assert results[0]["hugging face"][1] == pytest.approx(mean, rel=1e-5)
+
+
+def test_configuration_of_a_dict_a_file_and_the_estimator(tsm, tmp_path, monkeypatch):
+    assert not tsm.is_initialized() or tsm.state.sm_activation_offloading
+    tsm.init()
+    assert tsm.is_initialized()
+    assert (tsm.state.hybrid_shard_degree, tsm.state.tp_size, tsm.state.cp_rank, tsm.state.world_size) == (0, 1, 0, 1)
+    assert (tsm.state.sm_activation_offloading, tsm.state.activation_loading_horizon) == (True, 2)
+    assert tsm.state.rep_rank_process_group is None
+    assert not octavo.state.config.sm_activation_offloading  # the wrapper turns it on
+    config = {"hybrid_shard_degree": 1, "sm_activation_offloading": False, "delayed_parameter_initialization": True}
+    tsm.init(config)
+    assert not tsm.state.sm_activation_offloading
+    path = tmp_path / "smp.json"
+    path.write_text(json.dumps(config | {"activation_loading_horizon": 4}))
+    tsm.init(str(path))
+    assert tsm.state.activation_loading_horizon == 4
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", json.dumps({"random_seed": 7, "fsdp_cache_flush_warnings": True}))
+    tsm.init()
+    assert octavo.state.config.random_seed == 7
+    for text, fault in (("{", "is no JSON"), ("[1]", "not an object"), ('{"hybrid_shard": 8}', "hybrid_shard_degree")):
+        monkeypatch.setenv("SM_HP_MP_PARAMETERS", text)
+        with pytest.raises(InputError, match=fault):
+            tsm.init()
+    for config, fault in (
+        ({"tensor_parallel_degree": 2}, "tensor_parallel_degree = 2: this version has data and context parallelism"),
+        ({"expert_parallel_degree": 8}, "expert_parallel_degree = 8"),
+        ({"context_parallel_degree": 2}, "do not fit 1 ranks"),
+        (tmp_path / "none.json", "cannot be read"),
+        (7, "got int"),
+    ):
+        with pytest.raises(InputError, match=fault):
+            tsm.init(config)
+    with pytest.raises(AttributeError, match=r"torch.sagemaker.state.dp_ranks is not in .*Did you mean dp_rank"):
+        tsm.state.dp_ranks  # noqa: B018
+
+
+def test_transform_says_what_is_not_there(tsm):
+    from torch.sagemaker.moe.moe_config import MoEConfig
+    from torch.sagemaker.moe.moe_layer import MoELayer
+
+    tsm.init()
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**fsdp_ranks.TINY))
+    assert MoEConfig() == MoEConfig(True, 12345, "sinkhorn", False, True, 0.001, 0.001)
+    with pytest.raises(InputError, match="leave config out"):
+        tsm.transform(model, config=MoEConfig())
+    with pytest.raises(InputError, match="Did you mean 'sinkhorn'"):
+        MoEConfig(moe_load_balancing="sinkhorm")
+    with pytest.raises(InputError, match="leave config out"):
+        MoELayer(8)
+    with pytest.raises(InputError, match="cp_comm_type"):
+        tsm.transform(model, cp_comm_type="a2a")
+    new = tsm.transform(model, config=MoEConfig(smp_moe=False))
+    with pytest.raises(InputError, match="transformed already"):
+        tsm.transform(new)
+    ids = torch.arange(16).view(2, 8)
+    out = new(ids)
+    assert torch.equal(out.sum(), out.logits.sum())  # SMP's snippet
+    assert out.shape == (2, 8, 64)
+    assert new(input_ids=ids, labels=ids)["loss"].dim() == 0
+    with pytest.raises(AttributeError):
+        new(input_ids=ids, labels=ids).sum()
+    assert next(new.parameters()).dtype == torch.float32
+
+
+def test_attention_modules_are_softmax_by_hand(tsm):
+    from torch.sagemaker.nn.attn import FlashGroupedQueryAttention, FlashSelfAttention
+
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) / 8**0.5
+    causal = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -torch.inf)
+    expected = (causal.softmax(-1) @ v.double().repeat_interleave(2, 1)).float()
+    grouped = FlashGroupedQueryAttention()
+    torch.testing.assert_close(grouped(q, (k, v), causal=True, layout="b h s d"), expected)
+    torch.testing.assert_close(grouped(q, torch.cat((k, v), 1), causal=True, layout="b h s d"), expected)
+    swapped = grouped(q.transpose(1, 2), (k.transpose(1, 2), v.transpose(1, 2)), causal=True)
+    torch.testing.assert_close(swapped.transpose(1, 2), expected)
+    both = FlashSelfAttention()((k, k, v), layout="b h s d")
+    torch.testing.assert_close(both, torch.nn.functional.scaled_dot_product_attention(k, k, v))
+    with pytest.raises(InputError, match="ALiBi"):
+        FlashSelfAttention(use_alibi=True)
+    from torch.sagemaker.nn.huggingface.llama_flashattn import LlamaFlashAttention
+
+    attention = LlamaFlashAttention(LlamaConfig(**fsdp_ranks.TINY))
+    assert attention.q_proj.weight.shape == (32, 32)
+
+
+def test_checkpoint_folders_are_limited(tsm, tmp_path):
+    from torch.sagemaker.checkpoint.utils import SORT_BY_LAST_INT, limit_num_subdirs
+
+    for name in ("m-10steps", "m-9steps", "m-100steps", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "m-1steps").write_text("a file")
+    assert limit_num_subdirs(str(tmp_path), 2, regex=r"^.*\d+steps$", log=False) == []
+    assert limit_num_subdirs(str(tmp_path), 0, regex=r"^.*\d+steps$") == []
+    assert limit_num_subdirs(str(tmp_path), 2, sort_fn=SORT_BY_LAST_INT, regex=r"^.*\d+steps$") == ["m-9steps"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["m-1steps", "m-10steps", "m-100steps", "other"])

@@ -1,0 +1,251 @@
+"""Transformer Engine's names: layers beside octavo.nn's with masks made by hand, recipes, contexts, state dicts."""
+
+import inspect
+import pickle
+
+import pytest
+import torch
+from test_te_arguments import CALLS, CONSTRUCTORS
+
+import octavo.nn
+from octavo.errors import InputError
+from octavo.fp8.recipe import coerce
+from octavo.nn.attention import split_qkv
+from octavo.nn.mlp import deinterleave
+
+QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def twin(layer, own):
+    """The layer of octavo.nn with the same parameters."""
+    own.load_state_dict({name: tensor for name, tensor in layer.state_dict().items() if not name.endswith("_extra_state")})
+    return own
+
+
+def test_defaults_are_transformer_engines(te):
+    layer = te.TransformerLayer(32, 64, 4)
+    assert layer.hidden_dropout == 0.1
+    assert layer.self_attention.core_attention.attention_dropout == 0.1
+    assert layer.self_attention.sequence_first
+    assert layer.mask_type == "causal"
+    assert layer.layernorm_mlp.activation == "gelu_tanh"
+    assert layer.layernorm_mlp.layer_norm_bias is not None
+    weight = te.Linear(400, 500).weight
+    assert weight.std().item() == pytest.approx(0.023, rel=0.02)
+    assert not te.Linear(8, 8).bias.any()
+    # The third position is sequence_parallel, the tenth is bias.
+    assert te.Linear(8, 8, False).bias is not None
+    assert te.Linear(8, 8, False, False, None, 1, None, None, None, False).bias is None
+
+
+@pytest.mark.parametrize("order", ["sbhd", "bshd"])
+def test_a_layer_is_that_of_octavo_with_the_sequence_first(te, order):
+    layer = te.TransformerLayer(32, 64, 4, 2, attn_input_format=order, normalization="RMSNorm", activation="swiglu", **QUIET)
+    own = octavo.nn.TransformerLayer(32, 64, 4, 2, normalization="RMSNorm", activation="swiglu")
+    twin(layer, own)
+    x = torch.randn(6, 2, 32)
+    rotary = te.RotaryPositionEmbedding(8)(6)
+    theirs = layer(x if order == "sbhd" else x.transpose(0, 1), rotary_pos_emb=rotary)
+    ours = own(x.transpose(0, 1), rotary_pos_emb=rotary)
+    torch.testing.assert_close(theirs if order == "bshd" else theirs.transpose(0, 1), ours, rtol=0, atol=0)
+    t, d = torch.arange(6.0), torch.arange(0, 8, 2) / 8
+    torch.testing.assert_close(rotary[:, 0, 0, :4], t[:, None] / 10000**d)
+
+
+@pytest.mark.parametrize("layer", CONSTRUCTORS)
+def test_arguments_stand_in_their_order_with_their_defaults(te, layer):
+    found = {
+        name: "cuda" if parameter.default == "default" else parameter.default
+        for name, parameter in inspect.signature(getattr(te, layer)).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+    wanted = CONSTRUCTORS[layer]
+    assert list(found)[: len(wanted)] == list(wanted)
+    assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("layer", ["MultiheadAttention", "TransformerLayer"])
+def test_arguments_of_a_call_stand_in_their_order(te, layer):
+    parameters = inspect.signature(getattr(te, layer).forward).parameters.values()
+    places = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][2:]
+    assert places == list(CALLS[layer])[: len(places)]
+    assert "rotary_pos_emb" in places
+
+
+def by_hand(q, k, v, excluded):
+    """softmax(q · kᵀ / √D) · v in float64, [B, T, H, D], without the excluded pairs [B or 1, H or 1, T, T]."""
+    q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(excluded, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2).float()
+
+
+def test_masks_exclude(te):
+    b, t, h, d = 2, 7, 2, 8
+    q, k, v = (torch.randn(b, t, h, d) for _ in range(3))
+    core = te.DotProductAttention(h, d, qkv_format="bshd")
+    above = torch.ones(t, t, dtype=torch.bool).triu(1)
+    arbitrary = torch.rand(b, 1, t, t) < 0.4
+    arbitrary.diagonal(dim1=-2, dim2=-1).fill_(False)
+    padding = torch.zeros(b, 1, 1, t, dtype=torch.bool)
+    padding[1, ..., 5:] = True
+    far = torch.ones(t, t, dtype=torch.bool).tril(-3)
+    # Each: the call, what it excludes, and the queries whose result has a meaning.
+    cases = {
+        "causal": (core(q, k, v), above, ...),
+        "no mask": (core(q, k, v, attn_mask_type="no_mask"), torch.zeros(t, t, dtype=torch.bool), ...),
+        "arbitrary": (core(q, k, v, arbitrary, attn_mask_type="arbitrary"), arbitrary, ...),
+        "window": (core(q, k, v, window_size=(2, 0)), above | far, ...),
+        "both sides": (core(q, k, v, attn_mask_type="no_mask", window_size=(2, 2)), far | far.T, ...),
+        "padding": (core(q, k, v, padding, attn_mask_type="padding")[:, :5], padding, slice(5)),
+        "padding_causal": (core(q, k, v, padding, attn_mask_type="padding_causal")[:, :5], padding | above, slice(5)),
+        "bottom right": (core(q, k, v, attn_mask_type="causal_bottom_right"), above, ...),
+    }
+    for name, (found, excluded, rows) in cases.items():
+        expected = by_hand(q, k, v, excluded)
+        torch.testing.assert_close(
+            found, expected if rows is ... else expected[:, rows], msg=lambda text, n=name: f"{n}: {text}"
+        )
+    assert core(q, k, v, padding, attn_mask_type="padding").isfinite().all()
+    with pytest.warns(UserWarning, match="no effect beside 'causal'"):
+        torch.testing.assert_close(core(q, k, v, arbitrary), by_hand(q, k, v, above))
+    with pytest.raises(InputError, match="bool tensor, True where nothing is"):
+        core(q, k, v, arbitrary.float(), attn_mask_type="arbitrary")
+    with pytest.raises(InputError, match="7 queries and 5 keys"):
+        core(q, k[:, :5], v[:, :5], attn_mask_type="causal_bottom_right")
+    nothing = torch.zeros(7, 5, dtype=torch.bool)
+    torch.testing.assert_close(core(q, k[:, :5], v[:, :5], attn_mask_type="no_mask"), by_hand(q, k[:, :5], v[:, :5], nothing))
+    with pytest.raises(InputError, match="Did you mean 'causal'"):
+        core(q, k, v, attn_mask_type="casual")
+
+
+def test_attention_without_a_norm_and_with(te):
+    x = torch.randn(5, 2, 32)
+    plain, normed = te.MultiheadAttention(32, 4), te.MultiheadAttention(32, 4, input_layernorm=True)
+    assert "layernorm_qkv.layer_norm_weight" not in plain.state_dict()
+    normed.load_state_dict({**plain.state_dict(), **{
+        f"layernorm_qkv.{name}": value for name, value in
+        {"layer_norm_weight": torch.ones(32), "layer_norm_bias": torch.zeros(32),
+         "weight": plain.qkv.weight, "bias": plain.qkv.bias}.items()
+    }}, strict=False)  # fmt: skip
+    plain.eval(), normed.eval()
+    torch.testing.assert_close(normed(x), plain(torch.nn.functional.layer_norm(x, (32,))))
+    assert isinstance(te.TransformerLayer(32, 64, 4).self_attention, te.MultiheadAttention)
+
+
+def test_fp8_is_that_of_transformer_engines_recipe(te):
+    from transformer_engine.common.recipe import DelayedScaling, Format
+
+    recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=4, amax_compute_algo="max")
+    layer = te.Linear(32, 32)
+    own = twin(layer, octavo.nn.Linear(32, 32))
+    x = torch.randn(4, 32)
+    for _ in range(3):
+        with te.fp8_autocast(enabled=1, fp8_recipe=recipe):
+            y = layer(x)
+        with octavo.fp8_autocast(fp8_recipe=coerce(recipe)):
+            z = own(x)
+        for out in (y, z):
+            out.square().mean().backward()
+        assert torch.equal(y, z)
+    assert torch.equal(layer.weight.grad, own.weight.grad)
+    with te.autocast(enabled=False):
+        torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+    with pytest.raises(InputError, match="calibrating"), te.fp8_autocast(False, True):
+        pass
+
+
+def test_recipes_compare_and_print_as_there(te):
+    from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Format, MXFP8BlockScaling
+
+    recipe = DelayedScaling(amax_history_len=32, fp8_format=Format.E4M3)
+    assert recipe == DelayedScaling(amax_history_len=32, fp8_format=Format.E4M3) != DelayedScaling()
+    assert str(recipe) == (
+        "recipe_type=DelayedScaling, margin=0, format=E4M3, amax_history_len=32, reduce_amax=True, fp8_dpa=False, "
+        "fp8_mha=False, backward_override=None"
+    )
+    assert pickle.loads(pickle.dumps(recipe)) == recipe  # noqa: S301
+    assert recipe.delayed()
+    assert Float8BlockScaling().float8_block_scaling()
+    assert not coerce(recipe).native
+    assert coerce(recipe).fast_accumulation is False
+    assert Format.HYBRID.value.max_bwd == 57344
+    with pytest.raises(InputError, match="MXFP8BlockScaling"), te.autocast(recipe=MXFP8BlockScaling()):
+        pass
+    with pytest.raises(InputError, match="fp8_dpa"), te.autocast(recipe=DelayedScaling(fp8_dpa=True)):
+        pass
+
+
+def test_a_state_dict_keeps_the_fp8_state(te):
+    def make():
+        torch.manual_seed(0)
+        return te.TransformerLayer(32, 64, 4, activation="swiglu", **QUIET)
+
+    def step(layer):
+        with te.fp8_autocast():
+            y = layer(torch.linspace(-1, 1, 256).view(4, 2, 32))
+        y.sum().backward()
+        return y
+
+    first = make()
+    step(first), step(first)
+    second = make()
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(step(first), step(second))
+
+
+def test_transformer_engines_own_state_dicts_load(te, capsys):
+    layer = te.TransformerLayer(32, 64, 4, 2, activation="swiglu", **QUIET)
+    state = layer.state_dict()
+    theirs = {name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
+    for kind in ("weight", "bias"):  # three parameters, and gate above up
+        parts = split_qkv(theirs.pop(f"self_attention.layernorm_qkv.{kind}"), 4, 2)
+        names = ("query", "key", "value")
+        theirs |= {f"self_attention.layernorm_qkv.{n}_{kind}": part for n, part in zip(names, parts, strict=True)}
+        theirs[f"layernorm_mlp.fc1_{kind}"] = torch.cat(deinterleave(theirs[f"layernorm_mlp.fc1_{kind}"]))
+    for name in ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp"):
+        theirs[f"{name}._extra_state"] = torch.randint(0, 255, (64,), dtype=torch.uint8)
+    other = te.TransformerLayer(32, 64, 4, 2, activation="swiglu", **QUIET)
+    other.load_state_dict(theirs)
+    for (name, one), two in zip(layer.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two), name
+    assert "pickled and not read" in capsys.readouterr().err
+    with pytest.raises(InputError, match="in Transformer Engine's order or in Octavo's"):
+        other.load_state_dict({name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")})
+
+
+def test_checkpoint_repeats_its_forward(te):
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 7)
+
+    def grads(run):
+        torch.manual_seed(0)
+        tracker.set_states({})
+        tracker.add("model-parallel-rng", 7)
+        layer = te.TransformerLayer(32, 64, 4, get_rng_state_tracker=lambda: tracker)
+        x = torch.randn(4, 2, 32, requires_grad=True)
+        with te.fp8_autocast():
+            y = run(layer, x)
+        y.square().sum().backward()
+        return y, x.grad, layer.self_attention.proj.weight.grad
+
+    plain = grads(lambda layer, x: layer(x))
+    for options in ({}, {"use_reentrant": False}, {"distribute_saved_activations": False, "tp_group": None}):
+        again = grads(lambda layer, x, o=options: te.checkpoint(layer, x, get_rng_state_tracker=lambda: tracker, **o))
+        assert all(torch.equal(one, two) for one, two in zip(plain, again, strict=True))
+
+
+def test_what_is_not_here_is_refused_by_name(te):
+    with pytest.raises(InputError, match="layer_type='decoder'"):
+        te.TransformerLayer(32, 64, 4, layer_type="decoder")
+    with pytest.raises(InputError, match="tp_size=2"):
+        te.Linear(8, 8, tp_size=2)
+    assert te.Linear(8, 8, sequence_parallel=True, parallel_mode="column").weight.shape == (8, 8)  # one rank
+    with pytest.raises(TypeError, match="out_features"):
+        te.Linear(8)
+    with pytest.raises(InputError, match="interleaved"):
+        te.RotaryPositionEmbedding(8, interleaved=True)
+    with pytest.raises(AttributeError, match=r"transformer_engine.pytorch.Float8Tensor is not .* Octavo's parameters stay"):
+        te.Float8Tensor  # noqa: B018
+    with pytest.raises(ImportError, match="Did you mean Linear"):
+        from transformer_engine.pytorch import Linaer  # noqa: F401
+    assert not hasattr(te, "Float8Tensor")

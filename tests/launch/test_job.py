@@ -1,0 +1,253 @@
+"""Jobs as processes: what a script is given, how its end is told, and how another process reaches it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from octavo.errors import InputError, RunStopped
+from octavo.launch import JobFailed, PyTorch
+from octavo.launch.job import start_ticks
+
+RANKS = {"torch_distributed": {"enabled": True}}
+SCRIPT = """
+import argparse, json, os, pathlib, signal, subprocess, sys, time
+parser = argparse.ArgumentParser()
+parser.add_argument("--mode")
+mode = parser.parse_args().mode
+rank = os.environ.get("RANK")
+data = pathlib.Path(os.environ.get("SM_CHANNEL_TRAIN", "."))
+seen = {"argv": sys.argv[1:], "rank": rank, "world": os.environ.get("WORLD_SIZE"), "cwd": os.getcwd(),
+        "files": sorted(path.name for path in data.iterdir()), "elastic": os.environ.get("TORCHELASTIC_RUN_ID")}
+pathlib.Path(os.environ["SM_MODEL_DIR"], f"rank-{rank}.json").write_text(json.dumps(seen))
+print("begun", rank, flush=True)
+if mode == "saves":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+if mode in ("wait", "saves"):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    pathlib.Path(os.environ["SM_OUTPUT_DATA_DIR"], f"pids-{rank}").write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+if mode == "leaves":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    pathlib.Path(os.environ["SM_OUTPUT_DATA_DIR"], f"pids-{rank}").write_text(f"{child.pid}")
+if mode == "error" and rank in (None, "1"):
+    raise ValueError("no such thing")
+if mode == "code":
+    sys.exit(7)
+if mode == "memory":
+    sys.stderr.write("RuntimeError: [enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: 9 bytes\\n")
+    sys.exit(1)
+if mode == "helper":
+    import helper
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text(SCRIPT)
+    (tmp_path / "code" / "helper.py").write_text("print('helped')\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "training.json").write_text("{}")
+    return tmp_path
+
+
+def estimator(mode, **changes):
+    given = {"entry_point": "train.py", "source_dir": "code", "hyperparameters": {"mode": mode}, "instance_type": "local"}
+    return PyTorch(**(given | changes))
+
+
+def ends(pids, seconds=20):
+    deadline = time.monotonic() + seconds
+    while any(start_ticks(pid) is not None for pid in pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.05)
+
+
+def pids_of(job, count):
+    files = [job.folder / "output" / "data" / f"pids-{rank}" for rank in (range(count) if count else [None])]
+    assert job.until(lambda: all(file.exists() and file.read_text() for file in files), 60)
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def test_a_job_gets_its_channels_and_gives_its_model(place, capfd):
+    one = estimator("ok", role="arn", volume_size=30)
+    assert "octavo: estimator: role, volume_size have no meaning on this machine." in capfd.readouterr().err
+    one.fit({"train": "data"}, job_name="first")
+    assert "begun None" in capfd.readouterr().out
+    folder = place / "jobs" / "first"
+    assert one.model_data == str(folder / "model")
+    seen = json.loads((folder / "model" / "rank-None.json").read_text())
+    assert seen["argv"] == ["--mode", "ok"]
+    assert seen["files"] == ["training.json"]
+    assert seen["cwd"] == str(folder / "code")
+    assert seen["rank"] is seen["elastic"] is None
+    found = PyTorch.attach("first")
+    assert found.latest_training_job.status == "Completed"
+    assert found.hyperparameters() == {"mode": "ok"}
+    found.logs()
+    assert "begun None" in capfd.readouterr().out
+    before = sorted(path.stat().st_mtime_ns for path in folder.rglob("*"))
+    with pytest.raises(InputError, match="nothing is overwritten"):
+        one.fit(job_name="first")
+    assert sorted(path.stat().st_mtime_ns for path in folder.rglob("*")) == before
+    with pytest.raises(InputError, match="Did you mean 'first'"):
+        PyTorch.attach("frist")
+
+
+def test_ranks_pass_on_the_first_error_and_its_exit_code(place, capfd):
+    with pytest.raises(JobFailed, match="ValueError: no such thing") as failed:
+        estimator("error", distribution=RANKS, instance_count=2).fit({"train": "data"}, logs=False)
+    assert failed.value.exit_code == 1
+    (folder,) = (place / "jobs").iterdir()
+    ranks = [json.loads((folder / "model" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [one["world"] for one in ranks] == ["2", "2"]
+    assert all(one["elastic"] for one in ranks)
+    assert (folder / "output" / "failure").read_text() == "ValueError: no such thing\n"
+    assert capfd.readouterr().out == ""
+    with pytest.raises(JobFailed) as failed:
+        estimator("code").fit(logs=False)
+    assert failed.value.exit_code == 7
+
+
+def test_full_memory_is_answered_with_the_setting_that_divides_it(place):
+    parameters = {"hybrid_shard_degree": 2}
+    smp = RANKS | {"smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}}}
+    values = {"mode": "memory", "max_context_width": 16384}
+    code = (
+        (place / "code" / "train.py").read_text().replace('"--mode")', '"--mode")\nparser.add_argument("--max_context_width")')
+    )
+    (place / "code" / "train.py").write_text(code)
+    with pytest.raises(JobFailed, match="out of memory") as failed:
+        estimator("memory", distribution=smp, instance_count=2, hyperparameters=values).fit(logs=False)
+    advice = "= 1 keeps whole sequences of 16384 tokens on each rank: a degree of 2 divides their activations"
+    assert advice in str(failed.value)
+
+
+def test_another_process_stops_a_job_and_nothing_of_it_stays(place):
+    running = estimator("saves", distribution=RANKS, instance_count=2)
+    running.fit(wait=False, job_name="background")
+    job = running.latest_training_job
+    pids = pids_of(job, 2)
+    assert job.status == "InProgress"
+    code = "from octavo.launch import PyTorch; PyTorch.attach('background').stop()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=place)
+    assert (job.status, job.exit_code) == ("Stopped", 75)
+    ends(pids, 0)
+    with pytest.raises(RunStopped, match="had saved; run it again") as stopped:
+        job.wait()
+    assert stopped.value.exit_code == 75
+    job.stop()  # nothing happens
+
+
+def test_a_killed_job_is_told_from_a_finished_one_and_takes_its_ranks_along(place):
+    one = estimator("wait", distribution=RANKS, instance_count=2)
+    one.fit(wait=False)
+    job = one.latest_training_job
+    pids = pids_of(job, 2)
+    os.kill(job.state["pid"], signal.SIGKILL)
+    ends(pids[::2])
+    for pid in pids[1::2]:  # what the ranks have started, in sessions of its own, is nobody's now
+        os.kill(pid, signal.SIGKILL)
+    assert job.until(lambda: job.status == "Failed", 10)
+    assert "was killed" in job.describe()["FailureReason"]
+    with pytest.raises(JobFailed, match="was killed"):
+        job.wait()
+
+
+def test_what_a_script_leaves_behind_ends_with_the_job(place):
+    one = estimator("leaves")
+    one.fit(logs=False)
+    ends(pids_of(one.latest_training_job, 0), 0)
+
+
+def test_a_job_ends_with_the_process_that_waits_for_it_and_at_max_run(place):
+    code = """from octavo.launch import PyTorch
+PyTorch("train.py", "code", {"mode": "wait"}, "local").fit(job_name="waited")"""
+    waiting = subprocess.Popen([sys.executable, "-c", code], cwd=place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (place / "jobs" / "waited" / "output" / "data" / "pids-None").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job = PyTorch.attach("waited").latest_training_job
+    pids = pids_of(job, 0)
+    waiting.kill()
+    waiting.wait()
+    ends(pids)
+    assert job.until(lambda: job.status == "Stopped", 10)
+    with pytest.raises(RunStopped, match="max_run = 1 seconds were over"):
+        estimator("wait", max_run=1).fit(logs=False)
+
+
+def test_a_script_of_the_sdk_starts_its_job_unchanged_and_passes_its_exit_code_on(place):
+    (place / "launch.py").write_text(
+        """import sagemaker
+from sagemaker.inputs import TrainingInput
+from sagemaker.pytorch import PyTorch
+estimator = PyTorch(entry_point="train.py", source_dir="code", role=sagemaker.get_execution_role(), instance_type="local",
+                    sagemaker_session=sagemaker.Session(), hyperparameters={"mode": "code"}, framework_version="2.3.1")
+estimator.fit(inputs={"train": TrainingInput("data")}, job_name="sdk")
+"""
+    )
+    done = subprocess.run([sys.executable, "-m", "octavo.compat", "launch.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr
+    assert "job sdk failed with exit code 7" in done.stderr
+    assert "Traceback" not in done.stderr
+    seen = json.loads((place / "jobs" / "sdk" / "model" / "rank-None.json").read_text())
+    assert seen["files"] == ["training.json"]
+
+
+def test_links_in_circles_are_copied_once_and_jobs_are_no_code(place):
+    (place / "code" / "again").symlink_to(place / "code")
+    (place / "code" / "lib").mkdir()
+    (place / "code" / "lib" / "part.py").write_text("")
+    one = estimator("ok", output_path=str(place / "code" / "jobs"))
+    one.fit(logs=False)
+    one.fit(logs=False)
+    code = one.latest_training_job.folder / "code"
+    copied = sorted(path.relative_to(code).as_posix() for path in code.rglob("*") if path.is_file())
+    assert copied == ["helper.py", "lib/part.py", "train.py"]
+
+
+def test_a_helper_that_was_not_taken_along_is_named(place):
+    with pytest.raises(JobFailed, match="Give source_dir"):
+        PyTorch("code/train.py", hyperparameters={"mode": "helper"}, instance_type="local").fit(logs=False)
+    PyTorch("train.py", "code", {"mode": "helper"}, "local").fit(logs=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"entry_pont": "x"}, "unknown argument 'entry_pont' of PyTorch. Did you mean 'entry_point'?"),
+        ({"hyperparametres": {}}, "Did you mean 'hyperparameters'?"),
+        ({"git_config": {"repo": "x"}}, "clone the repository"),
+        ({"instance_type": None}, "instance_type is missing"),
+        ({"entry_point": "trian.py"}, "Did you mean 'train.py'?"),
+        ({"entry_point": "run.sh"}, "no Python script"),
+        ({"entry_point": "../outside.py"}, "outside.py"),
+        ({"source_dir": "nowhere"}, "no folder"),
+        ({"source_dir": "s3://bucket/code.tar.gz"}, "folder of this machine"),
+        ({"input_mode": "Pipe"}, "'Pipe'"),
+        ({"max_run": 0}, "max_run = 0"),
+        ({"hyperparameters": {"mp_parameters": {}}}, "distribution"),
+        ({"output_path": "nonsense://x"}, "nonsense"),
+    ],
+)
+def test_a_wrong_call_is_refused_and_leaves_nothing(place, arguments, part):
+    (place / "outside.py").write_text("")
+    with pytest.raises(InputError) as refused:
+        estimator("ok", **arguments).fit()
+    assert part in str(refused.value)
+    assert not (place / "jobs").exists()
+
+
+@pytest.mark.parametrize(("fit", "part"), [({"inputs": "nowhere"}, "nowhere"), ({"job_name": "../up"}, "no name of a job")])
+def test_a_wrong_fit_is_refused_and_leaves_no_job(place, fit, part):
+    with pytest.raises(InputError, match=part):
+        estimator("ok").fit(**fit)
+    assert not list(place.glob("jobs/*"))

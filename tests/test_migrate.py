@@ -1,0 +1,247 @@
+"""`octavo migrate`: what a script uses, told without running it, and the run file of SMP's arguments."""
+
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import main
+from octavo.compat.sdk import SHIM as SDK
+from octavo.compat.smp.init import state
+from octavo.compat.smp.shim import SHIM as SMP
+from octavo.compat.te.shim import SHIM as TE
+from octavo.config.run import RunConfig
+from octavo.errors import InputError
+from octavo.migrate.names import LIBRARIES, NAMES, STATE, find, library_of
+from octavo.migrate.run_file import run_file
+from octavo.migrate.script import read
+from octavo.migrate.values import UNKNOWN
+
+TRAIN = """\
+import torch.sagemaker as tsm
+import transformer_engine.pytorch as te
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.sagemaker.delayed_param import DelayedParamIniter
+from accelerate import Accelerator
+open("ran", "w")
+tsm.init()
+accelerator = Accelerator(mixed_precision="fp8")
+model = tsm.transform(build(), cp_comm_type="p2p")
+initer = DelayedParamIniter(model)
+model = FSDP(
+    model,
+    limit_all_gathers=True,
+    param_init_fn=initer.get_param_init_fn(),
+)
+with te.fp8_autocast(fp8_group=tsm.state.world_process_group):
+    accelerator.backward(model(1))
+model.cuda()
+dist.init_process_group("nccl")
+"""
+ESTIMATOR = """\
+from sagemaker.pytorch import PyTorch
+degree = 2 ** 3
+hyperparameters = {"max_context_width": 16384, "train_batch_size": 4, "bf16": 1, "use_smp_implementation": 1}
+hyperparameters.update(fp8=1, lr=2e-4)
+hyperparameters["hf_pretrained_model_name_or_dir"] = "model"
+distribution = {"torch_distributed": {"enabled": True}, "smdistributed": {"modelparallel": {"enabled": True,
+    "parameters": {"context_parallel_degree": degree, "hybrid_shard_degree": 8}}}}
+PyTorch(entry_point="train.py", hyperparameters=hyperparameters, instance_type="ml.p5.48xlarge", instance_count=2,
+        distribution=distribution, role=get_role()).fit({"train": "channels/train", "test": "/data/test"})
+"""
+ARGUMENTS = """\
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--max_context_width", type=int, default=4096)
+parser.add_argument("--model_type", default="llama_v2")
+parser.add_argument("--hidden_width", default=512)
+parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
+parser.add_argument("--lr_decay_style", default="linear")
+parser.add_argument("--lr_decay_iters", default=100)
+parser.add_argument("--warmup", default=0.1)
+parser.add_argument("--sharding_strategy", default="shard_grad_op")
+parser.add_argument("--own_option", default=3)
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"train.py": TRAIN, "launch.py": ESTIMATOR, "arguments.py": ARGUMENTS}.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_every_row_is_of_a_library_and_says_what_it_does():
+    for name, row in NAMES.items():
+        assert library_of(name) in LIBRARIES.values(), name
+        assert row.here, name
+        assert row.name == name
+
+
+def test_what_the_table_promises_is_in_the_compatibility_layer_and_the_other_way_round():
+    for shim in (SMP, TE, SDK):
+        there = set(shim.modules) | {
+            f"{module}.{name}" for module, parts in shim.modules.items() for names in parts.values() for name in names.split()
+        }
+        for name in there:
+            assert find(name).status != "absent", name
+        promised = {row.name.partition("(")[0] for row in NAMES.values() if library_of(row.name) == LIBRARIES[shim.root]}
+        assert {name for name in promised if find(name).status != "absent"} <= there
+
+
+def test_each_line_of_a_script_is_told_and_nothing_of_it_runs(place, capsys):
+    modules = set(sys.modules)
+    assert main(["migrate", "train.py", "--json"]) == 0
+    assert not {name for name in set(sys.modules) - modules if name.startswith(("transformer_engine", "torch.sagemaker"))}
+    assert not (place / "ran").exists()
+    found = json.loads(capsys.readouterr().out)["scripts"][0]
+    uses = {(use["line"], use["name"].rpartition(".")[2]) for use in found["uses"]}
+    assert uses >= {
+        (1, "sagemaker"), (2, "pytorch"), (3, "FullyShardedDataParallel"), (4, "DelayedParamIniter"), (5, "Accelerator"),
+        (7, "init"), (8, 'Accelerator(mixed_precision="fp8")'), (9, "transform"), (9, "transform(cp_comm_type=)"),
+        (11, "FullyShardedDataParallel"), (13, "FullyShardedDataParallel(limit_all_gathers=)"),
+        (14, "FullyShardedDataParallel(param_init_fn=)"), (14, "get_param_init_fn"), (16, "fp8_autocast"),
+        (16, "world_process_group"), (17, "backward"),
+    }  # fmt: skip
+    assert {(one["line"], one["what"]) for one in found["needs_gpu"]} == {(18, ".cuda()"), (19, '"nccl"')}
+    assert found["runs_unchanged"]
+    assert main(["migrate", "train.py"]) == 0
+    text = capsys.readouterr().out
+    assert "It runs unchanged: python -m octavo.compat train.py" in text
+    assert "own" not in text or "octavo.fp8_autocast" in text
+
+
+def test_names_that_are_not_there_come_first_to_change(place, capsys):
+    (place / "old.py").write_text(
+        "import torch.sagemaker as tsm\nimport transformer_engine.pytorch as te\ntsm.frobnicate()\nx = te.cpp_thing\n"
+        "from transformer_engine.common.recipe import MXFP8BlockScaling\nfrom torch.sagemaker.nn.huggingface import nothing\n"
+    )
+    assert main(["migrate", "old.py"]) == 0
+    text = capsys.readouterr().out
+    for name in (
+        "torch.sagemaker.frobnicate (line 3)",
+        "transformer_engine.pytorch.cpp_thing (line 4)",
+        "torch.sagemaker.nn.huggingface.nothing (line 6)",
+    ):
+        assert name in text.splitlines()[-1]
+    assert find("torch.sagemaker.frobnicate").status == "absent"
+    assert find("sagemaker.model.Model").status == "absent"
+    assert find("torch.sagemaker.state.cp_sise").change == "Did you mean cp_size?"
+    assert all(hasattr(state, name) for name in STATE)
+    assert "octavo.graphed" in find("transformer_engine.pytorch.make_graphed_callables").change
+    (place / "ours.py").write_text('from octavo.launch import PyTorch\nPyTorch("t.py", instance_type="local")\n')
+    assert main(["migrate", "ours.py"]) == 0
+    assert capsys.readouterr().out.endswith("Estimator: local: one process.\n\nIts estimator is Octavo's already.\n")
+    (place / "plain.py").write_text("import torch\n")
+    assert main(["migrate", "plain.py"]) == 0
+    assert "nothing of SMP" in capsys.readouterr().out
+
+
+def test_a_run_file_has_the_arguments_in_its_own_units(place, capsys):
+    assert main(["migrate", "launch.py", "--run-file", "run.toml"]) == 0
+    config = RunConfig.from_file(place / "run.toml")
+    assert (config.model.source, config.model.load, config.model.dtype) == ("model", True, "bfloat16")
+    assert (config.data.sequence_length, config.data.validation_source) == (16384, "/data/test/*.json")
+    assert config.data.source == f"{place}/channels/train/*.json"
+    assert (config.parallel.context_parallel_degree, config.parallel.hybrid_shard_degree) == (8, 8)
+    assert (config.fp8.enabled, config.fp8.recipe, config.fp8.amax_history_len, config.fp8.head) == (
+        True,
+        "delayed",
+        1024,
+        False,
+    )
+    assert (config.optimizer.lr, config.optimizer.min_lr_fraction, config.optimizer.weight_decay) == (2e-4, 0.05, 0.2)
+    assert (config.train.global_batch, config.train.micro_batch, config.train.recompute) == (8, 4, True)  # 16 ranks / 8 = 2
+    assert config.optimizer.warmup_steps == round(0.0032 * 47683)
+    assert "octavo train run.toml" in capsys.readouterr().err
+    assert main(["migrate", "launch.py", "--run-file", "run.toml"]) == 2
+    assert "nothing is overwritten" in capsys.readouterr().err
+    assert main(["migrate", "arguments.py", "--run-file", "two.toml"]) == 2
+    assert "--world-size" in capsys.readouterr().err
+    text = run_file([read(place / "arguments.py")], world_size=4)
+    config = RunConfig.from_dict(tomllib.loads(text))
+    assert config.model.source == "llama2-7b"
+    assert config.model.config["hidden_size"] == 512
+    assert config.model.config["num_key_value_heads"] == 12
+    assert (config.train.steps, config.train.global_batch) == (2500, 2 * 2 * 4)
+    assert (config.optimizer.schedule, config.optimizer.warmup_steps) == ("linear", 10)
+    assert (config.parallel.reshard_after_forward, config.fp8.enabled) == (False, False)
+    assert "no key for: own_option = 3." in text
+    assert "ends after 100 iterations" in text
+
+
+def test_a_training_script_and_its_estimator_make_one_run_file(place):
+    text = run_file([read(place / "arguments.py"), read(place / "launch.py")])
+    config = RunConfig.from_dict(tomllib.loads(text))
+    assert config.data.sequence_length == 16384  # the estimator's is over the default of the script
+    assert config.train.global_batch == 4 * 2 * 2
+
+
+def test_values_are_calculated_within_bounds_and_never_run(place):
+    (place / "sum.py").write_text(
+        "import sagemaker.pytorch as sp\na = 10 ** 10 ** 10\nb = 'x' * 10 ** 9\nc = 3 * 4 - 2\nd = 1 / 0\ne = -c\n"
+        "f = {**{'k': 1}, 'l': c}\ng = open('ran', 'w')\nh = f['l'] + f['k']\ni = dict(f, m=2)\nj = float('1e-4')\n"
+        "sp.PyTorch(hyperparameters=dict(a=a, b=b, c=c, d=d, e=e, g=g, h=h, i=i, j=j))\n"
+    )
+    found = read(place / "sum.py").estimators[0]["hyperparameters"]
+    assert found == {
+        "a": UNKNOWN, "b": UNKNOWN, "c": 10, "d": UNKNOWN, "e": -10, "g": UNKNOWN, "h": 11, "i": {"k": 1, "l": 10, "m": 2},
+        "j": 1e-4,
+    }  # fmt: skip
+    assert not (place / "ran").exists()
+
+
+def test_a_notebook_is_read_cell_by_cell(place):
+    cells = [
+        {"cell_type": "code", "source": "%%bash\necho hi (\n"},
+        {"cell_type": "markdown", "source": ["# text"]},
+        {"cell_type": "code", "source": ["%pip install x\n", "import torch.sagemaker\n", "x = !ls\n"]},
+    ]
+    (place / "book.ipynb").write_text(json.dumps({"cells": cells}))
+    assert [(use.line, use.name) for use in read(place / "book.ipynb").uses] == [(2, "torch.sagemaker")]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("def f(:\n", "line 1: "), ("x = (1,\n", "line 1: "), ("(" * 3000, "")],
+)
+def test_what_is_no_python_is_refused_with_its_line(place, text, part):
+    (place / "bad.py").write_text(text)
+    with pytest.raises(InputError) as refused:
+        read(place / "bad.py")
+    assert part in str(refused.value)
+    with pytest.raises(InputError, match="cannot be read"):
+        read(place / "nowhere.py")
+
+
+def test_an_estimator_without_known_values_is_no_run_file(place):
+    (place / "late.py").write_text(ESTIMATOR.replace('"train_batch_size": 4', '"train_batch_size": batch()'))
+    with pytest.raises(InputError, match="not known without running the script: train_batch_size"):
+        run_file([read(place / "late.py")])
+    with pytest.raises(InputError, match="nothing to write a run file from"):
+        run_file([read(place / "train.py")])
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
+
+
+def test_the_page_has_every_name_and_agrees_with_the_table():
+    text = PAGE.read_text(encoding="utf-8")
+    for shim in (SMP, TE):
+        for parts in shim.modules.values():
+            for name in " ".join(parts.values()).split():
+                assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), name
+    rows = dict(re.findall(r"^\| (`[^|]*) \| ([^|]*) \|$", text, re.M))
+    accepted, refused = (
+        next(names for names, here in rows.items() if here.startswith(start)) for start in ("no effect", "refused")
+    )
+    for name, row in NAMES.items():
+        argument = re.fullmatch(r".*FullyShardedDataParallel\((\w+)=\)", name)
+        if argument:
+            assert f"`{argument[1]}`" in text or argument[1] == "device_id", name
+            assert (f"`{argument[1]}`" in accepted) == (row.status == "accepted"), name
+            assert (f"`{argument[1]}`" in refused) == (row.status == "absent"), name
