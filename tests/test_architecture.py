@@ -20,6 +20,7 @@ LAYERS = (
     ("_version", "errors", "dtypes", "hub"),
     ("hardware", "storage"),
     ("config",),
+    ("launch",),
     ("kernels",),
     ("fp8", "collectives"),
     ("nn",),
@@ -31,14 +32,16 @@ LAYERS = (
     ("checkpoint", "watchdog"),
     ("run",),
     ("train",),
-    ("doctor", "bench", "arguments"),
+    ("doctor", "bench", "compat", "arguments"),
+    ("migrate",),
     ("cli",),
     ("__main__",),
 )
 """A line imports only from lines above it; within a line, nobody imports a neighbour."""
 
 FORBIDDEN = {
-    "kernels": {"config"},
+    "launch": {"_version", "dtypes", "hub"},
+    "kernels": {"config", "launch"},
     "collectives": {"config"},
     "fp8": {"config"},
     "nn": {"config"},
@@ -46,15 +49,20 @@ FORBIDDEN = {
 }
 """What a component may not import although it stands above: these take plain arguments, blocks and plans."""
 
-WITHOUT_TORCH = {"_version", "errors", "config"}
+WITHOUT_TORCH = {"_version", "errors", "config", "launch", "migrate"}
 """Components that never import torch, not even inside a function."""
 
 LIGHT = (
     "octavo",
     "octavo.errors",
+    "octavo.compat.start",
     "octavo.config",
     "octavo.hardware",
-    "octavo.parallel.mesh",
+    "octavo.launch",
+    "octavo.launch.supervisor",
+    "octavo.migrate.run_file",
+    "octavo.migrate.script",
+    "octavo.config.degrees",
     "octavo.plan.flops",
     "octavo.plan.memory",
     "octavo.models.families",
@@ -291,7 +299,7 @@ def test_imports_are_resolved_to_modules():
         ("config", "from octavo.errors import InputError"),
         ("cli", "def train():\n    from octavo.train import loop\n    from octavo.bench import run"),
         ("data", "from octavo._version import __version__"),
-        ("plan", "from octavo.parallel.mesh import fit_degrees\nfrom octavo.hardware import lookup"),
+        ("plan", "from octavo.config.degrees import fit_degrees\nfrom octavo.hardware import lookup"),
         ("train", "importlib.import_module(name)"),
         ("data", "'import octavo.cli'  # text is no import"),
     ],

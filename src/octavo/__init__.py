@@ -27,12 +27,12 @@ _HOME = {
     "Trainer": "octavo.train.trainer",
     "Callback": "octavo.train.callbacks",
 }
-_MODULES = {name: f"octavo.{name}" for name in ("fp8", "nn", "errors", "config", "context_parallel")} | {
+_MODULES = {name: f"octavo.{name}" for name in ("fp8", "nn", "errors", "config", "context_parallel", "launch")} | {
     "recipe": "octavo.fp8.recipe"
 }
 
 if TYPE_CHECKING:
-    from octavo import config, context_parallel, errors, fp8, nn
+    from octavo import config, context_parallel, errors, fp8, launch, nn
     from octavo.build import describe, transform
     from octavo.checkpoint.api import load, save
     from octavo.fp8 import recipe
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Callback", "Trainer", "clip_grad_norm_", "config", "context_parallel", "delayed_init", "describe", "errors", "export",
-    "fp8", "fp8_autocast", "graphed", "init", "load", "nn", "recipe", "save", "shutdown", "state", "to_huggingface",
+    "fp8", "fp8_autocast", "graphed", "init", "launch", "load", "nn", "recipe", "save", "shutdown", "state", "to_huggingface",
     "transform",
 ]  # fmt: skip
 

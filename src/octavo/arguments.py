@@ -1,4 +1,4 @@
-"""Arguments and options that commands share, and how a mistyped one is answered."""
+"""Arguments and options of commands, those that several share and long ones; and how a mistyped one is answered."""
 
 from __future__ import annotations
 
@@ -64,3 +64,45 @@ GpuName = Annotated[
     typer.Option("--gpu", metavar="NAME", help='GPU of a planned run, such as h200 or "h100 sxm"; the one at hand if absent.'),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
+
+Channels = Annotated[
+    Path | None,
+    typer.Option(
+        "--channels", metavar="FOLDER", help="Also write chunks as JSON lines: train/training.json, test/validation.json."
+    ),
+]
+Scripts = Annotated[
+    list[Path], typer.Argument(metavar="SCRIPT...", help="Scripts or notebooks; they are read, not run.", show_default=False)
+]
+NewRunFile = Annotated[
+    Path | None, typer.Option("--run-file", metavar="OUT.toml", help="Write the run file for SMP's arguments in the scripts.")
+]
+
+Cases = Annotated[str | None, typer.Option(metavar="A,B", help="Workloads, kernels or layers; all if absent.")]
+Peers = Annotated[
+    str | None, typer.Option(metavar="A,B", help="Peers beside Octavo: bf16, torchao, te; all installed ones if absent.")
+]
+Entries = Annotated[str | None, typer.Option(metavar="A,B", help="Only these entries, such as octavo-delayed.")]
+Steps = Annotated[
+    int | None,
+    typer.Option(min=1, help="Measured steps of an entry, calls of a kernel, or seeds of a layer; 20, 100 or 3 if absent."),
+]
+Warmup = Annotated[
+    int | None, typer.Option(min=0, help="Steps before measuring; 5, for a kernel 10, for a layer 20 if absent.")
+]
+Suite = Annotated[
+    str,
+    typer.Argument(
+        metavar="SUITE",
+        help="Suite: one-gpu, sharded, context, vision, checkpoint, memory, kernels, products, attention or layers.",
+        show_default=False,
+    ),
+]
+Breakdown = Annotated[bool, typer.Option("--breakdown", help="Also record the time of a step by kind of kernel.")]
+Output = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="A .json file, or a folder for one new file a workload; here if absent.")
+]
+Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of a model on several (on a CPU: ranks); all if absent.")]
+Folder = Annotated[Path | None, typer.Option("--folder", metavar="PATH", help="Folder for temporary checkpoints.")]
+RestoreGpus = Annotated[int | None, typer.Option(min=1, help="GPUs that restore; half of them if absent.")]
+Prices = Annotated[Path | None, typer.Option(metavar="FILE.toml", help="Prices of machines, for costs of the suite vision.")]

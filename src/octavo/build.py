@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +43,7 @@ from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason,
 from octavo.models.weight_files import DEQUANTISE, InMemoryWeights, Weights
 from octavo.models.weight_loader import WeightLoader, folder_weights
 from octavo.nn.attention import DotProductAttention
+from octavo.nn.moe import LayerNormMoE
 from octavo.nn.norm import FLOATS
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
@@ -51,10 +52,10 @@ from octavo.parallel.fsdp import blocks_of, check_same_weights, gather_weights_i
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.offload import HORIZON, offloaded
 from octavo.parallel.recompute import recomputed, selectively_recomputed
-from octavo.parallel.sharding import Sharding, sharding_of
+from octavo.parallel.sharding import Sharding, check_experts, sharding_of
 from octavo.parallel.world import state
 
-__all__ = ["build_model", "describe", "transform"]
+__all__ = ["build_model", "describe", "place", "transform"]
 
 
 Recompute = bool | Literal["mlp", "selective"]
@@ -219,15 +220,23 @@ def build_model(
     choose_recipes(model, layers=layers, skip=skip, excluded=excluded)
     use_own_buffers(model)
     # 3. Recompute, offload.
-    stack, parts = _blocks(model)
+    stack, _ = _blocks(model)
     _recompute(model, stack, recompute, mlp_chunks, horizon=horizon if offload else None)
     if device.type == "meta":
         return model.train()
+    return place(model, device, sharding, lambda: _values(model, weights, from_rank0, seed), averaged=averaged)
+
+
+def place(
+    model: nn.Module, device: torch.device, sharding: Sharding | None, values: Callable[[], Values], *, averaged: bool
+) -> nn.Module:
+    """The steps from sharding on, for a model of the steps before; `values` is called once the model is sharded."""
+    _, parts = _blocks(model)
     # 4. Shard.
     if sharding is not None:
         _shard(model, parts, sharding, averaged=averaged)
     # 5. and 6. Materialise, load.
-    materialise(model, device, _values(model, weights, from_rank0, seed))
+    materialise(model, device, values())
     # 7. Gather.
     if sharding is not None:
         gather_weights_in_fp8(model, parts, sharding)
@@ -237,6 +246,7 @@ def build_model(
 def _shard(model: nn.Module, parts: Sequence[nn.Module], sharding: Sharding, *, averaged: bool) -> None:
     _share_sequences(model, sharding)
     if isinstance(model, Decoder):
+        check_experts(model.spec.experts, sharding.mesh.size(-1))
         shard(model, parts, sharding, summed=True, ends=model.ends())
     else:
         shard(model, parts, sharding, summed=not averaged)
@@ -339,6 +349,7 @@ def _recompute(
             recompute_own_code(model)
         return
     if recompute == "mlp" or mlp_chunks > 1:
+        _refuse_experts(model, recompute, mlp_chunks)
         recompute_mlps(stack, mlp_chunks)
     if recompute == "selective":
         _refuse_dropout(model)
@@ -347,6 +358,15 @@ def _recompute(
         stack.run_block = recomputed
     if horizon is not None:
         stack.run_block = offloaded(stack.run_block, horizon)
+
+
+def _refuse_experts(model: nn.Module, recompute: Recompute, mlp_chunks: int) -> None:
+    if any(isinstance(layer, LayerNormMoE) for layer in model.modules()):
+        asked = 'train.recompute = "mlp"' if recompute == "mlp" else f"train.mlp_chunks = {mlp_chunks}"
+        raise InputError(
+            f'{asked}: experts are recomputed with their block alone. Set train.recompute = "selective", or true, and '
+            "train.mlp_chunks = 1."
+        )
 
 
 def _refuse_dropout(model: nn.Module) -> None:

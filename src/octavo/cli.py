@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo import arguments as options
 from octavo.arguments import AsJson, Commands, GpuName, Overrides, Ranks, RunFile, WithOverrides, WorldSize
 from octavo.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, Interrupted, OctavoError, RunStopped, first_line, warn
 
@@ -158,7 +159,7 @@ def train(
 
 def _launch(config: RunConfig, ranks: int, run_file: Path, overrides: list[str] | None, as_json: bool) -> int | None:
     """Train as several processes of this host; returns their exit code, or None if nothing is left to train."""
-    from octavo.parallel.mesh import DEGREES, fit_batch, fit_degrees
+    from octavo.config.degrees import DEGREES, fit_batch, fit_degrees
     from octavo.run.finished import finished
     from octavo.run.paths import check_paths
     from octavo.watchdog.launcher import launch
@@ -200,7 +201,7 @@ def _say_start(run_file: Path, console: Console) -> None:
 
 
 @app.command(cls=WithOverrides, epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
-def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def prepare(run_file: RunFile, overrides: Overrides = None, channels: options.Channels = None, as_json: AsJson = False) -> None:
     """Tokenise the data of a run in advance, on a machine without a GPU."""
     config = _config(run_file, overrides)
     from octavo.data.prepared import prepare as run
@@ -208,14 +209,23 @@ def prepare(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fa
     prepared = run(config.data, console=_console(stderr=as_json, quiet=_rank() > 0))
     config.tell_notes()
     counts = {name: split.tokens for name, split in prepared.manifest.splits.items()}
-    result = {
+    result: dict[str, Any] = {
         "folder": str(prepared.folder),
         "fingerprint": prepared.manifest.fingerprint,
         "vocab_size": prepared.manifest.vocab_size,
         "tokens": counts,
     }
-    text = f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"
-    _print_once(result if as_json else [text])
+    text = [f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"]
+    if channels is not None and _rank() == 0:
+        from octavo.run.channels import write_channels
+
+        written = write_channels(prepared, config.data, channels)
+        text += [
+            f"{count:,} chunks of {config.data.sequence_length:,} tokens in {channels / name}"
+            for name, count in written.items()
+        ]
+        result["channels"] = {str(channels / name): count for name, count in written.items()}
+    _print_once(result if as_json else text)
 
 
 @app.command(cls=WithOverrides, epilog="Example: octavo describe runs/demo")
@@ -312,40 +322,20 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command(epilog="Example: octavo bench one-gpu --cases llama-1b,vit-huge --peers te --breakdown")
 def bench(
-    suite: Annotated[
-        str,
-        typer.Argument(
-            metavar="SUITE",
-            help="Suite: one-gpu, sharded, context, vision, checkpoint, memory, kernels, products, attention or layers.",
-            show_default=False,
-        ),
-    ],
-    cases: Annotated[str | None, typer.Option(metavar="A,B", help="Workloads, kernels or layers; all if absent.")] = None,
-    peers: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Peers beside Octavo: bf16, torchao, te; all installed ones if absent.")
-    ] = None,
-    entries: Annotated[str | None, typer.Option(metavar="A,B", help="Only these entries, such as octavo-delayed.")] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Measured steps of an entry, calls of a kernel, or seeds of a layer; 20, 100 or 3 if absent."),
-    ] = None,
-    warmup: Annotated[
-        int | None, typer.Option(min=0, help="Steps before measuring; 5, for a kernel 10, for a layer 20 if absent.")
-    ] = None,
-    breakdown: Annotated[bool, typer.Option("--breakdown", help="Also record the time of a step by kind of kernel.")] = False,
-    output: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="A .json file, or a folder for one new file a workload; here if absent.")
-    ] = None,
+    suite: options.Suite,
+    cases: options.Cases = None,
+    peers: options.Peers = None,
+    entries: options.Entries = None,
+    steps: options.Steps = None,
+    warmup: options.Warmup = None,
+    breakdown: options.Breakdown = False,
+    output: options.Output = None,
     device: Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")] = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of a model on several (on a CPU: ranks); all if absent.")
-    ] = None,
-    folder: Annotated[Path | None, typer.Option("--folder", metavar="PATH", help="Folder for temporary checkpoints.")] = None,
+    gpus: options.Gpus = None,
+    folder: options.Folder = None,
     saves: Annotated[int, typer.Option(min=1, help="Checkpoints written in the background; the last counts.")] = 2,
-    restore_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that restore; half of them if absent.")] = None,
-    prices: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="Prices of machines, for costs of the suite vision.")
-    ] = None,
+    restore_gpus: options.RestoreGpus = None,
+    prices: options.Prices = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure Octavo and its peers in the same run: steps, checkpoints, kernels, errors of layers."""
@@ -374,6 +364,26 @@ def bench(
         _print(result)
     else:
         render(result, console)
+
+
+@app.command(epilog="Example: octavo migrate train.py launch.py --run-file run.toml")
+def migrate(
+    scripts: options.Scripts,
+    run_file: options.NewRunFile = None,
+    world_size: WorldSize = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a script's uses of SMP, Transformer Engine, FSDP1 and Accelerate, and what they become."""
+    from octavo.migrate.report import lines, summary
+    from octavo.migrate.script import read
+
+    found = [read(script) for script in scripts]
+    if run_file is not None:
+        from octavo.migrate.run_file import write_run_file
+
+        write_run_file(run_file, found, world_size=world_size)
+        warn(f"{run_file} is written: octavo train {run_file} --dry-run")
+    _print(summary(found) if as_json else [line for script in found for line in lines(script)])
 
 
 def _config(run_file: Path, overrides: list[str] | None) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Table of GPUs, and the lookup of a device in it.
+"""Tables of GPUs and of the machines that are rented with them, and the lookup of a device.
 
 No other file names a GPU. Peaks are the vendor's dense figures (no sparsity, float32 accumulation). A GPU outside the table is
 unknown and gets no peak, no MFU and no estimate, rather than those of a similar one. Importing this file needs no torch.
@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 import subprocess
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from octavo.errors import InputError, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +58,86 @@ GPUS: tuple[Gpu, ...] = (
     Gpu("RTX 4090", r"GeForce RTX 4090", (8, 9), 165.2, 330.3, 23, 1008),
     Gpu("B200", r"B200", (10, 0), 2250, 4500, 178, 8000),
 )
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A kind of machine of AWS, as the cloud names it.
+
+    Attributes:
+        name: without the prefix "ml." of SageMaker.
+        gpu: name of its GPUs, in the form of `GPUS` where they are in that table.
+        gpus: number of GPUs.
+        memory_gib: nominal memory of one GPU.
+        fp8: True for GPUs with FP8 products.
+    """
+
+    name: str
+    gpu: str
+    gpus: int
+    memory_gib: int
+    fp8: bool
+
+    def __str__(self) -> str:
+        return f"ml.{self.name} ({self.gpus} x {self.gpu}, {self.memory_gib} GiB each)"
+
+
+_OF_ONE = ("xlarge", "2xlarge", "4xlarge", "8xlarge", "16xlarge")
+_ONE_TO_EIGHT = dict.fromkeys(_OF_ONE, 1) | {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
+# GPU; nominal GiB; FP8; {size: GPUs}. A family whose sizes are absent has no GPU that Octavo trains on.
+_FAMILIES: dict[str, tuple[str, int, bool, dict[str, int]]] = {
+    "p6-b200": ("B200", 180, True, {"48xlarge": 8}),
+    "p5en": ("H200", 141, True, {"48xlarge": 8}),
+    "p5e": ("H200", 141, True, {"48xlarge": 8}),
+    "p5": ("H100 SXM", 80, True, {"48xlarge": 8, "4xlarge": 1}),
+    "p4de": ("A100 80GB SXM", 80, False, {"24xlarge": 8}),
+    "p4d": ("A100 40GB", 40, False, {"24xlarge": 8}),
+    "p3dn": ("V100", 32, False, {"24xlarge": 8}),
+    "p3": ("V100", 16, False, {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8}),
+    "g6e": ("L40S", 48, True, _ONE_TO_EIGHT),
+    "g6": ("L4", 24, True, _ONE_TO_EIGHT),
+    "g5": ("A10G", 24, False, _ONE_TO_EIGHT),
+    "g4dn": ("T4", 16, False, dict.fromkeys(_OF_ONE, 1) | {"12xlarge": 4, "metal": 8}),
+}
+
+INSTANCES = {
+    f"{family}.{size}": Instance(f"{family}.{size}", gpu, gpus, memory, fp8)
+    for family, (gpu, memory, fp8, sizes) in _FAMILIES.items()
+    for size, gpus in sizes.items()
+}
+"""Machines with GPUs by their name without "ml."."""
+
+_WITHOUT_GPU = re.compile(r"(m[4-8]|c[4-8]|r[5-8]|t[23])[a-z]*\.(nano|micro|small|medium|large|\d*xlarge|metal)")
+
+
+def find_instance(name: str) -> Instance | None:
+    """The machine of this name, with or without "ml."; None for one without GPUs.
+
+    Raises:
+        InputError: no machine of the table has the name.
+    """
+    bare = name.strip().lower().removeprefix("ml.")
+    if bare not in INSTANCES and not _WITHOUT_GPU.fullmatch(bare):
+        guess = nearest(bare, INSTANCES)
+        hint = f" Did you mean ml.{guess}?" if guess else ""
+        raise InputError(
+            f"unknown instance_type = {name!r}.{hint} Known: the sizes of {', '.join(_FAMILIES)}; of m, c, r and t "
+            'without GPUs. "local_gpu" takes the GPUs of this machine, "local" its CPU.'
+        )
+    return INSTANCES.get(bare)
+
+
+def installed_gpus() -> list[str]:
+    """The driver's names of this machine's GPUs, those of CUDA_VISIBLE_DEVICES; empty without nvidia-smi. Needs no torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = (_nvidia_smi("name") or "").splitlines()
+    if visible is None:
+        return found
+    chosen = list(takewhile(lambda name: name not in ("", "-1"), (name.strip() for name in visible.split(","))))
+    numbers = [int(name) for name in chosen if name.isdecimal()]
+    if len(numbers) < len(chosen):  # identifiers, of whole GPUs or of their slices
+        return found[: len(chosen)]
+    return [found[number] for number in numbers if number < len(found)]
 
 
 @dataclass(frozen=True)
@@ -107,9 +191,14 @@ def cpu_name() -> str:
 
 def driver_version() -> str | None:
     """The NVIDIA driver's version from nvidia-smi; None if nvidia-smi is missing or fails."""
+    return (_nvidia_smi("driver_version") or "").partition("\n")[0].strip() or None
+
+
+def _nvidia_smi(field: str) -> str | None:
+    """A field of every GPU, one a line; None if nvidia-smi is missing or fails."""
     try:
         answer = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
             capture_output=True,
             text=True,
             timeout=30,
@@ -117,9 +206,15 @@ def driver_version() -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.partition("\n")[0].strip() or None
+    return answer.stdout.strip()
 
 
 def system_memory_gib() -> float:
     """Memory of the machine, in GiB."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+
+
+def process_memory_limit() -> int | None:
+    """Bytes of data that this process may have (`ulimit -d`, `ulimit -v`); None without a limit."""
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+    return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=None)

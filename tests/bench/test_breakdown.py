@@ -48,6 +48,7 @@ NAMES = {
 }
 FAMILIES = {
     "activation": "activation", "quantize.cast": "casts", "quantize.cast_scaled": "casts",
+    "experts.activation": "activation", "experts.cast": "casts", "experts.permute": "casts", "experts.gemm": "fp8 products",
     "cross_entropy": "cross entropy", "norm": "norms",
     "norm_rows": "norms",
     "attention.forward": "attention", "attention.backward": "attention",
@@ -76,11 +77,11 @@ def launched():
 
 def test_octavos_kernels_have_the_kind_of_their_file():
     found = list(launched())
-    assert {("quantize.cast", "_cast_packed"), ("norm_rows", "norm_rows"), ("attention.forward", "attention_forward")} <= set(
+    assert {("quantize.cast", "cast_packed"), ("norm_rows", "norm_rows"), ("attention.forward", "attention_forward")} <= set(
         found
     )
     for file, name in found:
-        expected = "scales" if name == "_scale_of" else FAMILIES[file]
+        expected = {"_scale_of": "scales", "_add_copies": "copies and elementwise"}.get(name) or FAMILIES[file]
         assert kind_of(name) == expected, (file, name)
 
 

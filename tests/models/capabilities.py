@@ -61,8 +61,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "`qwen3`": lambda: _causal("qwen3"),
     "`phi3`": lambda: _causal("phi3"),
     "`gpt_neox`": lambda: _causal("gpt_neox"),
-    "other causal models (GPT-2)": lambda: _causal("gpt2", **_GPT2),
     "`mixtral`": lambda: _causal("mixtral", num_local_experts=4),
+    "`qwen3_moe`": lambda: _causal("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+    "other causal models (GPT-2)": lambda: _causal("gpt2", **_GPT2),
     VISION: lambda: _narrowed(vit(embed_dim=64, num_heads=4)),
 }
 """Row of the table → a model of two layers with random weights, the same in every process."""
@@ -73,12 +74,13 @@ REFUSALS = {
         " [split them itself](context-parallelism.md#your-own-model)."
     ),
     "are recomputed in part": "the model keeps its own code, and only Octavo's blocks are recomputed in part.",
+    "are recomputed with their block": "experts are recomputed with their block alone.",
     "are offloaded": "the model keeps its own code, and only Octavo's blocks are offloaded.",
 }
 """Part of a message → its footnote."""
-OUTSIDE = "the matrices of attention run in FP8; the model keeps its own code, whose routers and experts stay in `dtype`."
+OUTSIDE = "the router runs in float32, all other matrices of the blocks in FP8."
 NOTES = [*REFUSALS.values(), OUTSIDE]
-_SIGNS = "¹²³⁴"
+_SIGNS = "¹²³⁴⁵"
 
 DEGREES: list[dict[str, int]] = [{}, {"context_parallel_degree": 2}]
 """Of two ranks: each with other samples, and both with the same sequences."""
@@ -169,7 +171,7 @@ def _by_recipe(model: str, name: str) -> str:
     layers = octavo.describe(ours).layers
     assert any(layer.fp8 for layer in layers)
     inside = [layer for layer in layers if not layer.fp8 and ".0." in layer.name]  # a matrix of a block
-    assert all("experts" in layer.name or layer.name.endswith("gate") for layer in inside), inside
+    assert all(layer.name.endswith("router") for layer in inside), inside
     return f"yes{_sign(OUTSIDE)}" if inside else "yes"
 
 

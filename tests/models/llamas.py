@@ -68,12 +68,27 @@ SHAPES = {
     "neox-tanh-tied": {"model_type": "gpt_neox", "hidden_act": "gelu_fast", "tie_word_embeddings": True, "pad_token_id": 5},
     "neox-whole-heads": {"model_type": "gpt_neox", "rope_parameters": _partial(1.0), "hidden_act": "relu2"},
     "neox-no-rotation": {"model_type": "gpt_neox", "rope_parameters": _partial(0.0)},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 48},
+    "mixtral-balanced": {
+        "model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 8,
+        "output_router_logits": True, "router_aux_loss_coef": 0.5, "tie_word_embeddings": True,
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+        "output_router_logits": True, "router_aux_loss_coef": 0.1,
+    },
+    "qwen3-moe-mixed": {
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "mlp_only_layers": [1], "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 5,
+    },
     "neox-linear-rope": {"model_type": "gpt_neox", "rope_parameters": _partial(0.5, rope_type="linear", factor=4.0)},
-}
+}  # fmt: skip
 """By name what a config has in place of the keys of `llama_config`."""
 DEFAULTS = {
     "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
     "qwen3": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 16},
     "phi3": {"pad_token_id": None},
 }
 """Keys of a family whose own default is not that of a small Llama."""

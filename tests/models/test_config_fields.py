@@ -52,6 +52,30 @@ DECODERS = [
     ("qwen3", FIVE_HEADS | {"rope_parameters": LLAMA3_ROPE}),
     ("phi3", {"embd_pdrop": 0.5, "attention_bias": True, "original_max_position_embeddings": 8}),  # which Phi-3 ignores
     ("phi3", {"partial_rotary_factor": 0.4, "head_dim": 20}),
+    (
+        "mixtral",  # which ignores the last two
+        {
+            "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.3, "attention_bias": True,
+            "norm_topk_prob": False,
+        },
+    ),
+    ("mixtral", FIVE_HEADS | {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 4}),
+    (
+        "mixtral",
+        {
+            "num_local_experts": 1, "num_experts_per_tok": 1, "sliding_window": 4,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 2, "attention_bias": True}),
+    (
+        "qwen3_moe",
+        {
+            "num_experts": 5, "num_experts_per_tok": 4, "norm_topk_prob": True, "use_sliding_window": True,
+            "sliding_window": 4, "moe_intermediate_size": 20, "output_router_logits": True, "router_jitter_noise": 0.5,
+        },
+    ),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1], "num_experts": 4, "sliding_window": 4}),
     ("gpt_neox", {"rotary_pct": 0.4, "rotary_emb_base": 50, "layer_norm_eps": 0.3}),
     ("gpt_neox", {"attention_bias": False, "use_parallel_residual": False, "num_key_value_heads": 2, "rms_norm_eps": 0.3}),
     ("gpt_neox", rope("yarn", factor=4.0, original_max_position_embeddings=16, partial_rotary_factor=0.5)),
@@ -128,6 +152,10 @@ def test_a_field_beyond_the_decoder_keeps_the_models_own_code(kind, changes, rea
     [
         ("llama", {"attention_dropout": None}, "attention_dropout = None: use 0.0"),
         ("llama", {"num_key_value_heads": 3}, "3 key-value heads"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts = 0"),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}, "visits 5 of 4 experts"),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 0}, "visits 0 of 4 experts"),
+        ("mixtral", {"num_local_experts": 4, "router_jitter_noise": 1.5}, "router_jitter_noise = 1.5"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types[1] = 'sliding_attention' without a"),
         ("qwen3", {"layer_types": ["chunked_attention", "full_attention"]}, "layer_types[0] = 'chunked_attention'"),
     ],

@@ -7,7 +7,7 @@ from llamas import SHAPES, VOCABULARY, assert_same_gradients, gradients, llama, 
 from octavo.build import describe, transform
 from octavo.errors import InputError
 
-FAMILIES = ["plain", "qwen3", "phi3-partial", "neox", "neox-serial"]
+FAMILIES = ["plain", "qwen3", "phi3-partial", "neox", "neox-serial", "mixtral", "qwen3-moe-mixed"]
 """Of `SHAPES`, one of each kind of block."""
 
 

@@ -15,8 +15,9 @@ from octavo.parallel.sharding import sharding_of
 from octavo.train.optimizer import clip_grad_norm_
 
 SAMPLES = 4
-FAMILIES = {"parallel block": "gpt_neox", "normed queries": "qwen3"}
-"""Cases that are of another family, of an odd length and of documents."""
+FAMILIES = {"parallel block": "gpt_neox", "normed queries": "qwen3", "experts": "mixtral"}
+"""Cases that are of another family, of an odd length, of documents and of padding."""
+EXPERTS = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5, "sliding_window": None}
 SIZES = {"vocab_size": 29, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -34,7 +35,7 @@ def inputs(case, device="cpu"):
     if case in ("documents", "normed queries"):
         rows = [positions(5, 1, 24, 18), positions(48), positions(12, 12, 12, 12), positions(47, 1)]
         given["position_ids"] = torch.stack(rows)
-    if case == "padding":
+    if case in ("padding", "experts"):
         mask = torch.ones_like(ids)
         mask[0, 40:], mask[1, :9], mask[2, :13], mask[2, 30:] = 0, 0, 0, 0
         given["attention_mask"] = mask
@@ -44,6 +45,7 @@ def inputs(case, device="cpu"):
 
 def config(window, heads, family="llama"):
     kind = {"model_type": "mistral", "sliding_window": window} if window else {"model_type": family}
+    kind |= EXPERTS if family == "mixtral" else {}
     return llama_config(**SIZES, **kind, num_key_value_heads=heads)
 
 

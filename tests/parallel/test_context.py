@@ -7,7 +7,18 @@ import ranks
 
 pytestmark = ranks.alone
 
-CASES = ("plain", "documents", "padding", "window", "narrow window", "odd", "short", "parallel block", "normed queries")
+CASES = (
+    "plain",
+    "documents",
+    "padding",
+    "window",
+    "narrow window",
+    "odd",
+    "short",
+    "parallel block",
+    "normed queries",
+    "experts",
+)
 LAYOUTS = {
     "context 2": (2, {"context_parallel_degree": 2}),
     "context 4": (4, {"context_parallel_degree": 4}),
@@ -19,7 +30,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_gradients_and_logits_are_one_ranks(layout):
     size, degrees = LAYOUTS[layout]
-    cases = CASES if layout == "context 2" else ("documents", "odd")
+    cases = CASES if layout == "context 2" else ("documents", "odd", "experts")
     for errors in ranks.run(size, split_sequences.exact_cells, degrees, cases):
         for cell, (loss, gradient, logits) in errors.items():
             assert loss < 1e-5, cell

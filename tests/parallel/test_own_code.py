@@ -165,7 +165,7 @@ def load_and_export(source, target):
         world.init({})
     with delayed_init():
         model = MixtralForCausalLM(MixtralConfig.from_pretrained(source))
-    model = transform(model, dtype=torch.float32, device="cpu", load_from=source)
+    model = transform(model, dtype=torch.float32, device="cpu", load_from=source, blocks="own")
     export(model, target)
     return {name: sharded.full(p) for name, p in model.named_parameters()}
 

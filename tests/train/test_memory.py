@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 
 import pytest
 import torch
@@ -247,3 +248,25 @@ def test_a_length_that_does_not_fit_names_the_ranks_that_could_share_it(tiny_run
         ranks = Target(world_size=option.changes.get("ranks", 8), gpu=lookup("h200"))
         changes = [f"{key}={value}" for key, value in option.changes.items() if key != "ranks"]
         assert memory_of(check(RunConfig.from_file(run.file, [*long, *changes]), target=ranks)).fits
+
+
+def test_under_a_limit_of_the_process_the_degree_that_shares_sequences_is_advised(tiny_run, monkeypatch):
+    run = tiny_run()
+    long = [
+        "data.sequence_length=16384",
+        "model.config.max_position_embeddings=16384",
+        "train.micro_batch=1",
+        "train.recompute=true",
+        "train.global_batch=4",
+    ]
+    plan = check(
+        RunConfig.from_file(run.file, [*long, "model.config.attention_dropout=0", "model.config.vocab_size=4096"]),
+        target=Target(4, None),
+    )
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (300 << 20, resource.RLIM_INFINITY))
+    message = str(
+        out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), plan)
+    )
+    assert "the limit of this process (ulimit) has 300.0 MiB" in message
+    assert "parallel.context_parallel_degree = 2: " in message
+    assert memory_of(plan).of_rank == 300 << 20

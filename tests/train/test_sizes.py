@@ -5,11 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from octavo.cli import main
+from octavo.config.degrees import fit_degrees
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.hardware import GIB, Device
 from octavo.models.sources import load_config
-from octavo.parallel.mesh import fit_degrees
 from octavo.plan.memory import exact_bytes
 from octavo.train.dry_run import dry_run
 from octavo.train.plan import Target, check

@@ -24,10 +24,12 @@ _PRODUCT = r"gemm|cutlass|scaled_mm|matmul|cublas|triton_tem"
 KINDS: tuple[tuple[str, str], ...] = (
     # Octavo's kernels, by their whole names.
     ("norms", r"^_?(norm|backward)_(rows|tiles)$"),
-    ("activation", r"^_(forward|backward)(_packed)?$"),
+    ("activation", r"^activation_(backward_)?(tiles|packed)$"),
     ("attention", r"^(attention_forward|backward_(queries|keys))$"),
     ("scales", r"^_(scale_of|update_scales)$"),
-    ("casts", r"^_(cast_\w+|row_column_amaxes|amax_of)$"),
+    ("casts", r"^_?(cast_\w+|gather_(tiles|packed)|row_column_amaxes|amax_of)$"),
+    ("fp8 products", r"^_products_of_(rows|weights)$"),  # of experts
+    ("copies and elementwise", r"^_add_copies$"),
     ("communication", r"nccl|all_?gather|reduce_?scatter|all_?reduce|symm_mem"),
     ("attention", r"sdpa|flash|fmha|attention|dot_do_o|convert_dq"),
     # cuBLAS writes a letter for each type: q and r are the two FP8 formats, t is bfloat16, h float16, s float32.

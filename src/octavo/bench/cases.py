@@ -157,6 +157,7 @@ CASES: dict[str, Case] = {
         Case("llama-8b-8layers", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 2, 8192),
         Case("llama2-7b-8layers", SHAPES["llama2-7b"] | {"num_hidden_layers": 8}, 4, 4096),
         Case("mistral-7b-layers-16k", SHAPES["mistral-7b"] | {"num_hidden_layers": 16}, 1, 16_384),
+        Case("mixtral-8x7b-layers", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 8}, 4, 4096),
         Case("neox-20b-layers", SHAPES["gpt-neox-20b"] | {"num_hidden_layers": 12}, 8, 2048),
         # The whole model. 16,384 tokens a GPU in both: enough arithmetic to hide the gathering of weights.
         Case("llama-8b-8k", SHAPES["llama-8b"], 2, 8192),
@@ -164,6 +165,7 @@ CASES: dict[str, Case] = {
         Case("tiny", _TINY, 2, 32),
         Case("tiny-mistral", _TINY | {"model_type": "mistral", "sliding_window": 8}, 2, 32),
         Case("tiny-neox", _TINY_NEOX, 2, 32),
+        Case("tiny-mixtral", _TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, 2, 32),
     )
 }
 VISION_CASES: dict[str, VisionCase] = {

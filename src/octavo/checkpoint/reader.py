@@ -26,7 +26,7 @@ from octavo.checkpoint.stored import StoredTensors, open_tensors
 from octavo.checkpoint.writer import spec_record, weights
 from octavo.errors import InputError, OctavoError
 from octavo.fp8 import recipe as recipes
-from octavo.fp8.scaling import check_state_records, load_state_records, reset_states
+from octavo.fp8.scaling import check_state_records, load_state_records, reset_states, states_of
 from octavo.parallel.coordination import Ranks
 
 
@@ -149,6 +149,7 @@ class _Loaded:
             self._groups = optimizer_state.settings_of(path, optimizer, self._groups)
         self._random_rank = rank if f"random.{rank}.cpu" in layout else 0
         self._fp8 = shard_io.empty_tensors(shard_io.subset(layout, "fp8."))
+        self._experts = {name: state.experts for name, state in states_of(model)}
         self._random = shard_io.empty_tensors(shard_io.subset(layout, f"random.{self._random_rank}."))
         if self._recipe is not None:
             check_state_records(model, self._fp8)
@@ -165,8 +166,12 @@ class _Loaded:
         self._stored.read(into)
         for name in {name.rpartition(".")[0] for name in self._fp8}:
             scale, history = (self._fp8.get(f"{name}.{kind}") for kind in ("scale", "amax_history"))
-            if scale is None or history is None or scale.ndim or history.ndim != 1 or not len(history):
-                raise Damaged(f"{self._path} has no scale [] and amax history [length] of {name}")
+            experts = self._experts.get(name.rpartition(".")[0])
+            own = () if experts is None else (experts,)
+            fits = scale is not None and history is not None and scale.shape == own == history.shape[1:]
+            if history is None or not fits or not len(history):
+                sizes = ("[]", "[length]") if experts is None else (f"[{experts}]", f"[length, {experts}]")
+                raise Damaged(f"{self._path} has no scale {sizes[0]} and amax history {sizes[1]} of {name}")
         try:
             check_random(self._random, self._random_scalars)
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -209,6 +209,7 @@ def spec_record(model: nn.Module) -> dict[str, Any] | None:
         "parallel": spec.parallel,
         "norm_eps": spec.norm_eps,
         "rotary": dict(spec.rotary),
+        **({"experts_of_a_token": spec.visited, "normalized": spec.normalized} if spec.experts else {}),
     }
 
 

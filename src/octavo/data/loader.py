@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from octavo.config.data import DataConfig
+from octavo.config.degrees import fit_batch
 from octavo.data.manifest import Counts, Split
 from octavo.data.order import Mixture, SampleOrder
 from octavo.data.packing import IGNORED, Batch, Packing, Sequences, concatenated, join, pack_documents
 from octavo.data.prepared import PreparedData
 from octavo.errors import InputError, OctavoError, some
-from octavo.parallel.mesh import fit_batch
 
 
 class BatchLoader:

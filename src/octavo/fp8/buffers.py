@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -37,11 +38,12 @@ _LONG = 100
 
 
 class Slot:
-    """One tensor's scale and history in a buffer."""
+    """One tensor's scale and history in a buffer, or those of as many experts as `count` says."""
 
-    def __init__(self, buffer: ScaleBuffer, index: int, fp8_max: float) -> None:
+    def __init__(self, buffer: ScaleBuffer, index: int, fp8_max: float, count: int | None = None) -> None:
         self.buffer = buffer
         self.index = index
+        self.entries = index if count is None else slice(index, index + count)
         self.fp8_max = fp8_max
         self.begun = False
         """The scale is no longer the first one, 1: `ModuleState.begin` or `fill` has set it."""
@@ -50,18 +52,23 @@ class Slot:
 
     @property
     def scale(self) -> Tensor:
-        """The scale of the next cast: a view, float32 []."""
-        return self.buffer.scale[self.index]
+        """The scale of the next cast: a view, float32 [] or [count]."""
+        return self.buffer.scale[self.entries]
 
     @property
     def amax(self) -> Tensor:
-        """Entry 0 of the history, in which casts record: a view, float32 []."""
-        return self.buffer.history[0, self.index]
+        """Entry 0 of the history, in which casts record: a view, float32 [] or [count]."""
+        return self.buffer.history[0, self.entries]
 
     @property
     def history(self) -> Tensor:
-        """This tensor's history, oldest after entry 0: float32 [L]."""
-        return self.buffer.history[:, self.index]
+        """The history, oldest after entry 0: a view, float32 [L] or [L, count]."""
+        return self.buffer.history[:, self.entries]
+
+    @property
+    def saturated(self) -> bool:
+        """True if the last recorded amax, of any expert, exceeded the format's range."""
+        return bool(self.buffer.saturated[self.entries].any())
 
 
 def several_ranks(group: dist.ProcessGroup | None = None) -> bool:
@@ -86,16 +93,16 @@ class ScaleBuffer:
         self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
 
     @torch.inference_mode(False)
-    def allocate(self, fp8_max: float, index: int) -> Slot:
-        """A fresh slot at a free index: scale 1, history of zeros."""
-        while index >= len(self.scale):
+    def allocate(self, fp8_max: float, index: int, count: int | None = None) -> Slot:
+        """A fresh slot at a free index, with `count` entries: scale 1, history of zeros."""
+        slot = Slot(self, index, fp8_max, count)
+        while index + (count or 1) > len(self.scale):
             self._grow()
         with torch.no_grad():
-            self.scale[index] = 1
-            self.history[:, index] = 0
-            self.saturated[index] = False
-            self.fp8_max[index] = fp8_max
-        slot = Slot(self, index, fp8_max)
+            self.scale[slot.entries] = 1
+            self.history[:, slot.entries] = 0
+            self.saturated[slot.entries] = False
+            self.fp8_max[slot.entries] = fp8_max
         self.slots.add(slot)
         return slot
 
@@ -141,7 +148,7 @@ class BufferSet:
         self.trained = False
         self.recorded: Literal["", "evaluation", "training"] = ""  # since the last update, by the mode of the modules
         self.gradients = False
-        self._free: dict[bool, list[int]] = {False: [], True: []}  # of forward and of backward
+        self._free: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)  # by direction and length
         self._used = {False: 0, True: 0}
         self.deferred: weakref.WeakKeyDictionary[Session, list[tuple[ScaleBuffer, Tensor]]] = weakref.WeakKeyDictionary()
         """Amaxes of forwards in evaluation mode, which count if a backward follows."""
@@ -152,15 +159,15 @@ class BufferSet:
         buffers = self.backward if operand is Operand.GRAD_OUTPUT else self.forward
         return buffers.get((device, policy)) or buffers.setdefault((device, policy), ScaleBuffer(self, device, policy))
 
-    def new_index(self, owner: object, operand: Operand) -> int:
-        """Reserve an index in all buffers for an operand while `owner` lives: ranks join slots by index."""
+    def new_index(self, owner: object, operand: Operand, count: int = 1) -> int:
+        """Reserve so many indices in all buffers for an operand while `owner` lives: ranks join slots by index."""
         backward = operand is Operand.GRAD_OUTPUT
-        free = self._free[backward]
+        free = self._free[backward, count]
         if free and not several_ranks():  # several ranks collect garbage at different times
             index = free.pop()
         else:
             index = self._used[backward]
-            self._used[backward] += 1
+            self._used[backward] += count
         weakref.finalize(owner, free.append, index)
         return index
 

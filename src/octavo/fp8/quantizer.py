@@ -157,7 +157,7 @@ class LinearQuantizer:
             return self._weight_in_both(weight)
         if self._drops_cached:
             self.state.weight_cache = None
-        w, scale = self._cast(Operand.WEIGHT, DenseOperand(weight), rowwise=rowwise, columnwise=columnwise)
+        w, scale = self._cast(Operand.WEIGHT, self._producer(weight), rowwise=rowwise, columnwise=columnwise)
         if not columnwise and scale is not None and self.grads:
             self._weight_scale = scale.clone()  # the slot takes another before backward
         return w
@@ -176,7 +176,7 @@ class LinearQuantizer:
         if self.first is False and cached is not None:
             return cached
         columnwise = self.grads or self.first is not None
-        w, _ = self._cast(Operand.WEIGHT, DenseOperand(weight), rowwise=True, columnwise=columnwise)
+        w, _ = self._cast(Operand.WEIGHT, self._producer(weight), rowwise=True, columnwise=columnwise)
         if self.first is not None:
             state.weight_cache = w
         elif cached is not None and self._drops_cached:
@@ -197,7 +197,7 @@ class LinearQuantizer:
             return saved
         kind = self.recipe.casts[Operand.WEIGHT].format
         again = Quantizer(kind.dtype, kind.max, self._weight_scale, rowwise=rowwise, columnwise=True)
-        return DenseOperand(saved.high_precision)(again)
+        return self._producer(saved.high_precision)(again)
 
     def grad_output(
         self, producer: Producer, *, rowwise: bool, columnwise: bool, slot_index: Tensor | None = None
@@ -215,6 +215,19 @@ class LinearQuantizer:
         if self.recipe is None or not self.recipe.casts[Operand.GRAD_OUTPUT].delayed:
             return None
         return self.state.slot(Operand.GRAD_OUTPUT, self.recipe, self.device).position
+
+    _scales: tuple[int, ...] = ()
+    """Shape of the scales of a tensor."""
+
+    def _producer(self, weight: Tensor) -> Producer:
+        """The weight as an operand."""
+        return DenseOperand(weight)
+
+    def _quantize(
+        self, operand: Operand, matrix: Tensor, how: Cast, *, rowwise: bool, columnwise: bool
+    ) -> tuple[QuantizedTensor, Tensor | None]:
+        """Cast with scales of rows or blocks, or in compiled code with one."""
+        return quantize(matrix, how, rowwise=rowwise, columnwise=columnwise)
 
     def begin_backward(self) -> None:
         """Call first in a backward; a RuntimeError if a gradient of a gradient is asked for."""
@@ -247,7 +260,7 @@ class LinearQuantizer:
             if matrix is not None:
                 largest = amax(matrix)
             else:
-                largest = torch.zeros((), device=self.device)
+                largest = torch.zeros(self._scales, device=self.device)
                 producer(Quantizer(kind.dtype, kind.max, amax=largest, rowwise=False))
             if self.state.context_group is not None and operand is not Operand.WEIGHT:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.state.context_group)
@@ -256,7 +269,7 @@ class LinearQuantizer:
             return producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)), scale
         if matrix is None:
             matrix = producer(Quantizer(torch.float32)).high_precision
-        out, chosen = quantize(matrix, how, rowwise=rowwise, columnwise=columnwise)
+        out, chosen = self._quantize(operand, matrix, how, rowwise=rowwise, columnwise=columnwise)
         if chosen is not None and not compiling:
             self.state.observed[operand] = chosen
         return out, None

@@ -34,7 +34,14 @@ class ModuleState:
     A plain attribute of the module. A deep copy gets slots of its own with the same values.
     """
 
-    def __init__(self, module: nn.Module, weight_name: str = "weight", operands: Sequence[Operand] = tuple(Operand)) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        weight_name: str = "weight",
+        operands: Sequence[Operand] = tuple(Operand),
+        experts: int | None = None,
+    ) -> None:
+        self.experts = experts  # of a stacked weight, each with scales of its own
         self.slots: dict[Operand, Slot] = {}
         self.operands = operands  # with a scale of the recipe
         self.indices: dict[Operand, int] = {}  # of the slots in any buffer
@@ -94,13 +101,13 @@ class ModuleState:
             buffer = self.buffers.buffer(operand, device, policy)
             if old is None or old.buffer is not buffer or old.fp8_max != how.format.max:
                 if operand not in self.indices:
-                    self.indices[operand] = self.buffers.new_index(self, operand)
+                    self.indices[operand] = self.buffers.new_index(self, operand, self.experts or 1)
                 before = None if old is None else (old.scale.clone(), old.history.clone())
-                new = buffer.allocate(how.format.max, self.indices[operand])
+                new = buffer.allocate(how.format.max, self.indices[operand], self.experts)
                 if old is not None and before is not None:
                     # The same amaxes in another format: its scale differs by a power of two. An unused one stays 1.
                     scale, history = before
-                    fill(new, torch.where((history != 0).any(), scale * (how.format.max / old.fp8_max), scale), history)
+                    fill(new, torch.where((history != 0).any(0), scale * (how.format.max / old.fp8_max), scale), history)
                 self.slots[operand] = new
         self.history_recipe = recipe
 
@@ -138,9 +145,9 @@ class ModuleState:
         twin.buffers = memo[key] = memo.get(key) or BufferSet()
         twin.buffers.trained = twin.buffers.trained or self.trained
         for operand, slot in self.slots.items():
-            twin.indices[operand] = twin.buffers.new_index(twin, operand)
+            twin.indices[operand] = twin.buffers.new_index(twin, operand, self.experts or 1)
             buffer = twin.buffers.buffer(operand, slot.buffer.device, slot.buffer.policy)
-            twin.slots[operand] = buffer.allocate(slot.fp8_max, twin.indices[operand])
+            twin.slots[operand] = buffer.allocate(slot.fp8_max, twin.indices[operand], self.experts)
             fill(twin.slots[operand], slot.scale, slot.history)
         twin._register()
         return twin
@@ -200,7 +207,8 @@ def inspect(module: nn.Module) -> dict[str, Any]:
     """The state of each FP8 tensor of a module: `"input" | "weight" | "grad_output"` → format, scale, history, saturation.
 
     Each entry has `format` ("E4M3" | "E5M2"), `scale` (float32; under delayed scaling of the next cast, else of the last one: a
-    tensor's, rows' or blocks', and None before a cast or in compiled code), `amax_history` (float32 [L], or None without one)
+    tensor's, rows' or blocks', and None before a cast or in compiled code), `amax_history` (float32 [L], or None without one;
+    experts have scales [E] and a history [L, E])
     and `saturated` (True if the last recorded amax at its scale exceeded the format's range). A module with several matrices
     gives such a dict for each by name; one that was never called gives an empty one.
 
@@ -230,7 +238,7 @@ def _entries(state: ModuleState) -> dict[str, dict[str, Any]]:
                 continue
             entry["scale"] = slot.scale.clone()
             entry["amax_history"] = slot.history.clone()
-            entry["saturated"] = bool(slot.buffer.saturated[slot.index])
+            entry["saturated"] = slot.saturated
         entries[operand.value] = entry
     return entries
 
@@ -245,6 +253,8 @@ def use_own_buffers(model: nn.Module) -> None:
 
 def state_records(model: nn.Module) -> dict[str, Tensor]:
     """FP8 state for a checkpoint: `<module>.<operand>.scale` [] and `.amax_history` [L], float32, copied.
+
+    Those of experts are [E] and [L, E].
 
     Raises:
         InputError: an autocast with a forward of training has not ended.

@@ -94,16 +94,32 @@ def _value_and_slope(x, CURVE: tl.constexpr):
 
 @triton.jit
 def _gate_columns(c, BLOCK: tl.constexpr):
-    """Columns of the gates of activation columns c; their ups are BLOCK further on."""
+    """Columns of the gates of activation columns c, in blocks of BLOCK; 0: all gates stand before all ups."""
+    if BLOCK == 0:
+        return c
     return (c // BLOCK) * (2 * BLOCK) + c % BLOCK
 
 
 @triton.jit
-def _load_gated(x_ptr, r, c, stride, inside, BLOCK: tl.constexpr):
+def _to_up(columns, BLOCK: tl.constexpr):
+    """Columns from a gate to its up."""
+    if BLOCK == 0:
+        return columns
+    return BLOCK
+
+
+@triton.jit
+def _expert_of(tile, columns, experts_ptr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, ROWS: tl.constexpr):
+    """The expert of a tile of rows, of which `ROWS` follow each other."""
+    return tl.load(experts_ptr + (tile // tl.cdiv(columns, TILE_C)) * TILE_R // ROWS)
+
+
+@triton.jit
+def _load_gated(x_ptr, r, c, stride, columns, inside, BLOCK: tl.constexpr):
     """Gate and up of activation columns c, float32."""
     gates = x_ptr + r[:, None].to(tl.int64) * stride + _gate_columns(c, BLOCK)[None, :]
     gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-    return gate, tl.load(gates + BLOCK, mask=inside, other=0.0).to(tl.float32)
+    return gate, tl.load(gates + _to_up(columns, BLOCK), mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -121,87 +137,145 @@ def _store_gated(
     BOTH: tl.constexpr = rowwise_ptr is not None and columnwise_ptr is not None
     c = _gate_columns(c, BLOCK)
     store_layouts(gate, rowwise_ptr, columnwise_ptr, r, c, rows, 2 * columns, inside, one, BOTH)
-    store_layouts(up, rowwise_ptr, columnwise_ptr, r, c + BLOCK, rows, 2 * columns, inside, one, BOTH)
+    store_layouts(up, rowwise_ptr, columnwise_ptr, r, c + _to_up(columns, BLOCK), rows, 2 * columns, inside, one, BOTH)
 
 
 @triton.jit
-def _forward(
+def activation_tiles(
     x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, rows, columns, stride, one,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    weights_ptr=None, experts_ptr=None, experts=0, EXPERT_ROWS: tl.constexpr = 1,
 ):  # fmt: skip
+    """An activation of a tile; `weights_ptr` and `experts_ptr` are those of `octavo.kernels.experts`."""
     tile = tl.program_id(0)
+    first = tile == 0
+    if experts_ptr is not None:
+        expert = _expert_of(tile, columns, experts_ptr, TILE_R, TILE_C, EXPERT_ROWS)
+        if expert >= experts:
+            return
+        first = False
+        if scale_ptr is not None:
+            scale_ptr += expert
+        if amax_ptr is not None:
+            amax_ptr += expert
     r, c, inside = tile_of(tile, rows, columns, TILE_R, TILE_C)
     if GATED:
-        gate, up = _load_gated(x_ptr, r, c, stride, inside, BLOCK)
+        gate, up = _load_gated(x_ptr, r, c, stride, columns, inside, BLOCK)
         y, _ = _value_and_slope(gate, CURVE)
         y = y * up
     else:
         y, _ = _value_and_slope(load_tile(x_ptr, r, c, stride, inside), CURVE)
+    if weights_ptr is not None:
+        y = y * tl.load(weights_ptr + r, mask=r < rows, other=0.0)[:, None]
     store_quantized(
-        y, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, tile == 0,
+        y, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, first,
         rowwise_ptr is not None and columnwise_ptr is not None,
     )  # fmt: skip
 
 
 @triton.jit
-def _backward(
+def _weighted(y, dy, r, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C: tl.constexpr):
+    """The result and its gradient times the rows' weights; stores this tile's part of the weights' gradients."""
+    if weights_ptr is None:
+        return y, dy
+    across = tl.cdiv(columns, TILE_C)
+    weight = tl.load(weights_ptr + r, mask=r < rows, other=0.0)[:, None]
+    if d_weights_ptr is not None:
+        at = d_weights_ptr + r.to(tl.int64) * across + tile % across
+        tl.store(at, tl.sum(dy * y, 1), mask=r < rows)
+    return y * weight, dy * weight
+
+
+@triton.jit
+def activation_backward_tiles(
     dy_ptr, x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
     y_scale_ptr, y_amax_ptr, y_rowwise_ptr, y_columnwise_ptr, y_scale_inv_ptr, partial_ptr,
     rows, columns, dy_stride, x_stride, one,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    weights_ptr=None, d_weights_ptr=None, experts_ptr=None, experts=0, EXPERT_ROWS: tl.constexpr = 1,
 ):  # fmt: skip
+    """The gradient of a tile, and the result again; see `activation_tiles`."""
     tile = tl.program_id(0)
     row_tile = tile // tl.cdiv(columns, TILE_C)
+    first = tile == 0
+    if experts_ptr is not None:
+        expert = _expert_of(tile, columns, experts_ptr, TILE_R, TILE_C, EXPERT_ROWS)
+        if expert >= experts:
+            return
+        first = False
+        if scale_ptr is not None:
+            scale_ptr += expert
+        if amax_ptr is not None:
+            amax_ptr += expert
+        if y_scale_ptr is not None:
+            y_scale_ptr += expert
+        if y_amax_ptr is not None:
+            y_amax_ptr += expert
     r, c, inside = tile_of(tile, rows, columns, TILE_R, TILE_C)
     dy = load_tile(dy_ptr, r, c, dy_stride, inside)
     if GATED:
-        gate, up = _load_gated(x_ptr, r, c, x_stride, inside, BLOCK)
+        gate, up = _load_gated(x_ptr, r, c, x_stride, columns, inside, BLOCK)
         value, slope = _value_and_slope(gate, CURVE)
         y = value * up
+        y, dy = _weighted(y, dy, r, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C)
         d_gate = dy * up * slope
         d_up = dy * value
         if partial_ptr is not None:
             partial = partial_ptr + row_tile.to(tl.int64) * (2 * columns) + _gate_columns(c, BLOCK)
             tl.store(partial, tl.sum(d_gate, 0), mask=c < columns)
-            tl.store(partial + BLOCK, tl.sum(d_up, 0), mask=c < columns)
+            tl.store(partial + _to_up(columns, BLOCK), tl.sum(d_up, 0), mask=c < columns)
         _store_gated(
             d_gate, d_up, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
-            r, c, rows, columns, inside, one, tile == 0, BLOCK,
+            r, c, rows, columns, inside, one, first, BLOCK,
         )  # fmt: skip
     else:
         y, slope = _value_and_slope(load_tile(x_ptr, r, c, x_stride, inside), CURVE)
+        y, dy = _weighted(y, dy, r, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C)
         dx = dy * slope
         if partial_ptr is not None:
             tl.store(partial_ptr + row_tile.to(tl.int64) * columns + c, tl.sum(dx, 0), mask=c < columns)
         store_quantized(
-            dx, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, tile == 0,
+            dx, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, first,
             rowwise_ptr is not None and columnwise_ptr is not None,
         )  # fmt: skip
     store_quantized(
         y, y_scale_ptr, y_amax_ptr, y_rowwise_ptr, y_columnwise_ptr, y_scale_inv_ptr,
-        r, c, rows, columns, inside, one, tile == 0, y_rowwise_ptr is not None and y_columnwise_ptr is not None,
+        r, c, rows, columns, inside, one, first, y_rowwise_ptr is not None and y_columnwise_ptr is not None,
     )  # fmt: skip
 
 
 @triton.jit
-def _backward_packed(
+def activation_backward_packed(
     dy_ptr, x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
     y_scale_ptr, y_amax_ptr, y_rowwise_ptr, y_columnwise_ptr, y_scale_inv_ptr, partial_ptr,
     rows, columns, dy_stride, x_stride,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    weights_ptr=None, d_weights_ptr=None, experts_ptr=None, experts=0, EXPERT_ROWS: tl.constexpr = 1,
 ):  # fmt: skip
-    """`_backward` into FP8 in both layouts: bytes of four rows are packed before they are transposed."""
+    """`activation_backward_tiles` into FP8 in both layouts: bytes of four rows are packed before they are transposed."""
     GROUPS_R: tl.constexpr = TILE_R // 4
     tile = tl.program_id(0)
+    first = tile == 0
+    if experts_ptr is not None:
+        expert = _expert_of(tile, columns, experts_ptr, TILE_R, TILE_C, EXPERT_ROWS)
+        if expert >= experts:
+            return
+        first = False
+        scale_ptr += expert
+        if amax_ptr is not None:
+            amax_ptr += expert
+        if y_scale_ptr is not None:
+            y_scale_ptr += expert
     g, c, inside = tile_of(tile, rows // 4, columns, GROUPS_R, TILE_C)
     at = _gate_columns(c, BLOCK) if GATED else c
     width = 2 * columns if GATED else columns
     dys = load_row_groups(dy_ptr, g, c, dy_stride, inside)
     xs = load_row_groups(x_ptr, g, at, x_stride, inside)
     if GATED:
-        ups = load_row_groups(x_ptr, g, at + BLOCK, x_stride, inside)
-    scale = load_scale(scale_ptr, scale_inv_ptr, tile == 0)
-    y_scale = load_scale(y_scale_ptr, y_scale_inv_ptr, tile == 0)
+        to_up = _to_up(columns, BLOCK)
+        ups = load_row_groups(x_ptr, g, at + to_up, x_stride, inside)
+    scale = load_scale(scale_ptr, scale_inv_ptr, first)
+    y_scale = load_scale(y_scale_ptr, y_scale_inv_ptr, first)
     none = tl.zeros([GROUPS_R, TILE_C], tl.float32)
     before, before_up, before_y, largest, summed, summed_up = none, none, none, none, none, none
     empty = tl.zeros([GROUPS_R, TILE_C], tl.int32)
@@ -212,6 +286,7 @@ def _backward_packed(
             gate, up = xs[i].to(tl.float32), ups[i].to(tl.float32)
             value, slope = _value_and_slope(gate, CURVE)
             y = value * up
+            y, dy = _weighted(y, dy, g * 4 + i, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C)
             dx = dy * up * slope
             d_up = dy * value
             if amax_ptr is not None:
@@ -219,11 +294,12 @@ def _backward_packed(
             if partial_ptr is not None:
                 summed_up += d_up
             d_up = d_up * scale
-            store_layouts(d_up, rowwise_ptr, None, g * 4 + i, at + BLOCK, rows, width, inside, 1.0, False)
+            store_layouts(d_up, rowwise_ptr, None, g * 4 + i, at + to_up, rows, width, inside, 1.0, False)
             packed_up = packed_row(packed_up, before_up, d_up, i, columnwise_ptr.dtype.element_ty)
             before_up = d_up
         else:
             y, slope = _value_and_slope(xs[i].to(tl.float32), CURVE)
+            y, dy = _weighted(y, dy, g * 4 + i, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C)
             dx = dy * slope
         if amax_ptr is not None:
             largest = larger(largest, dx)
@@ -241,18 +317,18 @@ def _backward_packed(
         record_amax(amax_ptr, largest)
     store_packed(packed, columnwise_ptr, g, at, rows, inside)
     if GATED:
-        store_packed(packed_up, columnwise_ptr, g, at + BLOCK, rows, inside)
+        store_packed(packed_up, columnwise_ptr, g, at + to_up, rows, inside)
     if y_columnwise_ptr is not None:
         store_packed(packed_y, y_columnwise_ptr, g, c, rows, inside)
     if partial_ptr is not None:
         partial = partial_ptr + (tile // tl.cdiv(columns, TILE_C)).to(tl.int64) * width + at
         tl.store(partial, tl.sum(summed, 0), mask=c < columns)
         if GATED:
-            tl.store(partial + BLOCK, tl.sum(summed_up, 0), mask=c < columns)
+            tl.store(partial + to_up, tl.sum(summed_up, 0), mask=c < columns)
 
 
-def _packs(quantizer: Quantizer, recompute: Quantizer | None) -> bool:
-    """True if `_backward_packed` can store this: the gradient in both layouts; the result columnwise alone, without an amax."""
+def packs(quantizer: Quantizer, recompute: Quantizer | None) -> bool:
+    """True if `activation_backward_packed` can store this: the gradient twice, the result columnwise alone, without an amax."""
     if recompute is not None and (recompute.scale is None or recompute.amax is not None or recompute.rowwise):
         return False
     return quantizer.scale is not None and quantizer.rowwise and quantizer.columnwise
@@ -267,7 +343,7 @@ def launch(name: str, x: Tensor, block: int, quantizer: Quantizer, *, tiles: Til
     if x.numel() == 0:
         return without_elements(quantizer, out)
     tiles = tiles or (FORWARD_ROWS if not quantizer.columnwise else FORWARD_GATED if gated else FORWARD)
-    _forward[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
+    activation_tiles[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
         x, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data, out.scale_inv,
         rows, columns, x.stride(0), 1.0,
         CURVE=curve, GATED=gated, BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps,
@@ -293,7 +369,7 @@ def launch_backward(
     y_quantizer = recompute or Quantizer(torch.float32, rowwise=False)
     dx = allocate(quantizer, rows, width, x.device)
     y = allocate(y_quantizer, rows, columns, x.device)
-    packed = tiles is None and rows % 4 == 0 and _packs(quantizer, recompute)
+    packed = tiles is None and rows % 4 == 0 and packs(quantizer, recompute)
     tiles = PACKED if packed else tiles or (BACKWARD_GATED if gated else BACKWARD)
     row_tiles = triton.cdiv(rows, tiles.rows)
     partial = torch.empty(row_tiles, width, dtype=torch.float32, device=x.device) if bias else None
@@ -301,7 +377,7 @@ def launch_backward(
         without_elements(quantizer, dx)
         without_elements(y_quantizer, y)
     else:
-        run, unpacked = (_backward_packed, {}) if packed else (_backward, {"one": 1.0})
+        run, unpacked = (activation_backward_packed, {}) if packed else (activation_backward_tiles, {"one": 1.0})
         run[(row_tiles * triton.cdiv(columns, tiles.columns),)](
             dy, x, quantizer.scale, quantizer.amax, dx.rowwise_data, dx.columnwise_data, dx.scale_inv,
             y_quantizer.scale, y_quantizer.amax, y.rowwise_data, y.columnwise_data, y.scale_inv,

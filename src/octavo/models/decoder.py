@@ -31,6 +31,7 @@ from octavo.models.spec import ModelSpec
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.head import OutputHead, linear_cross_entropy
 from octavo.nn.linear import compute_dtype, high_precision
+from octavo.nn.moe import Experts, balancing_loss
 from octavo.nn.norm import NORM_LAYERS
 
 IGNORED = -100
@@ -101,7 +102,9 @@ class Decoder(PretrainedInterface):
         make: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
         self.embedding = nn.Embedding(spec.vocabulary, spec.hidden_size, dtype=params_dtype, device=device)
         self.embedding.padding_idx = spec.padding  # its row is not trained
-        self.layers = nn.ModuleList(_block(spec, window, make) for window in spec.windows or (None,) * spec.layers)
+        self.layers = nn.ModuleList(
+            _block(spec, i, window, make) for i, window in enumerate(spec.windows or (None,) * spec.layers)
+        )
         self.norm = NORM_LAYERS[spec.normalization](spec.hidden_size, spec.norm_eps, **make)
         self.head = OutputHead(spec.hidden_size, spec.vocabulary, bias=False, dtype=params_dtype, device=device)
         if spec.tied:
@@ -122,6 +125,7 @@ class Decoder(PretrainedInterface):
         """Each rank has a part of the weights, so that all of them run every forward."""
         self.output_hidden_states = False
         """The default of the forward's argument."""
+        self._routing: Tensor | None = None
         self.objective = objective
         """Training loss; None for the plain cross entropy, which every evaluation uses."""
 
@@ -182,16 +186,21 @@ class Decoder(PretrainedInterface):
         embedded = self.embedding(self._own(input_ids, padded)).to(self.dtype)
         residual, delta = functional.dropout(embedded, self.spec.embedding_dropout, self.training), None
         states: list[Tensor] = []
+        routings: list[Tensor] = []
+        options = {"counted": self._counted(attention_mask, input_ids, padded)} if self.spec.experts else {}
         for layer in self.layers:
             if output_hidden_states:
                 states.append(self._whole(residual if delta is None else residual + delta, tokens))
-            residual, delta = self.run_block(layer, residual, delta, pattern, angles, is_first_microbatch)
+            arguments = residual, delta, pattern, angles, is_first_microbatch
+            residual, delta, *routing = self.run_block(layer, *arguments, **(options if layer.experts else {}))
+            routings += routing
         hidden = self.norm(residual, delta)
         output = CausalLMOutput(hidden_states=(*states, self._whole(hidden, tokens)) if output_hidden_states else None)
         if labels is None:
             output["logits"] = self._logits(hidden, tokens, logits_to_keep)
         else:
-            loss = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch)
+            balance = self._balance(routings) if routings else None
+            loss = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch, balance)
             output["loss"] = loss if same is None else loss.where(same, torch.nan)
         return output.to_tuple() if return_dict is False else output
 
@@ -226,6 +235,36 @@ class Decoder(PretrainedInterface):
         x = torch.cat((x, x[:, :1].expand(-1, padded - x.shape[1])), 1) if padded > x.shape[1] else x
         return self.context.split(x)
 
+    def _counted(self, attention_mask: Tensor | None, input_ids: Tensor, padded: int) -> Tensor | None:
+        """This rank's real tokens, bool [B, T]; None for all of them."""
+        if attention_mask is None and padded == input_ids.shape[1]:
+            return None
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
+        real = functional.pad(mask != 0, (0, padded - input_ids.shape[1]))
+        return real if self.context is None else self.context.split(real)
+
+    def _balance(self, routings: list[Tensor]) -> Tensor:
+        """This rank's part of the loss that balances the experts over all tokens of this forward on all ranks."""
+        routing = torch.stack(routings)
+        if self.training and checkpoints.trains():
+            self._routing = routing.detach() if self._routing is None else self._routing + routing.detach()
+        visits = routing.detach()[:, self.spec.experts : 2 * self.spec.experts].sum(0)
+        if self.token_group is not None and self._joins():
+            dist.all_reduce(visits, group=self.token_group)
+        return self.spec.balance * balancing_loss(routing, visits, self.spec.visited)
+
+    def take_routing(self) -> Tensor | None:
+        """Sums of this rank's routers over the forwards of training since the last call, float32 [mixtures, 2E + 2].
+
+        As `LayerNormMoE` returns them; None without experts.
+        """
+        routing, self._routing = self._routing, None
+        return routing
+
+    def _joins(self) -> bool:
+        """True where all ranks with other samples run this forward."""
+        return self.sharded or checkpoints.trains()
+
     def _whole(self, x: Tensor, tokens: int) -> Tensor:
         """All ranks' tokens, without padding."""
         return x if self.context is None else self.context.gather(x)[:, :tokens]
@@ -251,9 +290,18 @@ class Decoder(PretrainedInterface):
             )
         return head
 
-    def _loss(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, first: bool | None) -> Tensor:
+    def _loss(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        num_items_in_batch: Tensor | int | None,
+        first: bool | None,
+        balance: Tensor | None,
+    ) -> Tensor:
         target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        joined = num_items_in_batch is None and self.data_group is not None and (self.sharded or checkpoints.trains())
+        joined = num_items_in_batch is None and self.data_group is not None and self._joins()
+        if balance is not None and num_items_in_batch is not None:
+            balance = balance * self._share(target, num_items_in_batch)
         if num_items_in_batch is None:
             num_items_in_batch = (target != IGNORED).sum()
             if joined:
@@ -276,8 +324,16 @@ class Decoder(PretrainedInterface):
             )
 
         loss: Tensor = self._own_head()(hidden, run)
+        loss = loss if balance is None else loss + balance
         loss = loss if self.context is None else self.context.sum(loss)
         return summed(loss, self.data_group) if joined and self.data_group is not None else loss
+
+    def _share(self, target: Tensor, num_items_in_batch: Tensor | int) -> Tensor:
+        """This forward's part of the targets of a step, by which its balancing loss counts."""
+        targets = (target != IGNORED).sum()
+        if self.data_group is not None and self._joins():
+            dist.all_reduce(targets, group=self.data_group)
+        return targets / torch.as_tensor(num_items_in_batch, device=targets.device)
 
     def _fp8_head(self, hidden: Tensor, first: bool | None) -> LinearGemms | None:
         """The products of a head that runs in FP8 here; its operands have one scale each under every recipe."""
@@ -299,10 +355,11 @@ class Decoder(PretrainedInterface):
         return LinearGemms(state, self.head.weight, recipe, compute_dtype(hidden), first)
 
 
-def _block(spec: ModelSpec, window: int | None, make: dict[str, Any]) -> TransformerLayer:
+def _block(spec: ModelSpec, layer: int, window: int | None, make: dict[str, Any]) -> TransformerLayer:
+    mixture = spec.experts > 0 and layer not in spec.dense
     block = TransformerLayer(
         spec.hidden_size,
-        spec.ffn_size,
+        spec.dense_ffn_size if layer in spec.dense else spec.ffn_size,
         spec.heads,
         spec.kv_heads,
         layernorm_epsilon=spec.norm_eps,
@@ -319,6 +376,7 @@ def _block(spec: ModelSpec, window: int | None, make: dict[str, Any]) -> Transfo
         qk_norm_type="RMSNorm" if spec.qk_norm else None,
         qk_norm_eps=spec.norm_eps,
         qk_norm_before_rope=True,
+        experts=Experts(spec.experts, spec.visited, spec.normalized, spec.jitter) if mixture else None,
         **make,
     )
     block.drops_apart = True  # as GPT-NeoX does

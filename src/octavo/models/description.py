@@ -12,6 +12,7 @@ from octavo.fp8.scaling import ModuleState, states_of
 from octavo.kernels import gemm
 from octavo.kernels.attention import flash
 from octavo.nn.attention import DotProductAttention
+from octavo.nn.moe import LayerNormMoE
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ def _reason(module: nn.Module, name: str) -> str:
         return "an embedding looks up rows and multiplies nothing"
     if _is_head(module, name):
         return "the output head stays in high precision: its logits feed the loss"
+    if isinstance(module, LayerNormMoE):
+        return "a router: its choice of experts is made in float32"
     if isinstance(module, nn.Linear):
         return f"{type(module).__name__} is a subclass with code of its own"
     return f"{type(module).__name__} is not a linear layer that Octavo replaces"

@@ -6,7 +6,7 @@ gets FP8 linears in place and is counted all the same. Neither torch nor transfo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Literal
@@ -85,6 +85,7 @@ class Family:
         partial_rotary: `partial_rotary_factor` is read.
         windows: the layers with a sliding window, if the config has one: "none" of them, "all", or those that it "lists".
         pads: the row of the pad token in the embedding is not trained.
+        experts: reads the fields of a mixture of experts; None for a family without.
         names: of its weights; None for a family that is only counted.
     """
 
@@ -96,6 +97,7 @@ class Family:
     partial_rotary: bool = False
     windows: Literal["none", "all", "lists"] = "none"
     pads: bool = True
+    experts: Callable[[Any], dict[str, Any]] | None = None
     names: NameTable | None = None
 
     def read(self, config: Any) -> ModelSpec:
@@ -104,6 +106,12 @@ class Family:
         heads = _first(config, "num_attention_heads", "num_heads")
         rotary = dict(getattr(config, "rope_parameters", None) or {})
         return ModelSpec(
+            **{**self._common(config, hidden, heads, rotary), **({} if self.experts is None else self.experts(config))}
+        )
+
+    def _common(self, config: Any, hidden: int, heads: int, rotary: dict[str, Any]) -> dict[str, Any]:
+        """The fields that all families have."""
+        return dict(
             family=config.model_type,
             hidden_size=hidden,
             ffn_size=_first(config, "intermediate_size", default=4 * hidden),
@@ -168,6 +176,14 @@ _LLAMA_NAMES = NameTable(
     theirs="model.layers",
 )
 
+_EXPERT_BLOCK = {
+    **{name: theirs for name, theirs in _LLAMA_NAMES.block.items() if "bias" not in name},
+    "layernorm_moe.layer_norm_weight": "post_attention_layernorm.weight",
+    "layernorm_moe.router_weight": "mlp.gate.weight",
+    "layernorm_moe.fc1_weight": "mlp.experts.gate_up_proj",  # of each expert all gates, then all ups, as here
+    "layernorm_moe.fc2_weight": "mlp.experts.down_proj",
+}
+_MIXTRAL_NAMES = replace(_LLAMA_NAMES, block=_EXPERT_BLOCK)
 _QWEN3_NAMES = replace(
     _LLAMA_NAMES,
     block={
@@ -176,6 +192,7 @@ _QWEN3_NAMES = replace(
         "self_attention.k_norm.weight": "self_attn.k_norm.weight",
     },
 )
+_QWEN3_MOE_NAMES = replace(_QWEN3_NAMES, block={**_EXPERT_BLOCK, **_QWEN3_NAMES.block})
 _PHI3_NAMES = replace(
     _LLAMA_NAMES,
     block={
@@ -214,6 +231,26 @@ _RMS = {"norm_eps": "rms_norm_eps"}
 _DROPOUT = {"attention_dropout": "attention_dropout"}
 _ATTENTION_BIAS = {"qkv_bias": "attention_bias", "proj_bias": "attention_bias"}
 _EXPERTS = {"experts": "num_local_experts", "visited": "num_experts_per_tok"}
+
+
+def _mixtral_experts(config: Any) -> dict[str, Any]:
+    return {"jitter": config.router_jitter_noise, "balance": _balance(config)}
+
+
+def _qwen3_experts(config: Any) -> dict[str, Any]:
+    layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
+    dense = tuple(i for i in layers if i in config.mlp_only_layers or (i + 1) % step)
+    return {
+        "ffn_size": config.moe_intermediate_size, "normalized": config.norm_topk_prob, "balance": _balance(config),
+        "dense": dense, "dense_ffn_size": config.intermediate_size,
+    }  # fmt: skip
+
+
+def _balance(config: Any) -> float:
+    """transformers adds the balancing loss where it also returns the router's logits."""
+    return config.router_aux_loss_coef if config.output_router_logits else 0.0
+
+
 _NEOX = {
     **_DROPOUT,
     **_ATTENTION_BIAS,
@@ -226,10 +263,16 @@ _NEOX = {
 FAMILIES: dict[str, Family] = {
     "llama": Family(gated=True, keys=_RMS | _DROPOUT | _ATTENTION_BIAS | {"mlp_bias": "mlp_bias"}, names=_LLAMA_NAMES),
     "mistral": Family(gated=True, keys=_RMS | _DROPOUT, windows="all", names=_LLAMA_NAMES),
-    "mixtral": Family(gated=True, keys=_RMS | _EXPERTS, windows="all"),
+    "mixtral": Family(
+        gated=True, keys=_RMS | _DROPOUT | _EXPERTS, windows="all", experts=_mixtral_experts, names=_MIXTRAL_NAMES
+    ),
     "qwen2": Family(gated=True, keys=_RMS | _DROPOUT, fixed={"qkv_bias": True}, windows="lists", names=_LLAMA_NAMES),
     "qwen3": Family(
         gated=True, keys=_RMS | _DROPOUT | _ATTENTION_BIAS, fixed={"qk_norm": True}, windows="lists", names=_QWEN3_NAMES
+    ),
+    "qwen3_moe": Family(
+        gated=True, keys=_RMS | _DROPOUT | _ATTENTION_BIAS | _EXPERTS, fixed={"qk_norm": True}, windows="all",
+        experts=_qwen3_experts, names=_QWEN3_MOE_NAMES,
     ),
     "phi3": Family(
         gated=True, keys=_RMS | _DROPOUT | {"hidden_dropout": "resid_pdrop"}, partial_rotary=True, windows="all",
@@ -306,6 +349,8 @@ def _refuse_impossible(config: Any, spec: ModelSpec) -> None:
         )
     if spec.attention_dropout is None:
         raise InputError("attention_dropout = None: use 0.0, which drops nothing.")
+    if FAMILIES[spec.family].experts is not None and spec.experts < 1:
+        raise InputError(f"num_local_experts = {spec.experts}: a model of {spec.family} has at least one expert.")
     if FAMILIES[spec.family].windows != "lists":
         return
     for number, (kind, window) in enumerate(zip(getattr(config, "layer_types", None) or (), spec.windows, strict=True)):

@@ -41,6 +41,13 @@ _LLAMA3 = {
     "eos_token_id": 128001,
     "rope_parameters": _LLAMA3_ROPE,
 }
+_MIXTRAL = {
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.02,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
 _TIED = {"tie_word_embeddings": True}
 
 
@@ -73,6 +80,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     # Mistral-7B-v0.1
     "mistral-7b": _sizes(4096, 14336, 32, 32, 8)
     | {"model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768, "sliding_window": 4096},
+    # Mixtral-8x7B-v0.1 and Mixtral-8x22B-v0.1
+    "mixtral-8x7b": _sizes(4096, 14336, 32, 32, 8) | _MIXTRAL | {"vocab_size": 32000, "max_position_embeddings": 32768},
+    "mixtral-8x22b": _sizes(6144, 16384, 56, 48, 8) | _MIXTRAL | {"vocab_size": 32768, "max_position_embeddings": 65536},
     # hidden size, layers, heads, words
     "pythia-160m": _neox(768, 12, 12, 50304),
     "pythia-410m": _neox(1024, 24, 16, 50304),

@@ -1,8 +1,7 @@
 """`ModelSpec`: the sizes and functions of a decoder, in one frozen value for all families.
 
 `octavo.models.families` makes it from a Hugging Face config. The decoder, the count of FLOPs and the conversion of weights read
-only the spec. Experts are for the count: Octavo's blocks do not compute them yet. Imports neither torch nor
-transformers.
+only the spec. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -34,6 +33,10 @@ class ModelSpec:
         max_positions: of rotary scalings.
         windows: one entry a layer: None for full attention, else the keys that a sliding window keeps.
         experts, visited: experts of each MLP (0 for none), and those of them that a token visits.
+        normalized: a token's weights are the probabilities of its experts divided by their sum.
+        jitter: in training the input of router and experts is multiplied by numbers from 1 − jitter to 1 + jitter.
+        balance: coefficient of the loss that balances the experts.
+        dense: layers with one MLP, of `dense_ffn_size`, in place of experts.
     """
 
     family: str
@@ -65,3 +68,13 @@ class ModelSpec:
     windows: tuple[int | None, ...] = ()
     experts: int = 0
     visited: int = 1
+    normalized: bool = True
+    jitter: float = 0.0
+    balance: float = 0.0
+    dense: tuple[int, ...] = ()
+    dense_ffn_size: int = 0
+
+    @property
+    def mixtures(self) -> int:
+        """Layers with experts."""
+        return self.layers - len(self.dense) if self.experts else 0

@@ -8,9 +8,10 @@ from octavo.nn.block import TransformerLayer
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import LayerNormLinear, Linear
 from octavo.nn.mlp import LayerNormMLP
+from octavo.nn.moe import Experts, LayerNormMoE
 from octavo.nn.norm import LayerNorm, RMSNorm
 
 __all__ = [
-    "DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention",
-    "RMSNorm", "TransformerLayer",
+    "DotProductAttention", "Experts", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "LayerNormMoE", "Linear",
+    "MultiheadAttention", "RMSNorm", "TransformerLayer",
 ]  # fmt: skip

@@ -12,12 +12,14 @@ from torch.nn import functional
 from octavo.kernels.attention.pattern import Pattern
 from octavo.nn.attention import MultiheadAttention
 from octavo.nn.mlp import LayerNormMLP
+from octavo.nn.moe import Experts, LayerNormMoE
 from octavo.nn.norm import ResidualLayer
 from octavo.nn.rotary import Angles
 from octavo.nn.te_arguments import Init, Tracker, check, check_dropout
 
-RunBlock = Callable[..., tuple[Tensor, Tensor | None]]
-"""Runs a layer in a stack: (layer, residual, delta, …) → (residual, delta), as `TransformerLayer.forward_residual` does."""
+RunBlock = Callable[..., tuple[Any, ...]]
+"""Runs a layer in a stack: (layer, residual, delta, …) → (residual, delta) and of experts their `routing`, as
+`TransformerLayer.forward_residual` does."""
 
 
 class TransformerLayer(ResidualLayer):
@@ -27,7 +29,8 @@ class TransformerLayer(ResidualLayer):
     and MLP, and with `parallel_attention_mlp` of their sum. attn_input_format: "bshd" for hidden states [B, T, hidden], or
     "sbhd" for [T, B, hidden]. `bias` is that of all products where `qkv_bias` and `mlp_bias` say nothing else. `init_method`
     fills the weights of the first product of attention and MLP, `output_layer_init_method` those of the second. `qk_norm_type`,
-    `qk_norm_eps` and `qk_norm_before_rope` are those of `MultiheadAttention`.
+    `qk_norm_eps` and `qk_norm_before_rope` are those of `MultiheadAttention`. With `experts` the MLP is a `LayerNormMoE`, and
+    `ffn_hidden_size` that of one expert.
     """
 
     drops_apart = False
@@ -59,6 +62,7 @@ class TransformerLayer(ResidualLayer):
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
+        experts: Experts | None = None,
         get_rng_state_tracker: Tracker | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -90,14 +94,13 @@ class TransformerLayer(ResidualLayer):
             qk_norm_before_rope=qk_norm_before_rope,
             **make,
         )
-        self.layernorm_mlp = LayerNormMLP(
-            hidden_size,
-            ffn_hidden_size,
-            layernorm_epsilon,
-            bias=bias if mlp_bias is None else mlp_bias,
-            activation=activation,
-            **make,
-        )
+        self.experts = experts
+        sizes = hidden_size, ffn_hidden_size, layernorm_epsilon
+        if experts is not None:
+            self.layernorm_moe = LayerNormMoE(*sizes, experts, activation=activation, **make)
+            return
+        mlp_bias = bias if mlp_bias is None else mlp_bias
+        self.layernorm_mlp = LayerNormMLP(*sizes, bias=mlp_bias, activation=activation, **make)
 
     def forward(
         self,
@@ -109,12 +112,14 @@ class TransformerLayer(ResidualLayer):
         self_attn_mask_type: str | None = None,
         delta: Tensor | None = None,
         return_residual: bool = False,
+        counted: Tensor | None = None,
         **te_arguments: Any,
     ) -> Any:
         """hidden_states [B, T, hidden] → the same shape; the other arguments as in `MultiheadAttention`.
 
         The mask is True where a query attends to a key: the opposite of Transformer Engine's. delta and return_residual are for
-        `forward_residual`, whose delta is None with `parallel_attention_mlp`.
+        `forward_residual`, whose delta is None with `parallel_attention_mlp`. With `experts` the last result is their
+        `routing`, of the tokens that `counted` names.
         """
         if te_arguments:
             check("TransformerLayer.forward", te_arguments, TransformerLayer.forward)
@@ -128,6 +133,10 @@ class TransformerLayer(ResidualLayer):
             # Added here, not by the next norm: both parts return the stream as they got it, and FSDP2 wants no view of it.
             h = h + out
             return (h, None) if return_residual else h
+        if self.experts is not None:
+            h, out, routing = self.layernorm_moe(h, is_first_microbatch, delta=self._dropped(attended), counted=counted)
+            out = self._dropped(out)
+            return (h, out, routing) if return_residual else (h + out, routing)
         h, out = self.layernorm_mlp.forward_residual(h, self._dropped(attended), is_first_microbatch)
         out = self._dropped(out)
         return (h, out) if return_residual else h + out

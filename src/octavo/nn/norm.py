@@ -133,6 +133,36 @@ class _NormFunction(torch.autograd.Function):
         return *backward_through_norm(ctx, ctx.kind, flat(dy), h, weight, stats, None), None, None
 
 
+class _ResidualNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None,
+        kind: str, eps: float, dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        producer = NormProducer(residual, delta, NormParameters(kind, weight, bias, eps))
+        normed = producer(Quantizer(dtype)).high_precision
+        ctx.set_materialize_grads(False)
+        h = residual if delta is None else unflat(producer.sum, residual.shape)
+        ctx.save_for_backward(h, producer.stats, weight)
+        ctx.kind, ctx.shape = kind, residual.shape
+        return h, unflat(normed, residual.shape)
+
+    @staticmethod
+    def backward(ctx: Any, d_residual: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        h, stats, weight = ctx.saved_tensors
+        if dy is None:
+            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 5
+        return *backward_through_norm(ctx, ctx.kind, flat(dy), h, weight, stats, d_residual), None, None, None
+
+
+def residual_norm(residual: Tensor, delta: Tensor | None, of: NormParameters, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """residual + delta in their promoted dtype, and its norm in `dtype`."""
+    if torch.compiler.is_compiling():
+        h = residual if delta is None else residual + delta
+        return h, normalize(of, h).to(dtype)
+    return _ResidualNormFunction.apply(promoted(residual, delta), delta, of.weight, of.bias, of.kind, of.eps, dtype)
+
+
 class ResidualLayer(nn.Module):
     """A layer of the residual stream. Its `forward` takes `delta` and `return_residual` for this method."""
 

@@ -96,7 +96,7 @@ def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
 
 def _shared(parameter: Any, forward: _Forward, keep: bool) -> _SharedWeight | None:
     state = _state_of(parameter._module_info.module, parameter._module_info.param_name)
-    if state is None:
+    if state is None or state.experts is not None:
         return None
     parameter.reset_sharded_param()  # a local tensor with room for padding, which then stays the same object
     weight = _SharedWeight(parameter, state, forward, keep)

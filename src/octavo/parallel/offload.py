@@ -178,7 +178,7 @@ def offloaded(run: Callable[..., Any], horizon: int = HORIZON) -> Callable[..., 
     """
     offloader = _Offloader(horizon)
 
-    def run_offloaded(block: nn.Module, hidden: Tensor, *args: Any) -> Any:
+    def run_offloaded(block: nn.Module, hidden: Tensor, *args: Any, **options: Any) -> Any:
         weights: set[int] = set()
         saved = offloader.begin(block)
 
@@ -190,7 +190,7 @@ def offloaded(run: Callable[..., Any], horizon: int = HORIZON) -> Callable[..., 
             return offloader.store(tensor, saved)
 
         with saved_tensors_hooks(pack, offloader.take), moved(pack, offloader.take):
-            return run(block, hidden, *args)
+            return run(block, hidden, *args, **options)
 
     return run_offloaded
 

@@ -15,19 +15,30 @@ from octavo.fp8.autocast import recomputing
 from octavo.kernels.attention.kept import keeping
 
 
-def recomputed(block: nn.Module, residual: Tensor, delta: Tensor | None, *args: Any) -> tuple[Tensor, None]:
+def recomputed(block: nn.Module, residual: Tensor, delta: Tensor | None, *args: Any, **options: Any) -> tuple[Any, ...]:
     """`block(residual + delta, *args)`, of which only the arguments are kept for backward: one tensor, not two.
 
     FP8 casts repeat exactly and record once. The result has no delta.
     """
-    hidden = residual if delta is None else residual + delta
-    return checkpoint(block, hidden, *args, use_reentrant=False, context_fn=recomputing), None
+    return _checkpointed(recomputing, block, residual, delta, *args, **options)
 
 
-def selectively_recomputed(block: nn.Module, residual: Tensor, delta: Tensor | None, *args: Any) -> tuple[Tensor, None]:
+def selectively_recomputed(
+    block: nn.Module, residual: Tensor, delta: Tensor | None, *args: Any, **options: Any
+) -> tuple[Any, ...]:
     """`recomputed`, but attention's result and log-sum-exp are kept too."""
+    return _checkpointed(_contexts, block, residual, delta, *args, **options)
+
+
+def _checkpointed(
+    contexts: Any, block: nn.Module, residual: Tensor, delta: Tensor | None, *args: Any, **options: Any
+) -> tuple[Any, ...]:
     hidden = residual if delta is None else residual + delta
-    return checkpoint(block, hidden, *args, use_reentrant=False, context_fn=_contexts), None
+    output = checkpoint(block, hidden, *args, use_reentrant=False, context_fn=contexts, **options)
+    if isinstance(output, Tensor):
+        return output, None
+    out, *routing = output  # of experts
+    return out, None, *routing
 
 
 class _Both(contextlib.AbstractContextManager[None]):

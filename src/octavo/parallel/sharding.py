@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.collectives.context import ContextGroup
+from octavo.config.degrees import Degrees
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
 from octavo.fp8.recipe import Recipe
-from octavo.parallel.mesh import Degrees
 from octavo.parallel.world import State
 
 
@@ -64,6 +64,19 @@ def sharding_of(
         reduce_dtype=torch_dtype(ranks.config.reduce_dtype),
         reshard_after_forward=ranks.config.reshard_after_forward,
     )
+
+
+def check_experts(experts: int, shard: int) -> None:
+    """Raise an InputError where ranks of a shard group would hold unequal numbers of a mixture's experts.
+
+    experts: of a mixture, 0 for none. shard: ranks over which each parameter is sharded, by experts where they are stacked.
+    """
+    if experts % shard:
+        fitting = [str(ranks) for ranks in range(1, experts + 1) if experts % ranks == 0]
+        raise InputError(
+            f"hybrid_shard_degree = {shard}: shards of {experts} experts would be unequal. Set parallel.hybrid_shard_degree to "
+            f"{' or '.join([', '.join(fitting[:-1]), fitting[-1]])}."
+        )
 
 
 def check_supported(degrees: Degrees) -> None:

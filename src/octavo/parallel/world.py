@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from octavo.config.degrees import DEGREES, Degrees, fit_degrees
 from octavo.config.parallel import InitConfig
 from octavo.errors import InputError
 from octavo.parallel.coordination import all_ranks
-from octavo.parallel.mesh import DEGREES, Degrees, fit_degrees
 from octavo.parallel.rendezvous import round_store
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

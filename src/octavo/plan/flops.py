@@ -70,13 +70,14 @@ def mean_keys(sequence_length: int, window: int | None = None) -> float:
 def matmul_parameters(spec: ModelSpec) -> MatmulParameters:
     """Count the matrices of a decoder."""
     attention = spec.hidden_size * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
-    mlp = (3 if spec.gated else 2) * spec.hidden_size * spec.ffn_size
-    visited = spec.visited if spec.experts else 1
+    column = (3 if spec.gated else 2) * spec.hidden_size
+    expert, mixtures = column * spec.ffn_size, spec.mixtures
+    mlp = column * (spec.dense_ffn_size or spec.ffn_size)
     return MatmulParameters(
-        layers=spec.layers * (attention + visited * mlp),
-        router=spec.layers * spec.hidden_size * spec.experts,
+        layers=spec.layers * attention + mixtures * spec.visited * expert + (spec.layers - mixtures) * mlp,
+        router=mixtures * spec.hidden_size * spec.experts,
         head=spec.vocabulary * spec.hidden_size,
-        inactive=spec.layers * (max(spec.experts, 1) - visited) * mlp,
+        inactive=mixtures * (spec.experts - spec.visited) * expert,
     )
 
 

@@ -28,6 +28,7 @@ from octavo.plan.saved import (
     recomputed_by_block,
     root_bytes,
     root_parameters,
+    rows_of_experts,
     saved_by_ends,
     saved_in_forward,
     travels,
@@ -196,6 +197,8 @@ def _aligned(size: int) -> int:
 def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:
     """Temporaries of a block's MLP in backward, the largest part of a block's: gradients of two matrices among them."""
     d, f, c, w = spec.hidden_size, spec.ffn_size, setup.compute_bytes, block_bytes(setup)
+    if spec.experts:
+        return _backward_of_experts(setup, spec, recipes)
     n = min(setup.tokens, math.ceil(setup.tokens / setup.mlp_chunks / 128) * 128)
     several = n < setup.tokens
     _, _, ffn = widths(spec)
@@ -216,6 +219,25 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
     wide = n * ffn * 4 if q3 in ("row", "block") else 0  # in float32 before its cast
     products = (2 if several else 1) * (f * d + ffn * d) * w + weight(ffn * d, q3) + 2 * n * d * c
     return dy + hidden + activated + d_hidden + max(n * f * c + wide, weight(f * d, q4) + n * f * c, products)
+
+
+def _backward_of_experts(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:
+    """Temporaries of a mixture in backward: the same as of an MLP, of the rows and matrices of all experts."""
+    d, f, c, w, rows = spec.hidden_size, spec.ffn_size, setup.compute_bytes, block_bytes(setup), rows_of_experts(setup, spec)
+    _, _, ffn = widths(spec)
+    q3, q4 = granularity_of(recipes.fc1), granularity_of(recipes.fc2)
+    first, second = spec.experts * ffn * d, spec.experts * f * d
+    copies = [
+        size if quantity == "tensor" and not setup.accumulates else size * c if quantity is None and c != w else 0
+        for size, quantity in ((first, q3), (second, q4))
+    ]
+    dy = setup.tokens * d * c + rows * d * (2 if q4 else c)
+    activated = 0 if q4 in ("row", "block") else rows * f * (1 if q4 else c)
+    d_hidden = 2 * rows * ffn if q3 else rows * ffn * c
+    wide = rows * ffn * 4 if q3 in ("row", "block") else 0  # in float32 before its cast
+    x = rows * d * (1 if q3 else c)
+    products = (first + second) * w + max(x, copies[0] + rows * d * c)
+    return dy + activated + d_hidden + max(rows * f * c + wide, copies[1] + rows * f * c, products)
 
 
 def _exchanged(setup: Setup, spec: ModelSpec) -> int:
@@ -257,7 +279,8 @@ def _fp8_sizes(setup: Setup, spec: ModelSpec) -> list[int]:
     """Elements of each weight of the last block that is gathered in FP8."""
     qkv, attended, ffn = widths(spec)
     d = spec.hidden_size
-    pairs = zip(setup.recipes[-1], (qkv * d, d * attended, ffn * d, d * spec.ffn_size), strict=True)
+    mlp = (0, 0) if spec.experts else (ffn * d, d * spec.ffn_size)  # experts are gathered in their own dtype
+    pairs = zip(setup.recipes[-1], (qkv * d, d * attended, *mlp), strict=True)
     return [size for name, size in pairs if granularity_of(name) == "tensor"]
 
 

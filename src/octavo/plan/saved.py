@@ -48,6 +48,7 @@ class Setup:
         accumulates: several micro-batches make a step.
         documents: attention stays within documents.
         context: ranks that share each sequence.
+        row_tile: each expert's rows are filled up to a multiple of this, as in `octavo.kernels.experts.routes`.
         world, shard: ranks of the run, and those over which each parameter is sharded.
         gather_bytes, reduce_bytes: of a gathered parameter outside FP8, and of a gradient that is summed over ranks.
         reshard: gathered blocks are freed after their forward.
@@ -77,6 +78,7 @@ class Setup:
     late: bool = False
     history: int = 0
     context: int = 1
+    row_tile: int = 128
 
     @property
     def tokens(self) -> int:
@@ -110,9 +112,10 @@ class Saved(NamedTuple):
 
 
 def block_parameters(spec: ModelSpec) -> int:
-    """Parameters of one block."""
+    """Parameters of one block; of a model with dense layers among experts, of a block with experts."""
     qkv, attended, ffn = widths(spec)
-    matrices = spec.hidden_size * (qkv + attended + ffn + spec.ffn_size)
+    mlp = (ffn + spec.ffn_size) * max(1, spec.experts) + spec.experts
+    matrices = spec.hidden_size * (qkv + attended + mlp)
     norms = 2 * _norm_parameters(spec) + (2 * spec.head_dim if spec.qk_norm else 0)
     biases = qkv * spec.qkv_bias + spec.hidden_size * spec.proj_bias + (ffn + spec.hidden_size) * spec.mlp_bias
     return matrices + norms + biases
@@ -129,7 +132,10 @@ def root_parameters(spec: ModelSpec) -> int:
 
 def parameters(spec: ModelSpec) -> int:
     """Parameters of Octavo's decoder."""
-    return spec.layers * block_parameters(spec) + root_parameters(spec)
+    column = (3 if spec.gated else 2) * spec.hidden_size
+    experts = column * spec.ffn_size * spec.experts + spec.hidden_size * spec.experts
+    less = len(spec.dense) * (experts - column * spec.dense_ffn_size)
+    return spec.layers * block_parameters(spec) - less + root_parameters(spec)
 
 
 def saved_by_head(setup: Setup, spec: ModelSpec) -> int:
@@ -161,6 +167,8 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
     if q2:  # without FP8 the projection reads the result of attention, which is counted
         attention += _input(n, attended, q2, c)
     mlp = [stats] if spec.parallel else [n * d * c, stats]  # the stream that attention reads, too
+    if spec.experts:
+        return _with_experts(setup, spec, recipes, attention, mlp)
     if first_again:
         mlp += _input(n, d, q3, c, rowwise=q3 in ("row", "block"))
     else:
@@ -172,6 +180,30 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
     out = [Saved(size, "activations", False) for size in attention] + [Saved(size, "activations", True) for size in mlp]
     out += [Saved(size, "weight copies", False) for sizes in weights for size in sizes]
     return out + [Saved(size, "weight copies", True) for sizes in mlp_weights for size in sizes]
+
+
+def rows_of_experts(setup: Setup, spec: ModelSpec) -> int:
+    """Rows of all experts, as in `octavo.kernels.experts.routes.most_rows`."""
+    copies, tile = setup.tokens * spec.visited, setup.row_tile
+    return copies if tile == 1 else -(-(copies + min(spec.experts, copies) * (tile - 1)) // tile) * tile
+
+
+def _with_experts(setup: Setup, spec: ModelSpec, recipes: BlockRecipes, attention: list[int], mlp: list[int]) -> list[Saved]:
+    """Tensors of a block with experts: those of its attention, and those of its mixture behind the norm."""
+    n, d, c, f, experts = setup.tokens, spec.hidden_size, setup.compute_bytes, spec.ffn_size, spec.experts
+    qkv, attended, ffn = widths(spec)
+    rows = rows_of_experts(setup, spec)
+    q1, q2, q3, q4 = (granularity_of(name) for name in recipes)
+    mlp += [n * d * c, 6 * 4 * n * experts, n * spec.visited * 20, rows * 8, rows * ffn * c]
+    if q3 in ("row", "block"):  # the casts are not repeated
+        mlp += _input(rows, d, q3, c)
+    if q4 in ("row", "block"):
+        mlp += _input(rows, f, q4, c)
+    weights = _saved_weight(setup, qkv, d, q1), _saved_weight(setup, d, attended, q2, copied=True)
+    stacked = _saved_weight(setup, experts * ffn, d, q3), _saved_weight(setup, experts * d, f, q4)
+    out = [Saved(size, "activations", False) for size in attention] + [Saved(size, "activations", True) for size in mlp]
+    out += [Saved(size, "weight copies", False) for sizes in weights for size in sizes]
+    return out + [Saved(size, "weight copies", True) for sizes in stacked for size in sizes]
 
 
 def _statistics(spec: ModelSpec) -> int:
@@ -213,7 +245,8 @@ def kept_weights(setup: Setup, spec: ModelSpec) -> int:
         return 0
     qkv, attended, ffn = widths(spec)
     d, total = spec.hidden_size, 0
-    shapes = ((qkv, d), (d, attended), (ffn, d), (d, spec.ffn_size))
+    experts = max(1, spec.experts)
+    shapes = ((qkv, d), (d, attended), (experts * ffn, d), (experts * d, spec.ffn_size))
     for recipes, times in Counter(setup.recipes).items():
         for name, shape in zip(recipes, shapes, strict=True):
             granularity = granularity_of(name)

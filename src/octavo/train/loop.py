@@ -399,6 +399,7 @@ def _train_step(
         "memory_gib": _peak_memory_gib(plan.device),
         "tflops": tflops,
         "mfu": mfu,
+        **result.routing,
     }
     if result.loss_scale is not None:
         record |= {"loss_scale": result.loss_scale, "skipped": result.skipped}

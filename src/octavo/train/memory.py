@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
+from octavo.config.degrees import divisors
 from octavo.dtypes import torch_dtype
 from octavo.errors import OctavoError
-from octavo.hardware import GIB
+from octavo.hardware import GIB, process_memory_limit
+from octavo.kernels.experts.routes import TILE
 from octavo.models.families import decoder_spec
-from octavo.parallel.mesh import divisors
+from octavo.models.spec import ModelSpec
 from octavo.parallel.world import rank_variable
 from octavo.plan.memory import PARTS, USABLE, Estimate, estimate
 from octavo.plan.saved import BlockRecipes, Setup
@@ -34,9 +36,11 @@ MOST_RANKS = 1 << 12
 """Ranks tried, by doubling."""
 CHUNKS = 8
 """Tried for `train.mlp_chunks`: the temporaries of an MLP are an eighth, and products of 16,384 tokens run at full speed."""
-_MATRICES = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
+_MATRICES = ("self_attention.layernorm_qkv", "self_attention.proj")
+_MLP, _EXPERTS = ("layernorm_mlp.fc1", "layernorm_mlp.fc2"), ("layernorm_moe.fc1", "layernorm_moe.fc2")
 _CPU_FULL = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)")
 _GPU_FULL = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory")  # not PyTorch's own
+_CONTEXT = "parallel.context_parallel_degree"
 _ASKED = re.compile(r"[Tt]ried to allocate (?P<size>[\d.]+ \w+)")
 
 
@@ -78,7 +82,8 @@ def setup_of(plan: RunPlan) -> Setup:
     blocks: tuple[BlockRecipes, ...] = ()
     if spec is not None and plan.recipe is not None:
         blocks = tuple(
-            BlockRecipes(*(_recipe(plan, f"layers.{i}.{matrix}") for matrix in _MATRICES)) for i in range(spec.layers)
+            BlockRecipes(*(_recipe(plan, f"layers.{i}.{matrix}") for matrix in (*_MATRICES, *_mlp_of(spec, i))))
+            for i in range(spec.layers)
         )
     history = 0 if plan.recipe is None or plan.recipe.history is None else plan.recipe.history.length
     return Setup(
@@ -104,7 +109,13 @@ def setup_of(plan: RunPlan) -> Setup:
         late=plan.dtype == torch.float16,
         history=history,
         context=plan.degrees.context,
+        row_tile=TILE if plan.hardware.kind == "cuda" else 1,
     )
+
+
+def _mlp_of(spec: ModelSpec, layer: int) -> tuple[str, str]:
+    """Names of the MLP's matrices in a block."""
+    return _EXPERTS if spec.experts and layer not in spec.dense else _MLP
 
 
 def _recipe(plan: RunPlan, name: str) -> str | None:
@@ -132,7 +143,9 @@ def _estimate(plan: RunPlan, setup: Setup) -> Estimate:
 def _of_rank(plan: RunPlan) -> float:
     """Bytes for a rank: of its GPU, or of the CPU's memory divided by the ranks on this machine."""
     ranks = rank_variable("LOCAL_WORLD_SIZE", plan.degrees.world) if plan.hardware.kind == "cpu" else 1
-    return plan.hardware.memory_gib * GIB / max(1, ranks)
+    share = plan.hardware.memory_gib * GIB / max(1, ranks)
+    limit = process_memory_limit() if plan.hardware.kind == "cpu" else None
+    return share if limit is None else min(share, limit)
 
 
 def _fits(found: Estimate, room: float) -> bool | None:
@@ -175,7 +188,7 @@ def _in_more_parts(plan: RunPlan, setup: Setup, *, offloads: bool) -> Iterator[t
             continue
         share = plan.config.train.global_batch // samples
         other = dataclasses.replace(setup, context=degree, micro_batch=1, accumulates=share > 1)
-        changes: dict[str, Any] = {"parallel.context_parallel_degree": degree}
+        changes: dict[str, Any] = {_CONTEXT: degree}
         if plan.config.train.micro_batch is not None and plan.config.train.micro_batch != 1:
             changes["train.micro_batch"] = 1
         yield changes, other
@@ -199,11 +212,14 @@ def _settings(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dic
     """
     levels: tuple[Any, ...] = (False, "mlp", "selective", True)
     own = setup.spec is None  # whose code takes none of these
+    experts = setup.spec is not None and setup.spec.experts > 0  # which are recomputed with their block alone
+    if experts:
+        levels = (False, "selective", True)
     for offload in (setup.offload,) if own or setup.offload or not offloads else (False, True):
         for recompute in (setup.recompute,) if own else levels[levels.index(setup.recompute) :]:
             micros = (setup.micro_batch, *_smaller(share, setup.micro_batch))
             # Parts of the MLPs help where one sequence is too long.
-            chunks = CHUNKS if recompute and not own and setup.mlp_chunks == 1 else setup.mlp_chunks
+            chunks = CHUNKS if recompute and not (own or experts) and setup.mlp_chunks == 1 else setup.mlp_chunks
             for micro, parts in (*((micro, setup.mlp_chunks) for micro in micros), (micros[-1], chunks)):
                 changes: dict[str, Any] = {}
                 if micro != setup.micro_batch:
@@ -228,7 +244,8 @@ def _smaller(share: int, micro: int) -> list[int]:
 def _on_more_ranks(plan: RunPlan, setup: Setup) -> Iterator[tuple[dict[str, Any], Setup]]:
     """All settings on 2, 4, … times as many ranks, sharded over all of them."""
     config, world = plan.config, 2 * plan.degrees.world
-    while world <= MOST_RANKS:
+    experts = 0 if setup.spec is None else setup.spec.experts
+    while world <= MOST_RANKS and experts % world == 0:  # shards hold whole experts
         changes: dict[str, Any] = {"ranks": world}
         if config.parallel.hybrid_shard_degree:
             changes["parallel.hybrid_shard_degree"] = 0
@@ -327,7 +344,8 @@ def out_of_memory(error: BaseException, plan: RunPlan) -> OctavoError | None:
     total, free = torch.cuda.mem_get_info(plan.device)[::-1] if on_gpu and torch.cuda.is_available() else _host_memory()
     asked = _ASKED.search(text)
     wanted = f" for {asked['size']}" if asked else ""
-    place = plan.hardware.name if on_gpu else "this machine"
+    machine = "this machine" if process_memory_limit() is None else "the limit of this process (ulimit)"
+    place = plan.hardware.name if on_gpu else machine
     largest = sorted(made.parts.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{part} {size(count)}" for part, count in largest)
     known = f"{size(made.total)} a rank" + ("" if made.complete else " and activations, which are unknown for its own code")
@@ -340,12 +358,14 @@ def out_of_memory(error: BaseException, plan: RunPlan) -> OctavoError | None:
 
 def _advice(plan: RunPlan, found: Memory) -> str:
     """The key to lower after memory ran out: the run's first option, else the first setting with a tenth less."""
-    option = next(iter(found.options), None)
-    if option is None and found.fits is not False:
-        share = plan.config.train.global_batch // plan.degrees.data
-        tried = _settings(setup_of(plan), share, offloads=plan.hardware.kind == "cuda")
-        less = (Option(changes, _estimate(plan, other)) for changes, other in tried if changes)
-        option = next((one for one in less if one.estimate.total <= 0.9 * found.estimate.total), None)
+    options, offloads = list(found.options), plan.hardware.kind == "cuda"
+    if not options and found.fits is not False:
+        setup = setup_of(plan)
+        same = _settings(setup, plan.config.train.global_batch // plan.degrees.data, offloads=offloads)
+        for tried in (same, _in_more_parts(plan, setup, offloads=offloads)):
+            less = (Option(changes, _estimate(plan, other)) for changes, other in tried if changes)
+            options += [one for one in less if one.estimate.total <= 0.9 * found.estimate.total][:1]
+    option = next(iter(options), None)
     if option is None:
         if found.fits is False:
             return "No setting of these ranks makes it fit: use more ranks, or a smaller model."
@@ -353,11 +373,17 @@ def _advice(plan: RunPlan, found: Memory) -> str:
     new = [key for key in option.changes if key != "ranks" and not any(fnmatch(key, pattern) for pattern in CHANGEABLE)]
     again = f"It is another run then: set train.output too ({new[0]} may not change)" if new else "The run then continues"
     verb = "Start" if "ranks" in option.changes else "Set"
-    return f"{verb} {option} by the estimate. {again}."
+    parts = next((one for one in options[1:] if _CONTEXT in one.changes and _CONTEXT not in option.changes), None)
+    other = "" if parts is None else f" Or share each sequence between ranks: {parts}."
+    return f"{verb} {option} by the estimate. {again}.{other}"
 
 
 def _host_memory() -> tuple[float, float]:
-    """Bytes of the machine, and those of them that are available."""
+    """Bytes of the machine, and those of them that are available; of this process's limit where it has one."""
+    if (limit := process_memory_limit()) is not None:
+        status = Path("/proc/self/status")
+        used = re.search(r"^VmData:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.is_file() else None
+        return limit, max(0, limit - (int(used[1]) * 1024 if used else 0))
     page = os.sysconf("SC_PAGE_SIZE")
     info = Path("/proc/meminfo")
     available = re.search(r"^MemAvailable:\s+(\d+) kB", info.read_text(), re.MULTILINE) if info.is_file() else None

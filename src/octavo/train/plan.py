@@ -18,6 +18,7 @@ import torch
 from octavo.build import build_model
 from octavo.checkpoint.shard_io import Layout, layout_of
 from octavo.checkpoint.writer import weights
+from octavo.config.degrees import DEGREES, Degrees, fit_batch, fit_degrees
 from octavo.config.fp8 import KEYS_OF_RECIPES, Fp8Config
 from octavo.config.run import RunConfig
 from octavo.data.corpus import Corpus
@@ -36,8 +37,7 @@ from octavo.models.own_code import refuse_other_models
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.weight_loader import folder_weights
 from octavo.parallel.context import check_context, own_code_message
-from octavo.parallel.mesh import DEGREES, Degrees, fit_batch, fit_degrees
-from octavo.parallel.sharding import check_supported
+from octavo.parallel.sharding import check_experts, check_supported
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
 from octavo.run.trackers import check_trackers
@@ -170,6 +170,8 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
         **model_options(config),
     )
     _check_context(config, degrees, model)
+    if isinstance(model, Decoder):
+        check_experts(model.spec.experts, degrees.hybrid_shard)
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
         folder_weights(folder, model, hf_config)
@@ -266,7 +268,8 @@ def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
     found = {}
     for name, state in states_of(model):
         if (weight := state.weight) is not None and not (isinstance(model, Decoder) and name == "head"):
-            found[name] = Fp8Layer((weight.shape[0], weight.shape[1]), state.under(recipe))
+            # Of experts the matrix of one: together they have as many rows as a layer of its own would.
+            found[name] = Fp8Layer((weight.shape[-2], weight.shape[-1]), state.under(recipe))
     return found
 
 

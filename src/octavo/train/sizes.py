@@ -11,13 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from octavo.config.degrees import Degrees
 from octavo.config.run import RunConfig
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
 from octavo.hardware import GIB, Device, system_memory_gib
 from octavo.models.families import decoder_spec
 from octavo.models.spec import ModelSpec
-from octavo.parallel.mesh import Degrees
 from octavo.parallel.world import rank_variable
 from octavo.plan.memory import exact_bytes
 from octavo.plan.saved import parameters

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from octavo.data.packing import IGNORED, Batch
 from octavo.data.prefetch import Prefetcher
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.scaling import states_of
+from octavo.models.decoder import Decoder
+from octavo.nn.moe import routing_metrics
 from octavo.parallel.fsdp import accumulate
 from octavo.parallel.world import state
 from octavo.train.loss_scale import LossScale, forget_overflow, overflow_in_fp8
@@ -66,6 +69,7 @@ class StepResult:
     skipped: bool  # the step overflowed and changed no weight
     stopping: bool  # some rank received a signal
     ending: bool  # some rank was told to end the run
+    routing: dict[str, Any]  # of experts, as `routing_metrics`; empty without
 
 
 HISTORY_PASSES = 4
@@ -90,6 +94,7 @@ def begin_histories(context: TrainContext) -> None:
         context.optimizer.zero_grad()
         if context.loss_scale is not None:
             forget_overflow(context.model)
+    _take_routing(context.model)
 
 
 def train_step(context: TrainContext, step: int, stop: StopRequest | None = None) -> StepResult:
@@ -124,10 +129,11 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
     flags = [0.0, 0.0] if stop is None else [float(stop.received is not None), float(stop.ending)]
     if state.cp_rank:
         total = torch.zeros_like(total)  # ranks that share a sequence have the same loss: it counts once
-    joined = torch.cat([total[None], total.new_tensor(flags)])
+    routing = _take_routing(context.model)
+    joined = torch.cat([total[None], total.new_tensor(flags), *([] if routing is None else [routing.flatten()])])
     if context.token_group is not None:
         dist.all_reduce(joined, group=context.token_group)
-    loss_value, stopping, ending, norm_value = torch.cat(
+    loss_value, stopping, ending, *routed, norm_value = torch.cat(
         [joined, (norm if overflow is None else norm + overflow)[None]]
     ).tolist()
 
@@ -156,7 +162,19 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
         skipped=skipped,
         stopping=stopping > 0,
         ending=ending > 0,
+        routing=_routing_metrics(context.model, routed),
     )
+
+
+def _take_routing(model: nn.Module) -> torch.Tensor | None:
+    return model.take_routing() if isinstance(model, Decoder) else None
+
+
+def _routing_metrics(model: nn.Module, routed: Sequence[float]) -> dict[str, Any]:
+    """The metrics of the sums of all ranks, row by row."""
+    if not routed or not isinstance(model, Decoder):
+        return {}
+    return routing_metrics(torch.tensor(routed).view(-1, 2 * model.spec.experts + 2), model.spec.visited)
 
 
 def _global_targets(context: TrainContext, batches: Sequence[Batch]) -> int | torch.Tensor:

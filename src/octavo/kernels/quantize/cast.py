@@ -83,10 +83,11 @@ def store_quantized(
 
 
 @triton.jit
-def _cast_tiles(
+def cast_tiles(
     x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
     rows, columns, stride, one, TWICE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
+    """Cast a tile, whatever the rows."""
     tile = tl.program_id(0)
     r, c, inside = tile_of(tile, rows, columns, TILE_R, TILE_C)
     x = load_tile(x_ptr, r, c, stride, inside)
@@ -96,10 +97,11 @@ def _cast_tiles(
 
 
 @triton.jit
-def _cast_packed(
+def cast_packed(
     x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
     rows, columns, stride, partial_ptr, GROUPS: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
+    """Cast a tile in groups of four rows, columnwise too."""
     tile = tl.program_id(0)
     g, c, inside = tile_of(tile, rows // 4, columns, GROUPS, TILE_C)
     xs = load_row_groups(x_ptr, g, c, stride, inside)
@@ -140,11 +142,11 @@ def launch(x: Tensor, quantizer: Quantizer, partial: Tensor | None = None) -> Qu
     if x.numel() == 0:
         without_elements(quantizer, out)
     elif quantizer.columnwise and rows % 4 == 0:
-        _cast_packed[(triton.cdiv(rows, 4 * _GROUPS) * triton.cdiv(columns, _GROUP_COLUMNS),)](
+        cast_packed[(triton.cdiv(rows, 4 * _GROUPS) * triton.cdiv(columns, _GROUP_COLUMNS),)](
             *pointers, rows, columns, x.stride(0), partial, GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS, num_warps=_WARPS
         )
     else:
-        _cast_tiles[(triton.cdiv(rows, _TILE_ROWS) * triton.cdiv(columns, _TILE_COLUMNS),)](
+        cast_tiles[(triton.cdiv(rows, _TILE_ROWS) * triton.cdiv(columns, _TILE_COLUMNS),)](
             *pointers, rows, columns, x.stride(0), 1.0,
             TWICE=x.dtype == torch.float32, TILE_R=_TILE_ROWS, TILE_C=_TILE_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip

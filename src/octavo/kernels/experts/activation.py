@@ -1,0 +1,113 @@
+"""Activations of experts' rows: each row's result times its weight, cast by the scale of its expert.
+
+The router's weight multiplies the input of the second product instead of its output: that output is then neither kept nor read
+again for the weight's gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.kernels import activation, reference
+from octavo.kernels.experts.permute import inverse, quantize_rows
+from octavo.kernels.experts.routes import TILE, Routes
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate
+from octavo.kernels.tiles import adjacent_columns
+
+
+def _arguments(name: str, columns: int, weights: Tensor, routes: Routes, tiles: activation.Tiles) -> dict[str, Any]:
+    curve, gated = reference.ACTIVATIONS[name]
+    return {
+        "weights_ptr": weights, "experts_ptr": routes.experts, "experts": len(routes.ends), "EXPERT_ROWS": TILE,
+        "CURVE": curve, "GATED": gated, "BLOCK": 0, "TILE_R": tiles.rows, "TILE_C": tiles.columns, "num_warps": tiles.warps,
+    }  # fmt: skip
+
+
+def _allocate(quantizer: Quantizer, rows: int, columns: int, device: torch.device) -> QuantizedTensor:
+    """Memory for the layouts of `quantizer`, with an inverse scale an expert."""
+    out, scale_inv = allocate(quantizer, rows, columns, device), inverse(quantizer.scale)
+    return QuantizedTensor(
+        out.rowwise_data, scale_inv if quantizer.rowwise else None,
+        out.columnwise_data, scale_inv if quantizer.columnwise else None,
+    )  # fmt: skip
+
+
+def launch(name: str, x: Tensor, weights: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
+    """Run the kernel; see `expert_activation`."""
+    x = adjacent_columns(x)
+    rows, columns = x.shape[0], x.shape[1] // (2 if activation.is_gated(name) else 1)
+    if quantizer.columnwise:
+        tiles = activation.FORWARD_GATED if activation.is_gated(name) else activation.FORWARD
+    else:
+        tiles = activation.FORWARD_ROWS
+    out = _allocate(quantizer, rows, columns, x.device)
+    activation.activation_tiles[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
+        x, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data, inverse(quantizer.scale),
+        rows, columns, x.stride(0), 1.0, **_arguments(name, columns, weights, routes, tiles),
+    )  # fmt: skip
+    return out
+
+
+def launch_backward(
+    name: str, dy: Tensor, x: Tensor, weights: Tensor, routes: Routes, quantizer: Quantizer, recompute: Quantizer | None
+) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor]:
+    """Run the kernel; see `expert_activation_backward`."""
+    x, dy = adjacent_columns(x), adjacent_columns(dy)
+    (rows, columns), width = dy.shape, x.shape[1]
+    again = recompute or Quantizer(torch.float32, rowwise=False)
+    dx, y = _allocate(quantizer, rows, width, x.device), _allocate(again, rows, columns, x.device)
+    packed = activation.packs(quantizer, recompute)
+    tiles = activation.BACKWARD_GATED if activation.is_gated(name) else activation.BACKWARD
+    tiles = activation.PACKED if packed else tiles
+    across = triton.cdiv(columns, tiles.columns)
+    d_weights = torch.empty(rows, across, dtype=torch.float32, device=x.device)
+    run, one = (activation.activation_backward_packed, {}) if packed else (activation.activation_backward_tiles, {"one": 1.0})
+    run[(triton.cdiv(rows, tiles.rows) * across,)](
+        dy, x, quantizer.scale, quantizer.amax, dx.rowwise_data, dx.columnwise_data, inverse(quantizer.scale),
+        again.scale, again.amax, y.rowwise_data, y.columnwise_data, inverse(again.scale), None,
+        rows, columns, dy.stride(0), x.stride(0), **one,
+        d_weights_ptr=d_weights, **_arguments(name, columns, weights, routes, tiles),
+    )  # fmt: skip
+    return dx, None if recompute is None else y, d_weights.sum(1)
+
+
+def expert_activation(name: str, x: Tensor, weights: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
+    """An activation [R, F] times the weight of each row, computed in float32 and stored as `quantizer` says.
+
+    name: of `reference.ACTIVATIONS`. x: [R, F], or [R, 2F], all gates before all ups. weights: float32 [R]. quantizer: with a
+    scale and an amax an expert, float32 [E].
+    """
+    if routes.tile == TILE:
+        return launch(name, x, weights, routes, quantizer)
+    return quantize_rows(reference.activation(name, x, _block(name, x)) * weights[:, None], routes, quantizer)
+
+
+def expert_activation_backward(
+    name: str,
+    dy: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    routes: Routes,
+    quantizer: Quantizer,
+    *,
+    recompute: Quantizer | None = None,
+) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor]:
+    """The gradients of `expert_activation`'s x, stored as `quantizer` says, and of its weights, float32 [R].
+
+    dy: [R, F]. recompute: between them the result of forward, with its bits, stored as this quantizer says. Behind the last
+    expert's rows nothing is defined.
+    """
+    if routes.tile == TILE:
+        return launch_backward(name, dy, x, weights, routes, quantizer, recompute)
+    y, weighted = reference.activation(name, x, _block(name, x)), dy.float() * weights[:, None]
+    dx = quantize_rows(reference.activation_backward(name, weighted, x, _block(name, x)), routes, quantizer)
+    again = None if recompute is None else quantize_rows(y * weights[:, None], routes, recompute)
+    return dx, again, (dy.float() * y).sum(1)
+
+
+def _block(name: str, x: Tensor) -> int:
+    return x.shape[1] // 2 if activation.is_gated(name) else x.shape[1]

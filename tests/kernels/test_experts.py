@@ -1,0 +1,177 @@
+"""Kernels of experts in Triton's interpreter: rows in tiles beside exact rows, from the casts to a layer's gradients."""
+
+import copy
+
+import pytest
+import torch
+
+import octavo
+from octavo.fp8.formats import E4M3, E5M2
+from octavo.kernels.experts import activation, cast, gemm, permute
+from octavo.kernels.experts.routes import TILE, make_routes
+from octavo.kernels.quantize.quantized import Quantizer
+from octavo.nn import moe
+from octavo.nn.moe import Experts, LayerNormMoE
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # of numpy, in the interpreter
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernels"
+    ),
+    pytest.mark.usefixtures("exact_casts"),
+]
+EXPERTS, TOKENS, COLUMNS = 4, 90, 80
+CHOSEN = {
+    "spread": lambda: torch.rand(TOKENS, EXPERTS).argsort(1)[:, :2],
+    "one expert": lambda: torch.full((TOKENS, 1), 2),
+    "but one": lambda: torch.randint(1, EXPERTS, (TOKENS, 1)),
+}
+RECIPES = {
+    "delayed": octavo.recipe.DelayedScaling(amax_history_len=3, amax_compute_algo="max"),
+    "current": octavo.recipe.CurrentScaling(),
+    "rowwise": octavo.recipe.RowwiseScaling(),
+    "block": octavo.recipe.BlockScaling(),
+}
+
+
+def both(kind):
+    """Exact routes, and those of tiles."""
+    chosen = CHOSEN[kind]()
+    return make_routes(chosen, EXPERTS, 1), make_routes(chosen, EXPERTS, TILE)
+
+
+def quantizer(fmt, **settings):
+    scale = torch.rand(EXPERTS, generator=torch.Generator().manual_seed(3)) * 20 + 1
+    return Quantizer(fmt.dtype, fmt.max, scale, torch.full((EXPERTS,), 0.125), **settings)
+
+
+def of_tokens(x, routes, dim=0):
+    """The rows of real tokens, in one order under all routes."""
+    return (
+        x.view(torch.uint8).index_select(dim, routes.rows.flatten().long())
+        if x.element_size() == 1
+        else x[routes.rows.flatten().long()]
+    )
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_routes_hold_every_copy_once_and_each_tile_has_one_expert(kind):
+    chosen = CHOSEN[kind]()
+    routes = make_routes(chosen, EXPERTS, TILE)
+    assert len(routes.tokens) % TILE == 0
+    held = torch.full((len(routes.tokens),), -1)
+    held[routes.rows.flatten().long()] = torch.arange(TOKENS).repeat_interleave(chosen.shape[1])
+    assert torch.equal(held, routes.tokens.long())
+    assert torch.equal(routes.experts.long()[routes.rows.long() // TILE], chosen)
+    ends = routes.ends.tolist()
+    assert all(end % TILE == 0 for end in ends)
+    assert (routes.experts[ends[-1] // TILE :] == EXPERTS).all()
+    assert make_routes(chosen, EXPERTS, 1).splits == tuple(torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist())
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+@pytest.mark.parametrize("layouts", [(True, False), (True, True), (False, True), (False, False)], ids=str)
+def test_rows_are_cast_by_the_scale_of_their_expert(kind, layouts):
+    x = (torch.randn(TOKENS, COLUMNS) * 30).bfloat16()
+    exact, tiles = both(kind)
+    results = []
+    for routes in (exact, tiles):
+        how = quantizer(E5M2, rowwise=layouts[0], columnwise=layouts[1])
+        results.append((permute.permute(x, routes, how), how.amax, routes))
+    (one, amax, _), (other, found, _) = results
+    assert torch.equal(amax, found)
+    for name, dim in (("rowwise_data", 0), ("columnwise_data", 1)):
+        first, second = getattr(one, name), getattr(other, name)
+        if first is not None:
+            assert torch.equal(of_tokens(first, exact, dim), of_tokens(second, tiles, dim))
+    padding = tiles.tokens[: int(tiles.ends[-1])] < 0
+    if other.rowwise_data is not None:
+        assert not other.rowwise_data.view(torch.uint8)[: int(tiles.ends[-1])][padding].any()
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("shape", [(3, 48, 80), (2, 30, 16)], ids=str)
+@pytest.mark.parametrize("columnwise", [True, False])
+def test_stacked_matrices_have_a_scale_each(fmt, shape, columnwise):
+    weight = torch.randn(shape) * 9
+    settings = {"scale": torch.rand(shape[0]) * 20, "columnwise": columnwise}
+    one, other = (Quantizer(fmt.dtype, fmt.max, amax=torch.zeros(shape[0]), **settings) for _ in range(2))
+    wanted, found = cast.cast_stacked(weight, one), cast.launch(weight, other)
+    assert torch.equal(one.amax, other.amax)
+    for a, b in zip(wanted, found, strict=True):
+        assert (a is None and b is None) or torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+@pytest.mark.parametrize("name", ["swiglu", "gelu"])
+def test_activations_are_weighted_by_row(kind, name):
+    width = COLUMNS * (2 if name == "swiglu" else 1)
+    exact, tiles = both(kind)
+    x = torch.randn(exact.rows.numel(), width)
+    dy, weights = torch.randn(len(x), COLUMNS), torch.rand(len(x))
+    wanted = found = None
+    for routes in (exact, tiles):
+        at = routes.rows.flatten().long()
+        own = [torch.zeros(len(routes.tokens), *part.shape[1:]).index_copy(0, at, part) for part in (x, dy, weights)]
+        forward = activation.expert_activation(name, own[0], own[2], routes, quantizer(E4M3))
+        again = quantizer(E4M3, rowwise=False, columnwise=True)._replace(amax=None)
+        how = quantizer(E5M2, columnwise=True)
+        dx, repeated, d_weights = activation.expert_activation_backward(
+            name, own[1], own[0], own[2], routes, how, recompute=again
+        )
+        plain, _, _ = activation.expert_activation_backward(name, own[1], own[0], own[2], routes, Quantizer(torch.float32))
+        results = (
+            of_tokens(forward.rowwise_data, routes), of_tokens(dx.rowwise_data, routes),
+            of_tokens(dx.columnwise_data, routes, 1), of_tokens(repeated.columnwise_data, routes, 1), how.amax,
+            d_weights[at], plain.rowwise_data[at],
+        )  # fmt: skip
+        wanted, found = found, results
+    for one, other in zip(wanted, found, strict=True):
+        if one.dtype == torch.uint8:  # an FP8 step apart where the float32 results round apart
+            assert (one.int() - other.int()).abs().le(1).all()
+            assert (one != other).float().mean() < 1e-2
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_copies_are_added_in_float32(kind):
+    exact, tiles = both(kind)
+    y = torch.randn(exact.rows.numel(), COLUMNS).bfloat16()
+    wanted = permute.add_copies(torch.zeros_like(y).index_copy(0, exact.rows.flatten().long(), y), exact)
+    spread = y.new_full((len(tiles.tokens), COLUMNS), torch.nan).index_copy(0, tiles.rows.flatten().long(), y)
+    assert torch.equal(permute.add_copies(spread, tiles), wanted)
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+@pytest.mark.parametrize("precise", [True, False])
+def test_products_of_groups(kind, precise):
+    exact, tiles = both(kind)
+    x, weight = torch.randn(TOKENS, COLUMNS), torch.randn(EXPERTS, 48, COLUMNS)
+    operands = [permute.permute(x, routes, quantizer(E5M2, columnwise=True)) for routes in (exact, tiles)]
+    w = cast.cast_stacked(weight, quantizer(E4M3))
+    wanted = gemm.grouped_mm(operands[0].rowwise, w.rowwise, exact, torch.float32)
+    found = gemm.launch_rows(operands[1].rowwise, w.rowwise, tiles, torch.float32, "tensor", precise=precise)
+    torch.testing.assert_close(of_tokens(found, tiles), of_tokens(wanted, exact), rtol=1e-4, atol=1e-3)
+    dw = gemm.grouped_weight_mm(operands[0].columnwise, operands[0].columnwise, exact, torch.float32)
+    same = gemm.launch_weights(operands[1].columnwise, operands[1].columnwise, tiles, torch.float32, "tensor", precise=precise)
+    torch.testing.assert_close(same, dw, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_over_tiles_equals_one_product_an_expert(recipe, monkeypatch):
+    torch.manual_seed(0)
+    module = LayerNormMoE(64, 48, 1e-5, Experts(EXPERTS, 2))
+    twin = copy.deepcopy(module)
+    results = []
+    for layer, tile in ((module, 1), (twin, TILE)):
+        monkeypatch.setattr(moe, "make_routes", lambda chosen, count, tile=tile: make_routes(chosen, count, tile))
+        for step in range(2):
+            layer.zero_grad()
+            x = torch.randn(30, 64, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
+            with octavo.fp8_autocast(enabled=True, fp8_recipe=RECIPES[recipe]):
+                h, y, _ = layer(x)
+            (h + y).float().square().mean().backward()
+        results.append({"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
+    for name, tensor in results[0].items():
+        assert (results[1][name].float() - tensor.float()).norm() <= 1e-2 * tensor.float().norm(), name
