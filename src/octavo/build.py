@@ -244,9 +244,11 @@ def place(
 
 
 def _shard(model: nn.Module, parts: Sequence[nn.Module], sharding: Sharding, *, averaged: bool) -> None:
+    if sharding.expert_mesh is not None:
+        spec, name = (model.spec, model.spec.family) if isinstance(model, Decoder) else (None, type(model).__name__)
+        check_experts(0 if spec is None else spec.experts, sharding.expert_mesh.size(-1), name)
     _share_sequences(model, sharding)
     if isinstance(model, Decoder):
-        check_experts(model.spec.experts, sharding.mesh.size(-1))
         shard(model, parts, sharding, summed=True, ends=model.ends())
     else:
         shard(model, parts, sharding, summed=not averaged)

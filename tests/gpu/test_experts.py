@@ -5,7 +5,7 @@ import torch
 
 import octavo
 from octavo.kernels.experts import routes as routing
-from octavo.nn import moe
+from octavo.nn import experts as stacked
 from octavo.nn.moe import Experts, LayerNormMoE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -26,7 +26,7 @@ def layer(experts, hidden=256, ffn=384):
 
 def train(module, recipe, tile, monkeypatch, bias=None, steps=2):
     """Results and gradients of the last of some steps."""
-    monkeypatch.setattr(moe, "make_routes", lambda chosen, count: routing.make_routes(chosen, count, tile))
+    monkeypatch.setattr(stacked, "make_routes", lambda chosen, count: routing.make_routes(chosen, count, tile))
     if bias is not None:
         with torch.no_grad():
             module.router_weight.zero_()
@@ -45,7 +45,7 @@ def train(module, recipe, tile, monkeypatch, bias=None, steps=2):
 def forced(module, logits, expert):
     """All tokens to one expert, and their second choices among the others."""
     logits = logits + torch.nn.functional.one_hot(torch.tensor(expert), logits.shape[1]).to(logits) * 100
-    scores, chosen = torch.topk(logits.softmax(-1), module.experts.visited, dim=-1)
+    scores, chosen = torch.topk(logits.softmax(-1), module.mixture.visited, dim=-1)
     return scores, chosen
 
 
@@ -64,7 +64,7 @@ def test_one_expert_with_all_tokens(monkeypatch):
     grouped = train(layer(Experts(8, 1)), RECIPES["delayed"], routing.TILE, monkeypatch, bias=5)
     for name, wanted in one.items():
         assert (grouped[name].float() - wanted.float()).norm() <= 2e-2 * wanted.float().norm() + 1e-6, name
-    assert not grouped["fc1_weight"][[0, 1, 2, 3, 4, 6, 7]].any()
+    assert not grouped["experts.fc1_weight"].unflatten(0, (8, -1))[[0, 1, 2, 3, 4, 6, 7]].any()
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")

@@ -10,7 +10,7 @@ from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels.experts import activation, cast, gemm, permute
 from octavo.kernels.experts.routes import TILE, make_routes
 from octavo.kernels.quantize.quantized import Quantizer
-from octavo.nn import moe
+from octavo.nn import experts as stacked
 from octavo.nn.moe import Experts, LayerNormMoE
 
 pytestmark = [
@@ -138,9 +138,9 @@ def test_activations_are_weighted_by_row(kind, name):
 def test_copies_are_added_in_float32(kind):
     exact, tiles = both(kind)
     y = torch.randn(exact.rows.numel(), COLUMNS).bfloat16()
-    wanted = permute.add_copies(torch.zeros_like(y).index_copy(0, exact.rows.flatten().long(), y), exact)
+    wanted = permute.add_copies(torch.zeros_like(y).index_copy(0, exact.rows.flatten().long(), y), exact.rows, exact.tile)
     spread = y.new_full((len(tiles.tokens), COLUMNS), torch.nan).index_copy(0, tiles.rows.flatten().long(), y)
-    assert torch.equal(permute.add_copies(spread, tiles), wanted)
+    assert torch.equal(permute.add_copies(spread, tiles.rows, TILE), wanted)
 
 
 @pytest.mark.parametrize("kind", CHOSEN)
@@ -165,7 +165,7 @@ def test_a_layer_over_tiles_equals_one_product_an_expert(recipe, monkeypatch):
     twin = copy.deepcopy(module)
     results = []
     for layer, tile in ((module, 1), (twin, TILE)):
-        monkeypatch.setattr(moe, "make_routes", lambda chosen, count, tile=tile: make_routes(chosen, count, tile))
+        monkeypatch.setattr(stacked, "make_routes", lambda chosen, count, tile=tile: make_routes(chosen, count, tile))
         for step in range(2):
             layer.zero_grad()
             x = torch.randn(30, 64, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()

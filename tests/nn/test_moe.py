@@ -29,17 +29,18 @@ def layer(experts, **settings):
 def plain(module, x):
     """The definition, in the dtype of x: each token through its experts, one by one."""
     p = {name: parameter.detach().to(x).requires_grad_() for name, parameter in module.named_parameters()}
+    fc1, fc2 = (p[f"experts.{name}"].chunk(module.mixture.count) for name in ("fc1_weight", "fc2_weight"))
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * p["layer_norm_weight"]
     logits = normed @ p["router_weight"].t()
-    scores, chosen = logits.softmax(-1).topk(module.experts.visited)
-    if module.experts.normalized:
+    scores, chosen = logits.softmax(-1).topk(module.mixture.visited)
+    if module.mixture.normalized:
         scores = scores / scores.sum(-1, keepdim=True)
     tokens = []
     for row, weights, experts in zip(normed, scores, chosen, strict=True):
         parts = []
         for weight, expert in zip(weights, experts, strict=True):
-            gate, up = (p["fc1_weight"][expert] @ row).chunk(2)
-            parts.append(weight * (p["fc2_weight"][expert] @ (functional.silu(gate) * up)))
+            gate, up = (fc1[expert] @ row).chunk(2)
+            parts.append(weight * (fc2[expert] @ (functional.silu(gate) * up)))
         tokens.append(torch.stack(parts).sum(0))
     return torch.stack(tokens), p, logits
 
@@ -66,8 +67,8 @@ def test_one_expert_in_fp8_has_the_bits_of_an_mlp(recipe):
     mixture = layer(Experts(1, 1))
     mlp = LayerNormMLP(HIDDEN, FFN, bias=False, normalization="RMSNorm", activation="swiglu")
     with torch.no_grad():
-        mlp.fc1_weight.copy_(interleave(*mixture.fc1_weight[0].chunk(2)))
-        mlp.fc2_weight.copy_(mixture.fc2_weight[0])
+        mlp.fc1_weight.copy_(interleave(*mixture.experts.fc1_weight.chunk(2)))
+        mlp.fc2_weight.copy_(mixture.experts.fc2_weight)
         mixture.layer_norm_weight.copy_(torch.rand(HIDDEN) + 0.5)
         mlp.layer_norm_weight.copy_(mixture.layer_norm_weight)
     for _ in range(3):
@@ -80,11 +81,11 @@ def test_one_expert_in_fp8_has_the_bits_of_an_mlp(recipe):
                 y = module(own)
             y = y[1] if isinstance(y, tuple) else y
             y.square().sum().backward()
-            results.append((y.detach(), own.grad, module.fc2_weight.grad.flatten()))
+            results.append((y.detach(), own.grad, (module.experts if module is mixture else module).fc2_weight.grad))
         for found, wanted in zip(*results, strict=True):
             assert (found - wanted).norm() <= 1e-5 * wanted.norm()
     if recipe == "delayed":
-        found, wanted = (octavo.fp8.inspect(module)["fc1"]["input"] for module in (mixture, mlp))
+        found, wanted = (octavo.fp8.inspect(module)["fc1"]["input"] for module in (mixture.experts, mlp))
         assert torch.equal(found["scale"][0], wanted["scale"])
         assert torch.equal(found["amax_history"][:, 0], wanted["amax_history"])
 
@@ -115,11 +116,12 @@ def test_experts_without_tokens_have_no_gradient_and_keep_their_scales(recipe, m
     module = layer(Experts(4, 1))
     found = steps(module, RECIPES.get(recipe))
     for name in ("fc1_weight", "fc2_weight"):
-        assert found[name][2].any()
-        assert not found[name][[0, 1, 3]].any()
-        assert found[name].isfinite().all()
+        gradients = found[f"experts.{name}"].unflatten(0, (4, -1))
+        assert gradients[2].any()
+        assert not gradients[[0, 1, 3]].any()
+        assert gradients.isfinite().all()
     if recipe == "delayed":
-        scale = octavo.fp8.inspect(module)["fc1"]["input"]["scale"]
+        scale = octavo.fp8.inspect(module)["experts.fc1"]["input"]["scale"]
         assert torch.equal(scale[[0, 1, 3]], torch.ones(3))
         assert scale[2] != 1
 
@@ -178,11 +180,11 @@ def test_impossible_mixtures_are_refused(experts, named):
 def test_a_deep_copy_has_scales_of_its_own():
     module = layer(Experts(4, 2))
     steps(module, RECIPES["delayed"])
-    before = octavo.fp8.inspect(module)["fc1"]["input"]["scale"]
+    before = octavo.fp8.inspect(module)["experts.fc1"]["input"]["scale"]
     twin = copy.deepcopy(module)
-    assert torch.equal(octavo.fp8.inspect(twin)["fc1"]["input"]["scale"], before)
+    assert torch.equal(octavo.fp8.inspect(twin)["experts.fc1"]["input"]["scale"], before)
     for _ in range(3):
         with octavo.fp8_autocast(enabled=True, fp8_recipe=RECIPES["delayed"]):
             y = twin(torch.randn(30, HIDDEN) * 9)[1]
         y.sum().backward()
-    assert torch.equal(octavo.fp8.inspect(module)["fc1"]["input"]["scale"], before)
+    assert torch.equal(octavo.fp8.inspect(module)["experts.fc1"]["input"]["scale"], before)

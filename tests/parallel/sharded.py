@@ -29,6 +29,7 @@ def full(tensor):
 def sharding(recipe, dtype, **settings):
     return Sharding(
         mesh=world.state.shard_mesh,
+        expert_mesh=world.state.expert_mesh,
         data_group=world.state.dp_process_group,
         token_group=world.state.token_process_group,
         param_dtype=None if dtype == torch.float32 else dtype,

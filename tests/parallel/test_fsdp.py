@@ -9,7 +9,6 @@ import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 import ranks
-from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import CurrentScaling
 from octavo.parallel import world
@@ -71,39 +70,6 @@ def test_bf16_and_fp8_equal_one_rank_within_the_format(on_one_rank, layout, reci
     # A relative rounding of 2^-8 in bf16, of 2^-4 and 2^-3 in E4M3 and E5M2; ten steps of AdamW let small gradients drift.
     gradient = 0.05 if recipe is None else 0.35
     compare(on_one_rank(*setting), ranks.run(ranks_, sharded.train, degrees, *setting), loss=2e-3, gradient=gradient)
-
-
-EXPERTS = {
-    "model_type": "mixtral", "num_local_experts": 4, "sliding_window": None, "output_router_logits": True,
-    "router_aux_loss_coef": 0.5,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("recipe", "layout"), [(None, "shard 2"), (None, "replicate 2"), ("delayed", "shard 2")])
-def test_experts_and_the_loss_that_balances_them_equal_one_rank(recipe, layout):
-    ranks_, degrees = LAYOUTS[layout]
-    setting, sizes = (torch.float32, recipe, 1), sharded.SIZES | EXPERTS
-    one = sharded.train({}, *setting, steps=3, sizes=sizes)
-    many = ranks.run(ranks_, sharded.train, degrees, *setting, steps=3, sizes=sizes)
-    tolerance = {"loss": 1e-6, "gradient": 1e-4} if recipe is None else {"loss": 2e-3, "gradient": 0.1}
-    compare(one, many, **tolerance)
-    if recipe == "delayed":  # joined amaxes: the scales of each expert are one rank's
-        for name in ("layers.0.layernorm_moe.fc1.input.scale", "layers.2.layernorm_moe.fc2.weight.scale"):
-            assert many[0][1][name].shape == (4,)
-            torch.testing.assert_close(many[0][1][name], one[1][name], rtol=0.1, atol=0)
-
-
-def test_shards_of_unequal_numbers_of_experts_are_refused():
-    for found in ranks.run(4, refusal_of_experts):
-        assert "hybrid_shard_degree = 4: shards of 6 experts would be unequal" in found
-        assert "1, 2, 3 or 6" in found
-
-
-def refusal_of_experts():
-    world.init({})
-    with pytest.raises(InputError) as refused:
-        sharded.build(torch.float32, None, sizes=EXPERTS | {"num_local_experts": 6})
-    return str(refused.value)
 
 
 def test_delayed_scaling_in_float32_is_one_rank_s_to_rounding(on_one_rank):

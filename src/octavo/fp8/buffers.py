@@ -117,10 +117,23 @@ class ScaleBuffer:
         """Roll every history in which something was recorded and compute its scale; see `reference.update_scales`."""
         if joint.reduce_amax and several_ranks(joint.group):
             dist.all_reduce(self.history[0], op=dist.ReduceOp.MAX, group=joint.group)
+        self._share_experts(joint)
         update_scales_(
             self.history, self.scale, self.fp8_max, self.saturated,
             algo=self.policy.algo, margin=self.policy.margin, rounding=_ROUNDING,
         )  # fmt: skip
+
+    def _share_experts(self, joint: Joint) -> None:
+        """Take the entries of other ranks' experts from them, where `joint` has not: every rank can save all scales."""
+        group = self.owner.expert_group
+        if group is None or joint.covers(group):
+            return
+        seen = torch.zeros_like(self.history[0])
+        for slot in self.slots:
+            if isinstance(slot.entries, slice):
+                seen[slot.entries] = slot.amax
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
+        self.history[0].copy_(torch.maximum(self.history[0], seen))
 
 
 @dataclass(frozen=True)
@@ -129,6 +142,12 @@ class Joint:
 
     group: dist.ProcessGroup | None = None
     reduce_amax: bool = True
+
+    def covers(self, group: dist.ProcessGroup) -> bool:
+        """True if amaxes are joined over all ranks of `group`."""
+        if not self.reduce_amax or self.group is None:
+            return self.reduce_amax
+        return set(dist.get_process_group_ranks(self.group)).issuperset(dist.get_process_group_ranks(group))
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +167,8 @@ class BufferSet:
         self.trained = False
         self.recorded: Literal["", "evaluation", "training"] = ""  # since the last update, by the mode of the modules
         self.gradients = False
+        self.expert_group: dist.ProcessGroup | None = None
+        """Ranks with different experts of the model's mixtures, whose slots have entries for all."""
         self._free: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)  # by direction and length
         self._used = {False: 0, True: 0}
         self.deferred: weakref.WeakKeyDictionary[Session, list[tuple[ScaleBuffer, Tensor]]] = weakref.WeakKeyDictionary()
@@ -312,10 +333,7 @@ def end_forward(*, unseen: bool) -> None:
 
 def joins_forward(group: dist.ProcessGroup) -> bool:
     """True if the amaxes of this forward will be joined over all ranks of `group`."""
-    joint = _state.session.joint
-    if not joint.reduce_amax or joint.group is None:
-        return joint.reduce_amax
-    return set(dist.get_process_group_ranks(joint.group)).issuperset(dist.get_process_group_ranks(group))
+    return _state.session.joint.covers(group)
 
 
 def update_after_backward() -> None:

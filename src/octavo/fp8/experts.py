@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from octavo.fp8.quantizer import LinearQuantizer, Producer
@@ -58,6 +59,20 @@ class ExpertsQuantizer(LinearQuantizer):
         super().__init__(state, routes.rows.device, recipe, out_dtype, first)
         self.routes: Routes | None = routes
         self._scales = (len(routes.ends),)
+        self._all, self._own = state.experts, state.own_experts
+
+    def _of_operand(self, entries: Tensor) -> Tensor:
+        return entries if self._own is None else entries[self._own]
+
+    def _join(self, largest: Tensor, group: dist.ProcessGroup) -> None:
+        if self._own is None:
+            super()._join(largest, group)
+            return
+        assert self._all is not None
+        whole = largest.new_zeros(self._all)  # the experts of other ranks: a maximum of 0 changes none
+        whole[self._own] = largest
+        super()._join(whole, group)
+        largest.copy_(whole[self._own])
 
     def _producer(self, weight: Tensor) -> Producer:
         return StackedOperand(weight)

@@ -219,6 +219,14 @@ class LinearQuantizer:
     _scales: tuple[int, ...] = ()
     """Shape of the scales of a tensor."""
 
+    def _of_operand(self, entries: Tensor) -> Tensor:
+        """The entries of a slot that belong to this operand."""
+        return entries
+
+    def _join(self, largest: Tensor, group: dist.ProcessGroup) -> None:
+        """The largest amaxes of all ranks of a group, in place."""
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+
     def _producer(self, weight: Tensor) -> Producer:
         """The weight as an operand."""
         return DenseOperand(weight)
@@ -254,8 +262,8 @@ class LinearQuantizer:
                 slot.buffer.owner.record_gradient(self.session)
             elif record:
                 slot.buffer.owner.record_forward(training=self.state.training)
-            amax_slot = slot.amax if record else None
-            return producer(Quantizer(kind.dtype, kind.max, slot.scale, amax_slot, rowwise, columnwise)), slot.scale
+            scale, seen = self._of_operand(slot.scale), self._of_operand(slot.amax) if record else None
+            return producer(Quantizer(kind.dtype, kind.max, scale, seen, rowwise, columnwise)), scale
         if how.granularity is Granularity.TENSOR and not compiling:
             if matrix is not None:
                 largest = amax(matrix)
@@ -263,7 +271,7 @@ class LinearQuantizer:
                 largest = torch.zeros(self._scales, device=self.device)
                 producer(Quantizer(kind.dtype, kind.max, amax=largest, rowwise=False))
             if self.state.context_group is not None and operand is not Operand.WEIGHT:
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.state.context_group)
+                self._join(largest, self.state.context_group)
             scale = scale_from_amax(largest, kind.max, how.power_of_two)
             self.state.observed[operand] = scale
             return producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)), scale

@@ -42,6 +42,7 @@ class ModuleState:
         experts: int | None = None,
     ) -> None:
         self.experts = experts  # of a stacked weight, each with scales of its own
+        self.own_experts: slice | None = None  # those whose matrices this rank holds, if it does not hold all
         self.slots: dict[Operand, Slot] = {}
         self.operands = operands  # with a scale of the recipe
         self.indices: dict[Operand, int] = {}  # of the slots in any buffer

@@ -44,6 +44,7 @@ class Conversion:
         heads, kv_heads: of the attention.
         tied: names that the source may leave out → the parameter that is the same.
         layout: name of the layout of the parameters in checkpoints.
+        experts: of each mixture.
     """
 
     table: NameTable
@@ -51,6 +52,7 @@ class Conversion:
     kv_heads: int
     tied: Mapping[str, str]
     layout: str
+    experts: int = 0
 
     def names(self, name: str) -> tuple[str, ...]:
         """The source's names of a parameter."""
@@ -64,7 +66,7 @@ class Conversion:
                 return self.heads // self.kv_heads * head_dim, head_dim, head_dim
             case Join.GATE_UP:
                 return (gate_up_block(rows // 2),) * 2
-            case None:
+            case None | Join.EXPERTS:
                 return (rows,)
 
     def parts(self, name: str, rows: int) -> list[tuple[str, int, int]]:
@@ -77,8 +79,11 @@ class Conversion:
 
     def join(self, name: str, parts: tuple[Tensor, ...]) -> Tensor:
         """A parameter from its source's tensors, in the order of `names`."""
-        if self.table.join(name) is None:
-            return parts[0]
+        match self.table.join(name):
+            case None:
+                return parts[0]
+            case Join.EXPERTS:
+                return parts[0].flatten(0, 1)
         lengths = self.repetition(name, sum(part.shape[0] for part in parts))
         if len(parts) == 1:
             repeated = parts[0].shape[0] // sum(lengths)
@@ -91,8 +96,11 @@ class Conversion:
         if name in self.tied:
             return {}
         names = self.names(name)
-        if self.table.join(name) is None:
-            return {names[0]: tensor}
+        match self.table.join(name):
+            case None:
+                return {names[0]: tensor}
+            case Join.EXPERTS:
+                return {names[0]: tensor.unflatten(0, (self.experts, -1))}
         lengths = self.repetition(name, tensor.shape[0])
         parts = [part.flatten(0, 1) for part in tensor.unflatten(0, (-1, sum(lengths))).split(lengths, 1)]
         return dict(zip(names, parts if len(names) > 1 else [torch.cat(parts)], strict=True))
@@ -114,7 +122,7 @@ def conversion(spec: ModelSpec) -> Conversion:
     names = FAMILIES[spec.family].names
     assert names is not None
     tied = {"head.weight": "embedding.weight"} if spec.tied else {}
-    return Conversion(names, spec.heads, spec.kv_heads, tied, f"octavo/{spec.family}")
+    return Conversion(names, spec.heads, spec.kv_heads, tied, f"octavo/{spec.family}", spec.experts)
 
 
 def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:

@@ -30,6 +30,9 @@ class Join(Enum):
 
     QKV = auto()  # the queries that share a key-value head, its key, its value; then the next key-value head
     GATE_UP = auto()  # a block of rows of the gate, as many of the up projection; then the next block
+    EXPERTS = (
+        auto()
+    )  # the rows of one expert's matrix, then the next expert's, which the source stacks: [E, N, K] as [E · N, K]
 
 
 @dataclass(frozen=True)
@@ -180,8 +183,8 @@ _EXPERT_BLOCK = {
     **{name: theirs for name, theirs in _LLAMA_NAMES.block.items() if "bias" not in name},
     "layernorm_moe.layer_norm_weight": "post_attention_layernorm.weight",
     "layernorm_moe.router_weight": "mlp.gate.weight",
-    "layernorm_moe.fc1_weight": "mlp.experts.gate_up_proj",  # of each expert all gates, then all ups, as here
-    "layernorm_moe.fc2_weight": "mlp.experts.down_proj",
+    "layernorm_moe.experts.fc1_weight": Joined(Join.EXPERTS, ("mlp.experts.gate_up_proj",)),  # all gates, then all ups, as here
+    "layernorm_moe.experts.fc2_weight": Joined(Join.EXPERTS, ("mlp.experts.down_proj",)),
 }
 _MIXTRAL_NAMES = replace(_LLAMA_NAMES, block=_EXPERT_BLOCK)
 _QWEN3_NAMES = replace(

@@ -104,7 +104,7 @@ class WeightLoader:
         parts = self._sources[name]
         if len(parts) == 1:  # `out` may be the source itself
             stop = start + (out.shape[0] if out.dim() else 1)
-            values = self._weights.read(parts[0][0], start, stop).to(out.device)
+            values = self._rows(parts[0][0], start, stop, out.dim()).to(out.device)
             out.copy_(values)
             _check_range(parts[0][0], values, out)
             return
@@ -122,6 +122,15 @@ class WeightLoader:
                 _check_range(source, values, converted)
                 out.index_copy_(0, at.to(out.device), converted)
             inside = inside - length  # begins at 0 in the next part
+
+    def _rows(self, source: str, start: int, stop: int, dims: int) -> Tensor:
+        """Rows of a tensor; of one that the parameter holds as a matrix, of its matrices one after the other."""
+        shape = self._weights.shape(source)
+        if len(shape) == dims:
+            return self._weights.read(source, start, stop)
+        first = start // shape[1]
+        matrices = self._weights.read(source, first, -(-stop // shape[1]))
+        return matrices.flatten(0, 1)[start - first * shape[1] : stop - first * shape[1]]
 
 
 def _check_range(name: str, values: Tensor, converted: Tensor) -> None:

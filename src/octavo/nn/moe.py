@@ -1,9 +1,8 @@
-"""The feed-forward half of a block as a mixture of experts: norm, router, and each expert's two products of its own tokens.
+"""The feed-forward half of a block as a mixture of experts: norm, router, experts.
 
-No token is dropped, and nothing waits for the sizes of groups. The router runs in float32. Its weight of a token multiplies the
-input of the expert's second product.
+No token is dropped. The router runs in float32.
 
-Legend: T tokens, V experts that a token visits, E experts, H hidden_size, F ffn_hidden_size, R rows of all experts.
+Legend: T tokens, V experts that a token visits, E experts, H hidden_size, F ffn_hidden_size.
 """
 
 from __future__ import annotations
@@ -15,15 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
-from octavo.fp8 import autocast
-from octavo.fp8.experts import ExpertsGemms, PermutedRows
-from octavo.fp8.quantizer import active_recipe
-from octavo.fp8.scaling import ModuleState
-from octavo.kernels.activation import is_gated
-from octavo.kernels.experts.activation import expert_activation, expert_activation_backward
-from octavo.kernels.experts.permute import add_copies
-from octavo.kernels.experts.routes import Routes, make_routes
-from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
+from octavo.nn.experts import StackedExperts
 from octavo.nn.linear import compute_dtype, init_linear_
 from octavo.nn.norm import NormParameters, ResidualLayer, check_input, flat, reset_norm_, residual_norm, unflat
 from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of
@@ -49,8 +40,8 @@ class Experts:
 class LayerNormMoE(ResidualLayer):
     """y = Σ wₑ · fc2ₑ(activation(fc1ₑ(norm(x)))) over the experts e that the router chooses for a token.
 
-    Parameters: layer_norm_weight, layer_norm_bias (LayerNorm only), router_weight [E, H], fc1_weight [E, F or 2F, H] (gated
-    activations have all gates before all ups), fc2_weight [E, H, F]. FP8 scales are an expert's own. The router is never FP8.
+    Parameters: layer_norm_weight, layer_norm_bias (LayerNorm only), router_weight [E, H], and those of `experts`, a
+    `StackedExperts`. The router is never FP8.
 
     Raises:
         InputError: a count that is not possible, such as more visited experts than there are.
@@ -79,28 +70,22 @@ class LayerNormMoE(ResidualLayer):
         if not 0 <= experts.jitter < 1:
             raise InputError(f"router_jitter_noise = {experts.jitter}: use 0, for none, or a number below 1 such as 0.01.")
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
-        self.hidden_size, self.ffn_hidden_size, self.eps, self.experts = hidden_size, ffn_hidden_size, eps, experts
-        self.normalization, self.activation = normalization, activation_of(activation)
-        self.init_methods, self.draws = (init_method, output_layer_init_method), Draws(get_rng_state_tracker)
+        self.hidden_size, self.eps, self.mixture, self.normalization = hidden_size, eps, experts, normalization
+        self.init_method, self.draws = init_method, Draws(get_rng_state_tracker)
         self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size, **make))
         self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size, **make)) if normalization == "LayerNorm" else None
         self.router_weight = nn.Parameter(torch.empty(experts.count, hidden_size, **make))
-        fc1_rows = ffn_hidden_size * (2 if is_gated(self.activation) else 1)
-        self.fc1_weight = nn.Parameter(torch.empty(experts.count, fc1_rows, hidden_size, **make))
-        self.fc2_weight = nn.Parameter(torch.empty(experts.count, hidden_size, ffn_hidden_size, **make))
-        self.fc1_fp8_state = ModuleState(self, "fc1_weight", experts=experts.count)
-        self.fc2_fp8_state = ModuleState(self, "fc2_weight", experts=experts.count)
+        self.experts = StackedExperts(
+            hidden_size, ffn_hidden_size, experts.count, activation_of(activation),
+            (init_method, output_layer_init_method), self.draws, **make,
+        )  # fmt: skip
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initial values: a norm that changes nothing, and those of `init_linear_` for each matrix."""
+        """Initial values of norm and router: a norm that changes nothing, and those of `init_linear_`."""
         reset_norm_(self.layer_norm_weight, self.layer_norm_bias)
-        first, second = self.init_methods
         with self.draws():
-            init_linear_(self.router_weight, None, first)
-            for weight, method in ((self.fc1_weight, first), (self.fc2_weight, second)):
-                for matrix in weight.unbind():
-                    init_linear_(matrix, None, method)
+            init_linear_(self.router_weight, None, self.init_method)
 
     def forward(
         self,
@@ -121,17 +106,17 @@ class LayerNormMoE(ResidualLayer):
         norm = NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         h, normed = residual_norm(input, delta, norm, dtype)
         x = flat(normed)
-        if self.training and self.experts.jitter:
-            x = x * torch.empty_like(x).uniform_(1 - self.experts.jitter, 1 + self.experts.jitter)
+        if self.training and self.mixture.jitter:
+            x = x * torch.empty_like(x).uniform_(1 - self.mixture.jitter, 1 + self.mixture.jitter)
         logits = _Router.apply(x, self.router_weight)
         scores, chosen = self._route(logits)
-        y = self._run(x, scores, chosen, dtype, is_first_microbatch)
+        y = self.experts(x.to(dtype), scores, chosen, is_first_microbatch)
         return h, unflat(y, input.shape), self._routing(logits, chosen, None if counted is None else counted.flatten())
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, float32 [T, V], and experts, int64 [T, V], of each token."""
-        scores, chosen = torch.topk(logits.softmax(-1), self.experts.visited, dim=-1)
-        return scores / scores.sum(-1, keepdim=True) if self.experts.normalized else scores, chosen
+        scores, chosen = torch.topk(logits.softmax(-1), self.mixture.visited, dim=-1)
+        return scores / scores.sum(-1, keepdim=True) if self.mixture.normalized else scores, chosen
 
     def _routing(self, logits: Tensor, chosen: Tensor, counted: Tensor | None) -> Tensor:
         logarithms = logits.log_softmax(-1)
@@ -143,28 +128,9 @@ class LayerNormMoE(ResidualLayer):
         columns = torch.cat((probabilities, visits, squares[:, None], entropy[:, None]), 1)
         return columns.sum(0) if counted is None else (columns * counted[:, None]).sum(0)
 
-    # A compiler expects no experts without rows, nor kernels whose grids follow from sizes on the device.
-    @torch.compiler.disable
-    def _run(self, x: Tensor, scores: Tensor, chosen: Tensor, dtype: torch.dtype, first: bool | None) -> Tensor:
-        if not x.shape[0]:
-            return x.to(dtype)
-        routes = make_routes(chosen, self.experts.count)
-        with autocast.scales_of_forward():
-            fc1, fc2 = (
-                ExpertsGemms(state, weight, routes, active_recipe(state, x.device), dtype, first)
-                for state, weight in ((self.fc1_fp8_state, self.fc1_weight), (self.fc2_fp8_state, self.fc2_weight))
-            )
-            y: Tensor = _ExpertsFunction.apply(
-                x.to(dtype), scores, self.fc1_weight, self.fc2_weight, *routes.tensors, routes, fc1, fc2, self.activation
-            )
-        return y
-
     def extra_repr(self) -> str:
-        """Shape and experts, for `print(model)`."""
-        return (
-            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation}, "
-            f"experts={self.experts.count}, visited={self.experts.visited}"
-        )
+        """Width and experts of a token, for `print(model)`."""
+        return f"hidden_size={self.hidden_size}, visited={self.mixture.visited}"
 
 
 def balancing_loss(routing: Tensor, visits: Tensor, visited: int) -> Tensor:
@@ -214,88 +180,3 @@ class _Router(torch.autograd.Function):
             dx = (grad @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
             dw = (grad.t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return dx, dw
-
-
-class _ExpertsFunction(torch.autograd.Function):
-    """Permutation, first product, activation, second product, sum of copies."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, scores: Tensor, weight_1: Tensor, weight_2: Tensor,
-        tokens: Tensor, rows: Tensor, experts: Tensor, ends: Tensor,
-        routes: Routes, fc1: ExpertsGemms, fc2: ExpertsGemms, curve: str,
-    ) -> Tensor:  # fmt: skip
-        want_x, want_scores, want_w1, want_w2 = ctx.needs_input_grad[:4]
-        want_hidden = want_x or want_scores or want_w1
-        again_x, again_activated = want_w1 and fc1.quantizer.recomputable, want_w2 and fc2.quantizer.recomputable
-        weights = torch.zeros(len(tokens), device=x.device).scatter_(0, rows.flatten().long(), scores.float().flatten())
-        x_q = fc1.quantizer.input(PermutedRows(x, routes), columnwise=want_w1 and not again_x, recompute=again_x)
-        w1 = fc1.quantizer.weight(weight_1)
-        hidden = fc1.output(x_q, w1, routes)
-        activated = fc2.quantizer.input(
-            lambda quantizer: expert_activation(curve, hidden, weights, routes, quantizer),
-            columnwise=want_w2 and not again_activated, recompute=again_activated,
-        )  # fmt: skip
-        w2 = fc2.quantizer.weight(weight_2)
-        y = add_copies(fc2.output(activated, w2, routes), routes)
-        ctx.call = routes.tile, routes.splits, fc1, fc2, curve
-        fc1.quantizer.routes = fc2.quantizer.routes = None  # a backward takes those that were saved
-        ctx.save_for_backward(
-            tokens, rows, experts, ends, weights, x if again_x else None,
-            hidden if want_hidden or again_activated else None,
-            *_columnwise(x_q, want_w1 and not again_x), *_columnwise(activated, want_w2 and not again_activated),
-            *(fc1.quantizer.saved_weight(w1, weight_1) if want_x else NOTHING),
-            *(fc2.quantizer.saved_weight(w2, weight_2) if want_hidden else NOTHING),
-        )  # fmt: skip
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: tuple[int, tuple[int, ...] | None, ExpertsGemms, ExpertsGemms, str] = ctx.call
-        tile, splits, fc1, fc2, curve = call
-        tokens, rows, experts, ends, weights, x, hidden, *saved = ctx.saved_tensors
-        x_q, activated, w1, w2 = (QuantizedTensor(*saved[i : i + 4]) for i in (0, 4, 8, 12))
-        routes = Routes(tokens, rows, experts, ends, tile, splits)
-        for gemms in (fc1, fc2):
-            gemms.quantizer.begin_backward()
-            gemms.quantizer.routes = routes
-        want_x, want_scores, want_w1, want_w2 = ctx.needs_input_grad[:4]
-        want_hidden = want_x or want_scores or want_w1
-        dy_q = fc2.quantizer.grad_output(PermutedRows(flat(dy), routes), rowwise=want_hidden, columnwise=want_w2)
-        recompute = fc2.quantizer.recomputed_input() if want_w2 and fc2.quantizer.recomputable else None
-        dx = d_scores = d_w1 = d_w2 = None
-        if want_hidden:
-            d_activated = fc2.grad_input(dy_q, fc2.quantizer.restored_weight(w2), routes)
-            d_weights: Tensor | None = None
-
-            def produce(quantizer: Quantizer) -> QuantizedTensor:
-                nonlocal recompute, activated, d_weights
-                stored = quantizer.rowwise or quantizer.columnwise  # otherwise only the amax is measured
-                d_hidden, repeated, d_weights = expert_activation_backward(
-                    curve, d_activated, hidden, weights, routes, quantizer, recompute=recompute if stored else None
-                )
-                if repeated is not None:
-                    activated, recompute = repeated, None
-                return d_hidden
-
-            d_hidden = fc1.quantizer.grad_output(produce, rowwise=want_x, columnwise=want_w1)
-            if d_weights is None:  # nothing but the router is trained
-                produce(Quantizer(fc1.out_dtype))
-            d_scores = d_weights[routes.rows.long()] if d_weights is not None and want_scores else None
-            del d_activated
-        if recompute is not None:
-            activated = expert_activation(curve, hidden, weights, routes, recompute)
-        if want_w2:
-            d_w2 = fc2.grad_weight(dy_q, activated, routes)
-        if want_w1:
-            if x is not None:
-                x_q = PermutedRows(x, routes)(fc1.quantizer.recomputed_input())
-            d_w1 = fc1.grad_weight(d_hidden, x_q, routes)
-        if want_x:
-            dx = add_copies(fc1.grad_input(d_hidden, fc1.quantizer.restored_weight(w1), routes), routes)
-        return dx, d_scores, d_w1, d_w2, *(None,) * 8
-
-
-def _columnwise(x: QuantizedTensor, wanted: bool) -> QuantizedTensor:
-    """The layout of the weight gradient."""
-    return QuantizedTensor(None, None, *x.columnwise) if wanted else NOTHING

@@ -1,4 +1,4 @@
-"""Sharded data parallelism: FSDP2 around each block, around embedding, norm and head, and around the rest.
+"""Sharded data parallelism: FSDP2 around each block and its experts, around embedding, norm and head, and around the rest.
 
 Each rank of a shard group keeps a part of every parameter (master weights, gradients, optimizer states). On a [replicate,
 shard] mesh gradients are then summed over the replicas as well. Octavo's own: weights of FP8 products travel as FP8
@@ -23,8 +23,12 @@ from octavo.fp8.quantizer import has_one_scale
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
 from octavo.parallel.coordination import Ranks
+from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
 from octavo.parallel.fp8_gather import gather_in_fp8
 from octavo.parallel.sharding import Sharding
+
+Unit = list[nn.Module]
+"""What is gathered for a block: its experts if it has some, and the block."""
 
 
 def _travels(part: nn.Module, recipe: Recipe | None) -> bool:
@@ -75,7 +79,8 @@ def shard(
 
     Args:
         model: the root; parameters outside of blocks and ends are gathered before its forward and reduced behind its backward.
-        blocks: are gathered one by one, each while the part before runs.
+        blocks: are gathered one by one, each while the part before runs; its experts with it, but apart: their ranks are fewer
+            where experts are spread.
         how: ranks and dtypes.
         summed: sum gradients over the ranks; False averages them, for mean losses.
         ends: modules that run in front of the blocks and behind them. They are gathered as blocks are, but once for forward
@@ -86,9 +91,17 @@ def shard(
     # and biases in their block, which are small, are gathered in their own dtype too.
     outer = MixedPrecisionPolicy(how.param_dtype, how.reduce_dtype, cast_forward_inputs=False)
     own = MixedPrecisionPolicy(None, how.reduce_dtype, cast_forward_inputs=False)
+    inner = mesh if how.expert_mesh is None else sharding_mesh(how.expert_mesh)
+    units: list[list[nn.Module]] = []
     for block in blocks:
-        policy = own if _travels(block, how.recipe) else outer
-        fully_shard(block, mesh=mesh, reshard_after_forward=how.reshard_after_forward, mp_policy=policy)
+        experts = experts_in(block)
+        if how.expert_mesh is not None:
+            for mixture in experts:
+                spread_experts(mixture, how.expert_mesh)
+        units.append([*experts, block])
+        for part in units[-1]:
+            policy, ranks = own if _travels(part, how.recipe) else outer, mesh if part is block else inner
+            fully_shard(part, mesh=ranks, reshard_after_forward=how.reshard_after_forward, mp_policy=policy)
     front, behind = ends
     for end in (*front, *behind):
         fully_shard(end, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
@@ -99,21 +112,27 @@ def shard(
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch([*front, *blocks, *behind], len(front) + len(blocks) - 1)
-    for part in [*front, *behind, model] if how.reshard_after_forward else [*front, *blocks, *behind, model]:
+    _prefetch([[part] for part in front], units, [[part] for part in behind])
+    kept = [] if how.reshard_after_forward else [part for unit in units for part in unit]
+    for part in [*front, *kept, *behind, model]:
         part.register_forward_hook(_reshard_after_evaluation)
     model.register_forward_pre_hook(lambda root, _: settle(root), prepend=True)
 
 
-def _prefetch(parts: Sequence[nn.Module], last_block: int) -> None:
-    """Gather each part while the part before runs; in backward, where FSDP2 does that, the last block while the head runs.
+def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Unit]) -> None:
+    """Gather each part while the part before runs, in backward too, where FSDP2 does that for blocks without experts.
 
-    FSDP2 would gather the part in front of the head then, which is there.
+    While the head's backward runs FSDP2 would gather the part in front of the head, which is there.
     """
-    for part, following in itertools.pairwise(parts):
-        _fsdp(part).set_modules_to_forward_prefetch([_fsdp(following)])
-    if 0 <= last_block < len(parts) - 1:
-        _fsdp(parts[-1]).set_modules_to_backward_prefetch([_fsdp(parts[last_block])])
+    order = [*front, *blocks, *behind]
+    for unit, following in itertools.pairwise(order):
+        first = unit if unit is order[0] else []  # nothing before it has gathered its experts
+        _fsdp(unit[-1]).set_modules_to_forward_prefetch([_fsdp(part) for part in (*first[:-1], *reversed(following))])
+    for before, unit in itertools.pairwise(blocks):
+        if len(before) > 1:
+            _fsdp(unit[-1]).set_modules_to_backward_prefetch([_fsdp(part) for part in before])
+    if blocks and behind:
+        _fsdp(behind[-1][-1]).set_modules_to_backward_prefetch([_fsdp(part) for part in blocks[-1]])
 
 
 def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.collectives.context import ContextGroup
-from octavo.config.degrees import Degrees
+from octavo.config.degrees import Degrees, divisors
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
 from octavo.fp8.recipe import Recipe
@@ -22,6 +22,7 @@ class Sharding:
 
     Attributes:
         mesh: [replicate, shard] or [shard].
+        expert_mesh: [replicate, expert_shard, expert] over the same ranks; None where each computes with all experts.
         data_group: the ranks that see different samples.
         token_group: those and the ranks that share their sequences; None for those alone.
         context: the ranks that share each sequence; None for one.
@@ -33,6 +34,7 @@ class Sharding:
     """
 
     mesh: DeviceMesh
+    expert_mesh: DeviceMesh | None = None
     data_group: dist.ProcessGroup | None = None
     token_group: dist.ProcessGroup | None = None
     context: ContextGroup | None = None
@@ -56,6 +58,7 @@ def sharding_of(
     param_dtype = dtype if asked is None else torch_dtype(asked)
     return Sharding(
         mesh=ranks.shard_mesh,
+        expert_mesh=ranks.expert_mesh,
         data_group=ranks.dp_process_group,
         token_group=ranks.token_process_group,
         context=None if group is None or ranks.cp_size == 1 else ContextGroup(group, strategy or ranks.config.cp_comm_type),
@@ -66,24 +69,27 @@ def sharding_of(
     )
 
 
-def check_experts(experts: int, shard: int) -> None:
-    """Raise an InputError where ranks of a shard group would hold unequal numbers of a mixture's experts.
+def check_experts(experts: int, degree: int, name: str) -> None:
+    """Raise an InputError where ranks of an expert group would not hold equal numbers of experts.
 
-    experts: of a mixture, 0 for none. shard: ranks over which each parameter is sharded, by experts where they are stacked.
+    experts: of a mixture, 0 for none. degree: the ranks of the group. name: of the model.
     """
-    if experts % shard:
-        fitting = [str(ranks) for ranks in range(1, experts + 1) if experts % ranks == 0]
-        raise InputError(
-            f"hybrid_shard_degree = {shard}: shards of {experts} experts would be unequal. Set parallel.hybrid_shard_degree to "
-            f"{' or '.join([', '.join(fitting[:-1]), fitting[-1]])}."
-        )
+    if degree == 1 or (experts and not experts % degree):
+        return
+    key = "parallel.expert_parallel_degree"
+    if not experts:
+        raise InputError(f"{key} = {degree}: {name} has no experts of Octavo's layers to spread. Set {key} = 1.")
+    fitting = [str(ranks) for ranks in divisors(experts)]
+    raise InputError(
+        f"{key} = {degree} does not divide the {experts} experts of {name}. Set {key} to "
+        f"{' or '.join([', '.join(fitting[:-1]), fitting[-1]])}."
+    )
 
 
 def check_supported(degrees: Degrees) -> None:
-    """Raise an InputError for a degree of tensor or expert parallelism beyond 1, which this version does not run."""
-    for name in ("tensor", "expert"):
-        if (degree := getattr(degrees, name)) > 1:
-            raise InputError(
-                f"parallel.{name}_parallel_degree = {degree}: this version has data and context parallelism. "
-                f"Set parallel.{name}_parallel_degree = 1."
-            )
+    """Raise an InputError for a degree of tensor parallelism beyond 1, which this version does not run."""
+    if degrees.tensor > 1:
+        raise InputError(
+            f"parallel.tensor_parallel_degree = {degrees.tensor}: this version has data, context and expert parallelism. "
+            "Set parallel.tensor_parallel_degree = 1."
+        )

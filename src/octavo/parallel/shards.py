@@ -1,7 +1,8 @@
 """The local shard of a parameter: the rows that this rank holds.
 
-FSDP2 shards a parameter over its first dimension; shards may be uneven or empty. Code that initialises, loads or reads shards
-goes through `local_shard` and never looks at placements.
+FSDP2 shards a parameter over its first dimension; shards may be uneven or empty. Of experts that are spread over ranks it
+shards those of this rank, whose rows follow each other too. Code that initialises, loads or reads shards goes through
+`local_shard` and never looks at placements.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,18 @@ class LocalShard:
         self.local.copy_(whole[self.start : self.start + len(self.local)] if self.shape else whole)
 
 
+def is_shard(placement: Placement) -> bool:
+    """True if the ranks of this dimension of a mesh hold different parts."""
+    return type(placement) in (Shard, _StridedShard)
+
+
 @torch.no_grad()
 def local_shard(tensor: Tensor) -> LocalShard:
     """This rank's rows of a parameter or buffer; a ValueError if it is sharded over another dimension than the first."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return LocalShard(tensor.detach(), 0, shape)
-    if not all(isinstance(p, Replicate) or (type(p) is Shard and p.dim == 0) for p in tensor.placements):
+    if not all(isinstance(p, Replicate) or (is_shard(p) and p.dim == 0) for p in tensor.placements):  # type: ignore[attr-defined]
         raise ValueError(f"placements {tensor.placements}: only shards of whole rows are supported.")
     local = tensor.to_local()
     rows, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

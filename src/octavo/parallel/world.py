@@ -58,6 +58,7 @@ class State:
         control: gloo group of all ranks, for collectives on host memory.
         mesh: dimensions replicate, hybrid_shard and tensor.
         shard_mesh: [replicate, hybrid_shard], or [hybrid_shard] with one replica.
+        expert_mesh: [replicate, expert_shard, expert], of experts; None where every rank computes with all of them.
         rng_tracker: made by the first `get_rng_state_tracker`; None before.
     """
 
@@ -69,6 +70,7 @@ class State:
         self.device = torch.device("cpu")
         self.mesh: DeviceMesh | None = None
         self.shard_mesh: DeviceMesh | None = None
+        self.expert_mesh: DeviceMesh | None = None
         self.control: dist.ProcessGroup | None = None
         self.world_process_group: dist.ProcessGroup | None = None
         self.rep_rank_process_group: dist.ProcessGroup | None = None
@@ -223,7 +225,17 @@ def _connect(degrees: Degrees, timeout: float) -> None:
     state.dp_process_group = _own_group(layout.permute(1, 2, 0).flatten(0, 1))
     state.cp_process_group = _own_group(layout.permute(0, 2, 1).flatten(0, 1))
     state.token_process_group = _own_group(layout.permute(2, 0, 1).flatten(1))
-    state.ep_process_group = _own_group(layout.view(-1, degrees.expert, degrees.tensor).permute(0, 2, 1).flatten(0, 1))
+    if degrees.expert > 1 and degrees.tensor == 1:
+        state.expert_mesh = expert_mesh(state.device.type, degrees)
+        state.ep_process_group = state.expert_mesh["expert"].get_group()
+    else:
+        state.ep_process_group = _own_group(layout.view(-1, degrees.expert, degrees.tensor).permute(0, 2, 1).flatten(0, 1))
+
+
+def expert_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
+    """[replicate, expert_shard, expert]: consecutive ranks of a shard group hold different experts. Collective."""
+    shape = (degrees.replicate, degrees.hybrid_shard // degrees.expert, degrees.expert)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "expert_shard", "expert"))
 
 
 def _on_one_host() -> bool:

@@ -37,7 +37,7 @@ MOST_RANKS = 1 << 12
 CHUNKS = 8
 """Tried for `train.mlp_chunks`: the temporaries of an MLP are an eighth, and products of 16,384 tokens run at full speed."""
 _MATRICES = ("self_attention.layernorm_qkv", "self_attention.proj")
-_MLP, _EXPERTS = ("layernorm_mlp.fc1", "layernorm_mlp.fc2"), ("layernorm_moe.fc1", "layernorm_moe.fc2")
+_MLP, _EXPERTS = ("layernorm_mlp.fc1", "layernorm_mlp.fc2"), ("layernorm_moe.experts.fc1", "layernorm_moe.experts.fc2")
 _CPU_FULL = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)")
 _GPU_FULL = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory")  # not PyTorch's own
 _CONTEXT = "parallel.context_parallel_degree"
@@ -244,8 +244,7 @@ def _smaller(share: int, micro: int) -> list[int]:
 def _on_more_ranks(plan: RunPlan, setup: Setup) -> Iterator[tuple[dict[str, Any], Setup]]:
     """All settings on 2, 4, … times as many ranks, sharded over all of them."""
     config, world = plan.config, 2 * plan.degrees.world
-    experts = 0 if setup.spec is None else setup.spec.experts
-    while world <= MOST_RANKS and experts % world == 0:  # shards hold whole experts
+    while world <= MOST_RANKS:
         changes: dict[str, Any] = {"ranks": world}
         if config.parallel.hybrid_shard_degree:
             changes["parallel.hybrid_shard_degree"] = 0

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo.config.optimizer import OptimizerConfig
 from octavo.parallel.fsdp import settle
+from octavo.parallel.shards import is_shard
 from octavo.train.adamw import AdamW, local
 
 
@@ -72,7 +73,7 @@ def _shard_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard())
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(tensor.placements) if is_shard(placement))
 
 
 @torch.no_grad()

@@ -170,8 +170,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
         **model_options(config),
     )
     _check_context(config, degrees, model)
-    if isinstance(model, Decoder):
-        check_experts(model.spec.experts, degrees.hybrid_shard)
+    check_experts(model.spec.experts if isinstance(model, Decoder) else 0, degrees.expert, hf_config.model_type)
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
         folder_weights(folder, model, hf_config)
@@ -269,7 +268,7 @@ def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
     for name, state in states_of(model):
         if (weight := state.weight) is not None and not (isinstance(model, Decoder) and name == "head"):
             # Of experts the matrix of one: together they have as many rows as a layer of its own would.
-            found[name] = Fp8Layer((weight.shape[-2], weight.shape[-1]), state.under(recipe))
+            found[name] = Fp8Layer((weight.shape[0] // (state.experts or 1), weight.shape[1]), state.under(recipe))
     return found
 
 

@@ -162,16 +162,19 @@ def quantize_rows(rows: Tensor, routes: Routes, quantizer: Quantizer) -> Quantiz
     )
 
 
-def add_copies(y: Tensor, routes: Routes) -> Tensor:
-    """The sum of each token's rows of y [R, C], in float32 and rounded once: [T, C], of y's dtype."""
-    tokens, visited = routes.rows.shape
-    if routes.tile != TILE:
-        return y[routes.rows.long()].float().sum(1).to(y.dtype)
+def add_copies(y: Tensor, rows: Tensor, tile: int) -> Tensor:
+    """The sum of each token's rows of y [R, C], in float32 and rounded once: [T, C], of y's dtype.
+
+    rows: whole numbers [T, V], as in `Routes`. tile: `TILE` runs the kernel.
+    """
+    tokens, visited = rows.shape
+    if tile != TILE:
+        return y[rows.long()].float().sum(1).to(y.dtype)
     y = adjacent_columns(y)
     out = y.new_empty(tokens, y.shape[1])
     if out.numel():
         _add_copies[(triton.cdiv(tokens, _SUM_TOKENS) * triton.cdiv(y.shape[1], _SUM_COLUMNS),)](
-            y, routes.rows, out, tokens, y.shape[1], y.stride(0),
+            y, rows, out, tokens, y.shape[1], y.stride(0),
             VISITED=visited, TILE_T=_SUM_TOKENS, TILE_C=_SUM_COLUMNS, num_warps=_SUM_WARPS,
         )  # fmt: skip
     return out

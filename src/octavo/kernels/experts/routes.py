@@ -84,6 +84,8 @@ def make_routes(chosen: Tensor, experts: int, tile: int | None = None) -> Routes
     at = torch.arange(len(flat), device=device) + shift[ordered]
     rows = torch.empty_like(flat).scatter_(0, order, at).view(chosen.shape)
     size = most_rows(len(flat), experts, tile)
+    if tile == TILE and not size:  # no grid of a kernel is empty
+        size = TILE
     tokens = torch.full((size,), -1, dtype=torch.int64, device=device).scatter_(0, at, order // visited)
     starts = torch.arange(0, size, tile, device=device)
     of_tiles = torch.searchsorted(ends, starts, right=True)

@@ -1,0 +1,114 @@
+"""Expert parallelism: each rank holds some of a mixture's experts, and copies of tokens travel to the ranks of their experts.
+
+A copy travels for each expert that a token visits, and its result travels back, so that every token's results are added up by
+the rank that has the token: in the order, and to the bits, of one rank that holds all experts.
+
+Legend: T tokens of this rank, V experts that a token visits, C = T · V copies, D ranks, R copies that this rank receives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Rows on their way: `wait` gives them when they have arrived."""
+
+    rows: Tensor
+    work: dist.Work
+    sent: Tensor  # alive until it has left
+
+    def wait(self) -> Tensor:
+        """The rows; a GPU's stream waits, not the host."""
+        self.work.wait()
+        return self.rows
+
+
+class ExpertGroup:
+    """The ranks over which experts are spread, as many to each, in the order of the ranks.
+
+    experts: of a mixture, a multiple of the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
+        self.group, self.experts = group, experts
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.local = experts // self.size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroup:
+        return self  # ranks belong to the process, not to a layer
+
+    @property
+    def own(self) -> slice:
+        """This rank's experts."""
+        return slice(self.rank * self.local, (self.rank + 1) * self.local)
+
+    def exchange(self, chosen: Tensor) -> Exchange:
+        """Begin the exchange of copies; chosen: int64 [T, V], the experts of each token. Collective."""
+        return Exchange(self, chosen)
+
+
+class Exchange:
+    """One use of a mixture: where copies of tokens go, and where they come from.
+
+    Sizes come from the device: `sizes` waits for them, once. What is queued before it runs meanwhile.
+
+    Attributes:
+        tokens: int64 [C], the token of each copy, in the order of experts.
+        rows: int64 [T, V], where each copy is in that order.
+    """
+
+    def __init__(self, group: ExpertGroup, chosen: Tensor) -> None:
+        self.group = group
+        visited, flat = chosen.shape[1], chosen.flatten()
+        order = flat.argsort(stable=True)
+        self.tokens = order // visited
+        self.rows = torch.empty_like(flat).scatter_(0, order, torch.arange(len(flat), device=flat.device)).view(chosen.shape)
+        counts = torch.zeros(group.experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=group.group)
+        self._received = received.view(group.size, group.local)  # by rank of the token, then by expert
+        sizes = torch.stack((counts.view(group.size, -1).sum(1), self._received.sum(1)))
+        on_gpu = sizes.is_cuda
+        self._sizes = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True) if on_gpu else sizes
+        self._arrived: Any = None
+        if on_gpu:
+            self._sizes.copy_(sizes, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        self._out: list[int] = []
+        self._in: list[int] = []
+
+    def sizes(self) -> None:
+        """Wait for the numbers of copies that leave and arrive: the host's one wait."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        self._out, self._in = self._sizes.tolist()
+
+    @property
+    def experts(self) -> Tensor:
+        """int64 [R], the expert of each received copy, counted from this rank's first."""
+        own = torch.arange(self.group.local, device=self._received.device).repeat(self.group.size)
+        return own.repeat_interleave(self._received.flatten(), output_size=sum(self._in))
+
+    def dispatch(self, copies: Tensor) -> InFlight:
+        """Send rows [C, K] to the ranks of their experts, and receive [R, K]. Collective."""
+        return self._send(copies, self._out, self._in)
+
+    def collect(self, results: Tensor) -> InFlight:
+        """Send rows [R, K] back to the ranks of their tokens, and receive [C, K]. Collective."""
+        return self._send(results, self._in, self._out)
+
+    def _send(self, rows: Tensor, leaving: list[int], arriving: list[int]) -> InFlight:
+        rows = rows.contiguous()
+        out = rows.new_empty(sum(arriving), rows.shape[1])
+        into, given = out.view(torch.uint8), rows.view(torch.uint8)  # gloo does not know every dtype
+        work = dist.all_to_all_single(into, given, arriving, leaving, group=self.group.group, async_op=True)
+        assert work is not None
+        return InFlight(out, work, rows)

@@ -1,0 +1,213 @@
+"""Experts: each runs two products over its own tokens. Nothing waits for the sizes of groups.
+
+Legend: T tokens, V experts that a token visits, E experts, H hidden_size, F ffn_hidden_size, R rows of all experts. Under
+expert parallelism a rank has E and R of its own, and copies of tokens in place of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from octavo.collectives.experts import Exchange, ExpertGroup
+from octavo.fp8 import autocast
+from octavo.fp8.experts import ExpertsGemms, PermutedRows
+from octavo.fp8.quantizer import active_recipe
+from octavo.fp8.scaling import ModuleState
+from octavo.kernels.activation import is_gated
+from octavo.kernels.experts.activation import expert_activation, expert_activation_backward
+from octavo.kernels.experts.permute import add_copies
+from octavo.kernels.experts.routes import Routes, make_routes
+from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
+from octavo.nn.linear import init_linear_
+from octavo.nn.te_arguments import Draws, Init
+
+
+class StackedExperts(nn.Module):
+    """y = Σ wₑ · fc2ₑ(activation(fc1ₑ(x))) over the experts e of each token.
+
+    Parameters: fc1_weight [E · F or E · 2F, H] and fc2_weight [E · H, F], the matrices of all experts one after the other; with
+    a gated activation all gates of an expert, then all its ups. FSDP2 shards rows: any number of ranks can hold parts of any
+    number of experts. FP8 scales are an expert's own. The weight of a token multiplies the input of the second product.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        count: int,
+        activation: str,
+        init_methods: tuple[Init | None, Init | None],
+        draws: Draws,
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.ffn_hidden_size, self.count, self.activation = hidden_size, ffn_hidden_size, count, activation
+        self.init_methods, self.draws = init_methods, draws
+        fc1_rows = ffn_hidden_size * (2 if is_gated(activation) else 1)
+        self.fc1_weight = nn.Parameter(torch.empty(count * fc1_rows, hidden_size, dtype=dtype, device=device))
+        self.fc2_weight = nn.Parameter(torch.empty(count * hidden_size, ffn_hidden_size, dtype=dtype, device=device))
+        self.fc1_fp8_state = ModuleState(self, "fc1_weight", experts=count)
+        self.fc2_fp8_state = ModuleState(self, "fc2_weight", experts=count)
+        self.group: ExpertGroup | None = None
+        """The ranks over which the experts are spread; this one's parameters are those of its own."""
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values: those of `init_linear_` for each matrix."""
+        with self.draws():
+            for weight, method in zip((self.fc1_weight, self.fc2_weight), self.init_methods, strict=True):
+                for matrix in weight.chunk(self.count):
+                    init_linear_(matrix, None, method)
+
+    # A compiler expects no experts without rows, nor kernels whose grids follow from sizes on the device.
+    @torch.compiler.disable
+    def forward(self, x: Tensor, scores: Tensor, chosen: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """x [T, H], of each token the weights float32 [T, V] and the experts int64 [T, V] → [T, H] of x's dtype."""
+        trip = None
+        if self.group is not None:
+            trip = _Trip(self.group.exchange(chosen), x, scores)
+            routes = make_routes(trip.exchange.experts[:, None], self.group.local)
+        elif x.shape[0]:
+            routes = make_routes(chosen, self.count)
+        else:
+            return x
+        weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.fc1_weight, self.fc2_weight)]
+        with autocast.scales_of_forward():
+            fc1, fc2 = (
+                ExpertsGemms(state, weight, routes, active_recipe(state, x.device), x.dtype, is_first_microbatch)
+                for state, weight in zip((self.fc1_fp8_state, self.fc2_fp8_state), weights, strict=True)
+            )
+            y: Tensor = _ExpertsFunction.apply(x, scores, *weights, *routes.tensors, routes, fc1, fc2, self.activation, trip)
+        return y
+
+    def extra_repr(self) -> str:
+        """Shape and number, for `print(model)`."""
+        return (
+            f"count={self.count}, hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
+            f"activation={self.activation}"
+        )
+
+
+class _Trip:
+    """The copies of x [T, H] and of their weights, on their way to the ranks of their experts."""
+
+    def __init__(self, exchange: Exchange, x: Tensor, scores: Tensor) -> None:
+        self.exchange = exchange
+        with torch.no_grad():
+            copies = x[exchange.tokens]  # while the host waits for the sizes
+            weights = torch.empty_like(exchange.rows, dtype=torch.float32).flatten()
+            weights.scatter_(0, exchange.rows.flatten(), scores.flatten())
+            exchange.sizes()
+            self.copies, self.weights = exchange.dispatch(copies), exchange.dispatch(weights[:, None])
+
+
+class _ExpertsFunction(torch.autograd.Function):
+    """Permutation, first product, activation, second product, sum of copies.
+
+    Copies travel behind the cast of the first weight, and in backward behind that of the second; gradients of the input behind
+    the products of the weights' gradients. Results of forward travel in the open.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scores: Tensor, weight_1: Tensor, weight_2: Tensor,
+        tokens: Tensor, rows: Tensor, experts: Tensor, ends: Tensor,
+        routes: Routes, fc1: ExpertsGemms, fc2: ExpertsGemms, curve: str, trip: _Trip | None,
+    ) -> Tensor:  # fmt: skip
+        want_x, want_scores, want_w1, want_w2 = ctx.needs_input_grad[:4]
+        want_hidden = want_x or want_scores or want_w1
+        weight_1, weight_2 = (weight.unflatten(0, (len(ends), -1)) for weight in (weight_1, weight_2))
+        again_x, again_activated = want_w1 and fc1.quantizer.recomputable, want_w2 and fc2.quantizer.recomputable
+        w1 = fc1.quantizer.weight(weight_1)
+        exchange = None if trip is None else trip.exchange
+        if trip is not None:
+            x, scores = trip.copies.wait(), trip.weights.wait()
+        weights = torch.zeros(len(tokens), device=x.device).scatter_(0, rows.flatten().long(), scores.float().flatten())
+        x_q = fc1.quantizer.input(PermutedRows(x, routes), columnwise=want_w1 and not again_x, recompute=again_x)
+        hidden = fc1.output(x_q, w1, routes)
+        activated = fc2.quantizer.input(
+            lambda quantizer: expert_activation(curve, hidden, weights, routes, quantizer),
+            columnwise=want_w2 and not again_activated, recompute=again_activated,
+        )  # fmt: skip
+        w2 = fc2.quantizer.weight(weight_2)
+        y = add_copies(fc2.output(activated, w2, routes), routes.rows, routes.tile)
+        if exchange is not None:
+            y = add_copies(exchange.collect(y).wait(), exchange.rows, routes.tile)
+        ctx.call = routes.tile, routes.splits, fc1, fc2, curve, exchange
+        fc1.quantizer.routes = fc2.quantizer.routes = None  # a backward takes those that were saved
+        ctx.save_for_backward(
+            tokens, rows, experts, ends, weights, x if again_x else None,
+            hidden if want_hidden or again_activated else None,
+            *_columnwise(x_q, want_w1 and not again_x), *_columnwise(activated, want_w2 and not again_activated),
+            *(fc1.quantizer.saved_weight(w1, weight_1) if want_x else NOTHING),
+            *(fc2.quantizer.saved_weight(w2, weight_2) if want_hidden else NOTHING),
+        )  # fmt: skip
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: tuple[int, tuple[int, ...] | None, ExpertsGemms, ExpertsGemms, str, Exchange | None] = ctx.call
+        tile, splits, fc1, fc2, curve, exchange = call
+        tokens, rows, experts, ends, weights, x, hidden, *saved = ctx.saved_tensors
+        x_q, activated, w1, w2 = (QuantizedTensor(*saved[i : i + 4]) for i in (0, 4, 8, 12))
+        routes = Routes(tokens, rows, experts, ends, tile, splits)
+        for gemms in (fc1, fc2):
+            gemms.quantizer.begin_backward()
+            gemms.quantizer.routes = routes
+        want_x, want_scores, want_w1, want_w2 = ctx.needs_input_grad[:4]
+        want_hidden = want_x or want_scores or want_w1
+        flight = None if exchange is None else exchange.dispatch(dy[exchange.tokens])
+        second = fc2.quantizer.restored_weight(w2) if want_hidden else NOTHING
+        dy = dy if flight is None else flight.wait()
+        dy_q = fc2.quantizer.grad_output(PermutedRows(dy, routes), rowwise=want_hidden, columnwise=want_w2)
+        recompute = fc2.quantizer.recomputed_input() if want_w2 and fc2.quantizer.recomputable else None
+        dx = d_scores = d_w1 = d_w2 = None
+        if want_hidden:
+            d_activated = fc2.grad_input(dy_q, second, routes)
+            del second
+            d_weights: Tensor | None = None
+
+            def produce(quantizer: Quantizer) -> QuantizedTensor:
+                nonlocal recompute, activated, d_weights
+                stored = quantizer.rowwise or quantizer.columnwise  # otherwise only the amax is measured
+                d_hidden, repeated, d_weights = expert_activation_backward(
+                    curve, d_activated, hidden, weights, routes, quantizer, recompute=recompute if stored else None
+                )
+                if repeated is not None:
+                    activated, recompute = repeated, None
+                return d_hidden
+
+            d_hidden = fc1.quantizer.grad_output(produce, rowwise=want_x, columnwise=want_w1)
+            if d_weights is None:  # nothing but the router is trained
+                produce(Quantizer(fc1.out_dtype))
+            d_scores = d_weights[routes.rows.long()] if d_weights is not None and want_scores else None
+            del d_activated
+        if want_x:
+            dx = add_copies(fc1.grad_input(d_hidden, fc1.quantizer.restored_weight(w1), routes), routes.rows, tile)
+        if exchange is not None:
+            back = [None if x is None else exchange.collect(x) for x in (dx, d_scores)]
+        if recompute is not None:
+            activated = expert_activation(curve, hidden, weights, routes, recompute)
+        if want_w2:
+            d_w2 = fc2.grad_weight(dy_q, activated, routes)
+        if want_w1:
+            if x is not None:
+                x_q = PermutedRows(x, routes)(fc1.quantizer.recomputed_input())
+            d_w1 = fc1.grad_weight(d_hidden, x_q, routes)
+        if exchange is not None:
+            dx, d_scores = (None if x is None else x.wait() for x in back)
+            dx = None if dx is None else add_copies(dx, exchange.rows, tile)
+            d_scores = None if d_scores is None else d_scores[exchange.rows, 0]
+        d_w1, d_w2 = (None if dw is None else dw.flatten(0, 1) for dw in (d_w1, d_w2))
+        return dx, d_scores, d_w1, d_w2, *(None,) * 9
+
+
+def _columnwise(x: QuantizedTensor, wanted: bool) -> QuantizedTensor:
+    """The layout of the weight gradient."""
+    return QuantizedTensor(None, None, *x.columnwise) if wanted else NOTHING

@@ -1,0 +1,37 @@
+"""Expert parallelism: the experts of a mixture are spread over ranks before FSDP2 shards what each rank has of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from octavo.collectives.experts import ExpertGroup
+from octavo.nn.experts import StackedExperts
+
+
+def experts_in(module: nn.Module) -> list[StackedExperts]:
+    """The experts of a block, which are gathered apart from the rest of it."""
+    return [part for part in module.modules() if isinstance(part, StackedExperts)]
+
+
+@torch.no_grad()
+def spread_experts(experts: StackedExperts, mesh: DeviceMesh) -> None:
+    """Leave this rank's experts alone in a mixture, in place, on a real device or on meta.
+
+    mesh: [replicate, expert_shard, expert]; its last dimension divides the experts. Parameters become DTensors of all experts.
+    """
+    ranks = mesh["expert"]
+    group = experts.group = ExpertGroup(ranks.get_group(), experts.count)
+    for state in (experts.fc1_fp8_state, experts.fc2_fp8_state):
+        state.own_experts, state.buffers.expert_group = group.own, group.group
+        name, whole = state.weight_name, getattr(experts, state.weight_name)
+        own = whole.detach().chunk(group.size)[group.rank].clone()
+        spread = DTensor.from_local(own, ranks, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+        setattr(experts, name, nn.Parameter(spread, whole.requires_grad))
+
+
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """[replicate, expert_shard] of an expert mesh, or [expert_shard]: the ranks that hold parts of the same experts."""
+    return mesh["expert_shard"] if mesh.size(0) == 1 else mesh["replicate", "expert_shard"]
