@@ -7,6 +7,7 @@ import torch.distributed as dist
 from llamas import llama_config
 
 from octavo.build import build_model
+from octavo.collectives.whole import whole_tensor
 from octavo.fp8 import scaling
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
@@ -23,7 +24,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def full(tensor):
     """The whole of a tensor, on the CPU."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().to("cpu", copy=True)
+    return whole_tensor(tensor).detach().to("cpu", copy=True)
 
 
 def sharding(recipe, dtype, **settings):
@@ -50,6 +51,12 @@ def build(dtype, recipe, *, seed=0, settings=None, sizes=None, **options):
         sharding=sharding(recipe, dtype, **settings or {}) if world.state.world_size > 1 else None,
         **options,
     )
+
+
+def build_whole(dtype, sizes):
+    """The same weights, all of them on every rank."""
+    config = llama_config(**SIZES | sizes)
+    return build_model(config, dtype=dtype, params_dtype=torch.float32, device=world.state.device, seed=0)
 
 
 def train(degrees, dtype, recipe, micro_batches, *, steps=10, settings=None, sizes=None, **options):

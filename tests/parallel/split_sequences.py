@@ -5,6 +5,7 @@ import torch.distributed as dist
 from llamas import llama_config
 
 from octavo.build import build_model
+from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
@@ -65,7 +66,7 @@ def build(strategy, *, window=None, heads=2, family="llama", dtype=torch.float32
 
 
 def full(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()
+    return whole_tensor(tensor).detach().cpu()
 
 
 def gradients(model):

@@ -1,18 +1,16 @@
 """Mixtures of experts over ranks compute what one rank computes: sharded, and with different experts on different ranks."""
 
 import pytest
-import sharded
+import split_sequences
+import spread_experts
 import torch
 from test_fsdp import compare
+from transformers import AutoModelForCausalLM
 
 import ranks
 
 pytestmark = ranks.alone
 
-EXPERTS = {
-    "model_type": "mixtral", "num_local_experts": 4, "sliding_window": None, "output_router_logits": True,
-    "router_aux_loss_coef": 0.5,
-}  # fmt: skip
 LAYOUTS = {
     "shard 2": (2, {}),
     "replicate 2": (2, {"hybrid_shard_degree": 1}),
@@ -23,10 +21,114 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def on_one_rank():
+    """Results of one rank, made once for each setting."""
+    made = {}
+
+    def run(*setting):
+        if setting not in made:  # in a process of its own: a setting may force a router
+            made[setting] = ranks.run(1, spread_experts.train, {}, *setting)[0]
+        return made[setting]
+
+    return run
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_experts_and_the_loss_that_balances_them_equal_one_rank(layout):
-    ranks_, degrees = LAYOUTS[layout]
-    setting, sizes = (torch.float32, None, 1), sharded.SIZES | EXPERTS
-    one = sharded.train({}, *setting, steps=3, sizes=sizes)
-    many = ranks.run(ranks_, sharded.train, degrees, *setting, steps=3, sizes=sizes)
-    compare(one, many, loss=1e-6, gradient=1e-4)
+def test_experts_and_the_loss_that_balances_them_equal_one_rank(layout, on_one_rank):
+    size, degrees = LAYOUTS[layout]
+    compare(on_one_rank(None), ranks.run(size, spread_experts.train, degrees, None), loss=1e-6, gradient=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        *(("delayed", layout) for layout in ("shard 2", "expert 4", "expert 2 x shard 2")),
+        *((recipe, "expert 2") for recipe in ("delayed", "current", "rowwise", "block")),
+    ],
+)
+def test_fp8_equals_one_rank(recipe, layout, on_one_rank):
+    size, degrees = LAYOUTS[layout]
+    one, many = on_one_rank(recipe), ranks.run(size, spread_experts.train, degrees, recipe)
+    # Joined amaxes are one rank's; other scales are of the rows that a rank has.
+    compare(one, many, loss=1e-6 if recipe == "delayed" else 2e-3, gradient=1e-3 if recipe == "delayed" else 0.25)
+    if recipe == "delayed":
+        for name in ("layers.0.layernorm_moe.experts.fc1.input.scale", "layers.2.layernorm_moe.experts.fc2.weight.scale"):
+            assert many[0][1][name].shape == (4,)
+            torch.testing.assert_close(many[0][1][name], one[1][name], rtol=1e-4, atol=0)
+
+
+def test_micro_batches_equal_sharded_experts():
+    setting = "delayed", None, 2
+    sharded, spread = (ranks.run(2, spread_experts.train, LAYOUTS[layout][1], *setting) for layout in ("shard 2", "expert 2"))
+    compare(sharded[0], spread, loss=1e-6, gradient=1e-3)
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "rowwise", "block"])
+def test_experts_without_tokens_on_a_rank(recipe, on_one_rank):
+    """Experts 0 and 1 are on rank 0: nothing reaches rank 1."""
+    one, many = on_one_rank(recipe, 0), ranks.run(2, spread_experts.train, {"expert_parallel_degree": 2}, recipe, 0)
+    compare(one, many, loss=2e-3 if recipe else 1e-6, gradient=0.25 if recipe else 1e-4)
+    weight = many[1][0][0][2]["layers.0.layernorm_moe.experts.fc1_weight"].unflatten(0, (4, -1))
+    assert weight[:2].any()
+    assert not weight[2:].any()
+
+
+@pytest.mark.parametrize("options", [{"recompute": True}, {"recompute": "selective"}, {"offload": True}], ids=str)
+def test_recomputation_and_offloading_equal_one_rank(options, on_one_rank):
+    many = ranks.run(2, spread_experts.train, {"expert_parallel_degree": 2}, "delayed", **options)
+    compare(on_one_rank("delayed"), many, loss=1e-6, gradient=1e-3)
+
+
+@pytest.mark.parametrize("degrees", [{"context_parallel_degree": 2}, {"context_parallel_degree": 2, "hybrid_shard_degree": 2}])
+def test_experts_and_sequences_over_the_same_ranks(degrees):
+    size = 2 if "hybrid_shard_degree" in degrees else 4
+    for errors in ranks.run(size, split_sequences.exact_cells, degrees | {"expert_parallel_degree": 2}, ("experts",)):
+        for cell, (loss, gradient, logits) in errors.items():
+            assert loss < 1e-5, cell
+            assert gradient < 1e-5, cell
+            assert logits < 1e-4, cell
+
+
+@pytest.mark.parametrize("layout", ["shard 4", "expert 2 x shard 2", "expert 3"])
+def test_initial_weights_are_one_ranks_and_rows_of_an_expert_may_be_on_two_ranks(layout):
+    size, degrees = {"shard 4": (4, {}), "expert 3": (3, {"expert_parallel_degree": 3})}.get(layout) or LAYOUTS[layout]
+    found = ranks.run(size, spread_experts.placed, degrees)
+    for wrong, _ in found:
+        assert set(wrong.values()) == {0}, wrong
+    assert sum(rows for _, rows in found) == 6 * 144
+
+
+def test_scales_of_all_experts_are_on_every_rank_where_an_autocast_joins_none():
+    found = ranks.run(2, spread_experts.apart, {"expert_parallel_degree": 2}, "delayed")
+    for name, scale in found[0].items():
+        assert torch.equal(found[1][name], scale), name
+        assert (scale != (0 if "history" in name else 1)).any(), name
+
+
+def test_what_one_expert_degree_saves_another_loads_to_the_bit(tmp_path):
+    wrote = ranks.run(4, spread_experts.save, tmp_path / "0", LAYOUTS["expert 2 x shard 2"][1])
+    for after in ("expert 2 x shard 2", "expert 4", "shard 2", "one"):
+        size, degrees = LAYOUTS.get(after, (1, {}))
+        found = ranks.run(size, spread_experts.load, tmp_path / "0", degrees)
+        assert all(hashes == wrote[0][0] for hashes, _ in found), after
+        if size == 4 and after != "expert 4":
+            assert [losses for _, losses in found] == [losses for _, losses in wrote]
+
+
+def test_an_export_has_every_expert(tmp_path):
+    found = ranks.run(2, spread_experts.exported, tmp_path / "model", {"expert_parallel_degree": 2})[0]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
+    for layer in range(3):
+        for ours, name in (("fc1_weight", "gate_up_proj"), ("fc2_weight", "down_proj")):
+            own = found[f"layers.{layer}.layernorm_moe.experts.{ours}"]
+            assert torch.equal(theirs[f"model.layers.{layer}.mlp.experts.{name}"].flatten(0, 1), own)
+
+
+def test_experts_that_cannot_be_spread_are_refused():
+    three = spread_experts.EXPERTS | {"num_local_experts": 3}
+    for said in ranks.run(2, spread_experts.refusal, {"expert_parallel_degree": 2}, three):
+        assert "expert_parallel_degree = 2 does not divide the 3 experts of mixtral" in said
+        assert "to 1 or 3" in said
+    for said in ranks.run(2, spread_experts.refusal, {"expert_parallel_degree": 2}, {}):
+        assert "llama has no experts" in said

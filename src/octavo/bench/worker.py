@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from octavo.bench.breakdown import record
 from octavo.bench.cases import AnyCase, Case
@@ -32,6 +31,7 @@ from octavo.bench.suites import SUITES
 from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.reader import restore
 from octavo.checkpoint.shard_io import raw
+from octavo.collectives.whole import whole_tensor
 from octavo.errors import first_line
 from octavo.fp8.scaling import state_records
 from octavo.hardware import GIB
@@ -222,7 +222,7 @@ class CheckpointWorker(Worker):
         for name, parameter in (named[0], named[len(named) // 2], named[-1]):
             states = self.optimizer.state[parameter]
             for key, tensor in {"weight": parameter, **{key: states[key] for key in ("exp_avg", "exp_avg_sq")}}.items():
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                whole = whole_tensor(tensor)
                 found[f"{key} of {name}"] = hashlib.sha256(raw(whole)).hexdigest()
         records = b"".join(raw(tensor) for _, tensor in sorted(state_records(self.model).items()))
         found["FP8 state"] = hashlib.sha256(records).hexdigest()

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
+from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError, OctavoError, first_line
 from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
 from octavo.models.spec import ModelSpec
@@ -265,12 +265,10 @@ def to_huggingface(model: nn.Module) -> PreTrainedModel:
     tensors = model.state_dict()
     device = next(iter(tensors.values())).device
 
-    def whole(name: str) -> Tensor:
-        tensor = tensors[name]
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
     generation = getattr(model, "generation_config", None)
-    return load_pretrained(tensors, model.config, read=whole, generation=generation).to(device)
+    return load_pretrained(tensors, model.config, read=lambda name: whole_tensor(tensors[name]), generation=generation).to(
+        device
+    )
 
 
 @contextlib.contextmanager

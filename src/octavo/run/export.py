@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from octavo.checkpoint.manifest import newest_whole, step_folders
 from octavo.checkpoint.reader import StoredWeights
 from octavo.checkpoint.shard_io import empty_tensors, layout_of
 from octavo.checkpoint.writer import weights
+from octavo.collectives.whole import whole_tensor
 from octavo.config.run import RunConfig
 from octavo.data.special_tokens import SpecialTokens
 from octavo.errors import InputError, nearest, some, unknown, warn
@@ -98,7 +98,7 @@ def _write_gathered(
 
     def gathered(name: str) -> torch.Tensor:
         ranks.on_rank_0(lambda: name)
-        return _whole(tensors[name])
+        return whole_tensor(tensors[name])
 
     def write() -> str | None:
         if config is None:
@@ -109,11 +109,7 @@ def _write_gathered(
         return None
 
     while (name := ranks.on_rank_0(write)) is not None:  # on rank 0, `write` returns None at the end
-        _whole(tensors[name])
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole_tensor(tensors[name])
 
 
 def export_run(run: Path, to: Path, checkpoint: str | None = None) -> Path:

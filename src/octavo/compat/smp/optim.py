@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
+from octavo.collectives.whole import whole_tensor
 from octavo.compat.smp.state_dicts import Settings, clean
 from octavo.errors import InputError
 from octavo.parallel.shards import local_shard
@@ -37,7 +38,7 @@ def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Se
         if not isinstance(value, Tensor):
             return value
         if full:
-            value = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+            value = whole_tensor(value) if isinstance(value, DTensor) else value.clone()
         elif settings.kind is not StateDictType.SHARDED_STATE_DICT:
             value = local_shard(value).local
         return value.cpu() if to_cpu else value
@@ -116,7 +117,7 @@ def _as_part(name: str, value: Any, parameter: Tensor) -> Any:
     if isinstance(value, DTensor):
         if isinstance(parameter, DTensor) and value.placements == parameter.placements:
             return value.to(parameter.device)
-        value = value.full_tensor()
+        value = whole_tensor(value)
     if tuple(value.shape) == part.shape:
         if not isinstance(parameter, DTensor):
             return value.to(parameter.device)

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
+from octavo.collectives.whole import whole_tensor
 from octavo.compat.te.state import decode, encode, is_ours
 from octavo.errors import InputError
 from octavo.models.convert import Conversion, conversion_of
@@ -129,7 +130,7 @@ def _full(model: nn.Module, tensors: Mapping[str, Tensor], config: Any) -> dict[
     kept = everywhere or not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        whole = whole_tensor(tensor).detach()
         if kept:
             whole = whole.cpu() if to_cpu else whole.clone()
             state |= {name: whole} if way is None else way.split(name, whole)
@@ -180,7 +181,7 @@ def _found(name: str, given: Mapping[str, Any], way: Conversion | None) -> tuple
     names = () if way is None else way.names(name)
     if way is None or not names or any(one not in given for one in names):
         return None, set()
-    parts = tuple(given[one].full_tensor() if isinstance(given[one], DTensor) else given[one] for one in names)
+    parts = tuple(whole_tensor(given[one]) for one in names)
     return way.join(name, parts), set(names)
 
 
@@ -188,7 +189,7 @@ def _copy(name: str, tensor: Tensor, value: Tensor) -> None:
     part = local_shard(tensor)
     if isinstance(value, DTensor):
         same = isinstance(tensor, DTensor) and value.device_mesh == tensor.device_mesh and value.placements == tensor.placements
-        value = value.to_local() if same else value.full_tensor()
+        value = value.to_local() if same else whole_tensor(value)
     if tuple(value.shape) == tuple(part.local.shape) and tuple(value.shape) != part.shape:
         part.local.copy_(value)
     elif tuple(value.shape) == part.shape:
