@@ -9,6 +9,7 @@ import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 import ranks
+from octavo.config import MoeConfig
 from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import CurrentScaling
@@ -77,14 +78,15 @@ EXPERTS = {
     "model_type": "mixtral", "num_local_experts": 4, "sliding_window": None, "output_router_logits": True,
     "router_aux_loss_coef": 0.5,
 }  # fmt: skip
+ROUTER = MoeConfig(moe_z_loss_coeff=0.3)
 
 
 @pytest.mark.parametrize(("recipe", "layout"), [(None, "shard 2"), (None, "replicate 2"), ("delayed", "shard 2")])
-def test_experts_and_the_loss_that_balances_them_equal_one_rank(recipe, layout):
+def test_experts_and_the_losses_of_their_routers_equal_one_rank(recipe, layout):
     ranks_, degrees = LAYOUTS[layout]
     setting, sizes = (torch.float32, recipe, 1), sharded.SIZES | EXPERTS
-    one = sharded.train({}, *setting, steps=3, sizes=sizes)
-    many = ranks.run(ranks_, sharded.train, degrees, *setting, steps=3, sizes=sizes)
+    one = sharded.train({}, *setting, steps=3, sizes=sizes, moe=ROUTER)
+    many = ranks.run(ranks_, sharded.train, degrees, *setting, steps=3, sizes=sizes, moe=ROUTER)
     tolerance = {"loss": 1e-6, "gradient": 1e-4} if recipe is None else {"loss": 2e-3, "gradient": 0.1}
     compare(one, many, **tolerance)
     if recipe == "delayed":  # joined amaxes: the scales of each expert are one rank's
