@@ -16,6 +16,7 @@ from octavo.compat.te.shim import SHIM as TE
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.migrate.names import LIBRARIES, NAMES, STATE, find, library_of
+from octavo.migrate.report import runs_unchanged
 from octavo.migrate.run_file import run_file
 from octavo.migrate.script import read
 from octavo.migrate.values import UNKNOWN
@@ -193,6 +194,35 @@ def test_values_are_calculated_within_bounds_and_never_run(place):
         "j": 1e-4,
     }  # fmt: skip
     assert not (place / "ran").exists()
+
+
+MIXTURE = """\
+import argparse
+import torch.sagemaker as tsm
+from torch.sagemaker.moe.moe_config import MoEConfig
+parser = argparse.ArgumentParser()
+parser.add_argument("--max_context_width", default=512)
+parser.add_argument("--model_type", default="mixtral")
+parser.add_argument("--moe", default=1)
+parser.add_argument("--moe_load_balancing", default="KIND")
+parser.add_argument("--num_local_experts", default=4)
+model = tsm.transform(model, config=MoEConfig(moe_load_balancing="KIND"))
+"""
+
+
+@pytest.mark.parametrize(("kind", "comment"), [("aux_loss", None), ("none", None), ("sinkhorn", "there is no 'sinkhorn'")])
+def test_experts_of_a_script_become_the_section_of_a_run_file(place, kind, comment):
+    (place / "mixture.py").write_text(MIXTURE.replace("KIND", kind))
+    script = read(place / "mixture.py")
+    assert runs_unchanged(script) == (kind != "sinkhorn")
+    text = run_file([script], world_size=2)
+    config = RunConfig.from_dict(tomllib.loads(text))
+    wanted = {"moe_load_balancing": "none" if kind == "none" else "aux_loss", "moe_z_loss_coeff": 0.001}
+    assert config.moe.given == wanted | ({} if kind == "none" else {"moe_aux_loss_coeff": 0.001})
+    assert (config.model.source, config.model.config["num_local_experts"]) == ("mixtral-8x7b", 4)
+    assert comment is None or comment in text
+    (place / "dense.py").write_text(MIXTURE.replace('"--moe", default=1', '"--moe", default=0'))
+    assert not RunConfig.from_dict(tomllib.loads(run_file([read(place / "dense.py")], world_size=2))).moe.given
 
 
 def test_a_notebook_is_read_cell_by_cell(place):

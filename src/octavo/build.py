@@ -2,7 +2,7 @@
 
 1. replace      a known family becomes Octavo's decoder, timm's vision transformer gets Octavo's blocks, and any other module
                 Octavo's linears in place of its eligible `nn.Linear`s
-2. choose       another recipe, or none, for layers named by a pattern
+2. choose       another recipe, or none, for layers named by a pattern; parameters that are not trained
 3. recompute    blocks save their input only, or all but one product; offload: saved activations in host memory
 4. shard        over the ranks, block by block
 5. materialise  storage for this rank's shards
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 
 from octavo.collectives.context import STRATEGIES
+from octavo.config.moe import MoeConfig
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, unknown
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
@@ -34,16 +35,29 @@ from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.description import describe
 from octavo.models.exact import difference
-from octavo.models.families import decoder_spec
-from octavo.models.own_code import cast, compute_in, recompute_own_code, refuse_block_settings, refuse_head_settings
+from octavo.models.families import decoder_spec, with_moe
+from octavo.models.own_code import (
+    cast,
+    compute_in,
+    params_dtype_of,
+    recompute_own_code,
+    refuse_block_settings,
+    refuse_head_settings,
+)
 from octavo.models.published import keep_float32_buffers
-from octavo.models.replace import choose_recipes, keep_frozen, recompute_mlps, replace_linears
+from octavo.models.replace import (
+    choose_recipes,
+    freeze,
+    keep_frozen,
+    recompute_mlps,
+    refuse_dropout,
+    refuse_part_of_experts,
+    replace_linears,
+)
 from octavo.models.spec import ModelSpec
 from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
 from octavo.models.weight_files import DEQUANTISE, InMemoryWeights, Weights
 from octavo.models.weight_loader import WeightLoader, folder_weights
-from octavo.nn.attention import DotProductAttention
-from octavo.nn.moe import LayerNormMoE
 from octavo.nn.norm import FLOATS
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
@@ -80,6 +94,7 @@ def transform(
     mlp_chunks: int = 1,
     offload: bool = False,
     blocks: Literal["auto", "own"] = "auto",
+    moe: MoeConfig | Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Make a model's linear layers run in FP8 under `octavo.fp8_autocast`, and shard it over the ranks of `octavo.init`.
 
@@ -96,7 +111,7 @@ def transform(
         config: the Hugging Face config, when `model.config` is not it.
         skip: patterns of module names (`fnmatch`, by Octavo's or Hugging Face's names) that stay out of FP8.
         layers: pattern → the layers' own recipe in place of `fp8_autocast`'s, or None to stay out of FP8.
-            Later patterns win; `skip` overrides all. `fp8_autocast` joins amaxes for all of them.
+            Later patterns win; `skip` overrides all.
         load_from: a Hugging Face model folder with weights, of which each rank reads its own rows.
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
         cp_comm_type: as in `octavo.init`, or "own": the model's own code splits its sequences, by `octavo.context_parallel`.
@@ -107,17 +122,17 @@ def transform(
         mlp_chunks: chunks of tokens that each MLP computes one after the other, with the temporaries of one.
         offload: keep activations saved for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
         blocks: "own" keeps the code of a model that would get Octavo's blocks, and its names in checkpoints.
+        moe: losses and noise of the routers of experts, by the keys of a run file's [moe]; absent ones as in the config.
 
     Raises:
         InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a tensor that
             would have no value, weights that differ between ranks, parameters of several dtypes where one is needed.
     """
-    recipe = DelayedScaling() if recipe is None else coerce(recipe)
+    recipe, training = DelayedScaling() if recipe is None else coerce(recipe), getattr(model, "training", True)
     fp8_head = False if fp8_head is None and not recipe.native else fp8_head
-    _check_arguments(model, dtype, params_dtype, skip, layers, cp_comm_type)
-    params_dtype = params_dtype or _params_dtype(model)
+    _check_arguments(model, dtype, params_dtype, skip, layers, cp_comm_type, moe)
+    params_dtype = params_dtype or params_dtype_of(model)
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype, strategy=cp_comm_type)
-    training = model.training
     if sharding is not None and load_from is None and not load_state_dict_from_rank0:
         check_same_weights(model, all_ranks())
     transformed = build_model(
@@ -126,7 +141,6 @@ def transform(
         dtype=dtype,
         params_dtype=params_dtype,
         device=_device_of(model) if device is None else device,
-        seed=state.config.random_seed,
         skip=skip,
         layers={pattern: None if own is None else coerce(own) for pattern, own in (layers or {}).items()},
         load_from=load_from,
@@ -134,23 +148,33 @@ def transform(
         recompute=recompute,
         mlp_chunks=mlp_chunks,
         offload=offload or state.config.sm_activation_offloading,
-        horizon=state.config.activation_loading_horizon,
         sharding=sharding,
-        buffer_dtype=torch_dtype(state.config.buffer_dtype),
+        **_options_of_state(),
         fp8_head=fp8_head,
         averaged=True,
         blocks=blocks,
-    ).train(training)
-    return _handed_over(transformed, model)
+        moe=moe if isinstance(moe, MoeConfig) else MoeConfig.from_dict(moe or {}, where="octavo.transform(moe=…)"),
+    )
+    return _handed_over(transformed, model, training=training)
 
 
-def _handed_over(transformed: nn.Module, model: nn.Module) -> nn.Module:
+def _options_of_state() -> dict[str, Any]:
+    """Arguments of `build_model` that `octavo.init` has been given."""
+    config = state.config
+    return {
+        "seed": config.random_seed,
+        "horizon": config.activation_loading_horizon,
+        "buffer_dtype": torch_dtype(config.buffer_dtype),
+    }
+
+
+def _handed_over(transformed: nn.Module, model: nn.Module, *, training: bool) -> nn.Module:
     if isinstance(transformed, Decoder):
         transformed.generation_config = getattr(model, "generation_config", None)
         transformed.output_hidden_states = bool(getattr(transformed.config, "output_hidden_states", False))
     if next(states_of(transformed), None) is None:
         warnings.warn(f"octavo.transform: {type(model).__name__} has no linear layer that can run in FP8.", stacklevel=3)
-    return transformed
+    return transformed.train(training)
 
 
 def build_model(
@@ -176,6 +200,8 @@ def build_model(
     from_rank0: Ranks | None = None,
     buffer_dtype: torch.dtype = torch.float32,
     blocks: Literal["auto", "own"] = "auto",
+    moe: MoeConfig | None = None,
+    frozen: Sequence[str] = (),
 ) -> nn.Module:
     """Make a model, in the order of this module, for `transform` and for a run; other arguments are as in `transform`.
 
@@ -188,6 +214,7 @@ def build_model(
         objective: label smoothing and z-loss of the training loss (Octavo's decoder alone).
         averaged: average the gradients of a model that keeps its own code, for mean losses; False sums them.
         from_rank0: all ranks; rank 0 has the weights.
+        frozen: patterns of parameters that are not trained.
     """
     _check_settings(blocks, recompute, mlp_chunks, offload)
     device = torch.device(device)
@@ -195,6 +222,7 @@ def build_model(
     config = source if original is None else config or getattr(original, "config", None)
     load_from = None if device.type == "meta" else load_from
     spec, vision, reason = _replacement(original, config, blocks, can_fill=bool(load_from or from_rank0))
+    spec = with_moe(spec, config, moe)
     if params_dtype is None and (spec is not None or vision or sharding is not None):
         raise InputError(f"{type(original).__name__} has parameters of several dtypes: set params_dtype, to torch.float32.")
     weights = _weights(original, config, load_from, needed=vision or spec is not None or from_rank0 is not None)
@@ -219,6 +247,7 @@ def build_model(
     # 2. Choose.
     choose_recipes(model, layers=layers, skip=skip, excluded=excluded)
     use_own_buffers(model)
+    freeze(model, frozen)
     # 3. Recompute, offload.
     stack, _ = _blocks(model)
     _recompute(model, stack, recompute, mlp_chunks, horizon=horizon if offload else None)
@@ -281,7 +310,7 @@ def _keep_own_code(model: nn.Module, reason: str, recompute: Recompute, mlp_chun
     vars(model)["octavo_own_code"] = reason  # for `describe`
 
 
-def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layers: Any, cp_comm_type: Any) -> None:
+def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layers: Any, cp_comm_type: Any, moe: Any) -> None:
     """Refuse arguments of `transform` of the wrong kind."""
     if cp_comm_type not in (None, *STRATEGIES, "auto", "own"):
         raise unknown("cp_comm_type", str(cp_comm_type), (*STRATEGIES, "auto", "own"))
@@ -294,6 +323,8 @@ def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layer
         raise InputError(f'skip = {skip!r} is not a list of patterns: use a list of text, such as ["layers.0.*"].')
     if layers is not None and not isinstance(layers, Mapping):
         raise InputError(f"layers = {layers!r} is not a table: use a dict of pattern → recipe, or None for high precision.")
+    if not isinstance(moe, MoeConfig | Mapping | None):
+        raise InputError(f"moe = {moe!r} is not a table: use a dict of keys of [moe], such as {{'moe_z_loss_coeff': 0.001}}.")
 
 
 def _check_settings(blocks: str, recompute: object, mlp_chunks: object, offload: object) -> None:
@@ -351,33 +382,15 @@ def _recompute(
             recompute_own_code(model)
         return
     if recompute == "mlp" or mlp_chunks > 1:
-        _refuse_experts(model, recompute, mlp_chunks)
+        refuse_part_of_experts(model, recompute, mlp_chunks)
         recompute_mlps(stack, mlp_chunks)
     if recompute == "selective":
-        _refuse_dropout(model)
+        refuse_dropout(model)
         stack.run_block = selectively_recomputed
     elif recompute is True:
         stack.run_block = recomputed
     if horizon is not None:
         stack.run_block = offloaded(stack.run_block, horizon)
-
-
-def _refuse_experts(model: nn.Module, recompute: Recompute, mlp_chunks: int) -> None:
-    if any(isinstance(layer, LayerNormMoE) for layer in model.modules()):
-        asked = 'train.recompute = "mlp"' if recompute == "mlp" else f"train.mlp_chunks = {mlp_chunks}"
-        raise InputError(
-            f'{asked}: experts are recomputed with their block alone. Set train.recompute = "selective", or true, and '
-            "train.mlp_chunks = 1."
-        )
-
-
-def _refuse_dropout(model: nn.Module) -> None:
-    rates = {layer.attention_dropout for layer in model.modules() if isinstance(layer, DotProductAttention)}
-    if any(rates):
-        raise InputError(
-            f'train.recompute = "selective" with attention_dropout = {max(rates)}: a result with dropout is computed again. '
-            "Set train.recompute = true, or attention_dropout = 0.0."
-        )
 
 
 def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, seed: int) -> Values:
@@ -421,17 +434,6 @@ def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
         ) from None
     keep_float32_buffers(model, dtype)
     return model
-
-
-def _params_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype of a model's parameters; None if they have several."""
-    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if others := found.difference(FLOATS):
-        raise InputError(
-            f"{type(model).__name__} has parameters of {', '.join(sorted(map(str, others)))}: Octavo trains "
-            f"{', '.join(map(str, FLOATS))}. Set params_dtype=torch.float32; a quantised model has to be dequantised first."
-        )
-    return found.pop() if len(found) == 1 else None
 
 
 def _device_of(model: nn.Module) -> torch.device:

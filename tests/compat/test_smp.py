@@ -5,10 +5,11 @@ import json
 import fsdp_ranks
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import octavo
 import ranks
+from octavo.compat.smp import utils
 from octavo.errors import InputError
 
 pytestmark = ranks.alone
@@ -89,8 +90,8 @@ def test_configuration_of_a_dict_a_file_and_the_estimator(tsm, tmp_path, monkeyp
         with pytest.raises(InputError, match=fault):
             tsm.init()
     for config, fault in (
-        ({"tensor_parallel_degree": 2}, "tensor_parallel_degree = 2: this version has data and context parallelism"),
-        ({"expert_parallel_degree": 8}, "expert_parallel_degree = 8"),
+        ({"tensor_parallel_degree": 2}, "tensor_parallel_degree = 2: this version has data, context and expert parallelism"),
+        ({"expert_parallel_degree": 8}, "do not fit 1 ranks"),
         ({"context_parallel_degree": 2}, "do not fit 1 ranks"),
         (tmp_path / "none.json", "cannot be read"),
         (7, "got int"),
@@ -103,17 +104,11 @@ def test_configuration_of_a_dict_a_file_and_the_estimator(tsm, tmp_path, monkeyp
 
 def test_transform_says_what_is_not_there(tsm):
     from torch.sagemaker.moe.moe_config import MoEConfig
-    from torch.sagemaker.moe.moe_layer import MoELayer
 
     tsm.init()
     model = AutoModelForCausalLM.from_config(LlamaConfig(**fsdp_ranks.TINY))
-    assert MoEConfig() == MoEConfig(True, 12345, "sinkhorn", False, True, 0.001, 0.001)
-    with pytest.raises(InputError, match="leave config out"):
-        tsm.transform(model, config=MoEConfig())
-    with pytest.raises(InputError, match="Did you mean 'sinkhorn'"):
-        MoEConfig(moe_load_balancing="sinkhorm")
-    with pytest.raises(InputError, match="leave config out"):
-        MoELayer(8)
+    with pytest.raises(InputError, match=r"the model \(llama\) has no experts"):
+        tsm.transform(model, config=MoEConfig(moe_load_balancing="aux_loss"))
     with pytest.raises(InputError, match="cp_comm_type"):
         tsm.transform(model, cp_comm_type="a2a")
     new = tsm.transform(model, config=MoEConfig(smp_moe=False))
@@ -127,6 +122,85 @@ def test_transform_says_what_is_not_there(tsm):
     with pytest.raises(AttributeError):
         new(input_ids=ids, labels=ids).sum()
     assert next(new.parameters()).dtype == torch.float32
+
+
+def mixtral(**changes):
+    torch.manual_seed(0)
+    sizes = fsdp_ranks.TINY | {"num_local_experts": 4, "sliding_window": None} | changes
+    return AutoModelForCausalLM.from_config(MixtralConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("asked", "ours"),
+    [
+        (
+            {"moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2},
+            {"moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2},
+        ),
+        ({"moe_load_balancing": "none"}, {"moe_load_balancing": "none", "moe_z_loss_coeff": 0.001}),
+        ({"smp_moe": False, "moe_load_balancing": "sinkhorn"}, {}),
+    ],
+    ids=str,
+)
+def test_a_configuration_of_experts_does_what_the_section_of_a_run_file_does(tsm, asked, ours):
+    from torch.sagemaker.moe.moe_config import MoEConfig
+    from torch.sagemaker.moe.moe_layer import MoELayer
+
+    tsm.init()
+    ids = torch.arange(32).view(2, 16)
+    switched_on = {"output_router_logits": True, "router_aux_loss_coef": 0.1}  # in the model's config
+    model = tsm.transform(mixtral(**switched_on), config=MoEConfig(**asked))
+    beside = octavo.transform(mixtral(**switched_on), dtype=torch.float32, moe=ours)
+    losses = [each(input_ids=ids, labels=ids).loss for each in (model, beside)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    assert model.spec == beside.spec
+    for loss in losses:
+        loss.backward()
+    for one, other in zip(model.parameters(), beside.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert sum(isinstance(module, MoELayer) for module in model.modules()) == 2
+    assert not isinstance(model, MoELayer)
+    assert len({MoELayer, torch.nn.Linear}) == 2  # in the sets of policies
+
+
+def test_what_a_configuration_of_experts_asks_for_is_said_or_refused(tsm, capsys):
+    from torch.sagemaker.moe.moe_config import MoEConfig
+    from torch.sagemaker.moe.moe_layer import MoELayer
+
+    tsm.init()
+    assert MoEConfig() == MoEConfig(True, 12345, "sinkhorn", False, True, 0.001, 0.001, False)
+    for config, words in (
+        (
+            MoEConfig(),
+            r"moe_load_balancing='sinkhorn'\)\) \(SMP's default\) is not there: .* Set moe_load_balancing=\"aux_loss\"",
+        ),
+        (MoEConfig(moe_load_balancing="balanced"), r"'balanced'\)\) is not there"),
+        (MoEConfig(moe_load_balancing="none", global_token_shuffle=True), "not shuffled between ranks"),
+        ({"smp_moe": True}, "it is a MoEConfig"),
+    ):
+        with pytest.raises(InputError, match=words):
+            tsm.transform(mixtral(), config=config)
+    for asked, words in (
+        ({"moe_load_balancing": "sinkhorm"}, "Did you mean 'sinkhorn'"),
+        ({"moe_aux_loss_coeff": float("nan")}, "moe_aux_loss_coeff = nan is no coefficient"),
+        ({"moe_z_loss_coeff": -1}, "moe_z_loss_coeff = -1"),
+        ({"moe_z_loss_coeff": "0.1"}, "moe_z_loss_coeff = '0.1'"),
+        ({"global_token_shuffle": "no"}, "global_token_shuffle = 'no' is neither True nor False"),
+    ):
+        with pytest.raises(InputError, match=words):
+            MoEConfig(**asked)
+    with pytest.raises(InputError, match=r"octavo\.nn\.LayerNormMoE"):
+        MoELayer(8)
+    assert not isinstance(torch.nn.Linear(1, 1), MoELayer)
+    utils._said.clear()
+    capsys.readouterr()
+    others = {"random_seed": 7, "moe_all_to_all_dispatcher": False, "use_cpu_initialization": 1, "global_token_shuffle": None}
+    for _ in range(2):
+        tsm.transform(mixtral(), config=MoEConfig(moe_load_balancing="aux_loss", **others))
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" ")[2].partition("=")[0].partition(":")[0] for line in said] == [
+        "MoEConfig", "MoEConfig(random_seed", "MoEConfig(moe_all_to_all_dispatcher", "MoEConfig(use_cpu_initialization",
+    ]  # fmt: skip
 
 
 def test_attention_modules_are_softmax_by_hand(tsm):

@@ -77,6 +77,13 @@ def test_what_the_config_of_another_family_builds(family, dtype):
     assert isinstance(transformed(copy.deepcopy(of_family(family)).to(dtype)), Decoder)
 
 
+@pytest.mark.parametrize("asked", ["output_hidden_states", "output_router_logits"])
+def test_a_model_that_has_returned_its_inner_states_is_still_the_same(asked):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SIZES, num_local_experts=2))
+    model(torch.zeros(1, 4, dtype=torch.int64), **{asked: True})
+    assert isinstance(transformed(model), Decoder)
+
+
 CHANGED_FAMILIES = {
     "serial": ("gpt_neox", lambda m: setattr(m.gpt_neox.layers[1], "use_parallel_residual", False), "use_parallel_residual is"),
     "dropout": ("gpt_neox", lambda m: setattr(m.gpt_neox.layers[0].post_mlp_dropout, "p", 0.5), r"post_mlp_dropout\.p is 0\.5"),

@@ -6,6 +6,7 @@ from llamas import llama_config
 
 from octavo.build import build_model
 from octavo.collectives.whole import whole_tensor
+from octavo.config import MoeConfig
 from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
@@ -54,6 +55,8 @@ def build(strategy, *, window=None, heads=2, family="llama", dtype=torch.float32
     """A model of the same weights for the same config, over the ranks or (split=False) whole on each."""
     state = world.state
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=torch.float32, strategy=strategy)
+    if family == "mixtral":
+        options["moe"] = MoeConfig(moe_z_loss_coeff=0.3)
     return build_model(
         config(window, heads, family),
         dtype=dtype,
@@ -107,12 +110,21 @@ def exact_cells(degrees, cases, strategies=("all_gather", "p2p", "a2a")):
                 with torch.no_grad():
                     logits = model(**mine).logits
                 real = mine.get("attention_mask", torch.ones_like(mine["input_ids"])).bool()
+                if family == "mixtral":
+                    check_recorded(model, whole)
                 errors[case, heads, strategy] = (
                     abs(loss.item() - wanted.item()) / wanted.item(),
                     largest_error(gradients(model), wanted_gradients),
                     (logits - wanted_logits)[real].abs().max().item(),
                 )
     return errors
+
+
+def check_recorded(model, whole):
+    """Routing and losses of the routers, summed over ranks, are those of all samples on one rank, whose are kept there."""
+    for found, wanted in zip(model.take_routing(), whole._routing, strict=True):
+        dist.all_reduce(found)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
 
 
 def logits_with_gradients(degrees):

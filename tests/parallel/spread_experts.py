@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import octavo
 from octavo.checkpoint.writer import collect
+from octavo.config import MoeConfig
 from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES
@@ -25,7 +26,8 @@ def train(degrees, recipe, forced=None, micro_batches=1, **options):
     """As `sharded.train` in float32; forced: the one expert that every token visits first."""
     if forced is not None:
         LayerNormMoE._route = lambda self, logits: route_to(forced, logits)
-    return sharded.train(degrees, torch.float32, recipe, micro_batches, steps=3, sizes=sharded.SIZES | EXPERTS, **options)
+    options |= {"sizes": sharded.SIZES | EXPERTS, "moe": MoeConfig(moe_z_loss_coeff=0.3)}
+    return sharded.train(degrees, torch.float32, recipe, micro_batches, steps=3, **options)
 
 
 def route_to(forced, logits):

@@ -22,7 +22,7 @@ def test_metrics_of_experts():
     assert found["dropped_tokens"] == 0
 
 
-def test_a_run_records_its_experts_and_continues_to_the_last_bit(tiny_run, tmp_path):
+def test_a_run_records_its_experts_and_continues_to_the_last_bit(tiny_run, tmp_path, capsys):
     run = tiny_run(steps=4, every=2)
     MixtralConfig(
         vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
@@ -30,7 +30,8 @@ def test_a_run_records_its_experts_and_continues_to_the_last_bit(tiny_run, tmp_p
         bos_token_id=0, eos_token_id=0,
     ).save_pretrained(tmp_path / "mixture")  # fmt: skip
     settings = re.sub(r"\[model\.config\]\n.*?(?=\n\[)", "", run.file.read_text(), flags=re.DOTALL)
-    run.file.write_text(re.sub(r'(?m)^source = "llama-tiny"', f'source = "{tmp_path / "mixture"}"', settings))
+    settings = re.sub(r'(?m)^source = "llama-tiny"', f'source = "{tmp_path / "mixture"}"', settings)
+    run.file.write_text(f"{settings}\n[moe]\nmoe_z_loss_coeff = 0.01\n")
     assert main(["train", str(run.file)]) == 0
     first = read_metrics(run.output / "metrics.jsonl")
     for record in first:
@@ -39,9 +40,15 @@ def test_a_run_records_its_experts_and_continues_to_the_last_bit(tiny_run, tmp_p
         assert record["largest_expert_load"] >= max(record["expert_load"]) - 1e-6
         assert 0 < record["router_entropy"] < 1.387  # of four experts, ln 4
         assert record["dropped_tokens"] == 0
+        assert 1.9 < record["balancing_loss"] < 4  # of two visited experts; 2 if all are visited alike
+        assert 1 < record["router_z_loss"] < 4  # near (ln 4)²
     shutil.rmtree(run.output / "checkpoints" / "step-4")
     assert main(["train", str(run.file)]) == 0
     again = read_metrics(run.output / "metrics.jsonl")
     for one, other in zip(first, again, strict=True):
-        for key in ("loss", "grad_norm", "expert_load", "router_entropy"):
+        for key in ("loss", "grad_norm", "expert_load", "router_entropy", "balancing_loss", "router_z_loss"):
             assert one[key] == other[key], (one["step"], key)
+    with run.file.open("a") as file:
+        file.write('moe_load_balancing = "none"\n')
+    assert main(["train", str(run.file)]) == 2
+    assert "moe.moe_load_balancing was absent and is now 'none'" in capsys.readouterr().err

@@ -10,12 +10,13 @@ from octavo.config.fp8 import Fp8Config
 from octavo.config.launch import LaunchConfig
 from octavo.config.log import LogConfig
 from octavo.config.model import ModelConfig
+from octavo.config.moe import MoeConfig
 from octavo.config.optimizer import OptimizerConfig
 from octavo.config.parallel import InitConfig, ParallelConfig
 from octavo.config.run import RunConfig, known_keys
 from octavo.config.train import TrainConfig
 
 __all__ = [
-    "CheckpointConfig", "DataConfig", "Fp8Config", "InitConfig", "LaunchConfig", "LogConfig", "ModelConfig", "OptimizerConfig",
-    "ParallelConfig", "RunConfig", "TrainConfig", "known_keys",
+    "CheckpointConfig", "DataConfig", "Fp8Config", "InitConfig", "LaunchConfig", "LogConfig", "ModelConfig", "MoeConfig",
+    "OptimizerConfig", "ParallelConfig", "RunConfig", "TrainConfig", "known_keys",
 ]  # fmt: skip

@@ -144,6 +144,12 @@ _NEEDS = (
         "a data set as data.source",
     ),
     _Need(
+        ("moe.moe_aux_loss_coeff",),
+        ("moe.moe_load_balancing",),
+        lambda config: config.moe.moe_load_balancing != "none",
+        'moe.moe_load_balancing = "aux_loss"',
+    ),
+    _Need(
         ("parallel.cp_comm_type",),
         ("parallel.context_parallel_degree",),
         lambda config: config.parallel.context_parallel_degree > 1,

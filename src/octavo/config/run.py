@@ -17,6 +17,7 @@ from octavo.config.fp8 import Fp8Config
 from octavo.config.launch import LaunchConfig
 from octavo.config.log import LogConfig
 from octavo.config.model import ModelConfig
+from octavo.config.moe import MoeConfig
 from octavo.config.optimizer import OptimizerConfig
 from octavo.config.parallel import ParallelConfig
 from octavo.config.reading import apply_overrides, read_file
@@ -31,6 +32,7 @@ class RunConfig(Section):
     model: ModelConfig
     data: DataConfig
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    moe: MoeConfig = Field(default_factory=MoeConfig)
     fp8: Fp8Config = Field(default_factory=Fp8Config)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     train: TrainConfig
@@ -107,7 +109,7 @@ class RunConfig(Section):
         for each in without_effect(self):
             section, _, key = each.key.partition(".")
             del tables[section][key]
-        return tomli_w.dumps(_without_none(tables))
+        return tomli_w.dumps({section: table for section, table in _without_none(tables).items() if table})
 
     @property
     def steps(self) -> int | None:

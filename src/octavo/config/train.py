@@ -63,6 +63,10 @@ class TrainConfig(Section):
         description="Weight of the squared log-sum-exp of the logits in the loss, which keeps logits near 0 (Octavo's decoder "
         "only; not in validation).",
     )
+    freeze: list[str] = Field(
+        default_factory=list,
+        description="Patterns (`fnmatch`) of the names of parameters, or of modules with them, that are not trained.",
+    )
     compare_bf16: bool = Field(False, description="Train the same steps once more without FP8, and report the gap in loss.")
     validate_every: int = Field(0, ge=0, description="Steps between validations; 0: only at the end.")
     early_stopping: int = Field(

@@ -67,8 +67,8 @@ _SMP = (
     Name(
         "torch.sagemaker.transform(config=)",
         "differs",
-        "a MoEConfig with smp_moe is refused: experts run in FP8 without it",
-        "leave config out",
+        'a MoEConfig: moe_load_balancing "aux_loss" and "none"; "sinkhorn", SMP\'s default, and "balanced" are refused',
+        'octavo.transform(model, moe={"moe_load_balancing": "aux_loss", …})',
     ),
     Name(
         "torch.sagemaker.transform(load_state_dict_from_rank0=)",
@@ -94,10 +94,25 @@ _SMP = (
     Name(
         "torch.sagemaker.moe.moe_config.MoEConfig",
         "differs",
-        "transform refuses it with smp_moe: experts run in FP8 without it",
-        "leave config out",
+        'losses are means over layers; transform refuses moe_load_balancing "sinkhorn" (its default) and "balanced", and '
+        "global_token_shuffle",
+        'octavo.transform(model, moe={"moe_load_balancing": "aux_loss", …}), [moe] of a run file',
     ),
-    Name("torch.sagemaker.moe.moe_layer.MoELayer", "differs", "a name for auto-wrap policies alone", "leave it out"),
+    *(
+        Name(
+            f'torch.sagemaker.moe.moe_config.MoEConfig(moe_load_balancing="{kind}")',
+            "absent",
+            "refused by transform: tokens go to the experts of the largest probabilities",
+            'moe_load_balancing="aux_loss", or "none"',
+        )
+        for kind in ("sinkhorn", "balanced")
+    ),
+    Name(
+        "torch.sagemaker.moe.moe_layer.MoELayer",
+        "differs",
+        "a name for auto-wrap policies and isinstance",
+        "octavo.nn.LayerNormMoE",
+    ),
     Name(
         "torch.sagemaker.tensor_parallel.transformer",
         "same",

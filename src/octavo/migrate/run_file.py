@@ -32,7 +32,8 @@ DEFAULTS: dict[str, Any] = {
     "max_context_width": 2048, "vocab_size": 50432, "hidden_width": 768, "num_layers": 12, "num_heads": 12,
     "model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000, "llama_intermediate_size": 11008,
     "intermediate_size": 14336, "initializer_range": 0.02, "sharding_strategy": "hybrid_shard", "validation_batches": 10,
-    "data_num_workers": 0, "use_smp_implementation": 0,
+    "data_num_workers": 0, "use_smp_implementation": 0, "moe": 0, "moe_load_balancing": "sinkhorn", "moe_aux_loss_coeff": 0.001,
+    "moe_z_loss_coeff": 0.001, "num_local_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
 """Arguments of SMP's example script that a run file has keys for, with the example's defaults."""
 
@@ -48,10 +49,16 @@ _NO_KEY = (
     "limit_all_gathers", "log_reduced_training_loss", "logging_freq_for_avg", "nccl_test_log", "patch_neox_rope",
     "preserve_np_state", "profile_nsys", "same_seed", "save_final_model", "use_orig_params", "use_smp_flash_attn",
     "use_synthetic_data", "zipped_data", "checkpoint_type", "do_train", "do_eval", "delayed_parameter_initialization",
-    "fsdp_cache_flush_warnings", "allow_empty_shards",
+    "fsdp_cache_flush_warnings", "allow_empty_shards", "moe_all_to_all_dispatcher", "global_token_shuffle",
 )  # fmt: skip
 """Arguments that need no key: what they ask for always happens, or has no counterpart."""
-_SHAPES = {"llama_v2": "llama2-7b", "llama_v3": "llama-8b", "gpt_neox": "pythia-410m", "mistral": "mistral-7b"}
+_SHAPES = {
+    "llama_v2": "llama2-7b",
+    "llama_v3": "llama-8b",
+    "gpt_neox": "pythia-410m",
+    "mistral": "mistral-7b",
+    "mixtral": "mixtral-8x7b",
+}
 """`model_type` → the built-in shape that gets its sizes."""
 
 
@@ -90,6 +97,7 @@ def run_file(scripts: Sequence[Script], *, world_size: int | None = None) -> str
     _model(given, of, draft)
     _data(given, of, estimator, draft)
     degrees = _parallel(given, of, estimator, ranks, draft)
+    _moe(given, of, draft)
     _fp8(given, of, draft)
     _optimizer(given, of, draft)
     _train(given, of, max(1, ranks // degrees), draft)
@@ -193,7 +201,9 @@ def _sizes(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
         return found | {"intermediate_size": 4 * hidden, "rope_parameters": {"rope_type": "default"} | rope}
     inner = given["llama_intermediate_size" if kind == "llama_v2" else "intermediate_size"]
     found |= {"intermediate_size": inner, "num_key_value_heads": given["num_key_value_heads"] or heads}
-    if kind == "mistral" and given["sliding_window"] is not None:
+    if kind == "mixtral":
+        found |= {key: given[key] for key in ("num_local_experts", "num_experts_per_tok")}
+    if kind in ("mistral", "mixtral") and given["sliding_window"] is not None:
         found["sliding_window"] = given["sliding_window"]
     return found
 
@@ -242,6 +252,20 @@ def _parallel(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], r
             "parallel.sm_activation_offloading = true"
         )
     return int((given["context_parallel_degree"] or 1) * (given["tensor_parallel_degree"] or 1))
+
+
+def _moe(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
+    if not given["moe"]:
+        return
+    asked = given["moe_load_balancing"]
+    if asked in ("aux_loss", "none"):
+        draft.put("moe.moe_load_balancing", asked, of("moe_load_balancing"))
+    else:
+        draft.put("moe.moe_load_balancing", "aux_loss", f"there is no {asked!r}: choose aux_loss or none")
+    if asked != "none":
+        draft.put("moe.moe_aux_loss_coeff", float(given["moe_aux_loss_coeff"]), of("moe_aux_loss_coeff"))
+    draft.put("moe.moe_z_loss_coeff", float(given["moe_z_loss_coeff"]), of("moe_z_loss_coeff"))
+    draft.notes.append("losses of [moe] are means over layers, where Megatron-LM, and SMP by it, adds layers up")
 
 
 def _fp8(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:

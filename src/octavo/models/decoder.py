@@ -31,7 +31,7 @@ from octavo.models.spec import ModelSpec
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.head import OutputHead, linear_cross_entropy
 from octavo.nn.linear import compute_dtype, high_precision
-from octavo.nn.moe import Experts, balancing_loss
+from octavo.nn.moe import Experts, balancing_loss, router_z_loss
 from octavo.nn.norm import NORM_LAYERS
 
 IGNORED = -100
@@ -125,7 +125,7 @@ class Decoder(PretrainedInterface):
         """Each rank has a part of the weights, so that all of them run every forward."""
         self.output_hidden_states = False
         """The default of the forward's argument."""
-        self._routing: Tensor | None = None
+        self._routing: tuple[Tensor, Tensor] | None = None
         self.objective = objective
         """Training loss; None for the plain cross entropy, which every evaluation uses."""
 
@@ -199,8 +199,7 @@ class Decoder(PretrainedInterface):
         if labels is None:
             output["logits"] = self._logits(hidden, tokens, logits_to_keep)
         else:
-            balance = self._balance(routings) if routings else None
-            loss = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch, balance)
+            loss = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch, routings)
             output["loss"] = loss if same is None else loss.where(same, torch.nan)
         return output.to_tuple() if return_dict is False else output
 
@@ -243,20 +242,34 @@ class Decoder(PretrainedInterface):
         real = functional.pad(mask != 0, (0, padded - input_ids.shape[1]))
         return real if self.context is None else self.context.split(real)
 
-    def _balance(self, routings: list[Tensor]) -> Tensor:
-        """This rank's part of the loss that balances the experts over all tokens of this forward on all ranks."""
-        routing = torch.stack(routings)
-        if self.training and checkpoints.trains():
-            self._routing = routing.detach() if self._routing is None else self._routing + routing.detach()
-        visits = routing.detach()[:, self.spec.experts : 2 * self.spec.experts].sum(0)
+    def _router_losses(self, routings: list[Tensor], share: Tensor | None) -> Tensor | None:
+        """This rank's part of the losses of all routers, over all tokens of this forward on all ranks, times their `share`.
+
+        With their coefficients, which are in the loss; None where both are 0.
+        """
+        routing, spec = torch.stack(routings), self.spec
+        visits = routing.detach()[:, spec.experts : 2 * spec.experts].sum(0)
         if self.token_group is not None and self._joins():
             dist.all_reduce(visits, group=self.token_group)
-        return self.spec.balance * balancing_loss(routing, visits, self.spec.visited)
+        losses = [of(routing, visits, spec.visited) for of in (balancing_loss, router_z_loss)]
+        if self.training and checkpoints.trains():
+            new = routing.detach(), torch.stack(losses).detach() * (1 if share is None else share)
+            self._routing = new if self._routing is None else (self._routing[0] + new[0], self._routing[1] + new[1])
+        weighted = [
+            coefficient * loss
+            for coefficient, loss in zip((spec.balance, spec.router_z_loss), losses, strict=True)
+            if coefficient
+        ]
+        if not weighted:
+            return None
+        total = weighted[0] if len(weighted) == 1 else weighted[0] + weighted[1]
+        return total if share is None else total * share
 
-    def take_routing(self) -> Tensor | None:
-        """Sums of this rank's routers over the forwards of training since the last call, float32 [mixtures, 2E + 2].
+    def take_routing(self) -> tuple[Tensor, Tensor] | None:
+        """Routing of this rank in the forwards of training since the last call; summed over ranks it is that of all tokens.
 
-        As `LayerNormMoE` returns them; None without experts.
+        Sums as `LayerNormMoE` returns them, float32 [mixtures, 2E + 2]; balancing loss and z loss without coefficients,
+        float32 [2], each forward by its share of the targets of its step. None without experts.
         """
         routing, self._routing = self._routing, None
         return routing
@@ -296,12 +309,12 @@ class Decoder(PretrainedInterface):
         labels: Tensor,
         num_items_in_batch: Tensor | int | None,
         first: bool | None,
-        balance: Tensor | None,
+        routings: list[Tensor],
     ) -> Tensor:
         target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         joined = num_items_in_batch is None and self.data_group is not None and self._joins()
-        if balance is not None and num_items_in_batch is not None:
-            balance = balance * self._share(target, num_items_in_batch)
+        share = self._share(target, num_items_in_batch) if routings and num_items_in_batch is not None else None
+        added = self._router_losses(routings, share) if routings else None
         if num_items_in_batch is None:
             num_items_in_batch = (target != IGNORED).sum()
             if joined:
@@ -324,12 +337,12 @@ class Decoder(PretrainedInterface):
             )
 
         loss: Tensor = self._own_head()(hidden, run)
-        loss = loss if balance is None else loss + balance
+        loss = loss if added is None else loss + added
         loss = loss if self.context is None else self.context.sum(loss)
         return summed(loss, self.data_group) if joined and self.data_group is not None else loss
 
     def _share(self, target: Tensor, num_items_in_batch: Tensor | int) -> Tensor:
-        """This forward's part of the targets of a step, by which its balancing loss counts."""
+        """This forward's part of the targets of a step, by which the losses of its routers count."""
         targets = (target != IGNORED).sum()
         if self.data_group is not None and self._joins():
             dist.all_reduce(targets, group=self.data_group)

@@ -42,7 +42,7 @@ def _differences(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> Ite
             yield f"{name} is {_kind(own.get(name))}, not {_kind(known.get(name))}"
     yield from _tensor_differences(model, reference)
     for name, module in own.items():
-        if any(getattr(module, hooks) for hooks in _HOOKS):
+        if any(not _captures_outputs(hook) for hooks in _HOOKS for hook in getattr(module, hooks).values()):
             yield f"{name or 'the model'} has hooks"
         if getattr(module, "gradient_checkpointing", False):
             yield "gradient checkpointing is on: octavo.transform(recompute=True) does that for Octavo's blocks"
@@ -81,6 +81,11 @@ def _tensors(model: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
         name: (tuple(value.shape), first.setdefault(id(value), name))
         for name, value in model.state_dict(keep_vars=True).items()
     }
+
+
+def _captures_outputs(hook: object) -> bool:
+    """A hook of transformers' own, which a forward that returns hidden states or router logits leaves behind."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _scalars(module: nn.Module) -> dict[str, Any]:

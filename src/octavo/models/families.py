@@ -6,11 +6,13 @@ gets FP8 linears in place and is counted all the same. Neither torch nor transfo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Literal
 
+from octavo.config.moe import MoeConfig
 from octavo.errors import InputError, unknown
 from octavo.models.spec import ModelSpec
 
@@ -252,6 +254,40 @@ def _qwen3_experts(config: Any) -> dict[str, Any]:
 def _balance(config: Any) -> float:
     """transformers adds the balancing loss where it also returns the router's logits."""
     return config.router_aux_loss_coef if config.output_router_logits else 0.0
+
+
+def with_moe(spec: ModelSpec | None, config: Any, moe: MoeConfig | None) -> ModelSpec | None:
+    """The spec of a model with the settings of [moe], which go before those of its Hugging Face config.
+
+    Raises:
+        InputError: settings for a model without experts or with its own code, or a coefficient without its loss.
+    """
+    if moe is None or not moe.given:
+        return spec
+    settings = ", ".join(f"moe.{key} = {json.dumps(value)}" for key, value in moe.given.items())
+    if spec is None or not spec.experts:
+        kind = getattr(config, "model_type", type(config).__name__)
+        having = ", ".join(name for name, family in FAMILIES.items() if family.experts is not None)
+        fault = "keeps its own code" if spec is None else "has no experts"
+        raise InputError(
+            f"{settings}: the model ({kind}) {fault}. Leave [moe] out, or train a model with experts in "
+            f"Octavo's blocks ({having})."
+        )
+    asked, coefficient = moe.moe_load_balancing, moe.moe_aux_loss_coeff
+    balances = config.output_router_logits if asked is None else asked == "aux_loss"
+    if coefficient is not None and not balances:
+        off = "the model's config has output_router_logits = false" if asked is None else 'moe.moe_load_balancing = "none"'
+        raise InputError(
+            f"moe.moe_aux_loss_coeff = {coefficient:g} has no effect: {off}. "
+            'Set moe.moe_load_balancing = "aux_loss", or leave the coefficient out.'
+        )
+    balance = config.router_aux_loss_coef if coefficient is None else coefficient
+    return replace(
+        spec,
+        balance=balance if balances else 0.0,
+        router_z_loss=moe.moe_z_loss_coeff or 0.0,
+        jitter=spec.jitter if moe.router_jitter_noise is None else moe.router_jitter_noise,
+    )
 
 
 _NEOX = {

@@ -12,6 +12,7 @@ from torch import nn
 from octavo.errors import InputError
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.families import DECODER_FAMILIES
+from octavo.nn.norm import FLOATS
 
 _SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 """Names of the switch of recomputation in Hugging Face's models: transformers 5.2x has the first and warns of the second."""
@@ -157,3 +158,14 @@ def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> No
             return base.forward(self, *args, **kwargs)
 
     model.__class__ = type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+
+
+def params_dtype_of(model: nn.Module) -> torch.dtype | None:
+    """The dtype of a model's parameters; None if they have several."""
+    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if others := found.difference(FLOATS):
+        raise InputError(
+            f"{type(model).__name__} has parameters of {', '.join(sorted(map(str, others)))}: Octavo trains "
+            f"{', '.join(map(str, FLOATS))}. Set params_dtype=torch.float32; a quantised model has to be dequantised first."
+        )
+    return found.pop() if len(found) == 1 else None

@@ -14,8 +14,10 @@ from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState, states_of
 from octavo.models.conv1d import Conv1D
 from octavo.models.convert import conversion_of
+from octavo.nn.attention import DotProductAttention
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import LayerNormMLP
+from octavo.nn.moe import LayerNormMoE
 
 
 def replace_linears(model: nn.Module) -> None:
@@ -49,11 +51,69 @@ def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> None:
         parameter.requires_grad_(all(parts.values()))
 
 
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Train no parameter whose name, or that of a module around it, a pattern matches; names are Octavo's or the source's.
+
+    Raises:
+        InputError: a pattern matches no parameter, or only some of the matrices that are one parameter; or all are frozen.
+    """
+    way = conversion_of(model)
+    matched: set[str] = set()
+    for name, parameter in model.named_parameters():
+        theirs = () if way is None else way.names(name)
+        found = {alias: [p for p in patterns if _names(alias, p)] for alias in (name, *theirs)}
+        matched.update(pattern for hits in found.values() for pattern in hits)
+        left = [part for part in theirs if not found[part]]
+        if found[name] or (theirs and not left):
+            parameter.requires_grad_(False)
+        elif len(left) < len(theirs):
+            some = next(pattern for part in theirs for pattern in found[part])
+            raise InputError(
+                f"train.freeze: {some!r} does not match {', '.join(left)}, but {', '.join(theirs)} are one parameter here "
+                f"({name}): freeze all of them, or none."
+            )
+    for pattern in patterns:
+        if pattern not in matched:
+            known = [
+                alias for name, _ in model.named_parameters() for alias in (name, *(() if way is None else way.names(name)))
+            ]
+            guess = nearest(pattern.replace("*", ""), known)
+            hint = f" The nearest is {guess!r}." if guess else f" Names are such as {known[-1]!r}."
+            raise InputError(f"train.freeze pattern {pattern!r} matches no parameter.{hint}")
+    if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(f"train.freeze = {list(patterns)!r} leaves no parameter to train. Leave a pattern out.")
+
+
+def _names(name: str, pattern: str) -> bool:
+    """True if a pattern matches the name of a parameter or of a module around it."""
+    return any(fnmatch.fnmatchcase(each, pattern) for each in itertools.accumulate(name.split("."), "{}.{}".format))
+
+
 def recompute_mlps(model: nn.Module, chunks: int = 1) -> None:
     """Let each MLP recompute its first product in backward and save the rest, in so many chunks of tokens."""
     for module in model.modules():
         if isinstance(module, LayerNormMLP):
             module.checkpoint, module.chunks = True, chunks
+
+
+def refuse_part_of_experts(model: nn.Module, recompute: object, mlp_chunks: int) -> None:
+    """Raise an InputError for experts, which are not recomputed or computed in parts."""
+    if any(isinstance(layer, LayerNormMoE) for layer in model.modules()):
+        asked = 'train.recompute = "mlp"' if recompute == "mlp" else f"train.mlp_chunks = {mlp_chunks}"
+        raise InputError(
+            f'{asked}: experts are recomputed with their block alone. Set train.recompute = "selective", or true, and '
+            "train.mlp_chunks = 1."
+        )
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Raise an InputError for attention with dropout, whose result a recomputation of the rest would not repeat."""
+    rates = {layer.attention_dropout for layer in model.modules() if isinstance(layer, DotProductAttention)}
+    if any(rates):
+        raise InputError(
+            f'train.recompute = "selective" with attention_dropout = {max(rates)}: a result with dropout is computed again. '
+            "Set train.recompute = true, or attention_dropout = 0.0."
+        )
 
 
 def choose_recipes(

@@ -144,6 +144,15 @@ def balancing_loss(routing: Tensor, visits: Tensor, visited: int) -> Tensor:
     return experts * (visits * routing[:, :experts].sum(0)).sum() / tokens.clamp(min=1).square()
 
 
+def router_z_loss(routing: Tensor, visits: Tensor, visited: int) -> Tensor:
+    """Mean of log-sum-exp² of the router's logits over all tokens and layers: float32 [].
+
+    Source: ST-MoE (arXiv:2202.08906), equation 5, of one layer; Megatron-LM has the same, and adds layers up where this is
+    their mean, as the balancing loss. Arguments and the sum over ranks are those of `balancing_loss`.
+    """
+    return routing[:, -2].sum() / (visits.sum() / visited).clamp(min=1)
+
+
 def routing_metrics(routing: Tensor, visited: int) -> dict[str, Any]:
     """What a run records of its experts: over all layers, from sums [layers, 2E + 2] over all tokens.
 

@@ -28,6 +28,7 @@ _TEXT_KEYS = (
 _LOSS_KEYS = (
     *("data.weights", "data.sequence_length", "data.packing", "data.seed"),
     *("train.global_batch", "train.label_smoothing", "train.z_loss"),
+    *("moe.moe_load_balancing", "moe.moe_aux_loss_coeff", "moe.moe_z_loss_coeff"),
 )
 """Keys that decide the samples of a step, and the meaning of its loss."""
 _TOKENS, _VOCABULARY, _STEPS = "tokens (fingerprint of the data)", "vocab_size of the model", "train.steps"

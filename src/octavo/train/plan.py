@@ -258,6 +258,8 @@ def model_options(config: RunConfig) -> dict[str, Any]:
         "skip": fp8.skip,
         "layers": {p: None if name == "bf16" else recipe_from_config(fp8, name) for p, name in fp8.layers.items()},
         "fp8_head": fp8.head,
+        "moe": config.moe,
+        "frozen": config.train.freeze,
         "objective": Objective(label_smoothing=config.train.label_smoothing, z_loss=config.train.z_loss),
     }
 

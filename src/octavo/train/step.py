@@ -130,7 +130,7 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
     if state.cp_rank:
         total = torch.zeros_like(total)  # ranks that share a sequence have the same loss: it counts once
     routing = _take_routing(context.model)
-    joined = torch.cat([total[None], total.new_tensor(flags), *([] if routing is None else [routing.flatten()])])
+    joined = torch.cat([total[None], total.new_tensor(flags), *([] if routing is None else [routing])])
     if context.token_group is not None:
         dist.all_reduce(joined, group=context.token_group)
     loss_value, stopping, ending, *routed, norm_value = torch.cat(
@@ -167,14 +167,18 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
 
 
 def _take_routing(model: nn.Module) -> torch.Tensor | None:
-    return model.take_routing() if isinstance(model, Decoder) else None
+    """The sums of `Decoder.take_routing`, then its two losses, in one row."""
+    found = model.take_routing() if isinstance(model, Decoder) else None
+    return None if found is None else torch.cat([part.flatten() for part in found])
 
 
 def _routing_metrics(model: nn.Module, routed: Sequence[float]) -> dict[str, Any]:
     """The metrics of the sums of all ranks, row by row."""
     if not routed or not isinstance(model, Decoder):
         return {}
-    return routing_metrics(torch.tensor(routed).view(-1, 2 * model.spec.experts + 2), model.spec.visited)
+    *sums, balance, z_loss = routed
+    metrics = routing_metrics(torch.tensor(sums).view(-1, 2 * model.spec.experts + 2), model.spec.visited)
+    return metrics | {"balancing_loss": balance, "router_z_loss": z_loss}
 
 
 def _global_targets(context: TrainContext, batches: Sequence[Batch]) -> int | torch.Tensor:

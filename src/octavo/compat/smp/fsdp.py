@@ -14,7 +14,6 @@ How `sharding_strategy` and hybrid_shard_degree H combine, as SMP has it:
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -31,7 +30,8 @@ from octavo.compat.smp.checkpoint import make_background_groups
 from octavo.compat.smp.delayed import ParamInit
 from octavo.compat.smp.init import state as smp_state
 from octavo.compat.smp.transform import Transformed, transformed
-from octavo.errors import InputError, warn
+from octavo.compat.smp.utils import say_once
+from octavo.errors import InputError
 from octavo.fp8.recipe import DelayedScaling
 from octavo.models.decoder import Decoder
 from octavo.models.own_code import compute_in
@@ -57,7 +57,6 @@ _NEUTRAL = [
     "post_param_init_fn",
 ]
 """Arguments without effect on results: Octavo shards by blocks, gathers ahead, and keeps parameters apart."""
-_said: set[str] = set()
 
 
 class ShardedModel(FullyShardedDataParallel):
@@ -217,20 +216,12 @@ def resolved(degree: int, given: ShardingStrategy | None) -> tuple[int, Sharding
 
 def _overridden(degree: int, given: ShardingStrategy | None, strategy: ShardingStrategy) -> ShardingStrategy:
     if given not in (None, strategy, ShardingStrategy.HYBRID_SHARD):
-        _say(
+        say_once(
             "strategy",
             f"sharding_strategy={given.name if given else None} becomes {strategy.name}: hybrid_shard_degree = {degree} of "
             "torch.sagemaker.init decides, as in SMP.",
         )
     return strategy
-
-
-def _say(key: str, message: str) -> None:
-    """A line for the user, once, on the first rank."""
-    if key not in _said:
-        _said.add(key)
-        if ranks.rank == 0 and os.environ.get("RANK", "0") == "0":
-            warn(message)
 
 
 def _check(process_group: Any, cpu_offload: Any, options: dict[str, Any]) -> None:
@@ -269,7 +260,9 @@ def _sharding(
     if precision.keep_low_precision_grads:
         raise InputError("MixedPrecision(keep_low_precision_grads=True): gradients have their parameters' dtype. Leave it out.")
     if precision.buffer_dtype not in (None, torch.float32):
-        _say("buffers", f"MixedPrecision(buffer_dtype={precision.buffer_dtype}): rotary tables and other buffers stay float32.")
+        say_once(
+            "buffers", f"MixedPrecision(buffer_dtype={precision.buffer_dtype}): rotary tables and other buffers stay float32."
+        )
     if isinstance(model, Decoder):
         model.dtype = compute
     else:

@@ -1,24 +1,41 @@
-"""SMP's configuration of experts, and the name of its layer of experts."""
+"""SMP's configuration of experts, as Octavo's [moe], and the name of its layer of experts."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from octavo.errors import InputError, unknown
+from octavo.compat.smp.utils import say_once
+from octavo.config.moe import OTHER_BALANCING, MoeConfig
+from octavo.errors import InputError, check_flags, unknown
+from octavo.nn.moe import LayerNormMoE
 
-_WAY = (
-    "leave config out. Experts of Mixtral and Qwen3-MoE run in FP8 without it; for the loss that balances them set "
-    "output_router_logits = True and router_aux_loss_coef in the model's config."
-)
 BALANCING = ("aux_loss", "sinkhorn", "balanced", "none")
+_NO_SHUFFLE = (
+    "global_token_shuffle = True: tokens are not shuffled between ranks, and need not be, since none is dropped and the "
+    "balancing loss counts those of all ranks. Set it to False."
+)
 
 
 @dataclass
 class MoEConfig:
-    """SMP's configuration of experts: its names and defaults. `transform` says what it has of it."""
+    """SMP's configuration of experts: its names and defaults. `transform` refuses values that it does not have.
+
+    Attributes:
+        smp_moe: False: nothing below counts, and the model's config decides.
+        random_seed: without effect: generators and initial values have the `random_seed` of `torch.sagemaker.init`.
+        moe_load_balancing: "aux_loss" or "none"; the others are refused by `transform`.
+        global_token_shuffle: False.
+        moe_all_to_all_dispatcher: without effect: either exchange gives the same numbers.
+        moe_aux_loss_coeff, moe_z_loss_coeff: of means over the layers, where Megatron-LM adds them up.
+        use_cpu_initialization: without effect: initial values are the same on every device.
+
+    Raises:
+        InputError: a value of the wrong kind, or a `moe_load_balancing` that SMP does not have either.
+    """
 
     smp_moe: bool = True
     random_seed: int = 12345
@@ -32,19 +49,83 @@ class MoEConfig:
     def __post_init__(self) -> None:
         if self.moe_load_balancing not in BALANCING:
             raise unknown("moe_load_balancing", str(self.moe_load_balancing), BALANCING)
+        flags = ("smp_moe", "global_token_shuffle", "moe_all_to_all_dispatcher", "use_cpu_initialization")
+        given = {name: getattr(self, name) for name in flags}
+        # Arguments of a script are 0, 1 or None.
+        check_flags("MoEConfig", **{name: bool(value) if value in (None, 0, 1) else value for name, value in given.items()})
+        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise InputError(f"MoEConfig: {name} = {value!r} is no coefficient: use a number from 0, which is none.")
 
 
-class MoELayer(nn.Module):
-    """A name for policies: no model has one here."""
+class _Name(type):
+    """Layers of experts are instances of SMP's name for them."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, LayerNormMoE)
+
+
+class MoELayer(nn.Module, metaclass=_Name):
+    """A name for policies and `isinstance`: the experts of a transformed model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise InputError(f"MoELayer: {_WAY}")
+        raise InputError(
+            "MoELayer is a name for policies here: torch.sagemaker.transform makes the experts of a model. For a layer "
+            "of your own take octavo.nn.LayerNormMoE."
+        )
 
 
-def check_config(config: Any) -> None:
-    """Raise an InputError for a `config` of `transform` that asks for something."""
-    if config is None or config == {} or (isinstance(config, MoEConfig) and not config.smp_moe):
-        return
-    if isinstance(config, MoEConfig):
-        raise InputError(f"transform(config=MoEConfig(moe_load_balancing={config.moe_load_balancing!r}, …)): {_WAY}")
-    raise InputError(f"transform(config={config!r}): Octavo reads the model's own config. Leave config out.")
+def moe_of(config: Any) -> MoeConfig | None:
+    """The settings of a `config` of `transform`; None for one that asks for nothing.
+
+    Raises:
+        InputError: it asks for what Octavo does not have, or is no MoEConfig.
+    """
+    if config is None or config == {}:
+        return None
+    if not isinstance(config, MoEConfig):
+        raise InputError(
+            f"transform(config={config!r}): it is a MoEConfig, or left out; Octavo reads the model's own config from the model."
+        )
+    if not config.smp_moe:
+        return None
+    if config.moe_load_balancing in OTHER_BALANCING:
+        default = " (SMP's default)" if config.moe_load_balancing == MoEConfig.moe_load_balancing else ""
+        raise InputError(
+            f"transform(config=MoEConfig(moe_load_balancing={config.moe_load_balancing!r})){default} is not there: tokens go "
+            'to the experts of the largest probabilities, in training as in inference. Set moe_load_balancing="aux_loss", '
+            'which balances the experts by moe_aux_loss_coeff in the loss, or "none".'
+        )
+    if config.global_token_shuffle:
+        raise InputError(f"transform(config=MoEConfig(…)): {_NO_SHUFFLE}")
+    _tell(config)
+    balances = config.moe_load_balancing == "aux_loss"
+    return MoeConfig(
+        moe_load_balancing="aux_loss" if balances else "none",
+        moe_aux_loss_coeff=config.moe_aux_loss_coeff if balances else None,
+        moe_z_loss_coeff=config.moe_z_loss_coeff,
+    )
+
+
+def _tell(config: MoEConfig) -> None:
+    """Say once what is another thing here, or has no effect."""
+    if config.moe_z_loss_coeff or (config.moe_load_balancing == "aux_loss" and config.moe_aux_loss_coeff):
+        say_once(
+            "MoEConfig",
+            "MoEConfig: the losses of routers are means over the layers, and part of the loss that the model returns. "
+            "Megatron-LM, from which SMP has its experts, adds layers up, in the gradients alone: docs/migrating.md.",
+        )
+    if config.random_seed != MoEConfig.random_seed:
+        say_once(
+            "MoEConfig.random_seed", "MoEConfig(random_seed=…) has no effect: that of torch.sagemaker.init seeds experts too."
+        )
+    if not config.moe_all_to_all_dispatcher:
+        say_once(
+            "MoEConfig.dispatcher",
+            "MoEConfig(moe_all_to_all_dispatcher=False) has no effect: any exchange has the same result.",
+        )
+    if config.use_cpu_initialization:
+        say_once(
+            "MoEConfig.cpu", "MoEConfig(use_cpu_initialization=True) has no effect: initial values are the same on any device."
+        )

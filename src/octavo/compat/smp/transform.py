@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from octavo.build import build_model
-from octavo.compat.smp.moe import check_config
+from octavo.compat.smp.moe import moe_of
 from octavo.errors import InputError, unknown
 from octavo.models.decoder import Decoder
 from octavo.nn.norm import FLOATS
@@ -63,14 +63,14 @@ def transform(
         model: with weights, which it keeps; or on the meta device, where it then stays until FSDP.
         device: of the result; the model's own when absent.
         dtype: of parameters; their own when absent.
-        config: a `MoEConfig`, as far as Octavo has experts.
+        config: a `MoEConfig`, which goes before the model's config; None: losses of experts by the model's config.
         load_state_dict_from_rank0: rank 0 has the weights; FSDP with sync_module_states=True gives them to the others.
         cp_comm_type: exchange of keys and values, "p2p" or "all_gather".
 
     Raises:
         InputError: an argument that asks for what Octavo does not have, or parameters of several dtypes.
     """
-    check_config(config)
+    moe = moe_of(config)
     if cp_comm_type not in STRATEGIES:
         raise unknown("cp_comm_type", str(cp_comm_type), STRATEGIES)
     if not isinstance(model, nn.Module):
@@ -89,7 +89,13 @@ def transform(
     home: Any = "meta" if on_meta else device or next(parameter.device for parameter in model.parameters())
     training = model.training
     new = build_model(
-        model, dtype=params_dtype, params_dtype=params_dtype, device=home, seed=state.config.random_seed, averaged=True
+        model,
+        dtype=params_dtype,
+        params_dtype=params_dtype,
+        device=home,
+        seed=state.config.random_seed,
+        averaged=True,
+        moe=moe,
     ).train(training)
     if isinstance(new, Decoder):
         new.generation_config = getattr(model, "generation_config", None)

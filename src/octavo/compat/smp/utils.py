@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +12,11 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from octavo.errors import warn
+from octavo.parallel.world import state
+
+_said: set[str] = set()
 
 
 def get_logger(name: str = "smp") -> logging.Logger:
@@ -58,3 +64,11 @@ def move_buffers_to_device(module: nn.Module, device: torch.device | int | str, 
         for child in module.children():
             move_buffers_to_device(child, device, recurse=True)
     return module
+
+
+def say_once(key: str, message: str) -> None:
+    """A line for the user, once, on the first rank."""
+    if key not in _said:
+        _said.add(key)
+        if state.rank == 0 and os.environ.get("RANK", "0") == "0":
+            warn(message)

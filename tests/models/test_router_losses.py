@@ -1,0 +1,167 @@
+"""Losses of the routers of experts, and their settings: beside Hugging Face's model and the definitions in plain PyTorch."""
+
+import pytest
+import torch
+from llamas import SHAPES, assert_same_gradients, llama, tokens
+
+import octavo
+from octavo.config import MoeConfig
+from octavo.errors import InputError
+
+MODELS = {
+    "mixtral": SHAPES["mixtral"],
+    "balanced": SHAPES["mixtral-balanced"],
+    "qwen3": SHAPES["qwen3-moe"],
+    "some layers": SHAPES["qwen3-moe-mixed"],
+}
+BOTH = {"moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
+
+
+def reference_loss(model, ids, labels, mask, aux, z):
+    """(loss, balancing loss, z loss) of Hugging Face's model: its cross entropy and logits, the losses by their definitions."""
+    output = model(input_ids=ids, labels=labels, attention_mask=mask, output_router_logits=True)
+    plain = model(input_ids=ids, labels=labels, attention_mask=mask, output_router_logits=False).loss
+    real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    layers = [logits.view(*ids.shape, -1)[real].float() for logits in output.router_logits]
+    logits = torch.cat(layers)
+    probabilities = logits.softmax(-1)
+    visited = model.config.num_experts_per_tok
+    visits = torch.zeros_like(logits).scatter_(1, probabilities.topk(visited).indices, 1.0)
+    balance = logits.shape[1] * (visits.mean(0) * probabilities.mean(0)).sum()
+    z_loss = torch.stack([layer.exp().sum(-1).log().square().mean() for layer in layers]).mean()
+    return plain + aux * balance + z * z_loss, balance, z_loss
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_value_and_every_gradient_are_those_of_the_definitions(name, padded):
+    reference = llama(7, **MODELS[name])
+    model = octavo.transform(llama(7, **MODELS[name]), dtype=torch.float32, moe=BOTH)
+    ids, mask = tokens(3, 21), None
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[1, 13:] = 0
+        mask[2, 4:] = 0
+    labels = ids if mask is None else ids.where(mask.bool(), -100)
+    wanted, balance, z_loss = reference_loss(reference, ids, labels, mask, aux=0.3, z=0.2)
+    found = model(input_ids=ids, labels=labels, attention_mask=mask).loss
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    wanted.backward()
+    found.backward()
+    assert_same_gradients(model, reference)
+    torch.testing.assert_close(model.take_routing()[1], torch.stack((balance, z_loss)), rtol=1e-5, atol=1e-5)
+    assert model.take_routing() is None
+
+
+def test_aux_loss_is_hugging_faces_whatever_the_config_says():
+    reference = llama(7, **MODELS["mixtral"], output_router_logits=True, router_aux_loss_coef=0.3)
+    plain = llama(7, **MODELS["mixtral"])
+    ids = tokens(3, 21)
+    wanted = reference(input_ids=ids, labels=ids).loss
+    by_config = octavo.transform(reference, dtype=torch.float32)
+    settings = {"moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.3}
+    by_settings = octavo.transform(plain, dtype=torch.float32, moe=settings)
+    assert by_config.spec == by_settings.spec
+    for model in (by_config, by_settings):
+        torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "moe", "coefficients"),
+    [
+        ({}, {}, (0.0, 0.0, 0.0)),
+        ({}, {"moe_load_balancing": "aux_loss"}, (0.25, 0.0, 0.0)),
+        ({"output_router_logits": True, "router_jitter_noise": 0.1}, {}, (0.25, 0.0, 0.1)),
+        ({"output_router_logits": True}, {"moe_load_balancing": "none", "router_jitter_noise": 0.2}, (0.0, 0.0, 0.2)),
+        ({"output_router_logits": True}, {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 1}, (0.0, 1.0, 0.0)),
+        ({"output_router_logits": True}, {"moe_aux_loss_coeff": 2}, (2.0, 0.0, 0.0)),
+        ({"router_jitter_noise": 0.1}, {"moe_z_loss_coeff": 0.5, "router_jitter_noise": 0.0}, (0.0, 0.5, 0.0)),
+    ],
+    ids=str,
+)
+def test_settings_go_before_the_models_config(config, moe, coefficients):
+    model = octavo.transform(llama(**SHAPES["mixtral"], router_aux_loss_coef=0.25, **config), moe=MoeConfig(**moe))
+    assert (model.spec.balance, model.spec.router_z_loss, model.spec.jitter) == coefficients
+    assert model.layers[0].layernorm_moe.mixture.jitter == coefficients[2]
+
+
+def test_micro_batches_count_by_their_share_of_the_targets():
+    model = octavo.transform(llama(7, **MODELS["mixtral"]), dtype=torch.float32, moe=BOTH)
+    ids = tokens(4, 21)
+    labels = ids.clone()
+    labels[3, 6:] = -100
+    parts, wanted, recorded = [slice(0, 3), slice(3, 4)], 0.0, torch.zeros(2)
+    count = int((labels[:, 1:] != -100).sum())
+    for part in parts:
+        share = int((labels[part, 1:] != -100).sum()) / count
+        loss = model(input_ids=ids[part], labels=labels[part]).loss
+        wanted += share * loss
+        recorded += share * model.take_routing()[1]
+    found = sum(model(input_ids=ids[part], labels=labels[part], num_items_in_batch=count).loss for part in parts)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(model.take_routing()[1], recorded, rtol=1e-6, atol=0)
+
+
+def test_labels_of_minus_100_alone_leave_the_losses_of_the_routers():
+    model = octavo.transform(llama(7, **MODELS["mixtral"]), dtype=torch.float32, moe=BOTH)
+    ids = tokens(2, 9)
+    nothing = torch.full_like(ids, -100)
+    loss = model(input_ids=ids, labels=nothing).loss
+    balance, z_loss = model.take_routing()[1]
+    torch.testing.assert_close(loss, 0.3 * balance + 0.2 * z_loss)
+    loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    beside_others = model(input_ids=ids, labels=nothing, num_items_in_batch=16).loss  # no share of the step
+    assert beside_others.item() == 0.0
+    assert not model.take_routing()[1].any()
+
+
+@pytest.mark.parametrize("recompute", [True, "selective"])
+def test_recomputation_changes_no_bit(recompute):
+    found = []
+    for again in (False, recompute):
+        model = octavo.transform(llama(7, **MODELS["mixtral"]), dtype=torch.float32, moe=BOTH, recompute=again)
+        ids = tokens(3, 21)
+        with octavo.fp8_autocast(enabled=True):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append((loss.detach(), [p.grad for p in model.parameters()], model.take_routing()))
+    (one, gradients, routing), (other, again, routing_again) = found
+    assert torch.equal(one, other)
+    assert all(map(torch.equal, gradients, again))
+    assert all(map(torch.equal, routing, routing_again))
+
+
+LLAMA = (
+    "the model (llama) has no experts. Leave [moe] out, or train a model with experts in Octavo's blocks (mixtral, qwen3_moe)."
+)
+NO_OTHER = 'use "aux_loss", which balances them by the loss, or "none"'
+
+
+@pytest.mark.parametrize(
+    ("shape", "moe", "words"),
+    [
+        ("plain", {"moe_z_loss_coeff": 0.001}, f"moe.moe_z_loss_coeff = 0.001: {LLAMA}"),
+        ("plain", {"moe_load_balancing": "none"}, f'moe.moe_load_balancing = "none": {LLAMA}'),
+        ("mixtral", {"moe_aux_loss_coeff": 0.1}, 'output_router_logits = false. Set moe.moe_load_balancing = "aux_loss"'),
+        ("mixtral", {"moe_aux_loss_coeff": 0.1, "moe_load_balancing": "none"}, 'no effect: moe.moe_load_balancing = "none"'),
+        ("mixtral", {"moe_load_balancing": "sinkhorn"}, "moe_load_balancing = 'sinkhorn': tokens go to"),
+        ("mixtral", {"moe_load_balancing": "balanced"}, NO_OTHER),
+        ("mixtral", {"moe_load_balancing": "aux_los"}, "should be 'aux_loss' or 'none'"),
+        ("mixtral", {"moe_z_loss_coeff": float("nan")}, "moe_z_loss_coeff = nan: Input should be a finite number"),
+        ("mixtral", {"moe_aux_loss_coeff": -1.0}, "moe_aux_loss_coeff = -1.0: Input should be greater than or equal to 0"),
+        ("mixtral", {"router_jitter_noise": 1.0}, "should be less than 1"),
+        ("mixtral", {"z_loss": 0.1}, "unknown key z_loss"),
+        ("mixtral", 0.001, "moe = 0.001 is not a table"),
+    ],
+    ids=str,
+)
+def test_settings_that_mean_nothing_are_refused(shape, moe, words):
+    with pytest.raises(InputError) as refused:
+        octavo.transform(llama(**SHAPES[shape]), moe=moe)
+    assert words in str(refused.value)
+
+
+def test_settings_of_a_model_with_its_own_code_are_refused():
+    with pytest.raises(InputError, match=r"the model \(mixtral\) keeps its own code"):
+        octavo.transform(llama(**SHAPES["mixtral"]), blocks="own", moe=BOTH)
