@@ -113,7 +113,7 @@ def test_ranks_are_gpus_of_the_type_as_far_as_there_are_any(gpus):
         (("local", 1, smp(context_paralel_degree=2), {}), ["Did you mean 'context_parallel_degree'?"]),
         (("local", 1, smp(context_parallel_degree="2"), {}), ["context_parallel_degree", "'2'"]),
         (("local", 2, smp(tensor_parallel_degree=2), {}), ["tensor_parallel_degree = 2", "no tensor parallelism"]),
-        (("local", 2, smp(expert_parallel_degree=2), {}), ["expert_parallel_degree = 2", "no expert parallelism"]),
+        (("local", 2, smp(expert_parallel_degree=4), {}), ["expert 4 does not divide hybrid_shard 2"]),
     ],
 )
 def test_contradictions_are_refused_with_both_names(gpus, arguments, parts):

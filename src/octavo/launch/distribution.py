@@ -31,7 +31,6 @@ _SMP_1 = (
 """Keys of SMP v1, another library."""
 _ABSENT = {
     "tensor_parallel_degree": "hybrid_shard_degree shards the same matrices",
-    "expert_parallel_degree": "hybrid_shard_degree shards the experts with the rest",
 }
 """Degrees that are 1 in this version of Octavo, with the way that there is."""
 _TRUE = (True, 1, "1", "true", "True")

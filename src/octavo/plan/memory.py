@@ -25,6 +25,8 @@ from octavo.plan.saved import (
     granularity_of,
     is_offloaded,
     kept_weights,
+    own_block_parameters,
+    own_experts,
     recomputed_by_block,
     root_bytes,
     root_parameters,
@@ -104,7 +106,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     stream = setup.tokens * spec.hidden_size * setup.compute_bytes
     buffers = WORKSPACE + _buffers(setup, spec)
     always = {"parameters": share, "optimizer states": STATES * share, "buffers": buffers}
-    before, kept = _whole_gradients(setup), kept_weights(setup, spec)
+    before, kept = _whole_gradients(setup, spec), kept_weights(setup, spec)
     held, passing = _gathered(setup, spec)
     of_head = spec.vocabulary * spec.hidden_size * (4 if setup.late else root_bytes(setup))
     ends = saved_by_ends(setup, spec)
@@ -131,7 +133,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     # Gradients on their way through a sum over ranks: of the block before, or of the head if it has a weight of its own.
     matrix, early = spec.vocabulary * spec.hidden_size, setup.sharded and not spec.tied
     share_of_head = math.ceil(matrix / setup.shard) * setup.params_bytes
-    of_block = block_parameters(spec) * setup.reduce_bytes + block if setup.sharded else 0
+    of_block = own_block_parameters(setup, spec) * setup.reduce_bytes + block if setup.sharded else 0
     for place, recipes in (("last", setup.recipes[-1]), ("first", setup.recipes[0])):
         last, again = place == "last", recomputed_by_block(setup, spec, recipes)
         there = activations if last else ends + _sum(stays[recipes], "activations")
@@ -226,7 +228,8 @@ def _backward_of_experts(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -
     d, f, c, w, rows = spec.hidden_size, spec.ffn_size, setup.compute_bytes, block_bytes(setup), rows_of_experts(setup, spec)
     _, _, ffn = widths(spec)
     q3, q4 = granularity_of(recipes.fc1), granularity_of(recipes.fc2)
-    first, second = spec.experts * ffn * d, spec.experts * f * d
+    experts = own_experts(setup, spec)
+    first, second = experts * ffn * d, experts * f * d
     copies = [
         size if quantity == "tensor" and not setup.accumulates else size * c if quantity is None and c != w else 0
         for size, quantity in ((first, q3), (second, q4))
@@ -237,6 +240,8 @@ def _backward_of_experts(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -
     wide = rows * ffn * 4 if q3 in ("row", "block") else 0  # in float32 before its cast
     x = rows * d * (1 if q3 else c)
     products = (first + second) * w + max(x, copies[0] + rows * d * c)
+    # Copies as they leave and as they arrive: of the gradient, or of the input's.
+    dy += 2 * setup.tokens * spec.visited * d * c if setup.expert > 1 else 0
     return dy + activated + d_hidden + max(rows * f * c + wide, copies[1] + rows * f * c, products)
 
 
@@ -269,10 +274,13 @@ def _buffers(setup: Setup, spec: ModelSpec) -> int:
     return sum(max(64, 1 << (count - 1).bit_length()) * (4 * setup.history + 9) for count in slots)
 
 
-def _whole_gradients(setup: Setup) -> int:
+def _whole_gradients(setup: Setup, spec: ModelSpec) -> int:
     """Gradients of micro-batches before the last, which every rank keeps whole."""
     width = setup.reduce_bytes if setup.sharded else setup.params_bytes
-    return setup.parameters * width if setup.accumulates else 0
+    if not setup.accumulates:
+        return 0
+    elsewhere = 0 if spec.experts == 0 else spec.mixtures * (block_parameters(spec) - own_block_parameters(setup, spec))
+    return (setup.parameters - elsewhere) * width
 
 
 def _fp8_sizes(setup: Setup, spec: ModelSpec) -> list[int]:
@@ -287,7 +295,7 @@ def _fp8_sizes(setup: Setup, spec: ModelSpec) -> list[int]:
 def _gathered_block(setup: Setup, spec: ModelSpec) -> int:
     """Bytes of a gathered block: FP8 weights with one scale in both layouts."""
     fp8 = sum(_fp8_sizes(setup, spec))
-    return 2 * fp8 + (block_parameters(spec) - fp8) * block_bytes(setup)
+    return 2 * fp8 + (own_block_parameters(setup, spec) - fp8) * block_bytes(setup)
 
 
 def _gathered(setup: Setup, spec: ModelSpec) -> tuple[int, int]:

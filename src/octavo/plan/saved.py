@@ -48,6 +48,7 @@ class Setup:
         accumulates: several micro-batches make a step.
         documents: attention stays within documents.
         context: ranks that share each sequence.
+        expert: ranks over which experts are spread; each is assumed to get an equal share of the tokens' copies.
         row_tile: each expert's rows are filled up to a multiple of this, as in `octavo.kernels.experts.routes`.
         world, shard: ranks of the run, and those over which each parameter is sharded.
         gather_bytes, reduce_bytes: of a gathered parameter outside FP8, and of a gradient that is summed over ranks.
@@ -78,6 +79,7 @@ class Setup:
     late: bool = False
     history: int = 0
     context: int = 1
+    expert: int = 1
     row_tile: int = 128
 
     @property
@@ -119,6 +121,18 @@ def block_parameters(spec: ModelSpec) -> int:
     norms = 2 * _norm_parameters(spec) + (2 * spec.head_dim if spec.qk_norm else 0)
     biases = qkv * spec.qkv_bias + spec.hidden_size * spec.proj_bias + (ffn + spec.hidden_size) * spec.mlp_bias
     return matrices + norms + biases
+
+
+def own_experts(setup: Setup, spec: ModelSpec) -> int:
+    """Experts of a mixture that one rank computes with; 1 for a model without."""
+    return max(1, spec.experts // setup.expert)
+
+
+def own_block_parameters(setup: Setup, spec: ModelSpec) -> int:
+    """Parameters of one block that one rank computes with."""
+    _, _, ffn = widths(spec)
+    others = max(0, spec.experts - own_experts(setup, spec))
+    return block_parameters(spec) - others * spec.hidden_size * (ffn + spec.ffn_size)
 
 
 def _norm_parameters(spec: ModelSpec) -> int:
@@ -185,16 +199,17 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
 def rows_of_experts(setup: Setup, spec: ModelSpec) -> int:
     """Rows of all experts, as in `octavo.kernels.experts.routes.most_rows`."""
     copies, tile = setup.tokens * spec.visited, setup.row_tile
-    return copies if tile == 1 else -(-(copies + min(spec.experts, copies) * (tile - 1)) // tile) * tile
+    return copies if tile == 1 else -(-(copies + min(own_experts(setup, spec), copies) * (tile - 1)) // tile) * tile
 
 
 def _with_experts(setup: Setup, spec: ModelSpec, recipes: BlockRecipes, attention: list[int], mlp: list[int]) -> list[Saved]:
     """Tensors of a block with experts: those of its attention, and those of its mixture behind the norm."""
-    n, d, c, f, experts = setup.tokens, spec.hidden_size, setup.compute_bytes, spec.ffn_size, spec.experts
+    n, d, c, f, experts = setup.tokens, spec.hidden_size, setup.compute_bytes, spec.ffn_size, own_experts(setup, spec)
     qkv, attended, ffn = widths(spec)
     rows = rows_of_experts(setup, spec)
     q1, q2, q3, q4 = (granularity_of(name) for name in recipes)
-    mlp += [n * d * c, 6 * 4 * n * experts, n * spec.visited * 20, rows * 8, rows * ffn * c]
+    received = n * (spec.visited if setup.expert > 1 else 1)  # tokens, or copies of tokens
+    mlp += [received * d * c, 6 * 4 * n * spec.experts, n * spec.visited * 20, rows * 8, rows * ffn * c]
     if q3 in ("row", "block"):  # the casts are not repeated
         mlp += _input(rows, d, q3, c)
     if q4 in ("row", "block"):
@@ -245,7 +260,7 @@ def kept_weights(setup: Setup, spec: ModelSpec) -> int:
         return 0
     qkv, attended, ffn = widths(spec)
     d, total = spec.hidden_size, 0
-    experts = max(1, spec.experts)
+    experts = own_experts(setup, spec)
     shapes = ((qkv, d), (d, attended), (experts * ffn, d), (experts * d, spec.ffn_size))
     for recipes, times in Counter(setup.recipes).items():
         for name, shape in zip(recipes, shapes, strict=True):

@@ -26,7 +26,7 @@ from octavo.models.description import Description, kernels_on
 from octavo.parallel.coordination import writing_ranks
 from octavo.run.folder import RunFolder
 from octavo.train import fp8_auto, memory
-from octavo.train.plan import RunPlan, Target, check, model_options
+from octavo.train.plan import RunPlan, Target, check, inactive_parameters, model_options
 
 
 def target(world_size: int | None, gpu: str | None) -> Target:
@@ -62,11 +62,13 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         by_source = {each.source: each.epochs for each in each_source} if config.data.weights else {}
     unused = unused_sources(config.data, samples) if samples else ""
     found = memory.memory_of(plan)
+    active = parameters - inactive_parameters(plan.hf_config)
     figures = {
         "config": config.model_dump(mode="json"),
         "device": plan.hardware.name,
         "fp8": plan.fp8_note,
         "parameters": parameters,
+        "active_parameters": active,
         "memory": memory.figures(plan, found),
         "batch": {
             "global_batch": train.global_batch,
@@ -85,7 +87,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         config.to_toml(),
         f"device      {plan.hardware.name}",
         f"precision   {plan.fp8_note}",
-        f"parameters  {parameters:,}",
+        f"parameters  {parameters:,}" + (f", of which a token uses {active:,}" if active < parameters else ""),
         *([f"sequences   {plan.shared_sequences}"] if plan.shared_sequences else []),
         f"batch       {train.global_batch} sequences = {plan.degrees.data} data-parallel x {plan.micro_batch} micro-batch "
         f"x {plan.accumulation} accumulation",

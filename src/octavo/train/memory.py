@@ -109,6 +109,7 @@ def setup_of(plan: RunPlan) -> Setup:
         late=plan.dtype == torch.float16,
         history=history,
         context=plan.degrees.context,
+        expert=plan.degrees.expert,
         row_tile=TILE if plan.hardware.kind == "cuda" else 1,
     )
 

@@ -409,3 +409,11 @@ def _token_flops(hf_config: Any, sequence_length: int) -> flops.TokenFlops | Non
         return flops.model_flops(spec_of(hf_config), sequence_length)
     except (InputError, AttributeError):  # a family that is not counted has no rate, and no guess
         return None
+
+
+def inactive_parameters(hf_config: Any) -> int:
+    """Parameters of a mixture's experts that a token does not visit; 0 for a model without."""
+    try:
+        return flops.matmul_parameters(spec_of(hf_config)).inactive
+    except (InputError, AttributeError):  # a family that is not counted
+        return 0

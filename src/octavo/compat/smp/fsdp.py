@@ -42,7 +42,7 @@ from octavo.parallel.fsdp import check_same_weights, settle
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.offload import offloaded
 from octavo.parallel.sharding import Sharding, sharding_of
-from octavo.parallel.world import rank_variable
+from octavo.parallel.world import expert_mesh, rank_variable
 from octavo.parallel.world import state as ranks
 from octavo.train.optimizer import clip_grad_norm_
 
@@ -270,15 +270,18 @@ def _sharding(
     base = sharding_of(ranks, DelayedScaling(), dtype=compute, params_dtype=own, strategy=noted.cp_comm_type)
     if base is None:
         return None
+    mesh = _mesh(degree, base.mesh)
     return replace(
         base,
-        mesh=_mesh(degree, base.mesh),
+        mesh=mesh,
+        expert_mesh=_expert_mesh(mesh.size(-1), base),
         reduce_dtype=precision.reduce_dtype or precision.param_dtype or own,
         reshard_after_forward=strategy not in _ZERO2,
     )
 
 
 _meshes: dict[int, DeviceMesh] = {}
+_expert_meshes: dict[int, DeviceMesh] = {}
 
 
 def _mesh(degree: int, usual: DeviceMesh) -> DeviceMesh:
@@ -296,6 +299,20 @@ def _mesh(degree: int, usual: DeviceMesh) -> DeviceMesh:
         mesh = init_device_mesh(ranks.device.type, (ranks.world_size // degree, degree), mesh_dim_names=names)
         _meshes[degree] = mesh["hybrid_shard"] if degree == ranks.world_size else mesh
     return _meshes[degree]
+
+
+def _expert_mesh(degree: int, base: Sharding) -> DeviceMesh | None:
+    """[replicate, expert_shard, expert] with `degree` ranks a shard group."""
+    if base.expert_mesh is None or degree == base.mesh.size(-1):
+        return base.expert_mesh
+    if degree % ranks.ep_size:
+        raise InputError(
+            f"a shard group of {degree} ranks cannot hold expert_parallel_degree {ranks.ep_size}: it is a multiple of that "
+            "degree. Set hybrid_shard_degree in torch.sagemaker.init."
+        )
+    if degree not in _expert_meshes:
+        _expert_meshes[degree] = expert_mesh(ranks.device.type, replace(ranks.degrees, hybrid_shard=degree))
+    return _expert_meshes[degree]
 
 
 def _shard_group(sharding: Sharding | None) -> dist.ProcessGroup | None:

@@ -121,9 +121,8 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     chosen = SmpConfig.from_dict(given, where=where)
     keys = ("tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree", "hybrid_shard_degree")
     degrees = {key: getattr(chosen, key) for key in keys}
-    tensor, expert = chosen.tensor_parallel_degree, chosen.expert_parallel_degree
-    # Before anything is started.
-    check_supported(Degrees(world=tensor * expert, hybrid_shard=expert, tensor=tensor, context=1, expert=expert))
+    tensor = chosen.tensor_parallel_degree
+    check_supported(Degrees(world=tensor, hybrid_shard=1, tensor=tensor, context=1, expert=1))  # before anything is started
     horizon = chosen.activation_loading_horizon
     world.init({**degrees, "random_seed": chosen.random_seed, "activation_loading_horizon": horizon})
     _Given.config = chosen
