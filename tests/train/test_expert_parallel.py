@@ -1,0 +1,68 @@
+"""Runs whose experts are spread over ranks: they move between expert degrees, and survive a kill in a checkpoint's write."""
+
+import os
+import re
+
+import pytest
+from test_ranked_loop import EXACT, losses, run
+from transformers import MixtralConfig
+
+import ranks
+from octavo.run.metrics import read_metrics
+
+pytestmark = ranks.alone
+
+
+@pytest.fixture
+def mixture(tiny_run, tmp_path):
+    """A factory of tiny runs of four experts."""
+    MixtralConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.02, bos_token_id=0, eos_token_id=0,
+    ).save_pretrained(tmp_path / "mixture")  # fmt: skip
+
+    def make(name, **settings):
+        made = tiny_run(name, **settings)
+        text = re.sub(r"\[model\.config\]\n.*?(?=\n\[)", "", made.file.read_text(), flags=re.DOTALL)
+        made.file.write_text(re.sub(r'(?m)^source = "llama-tiny"', f'source = "{tmp_path / "mixture"}"', text))
+        return made
+
+    return make
+
+
+def test_a_run_moves_between_expert_degrees(mixture):
+    exact = [given for given in EXACT if "attention_dropout" not in given]
+    whole = mixture("whole", steps=8, every=2)
+    ranks.run(1, run, whole.file, [*exact, "train.micro_batch=4"])  # experts are balanced over a micro-batch of all ranks
+    moving = mixture("moving", steps=8, every=2)
+    for count, degree, steps in ((4, 4, 2), (1, 1, 4), (2, 2, 6), (4, 2, 8)):
+        given = [f"train.steps={steps}", f"train.micro_batch={4 // count}", f"parallel.expert_parallel_degree={degree}"]
+        ranks.run(count, run, moving.file, [*exact, *given])
+    assert losses(moving.output) == pytest.approx(losses(whole.output), rel=1e-5)
+    wanted, found = (read_metrics(one.output / "metrics.jsonl") for one in (whole, moving))
+    for one, other in zip(wanted, found, strict=True):
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert other["expert_load"] == pytest.approx(one["expert_load"], rel=1e-4)
+        assert other["dropped_tokens"] == 0
+
+
+def killed(file, overrides, name):
+    """A run of which one rank is killed in the write of a checkpoint."""
+    if os.environ["RANK"] == "1" or name != "within-shard":
+        os.environ |= {"OCTAVO_FAILPOINT": name, "OCTAVO_FAILPOINT_STEP": "4"}
+    return run(file, overrides)
+
+
+def test_a_kill_in_a_checkpoints_write(mixture):
+    given = ["parallel.expert_parallel_degree=2", "moe.router_jitter_noise=0.01"]
+    undisturbed = mixture("undisturbed", steps=6, every=2)
+    ranks.run(2, run, undisturbed.file, given)
+    wanted = [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(undisturbed.output / "metrics.jsonl")]
+    for name in ("within-shard", "before-rename", "after-rename"):
+        cut = mixture(name, steps=6, every=2)
+        with pytest.raises(AssertionError, match="died"):
+            ranks.run(2, killed, cut.file, given, name)
+        ranks.run(2, run, cut.file, given)
+        found = [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(cut.output / "metrics.jsonl")]
+        assert found == wanted, name
+        assert not list(cut.output.glob("**/.tmp-*"))
