@@ -95,6 +95,18 @@ def test_experts_and_the_losses_of_their_routers_equal_one_rank(recipe, layout):
             torch.testing.assert_close(many[0][1][name], one[1][name], rtol=0.1, atol=0)
 
 
+@pytest.mark.parametrize(("recipe", "layout"), [(None, "shard 2"), (None, "replicate 2"), ("delayed", "shard 2")])
+def test_frozen_experts_stay_and_the_rest_equals_one_rank(recipe, layout):
+    ranks_, degrees = LAYOUTS[layout]
+    options = {"steps": 3, "sizes": sharded.SIZES | EXPERTS, "moe": ROUTER, "frozen": ["*.experts.*"]}
+    setting = (torch.float32, recipe, 2)
+    one, many = sharded.train({}, *setting, **options), ranks.run(ranks_, sharded.train, degrees, *setting, **options)
+    compare(one, many, **({"loss": 1e-6, "gradient": 1e-4} if recipe is None else {"loss": 2e-3, "gradient": 0.35}))
+    gradients = one[0][0][2]
+    assert "layers.0.layernorm_moe.router_weight" in gradients
+    assert "layers.0.layernorm_moe.fc1_weight" not in gradients
+
+
 def test_shards_of_unequal_numbers_of_experts_are_refused():
     for found in ranks.run(4, refusal_of_experts):
         assert "hybrid_shard_degree = 4: shards of 6 experts would be unequal" in found
