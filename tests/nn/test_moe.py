@@ -126,6 +126,42 @@ def test_experts_without_tokens_have_no_gradient_and_keep_their_scales(recipe, m
         assert scale[2] != 1
 
 
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_frozen_experts_give_the_same_input_gradients_and_save_nothing_for_their_own(recipe):
+    found, saved = [], []
+    for frozen in (False, True):
+        module = layer(Experts(4, 2))
+        module.experts.fc1_weight.requires_grad_(not frozen)
+        module.experts.fc2_weight.requires_grad_(not frozen)
+        kept = {}
+        weights = {p.data_ptr() for p in module.parameters()}
+
+        def pack(x, kept=kept, weights=weights):
+            if x.data_ptr() not in weights:
+                kept[x.data_ptr()] = x.nbytes
+            return x
+
+        draw = torch.Generator().manual_seed(3)
+        for _ in range(3):
+            kept.clear()
+            module.zero_grad()
+            x = torch.randn(30, HIDDEN, generator=draw).requires_grad_()
+            with (
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+                octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=RECIPES.get(recipe)),
+            ):
+                h, y, _ = module(x)
+            (h + y).square().sum().backward()
+        found.append((y, x.grad, module.router_weight.grad, module.layer_norm_weight.grad))
+        saved.append(sum(kept.values()))
+        assert (module.experts.fc1_weight.grad is None, module.experts.fc2_weight.grad is None) == (frozen, frozen)
+    assert all(map(torch.equal, *found))
+    if recipe in ("rowwise", "block"):
+        assert saved[1] < saved[0]  # without the columnwise operands
+    else:  # these are made again from what the gradients of router and activation need anyway
+        assert saved[1] == saved[0]
+
+
 def test_routing_counts_named_tokens_and_its_loss_has_the_gradient_of_probabilities():
     module = layer(Experts(4, 2))
     x = torch.randn(2, 10, HIDDEN)

@@ -58,6 +58,18 @@ def test_fp8_equals_one_rank(recipe, layout, on_one_rank):
             torch.testing.assert_close(many[0][1][name], one[1][name], rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize(("recipe", "layout"), [(None, "shard 2"), (None, "expert 2"), ("delayed", "expert 2")])
+def test_frozen_experts_stay_and_the_rest_equals_one_rank(recipe, layout):
+    size, degrees = LAYOUTS[layout]
+    options = {"frozen": ["*.experts.*"]}
+    one = ranks.run(1, spread_experts.train, {}, recipe, **options)[0]
+    many = ranks.run(size, spread_experts.train, degrees, recipe, **options)
+    compare(one, many, loss=1e-6, gradient=1e-4 if recipe is None else 1e-3)
+    gradients = many[0][0][0][2]
+    assert "layers.0.layernorm_moe.router_weight" in gradients
+    assert "layers.0.layernorm_moe.experts.fc1_weight" not in gradients
+
+
 def test_micro_batches_equal_sharded_experts():
     setting = "delayed", None, 2
     sharded, spread = (ranks.run(2, spread_experts.train, LAYOUTS[layout][1], *setting) for layout in ("shard 2", "expert 2"))

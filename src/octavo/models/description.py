@@ -69,13 +69,15 @@ def describe(model: nn.Module) -> Description:
             label = ".".join(part for part in (name, key.removesuffix("weight").rstrip("_")) if part)
             state = states.get(label)
             kind, shape = type(module).__name__, tuple(parameter.shape)
+            frozen = "" if parameter.requires_grad else "not trained"
             if state is None or state.skipped:
                 reason = _reason(module, name) if state is None else state.skipped
+                reason = "; ".join(part for part in (reason, frozen) if part)
                 layers.append(LayerReport(label, kind, shape, False, reason))
             else:
                 recipe = "" if state.override is None else state.override.name
                 note = _head_note(model, state) if _is_head(module, name) else ""
-                reason = "; ".join(part for part in (state.override_by, note) if part)
+                reason = "; ".join(part for part in (state.override_by, note, frozen) if part)
                 layers.append(LayerReport(label, kind, shape, True, reason, recipe))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -3,9 +3,9 @@
 A step has four moments that can be its peak: the output head (all activations, one chunk of logits), the last and the first
 block in backward (activations go, gradients come), and the end of backward. Each is summed by part, and the largest counts. On
 one H200 the sums are within 1% of the measured peaks (`tests/plan/test_memory.py`); over several GPUs no peak of this version
-is measured. Left out: memory outside the allocator and fragments (`USABLE` leaves room for them), and the larger temporaries of
-a CPU's reference kernels. Activations of a model's own code are unknown, and not guessed. Imports neither torch nor
-transformers.
+is measured. Frozen parameters have neither gradients nor states, but their layers count as if they saved for a gradient. Left
+out: memory outside the allocator and fragments (`USABLE` leaves room for them), and the larger temporaries of a CPU's reference
+kernels. Activations of a model's own code are unknown, and not guessed. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -76,22 +76,30 @@ class Estimate:
         return sum(self.parts.values())
 
 
-def exact_bytes(parameters: int, params_bytes: int, shard: int = 1) -> int:
-    """Parameters, gradients and AdamW's states of one rank."""
-    return math.ceil(parameters / shard) * params_bytes * (2 + STATES)
+def exact_bytes(parameters: int, params_bytes: int, shard: int = 1, *, frozen: int = 0) -> int:
+    """Parameters, gradients and AdamW's states of one rank; of `frozen` ones, which are not trained, themselves alone."""
+    trained = math.ceil((parameters - frozen) / shard)
+    return (math.ceil(parameters / shard) + trained * (1 + STATES)) * params_bytes
 
 
 def estimate(setup: Setup) -> Estimate:
     """The peak of one rank in a step, by part."""
-    exact = exact_bytes(setup.parameters, setup.params_bytes, setup.shard)
+    exact = exact_bytes(setup.parameters, setup.params_bytes, setup.shard, frozen=setup.frozen)
     if setup.spec is None:
-        share = exact // (2 + STATES)
-        parts = {"parameters": share, "optimizer states": STATES * share, "gradients": share}
+        share, trained = _shares(setup)
+        parts = {"parameters": share, "optimizer states": STATES * trained, "gradients": trained}
         return Estimate(parts, "activations are unknown for a model's own code", exact, complete=False)
     moments = dict(_moments(setup, setup.spec))
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {part: moments[moment].get(part, 0) for part in PARTS}
     return Estimate(parts, moment, exact, host=_offloaded(setup))
+
+
+def _shares(setup: Setup) -> tuple[int, int]:
+    """Bytes of a rank's parameters, and of those that are trained."""
+    counts = setup.parameters, setup.parameters - setup.frozen
+    share, trained = (math.ceil(count / setup.shard) * setup.params_bytes for count in counts)
+    return share, trained
 
 
 def _offloaded(setup: Setup) -> int:
@@ -102,10 +110,10 @@ def _offloaded(setup: Setup) -> int:
 
 def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int]]]:
     """Each moment that can be the peak, with its bytes by part."""
-    share = math.ceil(setup.parameters / setup.shard) * setup.params_bytes
+    share, trained = _shares(setup)
     stream = setup.tokens * spec.hidden_size * setup.compute_bytes
     buffers = WORKSPACE + _buffers(setup, spec)
-    always = {"parameters": share, "optimizer states": STATES * share, "buffers": buffers}
+    always = {"parameters": share, "optimizer states": STATES * trained, "buffers": buffers}
     before, kept = _whole_gradients(setup, spec), kept_weights(setup, spec)
     held, passing = _gathered(setup, spec)
     of_head = spec.vocabulary * spec.hidden_size * (4 if setup.late else root_bytes(setup))
@@ -129,11 +137,12 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
         | {"temporaries": _head(setup, spec) + results}
         | always,
     )
-    block = math.ceil(block_parameters(spec) / setup.shard) * setup.params_bytes
+    trained_of_block = block_parameters(spec) - setup.frozen_of_block
+    block = math.ceil(trained_of_block / setup.shard) * setup.params_bytes
     # Gradients on their way through a sum over ranks: of the block before, or of the head if it has a weight of its own.
     matrix, early = spec.vocabulary * spec.hidden_size, setup.sharded and not spec.tied
     share_of_head = math.ceil(matrix / setup.shard) * setup.params_bytes
-    of_block = own_block_parameters(setup, spec) * setup.reduce_bytes + block if setup.sharded else 0
+    of_block = (trained_of_block - _elsewhere(setup, spec)) * setup.reduce_bytes + block if setup.sharded else 0
     for place, recipes in (("last", setup.recipes[-1]), ("first", setup.recipes[0])):
         last, again = place == "last", recomputed_by_block(setup, spec, recipes)
         there = activations if last else ends + _sum(stays[recipes], "activations")
@@ -154,7 +163,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     of_root = matrix * (setup.reduce_bytes + root_bytes(setup)) if setup.sharded else 0
     yield (
         "at the end of backward",
-        {"gradients": max(share, before), "gathered weights": held, "weight copies": kept, "activations": 8 * setup.tokens}
+        {"gradients": max(trained, before), "gathered weights": held, "weight copies": kept, "activations": 8 * setup.tokens}
         | {"temporaries": apart + of_root + stream}
         | always,
     )
@@ -277,10 +286,14 @@ def _buffers(setup: Setup, spec: ModelSpec) -> int:
 def _whole_gradients(setup: Setup, spec: ModelSpec) -> int:
     """Gradients of micro-batches before the last, which every rank keeps whole."""
     width = setup.reduce_bytes if setup.sharded else setup.params_bytes
-    if not setup.accumulates:
-        return 0
-    elsewhere = 0 if spec.experts == 0 else spec.mixtures * (block_parameters(spec) - own_block_parameters(setup, spec))
-    return (setup.parameters - elsewhere) * width
+    here = setup.parameters - setup.frozen - spec.mixtures * _elsewhere(setup, spec)
+    return here * width if setup.accumulates else 0
+
+
+def _elsewhere(setup: Setup, spec: ModelSpec) -> int:
+    """Trained parameters of a block's experts that other ranks compute with."""
+    others = block_parameters(spec) - own_block_parameters(setup, spec)
+    return 0 if setup.frozen_of_block >= others else others
 
 
 def _fp8_sizes(setup: Setup, spec: ModelSpec) -> list[int]:

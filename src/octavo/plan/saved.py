@@ -49,6 +49,7 @@ class Setup:
         documents: attention stays within documents.
         context: ranks that share each sequence.
         expert: ranks over which experts are spread; each is assumed to get an equal share of the tokens' copies.
+        frozen: parameters that are not trained; frozen_of_block: of the block with the fewest of them.
         row_tile: each expert's rows are filled up to a multiple of this, as in `octavo.kernels.experts.routes`.
         world, shard: ranks of the run, and those over which each parameter is sharded.
         gather_bytes, reduce_bytes: of a gathered parameter outside FP8, and of a gradient that is summed over ranks.
@@ -81,6 +82,8 @@ class Setup:
     context: int = 1
     expert: int = 1
     row_tile: int = 128
+    frozen: int = 0
+    frozen_of_block: int = 0
 
     @property
     def tokens(self) -> int:

@@ -69,6 +69,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         "fp8": plan.fp8_note,
         "parameters": parameters,
         "active_parameters": active,
+        "frozen": plan.frozen,
         "memory": memory.figures(plan, found),
         "batch": {
             "global_batch": train.global_batch,
@@ -87,7 +88,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         config.to_toml(),
         f"device      {plan.hardware.name}",
         f"precision   {plan.fp8_note}",
-        f"parameters  {parameters:,}" + (f", of which a token uses {active:,}" if active < parameters else ""),
+        f"parameters  {parameters:,}" + (f", of which a token uses {active:,}" if active < parameters else "") + _frozen(plan),
         *([f"sequences   {plan.shared_sequences}"] if plan.shared_sequences else []),
         f"batch       {train.global_batch} sequences = {plan.degrees.data} data-parallel x {plan.micro_batch} micro-batch "
         f"x {plan.accumulation} accumulation",
@@ -119,6 +120,7 @@ def describe_run(run: Path, overrides: Sequence[str] = (), target: Target | None
         "recipe": recipe,
         "head": plan.fp8_head if plan.recipe is not None else False,
         "parameters": plan.parameters,
+        "frozen": plan.frozen,
         "fp8_matrices": found.fp8_layers,
         "matrices": [dataclasses.asdict(layer) for layer in found.layers],
         "memory": memory.figures(plan, held),
@@ -129,12 +131,16 @@ def describe_run(run: Path, overrides: Sequence[str] = (), target: Target | None
         f"device      {plan.hardware.name}",
         f"precision   {plan.fp8_note}",
         f"head        {head.get(plan.fp8_head, 'high precision') if plan.recipe is not None else 'high precision'}",
-        f"parameters  {plan.parameters:,}",
+        f"parameters  {plan.parameters:,}{_frozen(plan)}",
         *memory.lines(plan, held),
         "",
         str(found),
     ]
     return figures, text
+
+
+def _frozen(plan: RunPlan) -> str:
+    return f", {plan.frozen:,} of them frozen" if plan.frozen else ""
 
 
 def _plan(run: Path, overrides: Sequence[str], target: Target) -> RunPlan:

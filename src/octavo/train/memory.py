@@ -89,6 +89,8 @@ def setup_of(plan: RunPlan) -> Setup:
     return Setup(
         spec=spec,
         parameters=plan.parameters,
+        frozen=plan.frozen,
+        frozen_of_block=plan.frozen_of_block,
         micro_batch=plan.micro_batch,
         sequence_length=config.data.sequence_length,
         compute_bytes=plan.dtype.itemsize,

@@ -59,12 +59,14 @@ class RunPlan:
     micro_batch: int  # sequences in a forward of a rank
     accumulation: int  # forwards in a step
     layers: Mapping[str, Fp8Layer]  # layers that can run in FP8, by name
-    flops: flops.TokenFlops | None  # of one token; None for a family without a count
+    flops: flops.TokenFlops | None  # of one token; None for a family without a count, or with frozen parameters
     weights: Layout  # parameters and persistent buffers
     weights_folder: Path | None  # pretrained weights; None for random ones
     blocks: Literal["auto", "own"]  # `model.blocks`; of a continued run the blocks that it began with
     parameters: int  # of the whole model, shared ones once
     fp8_head: bool | Literal["backward"]  # products of the decoder's head in FP8
+    frozen: int = 0  # parameters that are not trained
+    frozen_of_block: int = 0  # those of the block with the fewest
     excluded: Mapping[str, str] = field(default_factory=dict)  # from FP8 by `fp8.enabled = "auto"`, each with the reason
 
     @property
@@ -194,11 +196,13 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
         layers=layers,
         micro_batch=micro_batch,
         accumulation=accumulation,
-        flops=_token_flops(hf_config, config.data.sequence_length),
+        flops=None if _frozen(model) else _token_flops(hf_config, config.data.sequence_length),
         weights=layout_of(weights(model)),
         weights_folder=folder,
         blocks=blocks,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
+        frozen=_frozen(model),
+        frozen_of_block=min(map(_frozen, model.layers)) if isinstance(model, Decoder) else 0,
         fp8_head=_fp8_head(model, recipe) if use else False,
     )
 
@@ -262,6 +266,10 @@ def model_options(config: RunConfig) -> dict[str, Any]:
         "frozen": config.train.freeze,
         "objective": Objective(label_smoothing=config.train.label_smoothing, z_loss=config.train.z_loss),
     }
+
+
+def _frozen(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
 
 
 def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:

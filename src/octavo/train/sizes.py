@@ -80,19 +80,22 @@ def check_sizes(
     if hardware.kind == "cpu":  # which ranks on this machine share
         of_device /= max(1, rank_variable("LOCAL_WORLD_SIZE", degrees.world))
     params_bytes = torch_dtype(config.model.params_dtype).itemsize
-    exact = exact_bytes(count, params_bytes, degrees.hybrid_shard)
+    # Patterns have no names to match yet: of a run that freezes any parameter only the parameters themselves count.
+    frozen = count if config.train.freeze else 0
+    each = exact_bytes(1, params_bytes, frozen=min(1, frozen))
+    exact = exact_bytes(count, params_bytes, degrees.hybrid_shard, frozen=frozen)
     if exact > of_device:
-        most = int(of_device * degrees.hybrid_shard / exact_bytes(1, params_bytes))
+        most = int(of_device * degrees.hybrid_shard / each)
         what = (
-            f"{exact / GIB:,.0f} GiB of weights, gradients and optimizer states for "
+            f"{exact / GIB:,.0f} GiB of {'weights' if frozen else 'weights, gradients and optimizer states'} for "
             f"{'one rank' if degrees.world == 1 else f'each of {degrees.world} ranks'} "
-            f"({exact_bytes(1, params_bytes)} bytes a parameter), beyond the {of_device / GIB:,.0f} GiB of "
+            f"({each} bytes a parameter), beyond the {of_device / GIB:,.0f} GiB of "
             f"{hardware.name} for a rank"
         )
         options = []
         if exact * 2 <= of_device * params_bytes and config.model.dtype != "float16":
             options.append('set model.params_dtype = "bfloat16"')
-        ranks = 1 << max(0, math.ceil(math.log2(exact_bytes(count, params_bytes) / of_device)))
+        ranks = 1 << max(0, math.ceil(math.log2(count * each / of_device)))
         if hardware.kind == "cuda" and ranks <= MOST_RANKS:
             options.append(f"start {ranks} ranks with parallel.hybrid_shard_degree = 0")
         elif hardware.kind == "cpu":
