@@ -85,7 +85,7 @@ def test_frozen_parameters_are_told_and_need_no_states(folder, tiny_run, capsys)
     assert main(["describe", str(run.file)]) == 0
     said = capsys.readouterr().out
     assert f"{experts:,} of them frozen" in said
-    assert len(re.findall(r"layernorm_moe\.fc[12] .* not trained", said)) == 4
+    assert len(re.findall(r"layernorm_moe\.experts\.fc[12] .* not trained", said)) == 4
 
 
 @pytest.mark.parametrize(

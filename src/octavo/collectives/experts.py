@@ -15,29 +15,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.kernels.experts.travel import narrow, widen
+
 
 @dataclass(frozen=True)
 class InFlight:
-    """Rows on their way: `wait` gives them when they have arrived."""
+    """Rows on their way: `wait` gives them when they have arrived.
 
-    rows: Tensor
-    work: dist.Work
-    sent: Tensor  # alive until it has left
+    Attributes:
+        parts: where they will be; in FP8 the inverse scales too.
+        sent: what must live until it has left.
+        dtype: of the rows, where they travel in FP8.
+    """
+
+    parts: tuple[Tensor, ...]
+    works: tuple[dist.Work, ...]
+    sent: tuple[Tensor, ...]
+    dtype: torch.dtype
 
     def wait(self) -> Tensor:
         """The rows; a GPU's stream waits, not the host."""
-        self.work.wait()
-        return self.rows
+        for work in self.works:
+            work.wait()
+        rows, *scale_inv = self.parts
+        return widen(rows, scale_inv[0], self.dtype) if scale_inv else rows
 
 
 class ExpertGroup:
     """The ranks over which experts are spread, as many to each, in the order of the ranks.
 
-    experts: of a mixture, a multiple of the ranks.
+    experts: of a mixture, a multiple of the ranks. fp8: tokens and the gradients of results travel in FP8 under an autocast.
     """
 
-    def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
-        self.group, self.experts = group, experts
+    def __init__(self, group: dist.ProcessGroup, experts: int, *, fp8: bool = False) -> None:
+        self.group, self.experts, self.fp8 = group, experts, fp8
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.local = experts // self.size
 
@@ -97,18 +108,21 @@ class Exchange:
         own = torch.arange(self.group.local, device=self._received.device).repeat(self.group.size)
         return own.repeat_interleave(self._received.flatten(), output_size=sum(self._in))
 
-    def dispatch(self, copies: Tensor) -> InFlight:
+    def dispatch(self, copies: Tensor, *, fp8: bool = False) -> InFlight:
         """Send rows [C, K] to the ranks of their experts, and receive [R, K]. Collective."""
-        return self._send(copies, self._out, self._in)
+        return self._send(narrow(copies) if fp8 else (copies,), self._out, self._in, copies.dtype)
 
     def collect(self, results: Tensor) -> InFlight:
         """Send rows [R, K] back to the ranks of their tokens, and receive [C, K]. Collective."""
-        return self._send(results, self._in, self._out)
+        return self._send((results,), self._in, self._out, results.dtype)
 
-    def _send(self, rows: Tensor, leaving: list[int], arriving: list[int]) -> InFlight:
-        rows = rows.contiguous()
-        out = rows.new_empty(sum(arriving), rows.shape[1])
-        into, given = out.view(torch.uint8), rows.view(torch.uint8)  # gloo does not know every dtype
-        work = dist.all_to_all_single(into, given, arriving, leaving, group=self.group.group, async_op=True)
-        assert work is not None
-        return InFlight(out, work, rows)
+    def _send(self, parts: tuple[Tensor, ...], leaving: list[int], arriving: list[int], dtype: torch.dtype) -> InFlight:
+        sent = tuple(part.contiguous() for part in parts)
+        received = tuple(part.new_empty(sum(arriving), part.shape[1]) for part in sent)
+        works = []
+        for into, given in zip(received, sent, strict=True):
+            as_bytes = into.view(torch.uint8), given.view(torch.uint8)  # gloo does not know every dtype
+            work = dist.all_to_all_single(*as_bytes, arriving, leaving, group=self.group.group, async_op=True)
+            assert work is not None
+            works.append(work)
+        return InFlight(received, tuple(works), sent, dtype)

@@ -150,6 +150,18 @@ _NEEDS = (
         'moe.moe_load_balancing = "aux_loss"',
     ),
     _Need(
+        ("parallel.expert_dispatch_fp8",),
+        ("parallel.expert_parallel_degree",),
+        lambda config: config.parallel.expert_parallel_degree > 1,
+        "parallel.expert_parallel_degree of 2 or more",
+    ),
+    _Need(
+        ("parallel.expert_dispatch_fp8",),
+        ("fp8.enabled",),
+        lambda config: config.fp8.enabled is not False,
+        'fp8.enabled = true or "auto"',
+    ),
+    _Need(
         ("parallel.cp_comm_type",),
         ("parallel.context_parallel_degree",),
         lambda config: config.parallel.context_parallel_degree > 1,

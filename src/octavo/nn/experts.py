@@ -71,7 +71,8 @@ class StackedExperts(nn.Module):
         """x [T, H], of each token the weights float32 [T, V] and the experts int64 [T, V] → [T, H] of x's dtype."""
         trip = None
         if self.group is not None:
-            trip = _Trip(self.group.exchange(chosen), x, scores)
+            fp8 = self.group.fp8 and active_recipe(self.fc1_fp8_state, x.device) is not None
+            trip = _Trip(self.group.exchange(chosen), x, scores, fp8=fp8)
             routes = make_routes(trip.exchange.experts[:, None], self.group.local)
         elif x.shape[0]:
             routes = make_routes(chosen, self.count)
@@ -97,14 +98,14 @@ class StackedExperts(nn.Module):
 class _Trip:
     """The copies of x [T, H] and of their weights, on their way to the ranks of their experts."""
 
-    def __init__(self, exchange: Exchange, x: Tensor, scores: Tensor) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, x: Tensor, scores: Tensor, *, fp8: bool) -> None:
+        self.exchange, self.fp8 = exchange, fp8
         with torch.no_grad():
             copies = x[exchange.tokens]  # while the host waits for the sizes
             weights = torch.empty_like(exchange.rows, dtype=torch.float32).flatten()
             weights.scatter_(0, exchange.rows.flatten(), scores.flatten())
             exchange.sizes()
-            self.copies, self.weights = exchange.dispatch(copies), exchange.dispatch(weights[:, None])
+            self.copies, self.weights = exchange.dispatch(copies, fp8=fp8), exchange.dispatch(weights[:, None])
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -139,7 +140,7 @@ class _ExpertsFunction(torch.autograd.Function):
         y = add_copies(fc2.output(activated, w2, routes), routes.rows, routes.tile)
         if exchange is not None:
             y = add_copies(exchange.collect(y).wait(), exchange.rows, routes.tile)
-        ctx.call = routes.tile, routes.splits, fc1, fc2, curve, exchange
+        ctx.call = routes.tile, routes.splits, fc1, fc2, curve, exchange, trip is not None and trip.fp8
         fc1.quantizer.routes = fc2.quantizer.routes = None  # a backward takes those that were saved
         ctx.save_for_backward(
             tokens, rows, experts, ends, weights, x if again_x else None,
@@ -152,8 +153,8 @@ class _ExpertsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: tuple[int, tuple[int, ...] | None, ExpertsGemms, ExpertsGemms, str, Exchange | None] = ctx.call
-        tile, splits, fc1, fc2, curve, exchange = call
+        call: tuple[int, tuple[int, ...] | None, ExpertsGemms, ExpertsGemms, str, Exchange | None, bool] = ctx.call
+        tile, splits, fc1, fc2, curve, exchange, fp8 = call
         tokens, rows, experts, ends, weights, x, hidden, *saved = ctx.saved_tensors
         x_q, activated, w1, w2 = (QuantizedTensor(*saved[i : i + 4]) for i in (0, 4, 8, 12))
         routes = Routes(tokens, rows, experts, ends, tile, splits)
@@ -162,7 +163,7 @@ class _ExpertsFunction(torch.autograd.Function):
             gemms.quantizer.routes = routes
         want_x, want_scores, want_w1, want_w2 = ctx.needs_input_grad[:4]
         want_hidden = want_x or want_scores or want_w1
-        flight = None if exchange is None else exchange.dispatch(dy[exchange.tokens])
+        flight = None if exchange is None else exchange.dispatch(dy[exchange.tokens], fp8=fp8)
         second = fc2.quantizer.restored_weight(w2) if want_hidden else NOTHING
         dy = dy if flight is None else flight.wait()
         dy_q = fc2.quantizer.grad_output(PermutedRows(dy, routes), rowwise=want_hidden, columnwise=want_w2)

@@ -17,13 +17,14 @@ def experts_in(module: nn.Module) -> list[StackedExperts]:
 
 
 @torch.no_grad()
-def spread_experts(experts: StackedExperts, mesh: DeviceMesh) -> None:
+def spread_experts(experts: StackedExperts, mesh: DeviceMesh, *, fp8: bool) -> None:
     """Leave this rank's experts alone in a mixture, in place, on a real device or on meta.
 
-    mesh: [replicate, expert_shard, expert]; its last dimension divides the experts. Parameters become DTensors of all experts.
+    mesh: [replicate, expert_shard, expert]; its last dimension divides the experts. fp8: as of `ExpertGroup`. Parameters become
+    DTensors of all experts.
     """
     ranks = mesh["expert"]
-    group = experts.group = ExpertGroup(ranks.get_group(), experts.count)
+    group = experts.group = ExpertGroup(ranks.get_group(), experts.count, fp8=fp8)
     for state in (experts.fc1_fp8_state, experts.fc2_fp8_state):
         state.own_experts, state.buffers.expert_group = group.own, group.group
         name, whole = state.weight_name, getattr(experts, state.weight_name)

@@ -97,7 +97,7 @@ def shard(
         experts = experts_in(block)
         if how.expert_mesh is not None:
             for mixture in experts:
-                spread_experts(mixture, how.expert_mesh)
+                spread_experts(mixture, how.expert_mesh, fp8=how.expert_dispatch_fp8)
         units.append([*experts, block])
         for part in units[-1]:
             policy, ranks = own if _travels(part, how.recipe) else outer, mesh if part is block else inner

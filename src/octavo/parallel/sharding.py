@@ -31,6 +31,7 @@ class Sharding:
         param_dtype: of parameters gathered in high precision; None: their own.
         reduce_dtype: of the sums of gradients; None: that of the gradient.
         reshard_after_forward: free a block's parameters after its forward and gather them again in backward.
+        expert_dispatch_fp8: tokens, and gradients of results, travel to their experts in FP8 under an autocast.
     """
 
     mesh: DeviceMesh
@@ -42,6 +43,7 @@ class Sharding:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = torch.float32
     reshard_after_forward: bool = True
+    expert_dispatch_fp8: bool = False
 
 
 def sharding_of(
@@ -66,6 +68,7 @@ def sharding_of(
         param_dtype=None if param_dtype == params_dtype else param_dtype,
         reduce_dtype=torch_dtype(ranks.config.reduce_dtype),
         reshard_after_forward=ranks.config.reshard_after_forward,
+        expert_dispatch_fp8=ranks.config.expert_dispatch_fp8,
     )
 
 
