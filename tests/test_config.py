@@ -269,6 +269,10 @@ IDLE = [
     ({"data__text_field": "body"}, ['data.text_field = "body"', 'data.source = "text.txt"']),
     ({"data__source": ["a.jsonl", "b.parquet"], "data__split": "test"}, ['data.split = "test"', "a data set"]),
     ({"parallel__cp_comm_type": "p2p"}, ['parallel.cp_comm_type = "p2p"', "context_parallel_degree = 1"]),
+    (
+        {"moe__moe_load_balancing": "none", "moe__moe_aux_loss_coeff": 0.1},
+        ["moe.moe_aux_loss_coeff = 0.1", 'moe.moe_load_balancing = "none"'],
+    ),
     ({"checkpoint__async": True, "checkpoint__every": 0}, ["checkpoint.async = true", "checkpoint.every = 0"]),
 ]
 

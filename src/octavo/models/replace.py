@@ -79,7 +79,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             ]
             guess = nearest(pattern.replace("*", ""), known)
             hint = f" The nearest is {guess!r}." if guess else f" Names are such as {known[-1]!r}."
-            raise InputError(f"train.freeze pattern {pattern!r} matches no parameter.{hint}")
+            raise InputError(
+                f"train.freeze pattern {pattern!r} matches no parameter.{hint} octavo describe names all matrices."
+            )
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(f"train.freeze = {list(patterns)!r} leaves no parameter to train. Leave a pattern out.")
 
