@@ -30,9 +30,13 @@ alone = pytest.mark.xdist_group("ranks")
 """For modules that use `run`: their tests share a worker, so that worlds do not compete for the cores."""
 
 # CUDA does not survive a fork, and what is imported beforehand may have touched it.
-_context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 multiprocessing.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "transformers", "octavo.train.trainer", "octavo.parallel.world"]
+    [
+        *("torch", "torch.distributed.fsdp", "torch.distributed.launcher.api"),
+        *("transformers", "transformers.models.auto.modeling_auto"),
+        *("octavo.train.trainer", "octavo.parallel.world", "octavo.cli"),
+    ]
 )
 
 
@@ -42,9 +46,9 @@ def run(ranks, function, *arguments, timeout=120, **keywords):
     The first rank that raises makes this raise, with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_context.Pipe(duplex=False) for _ in range(ranks)]
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            _context.Process(target=_child, args=(rank, ranks, folder, function, arguments, keywords, pipe[1]))
+            context.Process(target=_child, args=(rank, ranks, folder, function, arguments, keywords, pipe[1]))
             for rank, pipe in enumerate(pipes)
         ]
         for process in processes:
@@ -64,7 +68,7 @@ def exit_codes(ranks, function, *arguments, timeout=120):
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-    processes = [_context.Process(target=_leave, args=(rank, ranks, port, function, arguments)) for rank in range(ranks)]
+    processes = [context.Process(target=_leave, args=(rank, ranks, port, function, arguments)) for rank in range(ranks)]
     deadline = time.monotonic() + timeout
     for process in processes:
         process.start()
