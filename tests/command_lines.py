@@ -6,7 +6,9 @@ ranks are its children as always: it forks them before it has a thread, and they
 """
 
 import contextlib
+import gc
 import json
+import multiprocessing.reduction
 import os
 import resource
 import runpy
@@ -36,6 +38,18 @@ def torchrun(arguments, starts):
     SubprocessHandler._popen = lambda handler, command, environment: waiting.pop(0).start(command, environment)
     sys.argv = ["torchrun", *arguments]
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+
+
+def python(arguments):
+    """`python -m module …` or `python -c code …`, with the folders of PYTHONPATH before all others."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
+    option, what, *rest = arguments
+    sys.argv = [option, *rest]
+    if option == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
 
 
 class CommandLine:
@@ -93,7 +107,54 @@ class CommandLine:
         return (self.folder / "stderr").read_text()
 
 
+class Popen:
+    """What `octavo.bench.group` uses of `subprocess.Popen`, for the command `[sys.executable, "-m", module, …]`."""
+
+    def __init__(self, command, *, env, stdin, stdout, stderr, text, encoding):
+        assert stdin == stdout == subprocess.PIPE
+        assert text
+        reading, writing = os.pipe(), os.pipe()
+        error = 2 if stderr is None else stderr.fileno()
+        streams = [_Descriptor(reading[0]), _Descriptor(writing[1]), _Descriptor(error)]
+        self._process = ranks.context.Process(target=_piped_child, args=(command[1:], dict(env), streams))
+        self._process.start()
+        os.close(reading[0])
+        os.close(writing[1])
+        self.stdin, self.stdout = os.fdopen(reading[1], "w", encoding=encoding), os.fdopen(writing[0], encoding=encoding)
+
+    def kill(self):
+        self._process.kill()
+
+    def wait(self):
+        self._process.join()
+        return self._process.exitcode
+
+
+class _Descriptor:
+    """A file descriptor that an argument of a process hands on."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __reduce__(self):
+        return _received, (multiprocessing.reduction.DupFd(self.number),)
+
+
+def _received(duplicate):
+    return duplicate.detach()
+
+
+def _piped_child(arguments, variables, streams):
+    gc.freeze()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin = os.fdopen(0)  # multiprocessing has put /dev/null there
+    _leave(variables, python, arguments)
+
+
 def _child(function, arguments, folder, variables, file_limit):
+    gc.freeze()  # as in `ranks`
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_APPEND), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -132,7 +193,7 @@ class _WaitingRank:
         if self.pid == 0:
             os.close(self._writing)
             os.setsid()
-            with open(reading) as pipe:  # noqa: PTH123 - a descriptor
+            with os.fdopen(reading) as pipe:
                 order = pipe.readline()
             if not order:  # the launcher has ended
                 os._exit(0)

@@ -1,5 +1,6 @@
 """What tests of several folders share: a corpus and a run file so small that a whole training takes a second or two."""
 
+import gc
 import os
 import random
 import sys
@@ -17,6 +18,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before anything imports octavo.kernels
     # Tensors this small only wait for each other's threads: ten times slower where the cores are shared.
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """Leave what is imported by now out of garbage collections, of which a test session has thousands."""
+    gc.collect()
+    gc.freeze()
+
 
 TEXT = (
     "a scale for each tensor keeps small values in reach of the format while large ones saturate and the history of "

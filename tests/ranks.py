@@ -11,6 +11,7 @@ and starts from a clean state.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -83,6 +84,7 @@ def exit_codes(ranks, function, *arguments, timeout=120):
 
 
 def _leave(rank, ranks, port, function, arguments):
+    gc.freeze()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -113,6 +115,7 @@ def _gather(pipes, deadline):
 
 
 def _child(rank, ranks, folder, function, arguments, keywords, pipe):
+    gc.freeze()  # what the server has imported: a collection would copy all of it from the server, and free nothing
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     if 0 < torch.cuda.device_count() < ranks:
