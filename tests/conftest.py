@@ -1,5 +1,6 @@
 """What tests of several folders share: a corpus and a run file so small that a whole training takes a second or two."""
 
+import contextlib
 import gc
 import os
 import random
@@ -18,6 +19,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before anything imports octavo.kernels
     # Tensors this small only wait for each other's threads: ten times slower where the cores are shared.
     torch.set_num_threads(1)
+    with contextlib.suppress(ModuleNotFoundError):  # Triton is of Linux alone
+        import quick_interpreter  # noqa: F401
 
 
 def pytest_collection_finish():
