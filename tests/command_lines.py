@@ -199,8 +199,7 @@ class _WaitingRank:
                 os._exit(0)
             command, variables = json.loads(order)
             sys.stdout.reconfigure(write_through=True)  # python -u
-            sys.argv = command[command.index("-u") + 1 :]
-            _leave(variables, _script)
+            _leave(variables, _rank, command[command.index("-u") + 1 :])
         os.close(reading)
 
     def start(self, command, variables):
@@ -222,5 +221,12 @@ class _WaitingRank:
         return self._status
 
 
-def _script():
-    runpy.run_path(sys.argv[0], run_name="__main__")
+def _rank(command):
+    if command[:2] == ["-m", "octavo.compat"]:
+        from octavo.compat import start
+
+        start.install_all()  # as the interpreter does that octavo.compat becomes
+        command = command[2:]
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
