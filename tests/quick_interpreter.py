@@ -1,10 +1,13 @@
-"""Triton's interpreter without its largest cost; importing this module is enough.
+"""Triton's interpreter without three costs that are most of its time; importing this module is enough.
 
-A launch replaces the names of `triton.language` by the interpreter's. The interpreter then does it again at each call of a
-function within the kernel: `triton.language.core` is searched for built-ins, which are replaced already, and that is two thirds
-of the time of a test. Here each launch replaces the names of a module once.
+- A launch replaces the names of `triton.language` by the interpreter's, and each call of a function within the kernel does it
+  again, in a search for built-ins that are replaced already. Here a launch does it once.
+- Sums and products of integers are computed again in int64 for an assertion that the interpreter never makes: its `debug` is
+  off. Here they are not.
+- A table of dtypes is built for each look-up. Here what it said is kept.
 """
 
+import dataclasses
 import functools
 
 import triton.language as tl
@@ -12,6 +15,7 @@ from triton.runtime import interpreter
 
 _replaced = set()
 _replace, _launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+_numpy_dtype, _numpy_dtypes = interpreter._get_np_dtype, {}
 
 
 def _replace_once(function):
@@ -28,4 +32,17 @@ def _launch_anew(self, *arguments, **keywords):
     return _launch(self, *arguments, **keywords)
 
 
+def _kept_numpy_dtype(dtype):
+    if isinstance(dtype, (tl.pointer_type, tl.block_type)):
+        of_pointers = isinstance(dtype, tl.pointer_type) or isinstance(dtype.element_ty, tl.pointer_type)
+        return _numpy_dtype(dtype) if of_pointers else _kept_numpy_dtype(dtype.element_ty)
+    if dtype.name not in _numpy_dtypes:
+        _numpy_dtypes[dtype.name] = _numpy_dtype(dtype)
+    return _numpy_dtypes[dtype.name]
+
+
 interpreter._patch_lang, interpreter.GridExecutor.__call__ = _replace_once, _launch_anew
+interpreter._get_np_dtype = _kept_numpy_dtype
+_options = interpreter.interpreter_builder.options
+assert not _options.debug
+interpreter.interpreter_builder.options = dataclasses.replace(_options, sanitize_overflow=False)
