@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
+# Tests start hundreds of processes: without bytecode each compiles Octavo anew, and pytest rewrites every test.
+export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help demo test models-table lint format clean
 
 help:  ## what there is to make

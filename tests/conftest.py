@@ -1,5 +1,7 @@
 """What tests of several folders share: a corpus and a run file so small that a whole training takes a second or two."""
 
+import contextlib
+import gc
 import os
 import random
 import sys
@@ -13,10 +15,22 @@ if str(Path(__file__).parent) not in sys.path:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the Hub; read when huggingface_hub is imported
 import torchvision_shim  # noqa: F401 - before anything imports transformers
 
+gc.disable()  # until `pytest_collection_finish`: what imports and collection make stays
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before anything imports octavo.kernels
     # Tensors this small only wait for each other's threads: ten times slower where the cores are shared.
     torch.set_num_threads(1)
+    with contextlib.suppress(ModuleNotFoundError):  # Triton is of Linux alone
+        import quick_interpreter  # noqa: F401
+
+
+def pytest_collection_finish():
+    """Leave what is imported by now out of garbage collections, of which a test session has thousands."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
 
 TEXT = (
     "a scale for each tensor keeps small values in reach of the format while large ones saturate and the history of "

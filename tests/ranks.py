@@ -11,6 +11,7 @@ and starts from a clean state.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -30,9 +31,15 @@ alone = pytest.mark.xdist_group("ranks")
 """For modules that use `run`: their tests share a worker, so that worlds do not compete for the cores."""
 
 # CUDA does not survive a fork, and what is imported beforehand may have touched it.
-_context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 multiprocessing.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "transformers", "octavo.train.trainer", "octavo.parallel.world"]
+    [
+        *("torch", "torch.distributed.fsdp", "torch.distributed.launcher.api"),
+        *("transformers", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"),
+        *("pytest", "torch.profiler"),  # `ranks` itself imports pytest: 0.1 to 0.5 seconds a rank
+        *("octavo.train.trainer", "octavo.parallel.world", "octavo.cli"),
+        *("matplotlib.figure", "matplotlib.backends.backend_agg", "mpl_toolkits.mplot3d"),  # of a run's plots
+    ]
 )
 
 
@@ -42,9 +49,9 @@ def run(ranks, function, *arguments, timeout=120, **keywords):
     The first rank that raises makes this raise, with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_context.Pipe(duplex=False) for _ in range(ranks)]
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            _context.Process(target=_child, args=(rank, ranks, folder, function, arguments, keywords, pipe[1]))
+            context.Process(target=_child, args=(rank, ranks, folder, function, arguments, keywords, pipe[1]))
             for rank, pipe in enumerate(pipes)
         ]
         for process in processes:
@@ -64,7 +71,7 @@ def exit_codes(ranks, function, *arguments, timeout=120):
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-    processes = [_context.Process(target=_leave, args=(rank, ranks, port, function, arguments)) for rank in range(ranks)]
+    processes = [context.Process(target=_leave, args=(rank, ranks, port, function, arguments)) for rank in range(ranks)]
     deadline = time.monotonic() + timeout
     for process in processes:
         process.start()
@@ -79,6 +86,7 @@ def exit_codes(ranks, function, *arguments, timeout=120):
 
 
 def _leave(rank, ranks, port, function, arguments):
+    gc.freeze()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -109,6 +117,7 @@ def _gather(pipes, deadline):
 
 
 def _child(rank, ranks, folder, function, arguments, keywords, pipe):
+    gc.freeze()  # what the server has imported: a collection would copy all of it from the server, and free nothing
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     if 0 < torch.cuda.device_count() < ranks:

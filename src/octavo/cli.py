@@ -180,7 +180,7 @@ def _train(run_file: Path, config: RunConfig, console: Console, stop: StopReques
     _say_start(run_file, console)
     from octavo.run.finished import finished
     from octavo.run.paths import check_paths
-    from octavo.watchdog.processes import signals_held
+    from octavo.watchdog.processes import garbage_kept, signals_held
 
     if (found := finished(config)) is not None:
         config.tell_notes()
@@ -188,7 +188,7 @@ def _train(run_file: Path, config: RunConfig, console: Console, stop: StopReques
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         return result
     check_paths(config)
-    with signals_held():
+    with signals_held(), garbage_kept():
         from octavo.train.trainer import Trainer
 
     return Trainer(config, console=console).train(stop=stop)

@@ -1,13 +1,16 @@
 """Makes `ranks` importable, a way to break one rank of an entry, and torchvision on a CPU's torch."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 if str(Path(__file__).parent.parent) not in sys.path:
     sys.path.insert(0, str(Path(__file__).parent.parent))
+import command_lines
 
 # timm imports torchvision, whose wheel has operators for CUDA only: a torch for CPUs must at least have heard of two of them.
 SHIM = """\
@@ -32,6 +35,12 @@ if os.environ.get("RANK") == "1" and "octavo.bench.worker" in sys.orig_argv:
         {fault}
     Training.step = step
 """
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Workers of entries are forked with everything imported, where their start is not what is tested."""
+    monkeypatch.setattr("octavo.bench.group.subprocess", SimpleNamespace(Popen=command_lines.Popen, PIPE=subprocess.PIPE))
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def run(tmp_path, **changes):
     return run_suite("checkpoint", **asked)
 
 
-def test_what_two_ranks_save_one_restores(tmp_path):
+def test_what_two_ranks_save_one_restores(tmp_path, forked_workers):
     said = []
     results = run(tmp_path, say=said.append)
     assert json.loads((tmp_path / "results" / "checkpoint-tiny.json").read_text()) == results

@@ -283,7 +283,7 @@ def rendered(results: dict) -> str:
     return text.getvalue()
 
 
-def test_results_are_written_where_the_user_is_and_never_over_others(tmp_path, monkeypatch):
+def test_results_are_written_where_the_user_is_and_never_over_others(tmp_path, monkeypatch, forked_workers):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "benchmarks").mkdir()
     published = tmp_path / "benchmarks" / "one-gpu-tiny.json"

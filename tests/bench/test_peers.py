@@ -6,13 +6,12 @@ import json
 import math
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import command_lines
 from octavo import build
 from octavo.bench import peers, run
 from octavo.bench.cases import ALL_CASES, CASES, CONTEXT_CASES, VISION_CASES
@@ -126,7 +125,7 @@ def transformer_engine(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
-def test_transformer_engines_entries_train(tmp_path, transformer_engine):
+def test_transformer_engines_entries_train(tmp_path, transformer_engine, forked_workers):
     results = run_suite(
         "one-gpu", cases=["tiny"], entries=["te-bf16", "te-delayed-fp8-head", "te-current"], steps=2, warmup=1,
         output=tmp_path, device="cpu", command="octavo bench",
@@ -168,10 +167,11 @@ print(json.dumps(found))
 """
 
 
-def test_transformer_engines_decoder_is_octavos_in_every_family(transformer_engine):
+def test_transformer_engines_decoder_is_octavos_in_every_family(tmp_path, transformer_engine):
     """Blocks, biases, window and rotation; the stand-in's layers are Octavo's own, by Transformer Engine's names."""
-    told = subprocess.run([sys.executable, "-c", FAMILIES], check=True, capture_output=True, text=True).stdout
-    found = json.loads(told.splitlines()[-1])
+    process = command_lines.CommandLine(command_lines.python, tmp_path / "families", ["-c", FAMILIES])
+    assert process.wait(timeout=120) == 0, process.stderr
+    found = json.loads(process.stdout.splitlines()[-1])
     assert set(found) == {"tiny-neox", "tiny-mistral", "tiny"}
     for name, (own, theirs, error) in found.items():
         assert own == theirs, name
@@ -223,20 +223,20 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("names", [["te-bf16"], ["all_gather", "p2p", "a2a"]], ids=["shards", "context"])
-def test_transformer_engines_decoder_over_two_ranks_is_octavos(names, transformer_engine):
+def test_transformer_engines_decoder_over_two_ranks_is_octavos(names, tmp_path, transformer_engine):
     """Shards, parts of the sequences, their positions, targets and exchange, and recomputation."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = []
     for rank in ("0", "1"):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        environment = os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        processes.append(subprocess.Popen([sys.executable, "-c", SHARES, *names], env=environment, **pipes))
-    told = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], told
-    for out, _ in told:
-        found = json.loads(out.splitlines()[-1])
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        arguments = ["-c", SHARES, *names]
+        processes.append(command_lines.CommandLine(command_lines.python, tmp_path / rank, arguments, environment=place))
+    codes = [process.wait(timeout=120) for process in processes]
+    assert codes == [0, 0], [process.stderr for process in processes]
+    for process in processes:
+        found = json.loads(process.stdout.splitlines()[-1])
         assert list(found) == names
         for name, (ours, theirs, error, shape) in found.items():
             assert theirs == pytest.approx(ours, rel=0.01), name
@@ -274,10 +274,10 @@ for found, expected in zip(*outputs, strict=True):
 """
 
 
-def test_transformer_engines_vision_block_is_its_layer(transformer_engine):
+def test_transformer_engines_vision_block_is_its_layer(tmp_path, transformer_engine):
     # A process of its own: the package that stands in for Transformer Engine must not stay.
-    run_it = subprocess.run([sys.executable, "-c", VISION], capture_output=True, text=True, check=False)
-    assert run_it.returncode == 0, run_it.stderr
+    process = command_lines.CommandLine(command_lines.python, tmp_path / "vision", ["-c", VISION])
+    assert process.wait(timeout=120) == 0, process.stderr
 
 
 def compared(monkeypatch, installed, suite=ONE_GPU, entries=None, peers=None):

@@ -55,7 +55,7 @@ def test_the_whole_8b_shape():
         assert CASES[name].units == 16_384
 
 
-def test_a_run_on_two_ranks(tmp_path):
+def test_a_run_on_two_ranks(tmp_path, forked_workers):
     results = run_suite(
         "sharded", cases=["tiny"], entries=["octavo-delayed", "torch-bf16"], steps=2, warmup=2,
         output=tmp_path, device="cpu", gpus=2, command="octavo bench sharded",
@@ -78,7 +78,7 @@ def test_a_run_on_two_ranks(tmp_path):
     assert "vs peer" in text.getvalue()
 
 
-def test_one_rank_for_comparison(tmp_path):
+def test_one_rank_for_comparison(tmp_path, forked_workers):
     """Octavo alone: a model with float32 weights that is not sharded."""
     results = run_suite(
         "sharded", cases=["tiny"], entries=["octavo-bf16", "torch-bf16"], steps=2, warmup=2,
@@ -181,7 +181,7 @@ def test_a_rank_that_fails_is_a_row_with_its_error(tmp_path, break_rank_1):
     }
 
 
-def test_sequences_over_two_ranks_are_one_ranks(tmp_path):
+def test_sequences_over_two_ranks_are_one_ranks(tmp_path, forked_workers):
     results = run_suite(
         "context", cases=["tiny-cp2"], entries=["octavo-delayed-a2a"], steps=2, warmup=1,
         output=tmp_path / "all.json", device="cpu", gpus=2, command="octavo bench context",

@@ -251,7 +251,7 @@ def test_a_run_whose_disk_fills_up_in_the_background_stops_with_exit_1_within_a_
 
 @pytest.mark.parametrize("name", FAILPOINTS)
 def test_a_kill_while_the_background_writes_leaves_the_last_whole_one(tmp_path, name):
-    process = ranks._context.Process(target=rank_saving.save_until_killed, args=(tmp_path / "checkpoints", name))
+    process = ranks.context.Process(target=rank_saving.save_until_killed, args=(tmp_path / "checkpoints", name))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL

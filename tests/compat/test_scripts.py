@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import command_lines
 import octavo
 import ranks
 from octavo.compat.__main__ import command
@@ -36,6 +37,13 @@ def run(*command, ranks=None, code=0, **environment):
     done = subprocess.run(line, capture_output=True, text=True, timeout=150, env={**os.environ, **more}, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, done.stderr
+
+
+def run_forked(folder, *command, environment):
+    """The same by torchrun on two ranks, all forked with everything imported."""
+    line = ["--nproc-per-node=2", f"--master-port={port()}", "-m", "octavo.compat", *map(str, command)]
+    process = command_lines.CommandLine(command_lines.torchrun, folder, line, 2, environment=environment)
+    assert process.wait(timeout=150) == 0, process.stderr
 
 
 def numbers(text, first):
@@ -101,17 +109,17 @@ def test_an_smp_training_resumes_to_the_same_numbers(tmp_path):
     script, folder = SCRIPTS / "smp_train.py", tmp_path / "checkpoints"
     common = ("--checkpoint_dir", folder, "--num_kept_checkpoints", 2)
     parameters = json.dumps({"hybrid_shard_degree": 2, "delayed_parameter_initialization": True})  # as an estimator hands over
-    run(
-        *(script, *common, "--metrics", tmp_path / "all.json", "--model_dir", tmp_path / "model"),
-        ranks=2,
-        SM_HP_MP_PARAMETERS=parameters,
+    environment = {"OMP_NUM_THREADS": "1", "SM_HP_MP_PARAMETERS": parameters}
+    run_forked(
+        *(tmp_path / "one", script, *common, "--metrics", tmp_path / "all.json", "--model_dir", tmp_path / "model"),
+        environment=environment,
     )
     assert sorted(path.name for path in folder.iterdir()) == ["llama_v2-3steps", "llama_v2-6steps"]
     rows = json.loads((tmp_path / "all.json").read_text())
-    run(
-        *(script, *common, "--metrics", tmp_path / "rest.json", "--resume_from_checkpoint", folder / "llama_v2-3steps"),
-        ranks=2,
-        SM_HP_MP_PARAMETERS=parameters,
+    run_forked(
+        *(tmp_path / "two", script, *common, "--metrics", tmp_path / "rest.json"),
+        *("--resume_from_checkpoint", folder / "llama_v2-3steps"),
+        environment=environment,
     )
     assert json.loads((tmp_path / "rest.json").read_text()) == rows[3:]
     # The model folder is Hugging Face's.

@@ -178,7 +178,7 @@ def test_a_second_run_in_the_same_folder_is_refused_naming_the_first(octavo, tin
     run = tiny_run(steps=100_000)
     first = octavo("train", run.file)
     first.wait_for_steps(run.output / "metrics.jsonl", 1)
-    second = octavo("train", run.file, second=True)
+    second = octavo("train", run.file)
     assert second.wait() == 2
     assert f"in use by pid {first.pid} on host" in second.stderr
     assert second.stderr.count("\n") == 1

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import command_lines
 from octavo.run.metrics import read_metrics
 
 pytestmark = pytest.mark.faults
@@ -32,18 +33,16 @@ class Job:
     """torchrun with several ranks, its output in files."""
 
     def __init__(self, folder, command, *, fault="none", ranks=3, restarts=0, **environment):
-        folder.mkdir(parents=True, exist_ok=True)
-        self._out, self._err, self._fault = folder / "stdout", folder / "stderr", folder / "fault"
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+        self._fault = folder / "fault"
+        launcher = ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-        own = {"FAULT_FILE": str(self._fault), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, *launcher, *rendezvous, str(FAULTY), fault, *map(str, command)],
-                stdout=out,
-                stderr=err,
-                env=os.environ | own | environment,
-            )
+        self.process = command_lines.CommandLine(
+            command_lines.torchrun,
+            folder,
+            [*launcher, *rendezvous, str(FAULTY), fault, *map(str, command)],
+            ranks * (1 + restarts),
+            environment={"FAULT_FILE": str(self._fault), "OMP_NUM_THREADS": "1"} | environment,
+        )
 
     def wait(self):
         code = self.process.wait(timeout=500)
@@ -56,30 +55,17 @@ class Job:
         return self.ended - float(self._fault.read_text())
 
     @property
-    def stdout(self):
-        return self._out.read_text()
-
-    @property
-    def stderr(self):
-        return self._err.read_text()
-
-    @property
     def said(self):
         """The lines on stderr that are not the launcher's, up to its report."""
-        ours = self.stderr.partition('Traceback (most recent call last):\n  File "<frozen runpy>"')[0]
+        ours = self.process.stderr.partition('Traceback (most recent call last):\n  File "<frozen runpy>"')[0]
         return [line for line in ours.splitlines() if not TORCHRUN_LINE.match(line)]
 
     def pids(self, count):
         """Of the ranks, once they are all training."""
-        while len(found := re.findall(r"pid (\d+)\n", self.stdout)) < count:
-            assert self.process.poll() is None, self.stderr
+        while len(found := re.findall(r"pid (\d+)\n", self.process.stdout)) < count:
+            assert self.process.poll() is None, self.process.stderr
             time.sleep(0.01)
         return [int(pid) for pid in found]
-
-    def close(self):
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture
@@ -89,7 +75,7 @@ def job(tmp_path):
 
         def start(command, name="job", **settings):
             started = Job(tmp_path / name, command, **settings)
-            stack.callback(started.close)
+            stack.callback(started.process.close)
             return started
 
         yield start
@@ -113,10 +99,10 @@ def alive(pid):
 
 def ends_with(job, failure, within):
     """The job fails in time; the first line of any rank matches the failure (an expression), which is reported once."""
-    assert job.wait() == 1, job.stderr
-    assert re.match(f"octavo: {failure}", job.said[0]), job.stderr
-    assert job.stderr.count("octavo:") == 1, job.stderr
-    assert job.after_fault < within + TORCHRUN_SECONDS, job.stderr
+    assert job.wait() == 1, job.process.stderr
+    assert re.match(f"octavo: {failure}", job.said[0]), job.process.stderr
+    assert job.process.stderr.count("octavo:") == 1, job.process.stderr
+    assert job.after_fault < within + TORCHRUN_SECONDS, job.process.stderr
 
 
 @pytest.mark.parametrize("phase", ["data", "backward", "checkpoint"])
@@ -149,7 +135,7 @@ def test_a_wrong_input_that_every_rank_finds_is_said_once(job, command):
     job = job(command, fault="input:start:0:*")
     ends_with(job, "data.source = 'nowhere' does not exist: name another", within=GRACE)
     assert job.said[1:] == []
-    assert set(re.findall(r"exitcode  : (\S+) \(pid", job.stderr)) <= {"2", "-15"}  # −15: by torchrun, on its way out
+    assert set(re.findall(r"exitcode  : (\S+) \(pid", job.process.stderr)) <= {"2", "-15"}  # −15: by torchrun, on its way out
 
 
 def test_a_rank_that_keeps_the_others_waiting(job, command):
@@ -161,7 +147,7 @@ def test_a_rank_that_keeps_the_others_waiting(job, command):
 def test_the_launcher_is_killed_or_asked_to_stop(job, number, seconds):
     job = job(["demo", TIMEOUT, GRACE], DEMO_STEPS="100000")
     pids = job.pids(3)
-    job.process.send_signal(number)
+    job.process.kill(number)
     job.wait()
     deadline = time.time() + ORPHAN_SECONDS
     while any(map(alive, pids)) and time.time() < deadline:
@@ -174,9 +160,9 @@ def test_the_launcher_is_killed_or_asked_to_stop(job, number, seconds):
 
 def test_a_restarted_job_does_not_find_the_fault_of_the_one_before(job):
     job = job(["demo", TIMEOUT, GRACE], fault=f"kill:backward:{STEP}:1", restarts=1)
-    assert job.wait() == 0, job.stderr
-    assert job.stderr.count("octavo:") == 1
-    assert len(re.findall(r"pid (\d+)\n", job.stdout)) == 6
+    assert job.wait() == 0, job.process.stderr
+    assert job.process.stderr.count("octavo:") == 1
+    assert len(re.findall(r"pid (\d+)\n", job.process.stdout)) == 6
 
 
 # octavo train on two ranks, restarted by torchrun.
@@ -196,9 +182,9 @@ def of_two_ranks(tmp_path_factory, tiny_run_in):
     run = tiny_run_in(folder / "tiny", steps=STEPS, every=2)
     job = Job(folder / "job", train(run), ranks=2)
     try:
-        assert job.wait() == 0, job.stderr
+        assert job.wait() == 0, job.process.stderr
     finally:
-        job.close()
+        job.process.close()
     return losses(run)
 
 
@@ -209,21 +195,21 @@ def test_a_stop_is_saved_and_said_once_and_continues_exactly(job, tiny_run, of_t
         stopped = job(train(run, "train.steps=100000"), ranks=2)
         while not read_metrics(run.output / "metrics.jsonl"):
             time.sleep(0.01)
-        stopped.process.send_signal(signal.SIGTERM)
+        stopped.process.kill(signal.SIGTERM)
     else:
         stopped = job(train(run), fault=f"term:forward:{STEP}:{asked}", ranks=2)
     assert stopped.wait() == 1  # whatever the ranks' own codes are, torchrun's is 1
     by = "a signal to another rank" if asked == "1" else "SIGTERM"
     pattern = rf"octavo: stopped by {by} after step (\d+) of \d+, saved\. Run the same command again to continue\."
     found = re.fullmatch(pattern, stopped.said[0])
-    assert found, stopped.stderr
+    assert found, stopped.process.stderr
     assert stopped.said[1:] == []
     assert [path.name for path in (run.output / "checkpoints").iterdir()] == [f"step-{found[1]}"]
     if asked != "launcher":
         assert found[1] == str(STEP)
-        assert set(re.findall(r"exitcode  : (\S+) \(pid", stopped.stderr)) <= {"75", "-15"}
+        assert set(re.findall(r"exitcode  : (\S+) \(pid", stopped.process.stderr)) <= {"75", "-15"}
         again = job(train(run), name="again", ranks=2)
-        assert again.wait() == 0, again.stderr
+        assert again.wait() == 0, again.process.stderr
         assert losses(run) == of_two_ranks
 
 
@@ -232,7 +218,7 @@ def test_a_stop_of_one_rank_before_the_first_step(job, tiny_run):
     assert job.wait() == 1
     assert job.said[1:] == []
     assert "stopped by SIGTERM before the first step: nothing to save. Run the same command again." in job.said[0]
-    assert set(re.findall(r"exitcode  : (\S+) \(pid", job.stderr)) <= {"75", "-15"}
+    assert set(re.findall(r"exitcode  : (\S+) \(pid", job.process.stderr)) <= {"75", "-15"}
 
 
 ROUNDS = [
@@ -249,14 +235,14 @@ ROUNDS = [
 def test_a_job_of_many_faults_continues_exactly(job, tiny_run, of_two_ranks):
     run = tiny_run(steps=STEPS, every=2)
     job = job(train(run), fault=",".join(ROUNDS), ranks=2, restarts=len(ROUNDS))
-    assert job.wait() == 0, job.stderr
-    told = [line for line in job.stderr.splitlines() if line.startswith("octavo: rank")]
-    assert len(told) == len(ROUNDS), job.stderr
+    assert job.wait() == 0, job.process.stderr
+    told = [line for line in job.process.stderr.splitlines() if line.startswith("octavo: rank")]
+    assert len(told) == len(ROUNDS), job.process.stderr
     for fault, line in zip(ROUNDS, told, strict=True):
         kind, phase, step, rank = fault.split(":")
         phase = "checkpoint" if kind == "save" else phase
         word = "failed" if kind == "raise" else "was killed"
-        assert line.startswith(f"octavo: rank {rank} of 2 {word} in {phase} of step {step}"), job.stderr
+        assert line.startswith(f"octavo: rank {rank} of 2 {word} in {phase} of step {step}"), job.process.stderr
     assert losses(run) == of_two_ranks
     assert not list(run.output.glob("**/.tmp-*"))
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import ranks
 from octavo.errors import InputError, OctavoError
 from octavo.watchdog import diagnosis
 from octavo.watchdog.diagnosis import Failure, Heartbeat, Progress
-from octavo.watchdog.processes import Process, SharedPage, start_time
+from octavo.watchdog.processes import Process, SharedPage, garbage_kept, start_time
 from octavo.watchdog.watchdog import PeerFailed, Watchdog, is_consequence
 
 pytestmark = ranks.alone
@@ -327,3 +328,15 @@ def test_a_rank_that_ended_while_the_others_ran_is_named():
 
 def test_peer_failed_is_an_octavo_error():
     assert issubclass(PeerFailed, OctavoError)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_paused_and_left_as_it_was(enabled):
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with contextlib.suppress(ImportError), garbage_kept():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
