@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.config.degrees import Degrees, divisors, fit_batch, fit_degrees
@@ -17,6 +17,7 @@ WORLDS = st.one_of(st.integers(1, 64), st.sampled_from([96, 120, 128, 256, 360, 
 DEGREE = st.integers(-1, 16)
 
 
+@settings(deadline=None)
 @given(world=WORLDS, hybrid=DEGREE, tensor=DEGREE, context=DEGREE, expert=DEGREE)
 def test_accepted_degrees_multiply_to_the_world_and_refused_ones_name_some_that_do(world, hybrid, tensor, context, expert):
     asked = {
@@ -57,6 +58,7 @@ def check_equation(degrees: Degrees) -> None:
     assert degrees.hybrid_shard % degrees.expert == 0
 
 
+@settings(deadline=None)
 @given(world=st.integers(1, 40), hybrid=st.integers(0, 40), tensor=st.integers(1, 40), context=st.integers(1, 40))
 def test_degrees_are_refused_only_when_the_equation_fails(world, hybrid, tensor, context):
     fits = world % tensor == 0 and (hybrid == 0 or world % (hybrid * tensor) == 0)
@@ -111,6 +113,7 @@ def test_an_impossible_world_is_refused():
         fit_degrees(world_size=0)
 
 
+@settings(deadline=None)
 @given(global_batch=st.integers(1, 300), micro=st.none() | st.integers(0, 64), dp_size=st.integers(1, 32))
 def test_batches_multiply_back_and_refusals_name_batches_that_work(global_batch, micro, dp_size):
     refused = None
