@@ -5,12 +5,19 @@ from pathlib import Path
 
 import pytest
 
+import octavo
 import octavo.compat.smp
 import octavo.compat.te
 
 for folder in (Path(__file__).parent, Path(__file__).parent.parent / "nn"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(autouse=True)
+def state_of_one_rank():
+    """The seed of initial weights is that of `octavo.state`, whatever tests before have left there."""
+    octavo.shutdown()
 
 
 @pytest.fixture
