@@ -48,7 +48,8 @@ NAMES = {
 }
 FAMILIES = {
     "activation": "activation", "quantize.cast": "casts", "quantize.cast_scaled": "casts",
-    "experts.activation": "activation", "experts.cast": "casts", "experts.permute": "casts", "experts.gemm": "fp8 products",
+    "experts.activation": "activation", "experts.cast": "casts", "experts.permute": "casts", "experts.travel": "casts",
+    "experts.gemm": "fp8 products",
     "cross_entropy": "cross entropy", "norm": "norms",
     "norm_rows": "norms",
     "attention.forward": "attention", "attention.backward": "attention",

@@ -27,7 +27,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("activation", r"^activation_(backward_)?(tiles|packed)$"),
     ("attention", r"^(attention_forward|backward_(queries|keys))$"),
     ("scales", r"^_(scale_of|update_scales)$"),
-    ("casts", r"^_?(cast_\w+|gather_(tiles|packed)|row_column_amaxes|amax_of)$"),
+    ("casts", r"^_?(cast_\w+|gather_(tiles|packed)|widen|row_column_amaxes|amax_of)$"),
     ("fp8 products", r"^_products_of_(rows|weights)$"),  # of experts
     ("copies and elementwise", r"^_add_copies$"),
     ("communication", r"nccl|all_?gather|reduce_?scatter|all_?reduce|symm_mem"),
