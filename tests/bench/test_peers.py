@@ -381,7 +381,10 @@ def test_the_head_trains_in_fp8_too():
     assert losses[-1] < losses[0]
 
 
-SOURCES = {"config", "device", "load_from", "load_state_dict_from_rank0", "from_rank0", "excluded", "objective", "averaged"}
+SOURCES = {
+    "averaged", "config", "device", "excluded", "from_rank0", "frozen", "load_from", "load_state_dict_from_rank0", "moe",
+    "objective",
+}  # fmt: skip
 """Arguments that say where a model comes from or what it learns, and no setting of its steps on one GPU."""
 RANKS = {"cp_comm_type"}
 

@@ -66,5 +66,5 @@ def test_gathered_weights_and_whole_gradients(recipe):
     for found in ranks.run(2, held_by_fsdp, recipe):
         assert found["block"] == pytest.approx(memory._gathered_block(setup, spec), rel=0.01)
         assert found["root"] == pytest.approx(saved.root_parameters(spec) * 2, rel=0.01)
-        assert found["whole gradients"] == memory._whole_gradients(setup) == 4 * saved.parameters(spec)
+        assert found["whole gradients"] == memory._whole_gradients(setup, spec) == 4 * saved.parameters(spec)
         assert found["shards"] == memory.exact_bytes(saved.parameters(spec), 4, 2) // 4
