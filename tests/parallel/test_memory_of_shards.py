@@ -10,6 +10,7 @@ from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.models.families import spec_of
 from octavo.parallel import world
+from octavo.parallel.experts import experts_in
 from octavo.parallel.fsdp import accumulate
 from octavo.plan import memory, saved
 from octavo.plan.saved import BlockRecipes, Setup
@@ -18,11 +19,14 @@ pytestmark = ranks.alone
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 
 
-def held_by_fsdp(recipe_name):
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": None}
+
+
+def held_by_fsdp(recipe_name, sizes):
     """Bytes on this rank: of a gathered block, of gathered embedding, norm and head, of whole gradients of a micro-batch."""
     world.init({})
     recipe = None if recipe_name is None else RECIPES[recipe_name]()
-    model = build(torch.bfloat16, recipe, sizes=SIZES)
+    model = build(torch.bfloat16, recipe, sizes=sizes)
     found = {}
     ends = model.embedding, model.norm, model.head
 
@@ -31,7 +35,7 @@ def held_by_fsdp(recipe_name):
 
     def gathered(module):
         tensors = {}
-        for parameter in group(module):
+        for parameter in (p for part in (*experts_in(module), module) for p in group(part)):
             for tensor in [*parameter.all_gather_outputs, *parameter._unsharded_inner_tensors]:
                 tensors[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return sum(tensors.values())
@@ -39,7 +43,11 @@ def held_by_fsdp(recipe_name):
     def note(*_):
         found["block"] = gathered(model.layers[1])
 
-    model.layers[1].layernorm_mlp.register_forward_hook(note)
+    block = model.layers[1]
+    for experts in experts_in(block):
+        experts.register_forward_pre_hook(note)
+    if not experts_in(block):
+        block.layernorm_mlp.register_forward_hook(note)
     ids = torch.randint(0, 96, (1, 16))
     accumulate(model, last=False)
     with microbatch(first=True), fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
@@ -47,7 +55,7 @@ def held_by_fsdp(recipe_name):
     found["root"] = sum(gathered(end) for end in ends)
     loss.backward()
     whole = 0
-    for module in (*model.layers, *ends):
+    for module in (*(part for block in model.layers for part in (*experts_in(block), block)), *ends):
         for parameter in group(module):
             kept = parameter.unsharded_accumulated_grad
             if kept is None:
@@ -58,12 +66,14 @@ def held_by_fsdp(recipe_name):
     return found
 
 
+@pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("recipe", [None, "delayed", "rowwise"])
-def test_gathered_weights_and_whole_gradients(recipe):
-    spec = spec_of(llama_config(**SIZES))
+def test_gathered_weights_and_whole_gradients(recipe, experts):
+    sizes = SIZES | (EXPERTS if experts else {})
+    spec = spec_of(llama_config(**sizes))
     blocks = (BlockRecipes(*(recipe,) * 4),) * 3 if recipe else ()
     setup = Setup(spec, saved.parameters(spec), 1, 16, blocks=blocks, world=2, shard=2, accumulates=True)
-    for found in ranks.run(2, held_by_fsdp, recipe):
+    for found in ranks.run(2, held_by_fsdp, recipe, sizes):
         assert found["block"] == pytest.approx(memory._gathered_block(setup, spec), rel=0.01)
         assert found["root"] == pytest.approx(saved.root_parameters(spec) * 2, rel=0.01)
         assert found["whole gradients"] == memory._whole_gradients(setup, spec) == 4 * saved.parameters(spec)

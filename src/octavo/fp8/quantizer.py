@@ -69,30 +69,21 @@ def has_one_scale(recipe: Recipe | None, operand: Operand = Operand.WEIGHT) -> b
 
 
 def shard_scale(
-    shard: Tensor,
-    state: ModuleState,
-    recipe: Recipe,
-    *,
-    record: bool,
-    group: dist.ProcessGroup | None,
-    largest: Tensor | None = None,
+    state: ModuleState, recipe: Recipe, device: torch.device, *, record: bool, largest: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale of the weight that `shard` is a part of, and the tensor that records its amax (None: not recorded).
+    """Scale of a sharded weight, and the tensor that records its amax (None: not recorded).
 
-    group: the ranks of all shards, each of which calls this; None for a whole weight. largest: the amax of the whole, if it is
-    known already.
+    Both are float32 [], or [E] of this rank's experts. largest: gives the amax of the whole weight, where the scale is made
+    from it.
     """
     how = recipe.casts[Operand.WEIGHT]
     if how.delayed:
-        slot = state.slot(Operand.WEIGHT, recipe, shard.device, trains=record)
+        slot = state.slot(Operand.WEIGHT, recipe, device, trains=record)
         if record:
             slot.buffer.owner.record_forward(training=state.training)
-        return slot.scale, slot.amax if record else None
-    if largest is None:
-        largest = reference.amax(shard)
-        if group is not None:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    scale = reference.scale_from_amax(largest, how.format.max, power_of_two=how.power_of_two)
+        own = ... if state.own_experts is None else state.own_experts
+        return slot.scale[own], slot.amax[own] if record else None
+    scale = reference.scale_from_amax(largest(), how.format.max, power_of_two=how.power_of_two)
     state.observed[Operand.WEIGHT] = scale
     return scale, None
 

@@ -2,6 +2,7 @@
 
 Each rank casts its shard of a master weight by the scale of the whole tensor, so that the gathered weight is bit for bit the
 cast of the whole. Forward uses the gathered rows; backward, after a second all-gather, transposes them for the input gradient.
+The stacked matrices of experts have a scale each, and a shard may have rows of several.
 
 FSDP2 lets a sharded tensor replace the data that is gathered (`fsdp_pre_all_gather`, `fsdp_post_all_gather`). Autograd then
 needs a parameter of the original shape and dtype for its gradient. Nobody reads it, so all of them are views of one tensor.
@@ -10,7 +11,9 @@ needs a parameter of the original shape and dtype for its gradient. Nobody reads
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,21 +85,23 @@ def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module], *, keep: bool) -
 
 
 def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
-    """Amaxes of all weights that this forward casts by their own, joined by one all-reduce."""
-    own = [weight for weight in weights if weight.needs_amax()]
-    if not own:
-        return
-    largest = torch.stack([reference.amax(weight.shard) for weight in own])
-    group = own[0].parameter.mesh_info.shard_process_group
-    if group.size() > 1:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    for weight, amax in zip(own, largest.unbind(), strict=True):
-        weight.largest = amax
+    """Amaxes of all weights that this forward casts by their own, joined by one all-reduce for each group of ranks."""
+    by_group = defaultdict(list)  # experts that are spread have groups of their own
+    for weight in weights:
+        if weight.needs_amax():
+            by_group[weight.parameter.mesh_info.shard_process_group].append(weight)
+    for group, own in by_group.items():
+        parts = [weight.amax() for weight in own]
+        largest = torch.cat([part.flatten() for part in parts])
+        if group.size() > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        for weight, part, found in zip(own, parts, largest.split([part.numel() for part in parts]), strict=True):
+            weight.largest = found.view(part.shape)
 
 
 def _shared(parameter: Any, forward: _Forward, keep: bool) -> _SharedWeight | None:
     state = _state_of(parameter._module_info.module, parameter._module_info.param_name)
-    if state is None or state.experts is not None:
+    if state is None:
         return None
     parameter.reset_sharded_param()  # a local tensor with room for padding, which then stays the same object
     weight = _SharedWeight(parameter, state, forward, keep)
@@ -124,7 +129,7 @@ def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight]) -> Callabl
 
 
 class _SharedWeight:
-    """One FP8 weight of a sharded module."""
+    """One FP8 weight of a sharded module: a matrix [N, K], or those of E experts one after the other, [E · N, K]."""
 
     def __init__(self, parameter: Any, state: ModuleState, forward: _Forward, keep: bool) -> None:
         self.parameter, self.state, self.forward, self.keep = parameter, state, forward, keep
@@ -134,9 +139,11 @@ class _SharedWeight:
         self.columnwise: Tensor | None = None
         self.largest: Tensor | None = None  # amax of the whole weight, during a forward of the root that casts by it
         self.others: dict[Cast | None, _Form] = {}
+        self.matrices = _matrices(parameter, state)
         # (scale, 1 / scale) of forwards without gradients, and of those with, whose backward casts by it again. Written in
         # place: another stream may still read the last value of a tensor that is dropped.
-        self.scales = [tuple(torch.ones((), device=parameter.device) for _ in range(2)) for _ in range(2)]
+        count = [] if state.experts is None else [len(self.matrices)]
+        self.scales = [tuple(torch.ones(count, device=parameter.device) for _ in range(2)) for _ in range(2)]
         self.scale, self.scale_inv = self.scales[True]
 
     def wanted(self) -> Cast | None:
@@ -155,6 +162,13 @@ class _SharedWeight:
         how = self.wanted()
         return how is not None and not how.delayed and not self._is_chosen(how)
 
+    def amax(self) -> Tensor:
+        """Amax of this rank's rows of each matrix: 0 of one that it has none of."""
+        largest = torch.zeros_like(self.scale)
+        for index, rows in self.matrices.items():
+            largest[index] = reference.amax(self.shard[rows])
+        return largest
+
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         """The shard to gather, and True in a backward."""
         own = self.shard
@@ -172,7 +186,7 @@ class _SharedWeight:
         self.scale, self.scale_inv = self.scales[backward or self.forward.grads]
         amax = None if recipe is None else self._choose_scale(own, recipe, how, mesh)
         q = self._cast(own, amax, how, mesh)
-        return (q.view(torch.uint8),), backward
+        return (q,), backward
 
     def after(self, gathered: tuple[Tensor, ...], backward: bool, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
         """Give the module the whole weight, and autograd a parameter without values."""
@@ -180,14 +194,17 @@ class _SharedWeight:
         if self.how is None:
             self.state.gathered = None
             return gathered[0], ()
-        rowwise = gathered[0].view(self.how.format.dtype)[:rows]
+        stack = self.scale.shape  # [] of one matrix
+        rowwise = gathered[0].view(self.how.format.dtype)[:rows].view(*stack, -1, columns)
         if self.columnwise is None:
             with torch.inference_mode(False):  # a later forward may save it for backward
-                self.columnwise = torch.empty(columns, rows, dtype=self.how.format.dtype, device=rowwise.device)
+                shape = *stack, columns, rowwise.shape[-2]
+                self.columnwise = torch.empty(shape, dtype=rowwise.dtype, device=rowwise.device)
         if backward or self.keep:
             # Saved for backward before it is filled, as FSDP2's own parameters are.
             with _unsafe_preserve_version_counter((self.columnwise,)):
-                transpose(rowwise, self.columnwise)
+                for index in self.matrices:
+                    transpose(rowwise[index], self.columnwise[index])
         self.state.gathered = QuantizedTensor(rowwise, self.scale_inv, self.columnwise, self.scale_inv)
         return _placeholder(rows * columns, dtype, rowwise.device).view(rows, columns), (self.columnwise,)
 
@@ -204,8 +221,16 @@ class _SharedWeight:
         """Choose the scale of a step's forwards and backwards; returns the slot of the amax for the first of them."""
         if self._is_chosen(how):
             return None
-        group = mesh.get_group() if mesh.size() > 1 else None
-        scale, amax = shard_scale(own, self.state, recipe, record=self.forward.grads, group=group, largest=self.largest)
+
+        def largest() -> Tensor:
+            if self.largest is not None:
+                return self.largest
+            found = self.amax()
+            if mesh.size() > 1:
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group())
+            return found
+
+        scale, amax = shard_scale(self.state, recipe, own.device, record=self.forward.grads, largest=largest)
         with _unsafe_preserve_version_counter((self.scale_inv,)):
             self.scale.copy_(scale)
             self.scale_inv.copy_(reference.divide(1.0, scale))
@@ -219,11 +244,23 @@ class _SharedWeight:
         """Cast this rank's part and record the amax of the whole, by an all-reduce here if the autocast joins fewer ranks."""
         alone = amax is not None and mesh.size() > 1 and not buffers.joins_forward(mesh.get_group())
         seen = torch.zeros_like(self.scale) if alone else amax
-        q, _ = cast(own, Quantizer(how.format.dtype, how.format.max, self.scale, seen)).rowwise
+        q = self._cast_rows(own, seen, how)
         if alone and amax is not None and seen is not None:
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=mesh.get_group())
             amax.copy_(torch.maximum(amax, seen))
         return q
+
+    def _cast_rows(self, own: Tensor, seen: Tensor | None, how: Cast) -> Tensor:
+        """Cast the rows of each matrix by its scale; `seen` records their amaxes. Bytes, with zeros behind the last expert."""
+        kind, parts = how.format, []
+        for index, rows in self.matrices.items():
+            if rows.stop > rows.start:
+                amax = None if seen is None else seen[index]
+                q, _ = cast(own[rows], Quantizer(kind.dtype, kind.max, self.scale[index], amax)).rowwise
+                parts.append(q.view(torch.uint8))
+        if padding := len(own) - sum(map(len, parts)):
+            parts.append(own.new_zeros(padding, own.shape[1], dtype=torch.uint8))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _change(self, how: Cast | None) -> None:
         """Exchange FSDP2's tensors of the current form for those of another."""
@@ -239,6 +276,18 @@ class _SharedWeight:
         if form.whole is not None:
             parameter._unsharded_param = form.whole
         self.how, self.columnwise, self.state.gathered = how, form.columnwise, None
+
+
+def _matrices(parameter: Any, state: ModuleState) -> dict[int | tuple[()], slice]:
+    """This rank's rows of each matrix of a weight, by the index of its scale; padding goes with a matrix that is alone."""
+    high = parameter.padded_sharded_param_size[0]
+    if state.experts is None:
+        return {(): slice(0, high)}
+    held = len(range(state.experts)[state.own_experts or slice(None)])
+    height = parameter._orig_size[0] // held
+    first = parameter.mesh_info.shard_mesh_rank * high
+    edges = (min(max(expert * height - first, 0), high) for expert in range(held + 1))
+    return dict(enumerate(slice(*pair) for pair in itertools.pairwise(edges)))
 
 
 @torch.inference_mode(False)

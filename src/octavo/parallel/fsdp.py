@@ -137,7 +137,8 @@ def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Un
 
 def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:
     """The last step of sharding, once every parameter has storage: FP8 weights travel as FP8, where `how` allows it."""
-    parts = [part for part in blocks or [model] if _travels(part, how.recipe)]
+    units = [part for block in blocks for part in (*experts_in(block), block)] or [model]
+    parts = [part for part in units if _travels(part, how.recipe)]
     if parts:
         gather_in_fp8(model, parts, keep=not how.reshard_after_forward or not blocks)
 

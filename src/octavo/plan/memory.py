@@ -237,10 +237,10 @@ def _backward_of_experts(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -
     d, f, c, w, rows = spec.hidden_size, spec.ffn_size, setup.compute_bytes, block_bytes(setup), rows_of_experts(setup, spec)
     _, _, ffn = widths(spec)
     q3, q4 = granularity_of(recipes.fc1), granularity_of(recipes.fc2)
-    experts = own_experts(setup, spec)
+    experts, held = own_experts(setup, spec), setup.sharded or setup.accumulates
     first, second = experts * ffn * d, experts * f * d
     copies = [
-        size if quantity == "tensor" and not setup.accumulates else size * c if quantity is None and c != w else 0
+        size * c if quantity is None and c != w else size if quantity == "tensor" and not held else 0
         for size, quantity in ((first, q3), (second, q4))
     ]
     dy = setup.tokens * d * c + rows * d * (2 if q4 else c)
@@ -300,8 +300,9 @@ def _fp8_sizes(setup: Setup, spec: ModelSpec) -> list[int]:
     """Elements of each weight of the last block that is gathered in FP8."""
     qkv, attended, ffn = widths(spec)
     d = spec.hidden_size
-    mlp = (0, 0) if spec.experts else (ffn * d, d * spec.ffn_size)  # experts are gathered in their own dtype
-    pairs = zip(setup.recipes[-1], (qkv * d, d * attended, *mlp), strict=True)
+    experts = own_experts(setup, spec)
+    sizes = (qkv * d, d * attended, experts * ffn * d, experts * d * spec.ffn_size)
+    pairs = zip(setup.recipes[-1], sizes, strict=True)
     return [size for name, size in pairs if granularity_of(name) == "tensor"]
 
 
