@@ -10,7 +10,7 @@ from rich.console import Console
 import ranks
 from octavo.bench.cases import CASES
 from octavo.bench.checkpoint import Fingerprint, difference
-from octavo.bench.plain import PlainLlama
+from octavo.bench.plain import PlainDecoder
 from octavo.bench.results import render
 from octavo.bench.run import run_suite
 
@@ -37,7 +37,7 @@ def test_what_two_ranks_save_one_restores(tmp_path, forked_workers):
     assert [figures[key] for key in ("workload", "entry", "head", "gpus", "restore_gpus")] == [
         "tiny", "octavo-delayed", "bf16", 2, 1,
     ]  # fmt: skip
-    parameters = sum(p.numel() for p in PlainLlama(CASES["tiny"].spec).parameters())
+    parameters = sum(p.numel() for p in PlainDecoder(CASES["tiny"].spec).parameters())
     assert figures["bytes"] > 12 * parameters  # weights and two moments in float32
     assert all(figures[key] > 0 for key in SECONDS)
     assert figures["stall_seconds"] <= figures["whole_seconds"]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from octavo.bench.cases import CASES, Case
 from octavo.bench.measure import Measurement, Target, all_fit
 from octavo.bench.peers import ENTRIES, build_plain
-from octavo.bench.plain import PlainLlama
+from octavo.bench.plain import FAMILIES, PlainDecoder, places
 from octavo.bench.results import best_peer, commit, document, render, row, write
 from octavo.bench.run import run_suite
 from octavo.bench.worker import answers, labelled_batches
@@ -41,11 +41,11 @@ _SIZES = SHAPES["llama-tiny"] | {
 UNTIED = Case("untied", _SIZES, 2, 16)
 
 
-@pytest.mark.parametrize("case", [CASES["tiny"], UNTIED], ids=lambda case: case.name)
-def test_the_plain_model_is_hugging_faces_llama(case):
+@pytest.mark.parametrize("case", [CASES["tiny"], UNTIED, CASES["tiny-mixtral"]], ids=lambda case: case.name)
+def test_the_plain_model_is_hugging_faces(case):
     torch.manual_seed(0)
-    plain = PlainLlama(case.spec)
-    theirs = LlamaForCausalLM(case.hf_config())
+    plain = PlainDecoder(case.spec)
+    theirs = AutoModelForCausalLM.from_config(case.hf_config(), dtype=torch.float32)
     missing = theirs.load_state_dict(plain.state_dict(), strict=True)
     assert not missing.missing_keys
     assert not missing.unexpected_keys
@@ -69,17 +69,22 @@ def test_cases_have_the_shapes_of_the_released_models():
     for name, case in CASES.items():
         assert case.name == name
         assert case.units == case.batch * case.sequence_length
-        if case.spec.family != "llama":
+        if case.spec.family not in FAMILIES:
             continue
         with torch.device("meta"):
-            assert sum(p.numel() for p in PlainLlama(case.spec).parameters() if p.ndim > 1) == (
-                matmul_parameters(case.spec).stored + (0 if case.spec.tied else case.spec.vocabulary * case.spec.hidden_size)
+            counted = matmul_parameters(case.spec)
+            assert sum(p.numel() for p in PlainDecoder(case.spec).parameters() if p.ndim > 1) == (
+                counted.stored + (0 if case.spec.tied else case.spec.vocabulary * case.spec.hidden_size)
             )
 
 
-def test_a_step_trains():
-    case = CASES["tiny"]
-    trainer = build_plain(case, CPU, False)
+@pytest.mark.parametrize(
+    ("entry", "case"),
+    [("torch-bf16", "tiny"), ("torch-bf16", "tiny-mixtral"), ("torch-huggingface-bf16", "tiny-mixtral")],
+)
+def test_a_step_trains(entry, case):
+    case = CASES[case]
+    trainer = ENTRIES[entry].build(case, CPU, False)
     ids, _ = labelled_batches(case, CPU)[0]
     losses = [float(trainer.step(ids, ids)) for _ in range(20)]
     assert abs(losses[0] - math.log(case.spec.vocabulary)) < 0.1
@@ -88,6 +93,17 @@ def test_a_step_trains():
     moments = [value for state in trainer.optimizer.state.values() for value in state.values() if value.ndim]
     assert moments
     assert all(value.dtype == torch.bfloat16 for value in moments)
+
+
+def test_rows_of_the_plain_model_are_in_the_order_of_experts_and_filled_up():
+    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(40)])
+    chosen[chosen == 3] = 4  # one expert without tokens, one with some twice
+    copies, rows, ends = places(chosen, 6)
+    assert (ends % 16 == 0).all()
+    starts = ends - ends.diff(prepend=ends.new_zeros(1))
+    assert torch.equal(copies[rows.flatten()], torch.arange(80))
+    assert ((starts[chosen] <= rows) & (rows < ends[chosen])).all()
+    assert (copies == 80).sum() == len(copies) - 80
 
 
 def test_every_entry_sees_the_same_tokens():

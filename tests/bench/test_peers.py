@@ -31,7 +31,8 @@ OWN = [name for name in ENTRIES if name.startswith("octavo-")]
 TRANSFORMER_ENGINE = """
 import contextlib, os
 import torch
-from octavo.nn import DotProductAttention, LayerNormLinear, LayerNormMLP, Linear
+from octavo.nn import DotProductAttention, GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
+from octavo.nn import MultiheadAttention as Attention
 from octavo.nn import LayerNorm as Centred
 from octavo.nn import RMSNorm as Norm
 from octavo.nn import TransformerLayer as Layer
@@ -80,6 +81,48 @@ class TransformerLayer(torch.nn.Module):
             rotary_pos_emb = (angles.cos(), angles.sin())
         return self.layer[0](hidden_states, attention_mask, rotary_pos_emb)
 
+class MultiheadAttention(torch.nn.Module):
+    def __init__(self, hidden_size, num_attention_heads, kv_channels=None, attention_dropout=0.1, **options):
+        super().__init__()
+        assert attention_dropout == 0 and options["fuse_qkv_params"] and options["qkv_format"] == "bshd"
+        layer = Attention(hidden_size, num_attention_heads, kv_channels, attention_dropout=0.0, **options)
+        self.layernorm_qkv, self.proj, self.layer = layer.layernorm_qkv, layer.proj, [layer]
+
+    def forward(self, hidden_states, rotary_pos_emb=None):
+        angles = rotary_pos_emb[:, 0].transpose(0, 1)
+        return self.layer[0](hidden_states, rotary_pos_emb=(angles.cos(), angles.sin()))
+
+class ops:
+    class SwiGLU(torch.nn.Module):
+        def forward(self, x):
+            gate, up = x.chunk(2, -1)
+            return torch.nn.functional.silu(gate) * up
+
+# Rows in the order of experts; the map has (expert, token) of each row, or -1.
+def moe_permute(inp, routing_map, num_out_tokens, max_token_num=-1, map_type="mask"):
+    assert map_type == "mask" and num_out_tokens == routing_map.sum()
+    where = routing_map.t().nonzero()
+    return inp[where[:, 1]], where
+
+def moe_permute_and_pad_with_probs(inp, probs, routing_map, tokens_per_expert, align_size):
+    assert not probs.requires_grad
+    parts, where = [], []
+    for expert in range(routing_map.shape[1]):
+        tokens = routing_map[:, expert].nonzero()
+        filling = -len(tokens) % align_size
+        parts += [inp[tokens[:, 0]], inp.new_zeros(filling, inp.shape[1])]
+        where += [torch.cat((torch.full_like(tokens, expert), tokens), 1), tokens.new_full((filling, 2), -1)]
+    heights = (tokens_per_expert + align_size - 1) // align_size * align_size
+    offsets = (heights - tokens_per_expert).cumsum(0)
+    return torch.cat(parts), None, torch.cat(where), offsets, heights
+
+def moe_unpermute(inp, row_id_map, merging_probs, restore_shape, map_type="mask", pad_offsets=None):
+    assert merging_probs.dtype == torch.float32 and (pad_offsets is None) == bool((row_id_map >= 0).all())
+    there = row_id_map[:, 0] >= 0
+    expert, token = row_id_map[there].unbind(1)
+    weighted = inp[there] * merging_probs[token, expert][:, None]
+    return torch.zeros(restore_shape).index_add(0, token, weighted).to(inp.dtype)
+
 class RMSNorm(Norm):
     def __init__(self, normalized_shape, eps=1e-5, device=None, dtype=None):
         super().__init__(normalized_shape, eps, params_dtype=dtype, device=device)
@@ -125,9 +168,10 @@ def transformer_engine(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
-def test_transformer_engines_entries_train(tmp_path, transformer_engine, forked_workers):
+@pytest.mark.parametrize("case", ["tiny", "tiny-mixtral"])
+def test_transformer_engines_entries_train(tmp_path, transformer_engine, forked_workers, case):
     results = run_suite(
-        "one-gpu", cases=["tiny"], entries=["te-bf16", "te-delayed-fp8-head", "te-current"], steps=2, warmup=1,
+        "one-gpu", cases=[case], entries=["te-bf16", "te-delayed-fp8-head", "te-current"], steps=2, warmup=1,
         output=tmp_path, device="cpu", command="octavo bench",
     )  # fmt: skip
     for figures in results["rows"]:
@@ -147,21 +191,30 @@ from octavo.bench.peers import ENVIRONMENT, ENTRIES
 
 os.environ.update(ENVIRONMENT)
 found = {}
-for case in map(CASES.get, ("tiny-neox", "tiny-mistral", "tiny")):
+for case in map(CASES.get, ("tiny-neox", "tiny-mistral", "tiny", "tiny-mixtral")):
     ours = ENTRIES["octavo-bf16"].build(case, torch.device("cpu"), False).model
     theirs = ENTRIES["te-bf16"].build(case, torch.device("cpu"), False).model
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
         names = {"embedding": "embed_tokens", "head": "lm_head"}
+        mixture = {"layer_norm_weight": "norm.weight", "router_weight": "router.weight"}
         for name, value in ours.named_parameters():
             first, _, rest = name.partition(".")
-            theirs.get_parameter(f"{names.get(first, first)}.{rest}").copy_(value)
+            block, moe, part = rest.partition(".layernorm_moe.")
+            if ".experts." in name:
+                layer = theirs.get_submodule(f"layers.{block}.mixture.{part.split('.')[1].removesuffix('_weight')}")
+                for expert, matrix in enumerate(value.chunk(4)):
+                    layer.get_parameter(f"weight{expert}").copy_(matrix)
+            elif moe:
+                theirs.get_parameter(f"layers.{block}.mixture.{mixture[part]}").copy_(value)
+            else:
+                theirs.get_parameter(f"{names.get(first, first)}.{rest}").copy_(value)
     ids = torch.randint(512, (2, 32))
     ours(input_ids=ids, labels=ids).loss.backward()
     theirs(ids, ids).backward()
     one, other = ours.embedding.weight.grad.float(), theirs.embed_tokens.weight.grad.float()
-    counts = [len(list(model.parameters())) for model in (ours, theirs)]
+    counts = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
     found[case.name] = [*counts, ((one - other).norm() / one.norm()).item()]
 print(json.dumps(found))
 """
@@ -172,7 +225,7 @@ def test_transformer_engines_decoder_is_octavos_in_every_family(tmp_path, transf
     process = command_lines.CommandLine(command_lines.python, tmp_path / "families", ["-c", FAMILIES])
     assert process.wait(timeout=120) == 0, process.stderr
     found = json.loads(process.stdout.splitlines()[-1])
-    assert set(found) == {"tiny-neox", "tiny-mistral", "tiny"}
+    assert set(found) == {"tiny-neox", "tiny-mistral", "tiny", "tiny-mixtral"}
     for name, (own, theirs, error) in found.items():
         assert own == theirs, name
         assert error < 0.03, name  # of the embedding's gradient in bf16: it has passed through every block
@@ -287,9 +340,9 @@ def compared(monkeypatch, installed, suite=ONE_GPU, entries=None, peers=None):
 
 
 def test_peers_that_are_installed_stand_beside_octavo(monkeypatch):
-    assert compared(monkeypatch, {"torchao", "transformer-engine"}) == (list(ENTRIES), [])
-    names, said = compared(monkeypatch, set())
-    assert names == [*OWN, "torch-bf16"]
+    assert compared(monkeypatch, {"torchao", "transformer-engine", "transformers"}) == (list(ENTRIES), [])
+    names, said = compared(monkeypatch, {"transformers"})
+    assert names == [*OWN, "torch-bf16", "torch-huggingface-bf16"]
     assert said == [
         "torchao is not installed: without ao-tensorwise, ao-rowwise",
         "transformer-engine is not installed: without te-bf16, te-delayed, te-delayed-fp8-head, te-current",
@@ -300,7 +353,8 @@ def test_peers_are_chosen_by_group(monkeypatch):
     # What is asked for and not installed has a row, which says so.
     te = ["te-bf16", "te-delayed", "te-delayed-fp8-head", "te-current"]
     assert compared(monkeypatch, set(), peers=["te"]) == ([*OWN, *te], [])
-    assert compared(monkeypatch, set(), peers=["torchao", "bf16"])[0] == [*OWN, "torch-bf16", "ao-tensorwise", "ao-rowwise"]
+    plain = ["torch-bf16", "torch-huggingface-bf16"]
+    assert compared(monkeypatch, set(), peers=["torchao", "bf16"])[0] == [*OWN, *plain, "ao-tensorwise", "ao-rowwise"]
     assert compared(monkeypatch, set(), peers=[])[0] == OWN
     assert compared(monkeypatch, set(), entries=["te-bf16", "octavo-bf16"])[0] == ["te-bf16", "octavo-bf16"]
     sharded = SUITES["sharded"]

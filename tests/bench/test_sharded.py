@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import ranks
 from octavo.bench.cases import CASES, CONTEXT_CASES, Case
-from octavo.bench.plain import PlainLlama
+from octavo.bench.plain import PlainDecoder
 from octavo.bench.results import render
 from octavo.bench.run import run_suite
 from octavo.bench.sharded import CONTEXT, SHARDED, build_plain_sharded
@@ -49,7 +49,7 @@ def test_the_whole_8b_shape():
     for name in ("llama-8b-8k", "llama-8b-16k"):
         counted = matmul_parameters(CASES[name].spec)
         with torch.device("meta"):
-            model = PlainLlama(CASES[name].spec)
+            model = PlainDecoder(CASES[name].spec)
         assert sum(p.numel() for p in model.parameters()) == 8_030_261_248  # as published
         assert counted.layers + counted.head == 8_030_261_248 - 4096 * (128_256 + 2 * 32 + 1)
         assert CASES[name].units == 16_384
@@ -129,7 +129,7 @@ def plain_gradients(case):
     assert moments
     assert all(value.dtype == torch.float32 for value in moments)
 
-    whole = PlainLlama(case.spec)
+    whole = PlainDecoder(case.spec)
     whole.load_state_dict(weights, strict=False)
     whole = whole.to(torch.bfloat16)
     both = torch.cat([labelled_batches(case, CPU, rank)[0][0] for rank in range(2)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo.bench.cases import AnyCase, Case, VisionCase
-from octavo.bench.plain import PlainLlama
+from octavo.bench.plain import FAMILIES, Experts, PlainDecoder
 from octavo.bench.vision.models import Around, Classifier, replace_blocks, timm_model, under_autocast
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES, FastAccumulation, Format, Recipe
@@ -56,6 +57,10 @@ PEERS = {"bf16": "torch-", "torchao": "ao-", "te": "te-"}
 """Groups of peers (`--peers`) and the prefix of their entries' names."""
 
 
+_BLOCKS = re.compile(r"(model\.layers|blocks)\.(?!.*\.gate$)")
+"""Names of torchao's linear layers: those of the blocks, but for routers."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One row of the table.
@@ -67,7 +72,7 @@ class Entry:
         build: makes the `Training` for (case, device, compiled); keyword `seed` of the weights.
         package: the distribution, for its version; None: Octavo or PyTorch itself.
         vision: it trains vision cases too.
-        llama: of the decoders it trains Llamas alone.
+        families: of the decoders it trains these alone; empty: all.
         head_forward: precision of the head's forward product, if another.
     """
 
@@ -78,13 +83,13 @@ class Entry:
     package: str | None = None
     vision: bool = False
     head_forward: str | None = None
-    llama: bool = False
+    families: tuple[str, ...] = ()
 
     def trains(self, case: AnyCase) -> bool:
         """True if it has a model of this case."""
         if isinstance(case, VisionCase):
             return self.vision
-        return not self.llama or case.spec.family == "llama"
+        return not self.families or case.spec.family in self.families
 
     @property
     def group(self) -> str | None:
@@ -145,25 +150,46 @@ class Training:
 def build_plain(
     case: AnyCase, device: torch.device, compiled: bool, *, float8: str | None = None, seed: int = SEED
 ) -> Training:
-    """The plain Llama or timm's model; torchao converts the blocks' linear layers by its recipe `float8`."""
+    """The plain decoder or timm's model; torchao converts the blocks' linear layers by its recipe `float8`.
+
+    Of experts torchao has rowwise scaling alone. Routers stay in bf16: they have fewer columns than an FP8 product needs.
+    """
     if isinstance(case, VisionCase):
         model = timm_model(case, device, seed)
         loss: Callable[[Tensor, Tensor], Tensor] = Classifier(model)
     else:
         torch.manual_seed(seed)
         with device:
-            model = loss = PlainLlama(case.spec).to(torch.bfloat16)
+            model = loss = PlainDecoder(case.spec).to(torch.bfloat16)
     if float8 is not None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(float8)
-        blocks = ("model.layers.", "blocks.")
-        convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name.startswith(blocks))
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: _BLOCKS.match(name) is not None)
+        if experts := [module for module in model.modules() if isinstance(module, Experts)]:
+            from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm as grouped_mm
+
+            for module in experts:
+                module.grouped_mm = partial(grouped_mm, pad_token_groups_for_grouped_mm=False)
     if compiled:  # `fullgraph`, so that no unnoticed graph break slows the peer
         loss = torch.compile(loss, fullgraph=True)
     if isinstance(case, VisionCase):
         return Training(model, loss, under_autocast(device), _sgd(model))
     return Training(model, loss)
+
+
+def build_huggingface(case: Case, device: torch.device, compiled: bool, *, seed: int = SEED) -> Training:
+    """Hugging Face's model in bf16 with its fastest attention and experts, compiled."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with device:
+        model = AutoModelForCausalLM.from_config(case.hf_config(), dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.train()
+    if case.spec.experts:
+        model.set_experts_implementation("grouped_mm")
+    loss = _loss_of(model)
+    return Training(model, torch.compile(loss) if compiled else loss)
 
 
 def build_te(
@@ -187,7 +213,8 @@ def build_te(
         replace_blocks(model, lambda eps: te.VisionLayer(case, eps, device))
         return Training(model, Classifier(model), under_autocast(device, te.autocast(recipe)), _sgd(model))
     torch.manual_seed(seed)
-    model = te.TeDecoder(case.spec, case.sequence_length, device, compiled=compiled, fp8_head=fp8_head)
+    how: dict[str, Any] = {"compiled": compiled, "fp8": recipe is not None, "fp8_head": fp8_head}
+    model = te.TeDecoder(case.spec, case.sequence_length, device, **how)
     return Training(model, model, te.autocast(recipe))
 
 
@@ -274,6 +301,10 @@ def _precisions(head: bool | Literal["backward"]) -> dict[str, Any]:
     return {"head": "fp8" if head else "bf16", "head_forward": "bf16" if head == "backward" else None}
 
 
+def _torchao(name: str, recipe: str) -> Entry:
+    return Entry(name, "fp8", "bf16", partial(build_plain, float8=recipe), "torchao", vision=True, families=FAMILIES)
+
+
 ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for entry in (
@@ -290,9 +321,10 @@ ENTRIES: dict[str, Entry] = {
         _octavo("octavo-delayed-fp8-head-backward", "delayed", head="backward"),
         _octavo("octavo-delayed-fast-fp8-head-backward", "delayed", head="backward", fast=True),
         _octavo("octavo-delayed-fast-input-fp8-head-backward", "delayed", head="backward", fast="input_gradient"),
-        Entry("torch-bf16", "bf16", "bf16", build_plain, vision=True, llama=True),
-        Entry("ao-tensorwise", "fp8", "bf16", partial(build_plain, float8="tensorwise"), "torchao", vision=True, llama=True),
-        Entry("ao-rowwise", "fp8", "bf16", partial(build_plain, float8="rowwise"), "torchao", vision=True, llama=True),
+        Entry("torch-bf16", "bf16", "bf16", build_plain, vision=True, families=FAMILIES),
+        Entry("torch-huggingface-bf16", "bf16", "bf16", build_huggingface, "transformers", families=("mixtral",)),
+        _torchao("ao-tensorwise", "tensorwise"),
+        _torchao("ao-rowwise", "rowwise"),
         Entry("te-bf16", "bf16", "bf16", build_te, "transformer-engine", vision=True),
         Entry("te-delayed", "fp8", "bf16", partial(build_te, recipe="delayed"), "transformer-engine", vision=True),
         Entry("te-delayed-fp8-head", "fp8", "fp8", partial(build_te, recipe="delayed", fp8_head=True), "transformer-engine"),

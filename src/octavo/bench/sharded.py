@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from octavo.bench.cases import Case
 from octavo.bench.peers import ENVIRONMENT, SEED, Entry, Training, build_octavo
-from octavo.bench.plain import STD, PlainLlama, next_token_loss
+from octavo.bench.plain import STD, PlainDecoder, next_token_loss
 from octavo.errors import InputError
 from octavo.parallel.deferred_init import CounterInit, materialise
 from octavo.parallel.world import state
@@ -29,7 +29,7 @@ from octavo.parallel.world import state
 def build_plain_sharded(case: Case, device: torch.device, compiled: bool, *, seed: int = SEED) -> Training:
     """The plain PyTorch model over all ranks, filled shard by shard."""
     with torch.device("meta"):
-        model = PlainLlama(case.spec)
+        model = PlainDecoder(case.spec)
     if compiled:  # inside FSDP2's hooks; `fullgraph`, so that no unnoticed graph break slows the peer
         for part in (*model.model.layers, model.model.norm):
             part.forward = torch.compile(part.forward, fullgraph=True)

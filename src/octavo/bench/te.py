@@ -22,7 +22,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from transformer_engine.pytorch.utils import SplitAlongDim
 
 from octavo.bench.cases import VisionCase
-from octavo.bench.plain import STD, next_token_loss
+from octavo.bench.plain import ROW_TILE, STD, next_token_loss
 from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
 from octavo.models.spec import ModelSpec
@@ -32,7 +32,7 @@ RECIPES = {
     "delayed": lambda: DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max"),
     "current": Float8CurrentScaling,
 }
-FAMILIES = ("llama", "mistral", "gpt_neox")
+FAMILIES = ("llama", "mistral", "gpt_neox", "mixtral")
 HEAD_ROWS = 16
 """Transformer Engine's multiple for dimensions of FP8 operands."""
 
@@ -89,11 +89,112 @@ class VisionLayer(nn.Module):
         return h_BTD + self.layernorm_mlp(h_BTD)
 
 
+class Mixture(nn.Module):
+    """Norm, router, experts in two `GroupedLinear`s, the sum of each token's; without the residual.
+
+    Rows are put in order, filled up for FP8 products and added up by Transformer Engine's kernels. On Hopper its FP8 products
+    take the numbers of rows from the host: one wait, and two more where rows are filled up.
+    """
+
+    def __init__(self, spec: ModelSpec, init: Callable[[Tensor], Tensor], *, fp8: bool, **make: Any) -> None:
+        super().__init__()
+        d, f, n = spec.hidden_size, spec.ffn_size, spec.experts
+        self.experts, self.visited, self.fp8 = n, spec.visited, fp8
+        self.norm = te.RMSNorm(d, eps=spec.norm_eps, dtype=make["params_dtype"], device=make["device"])
+        self.router = nn.Linear(d, n, bias=False, dtype=make["params_dtype"], device=make["device"])
+        init(self.router.weight)
+        self.fc1 = te.GroupedLinear(n, d, 2 * f, bias=False, init_method=init, **make)
+        self.activation = te.ops.SwiGLU()
+        self.fc2 = te.GroupedLinear(n, f, d, bias=False, init_method=init, **make)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Returns B × T × D."""
+        x = self.norm(x_BTD).flatten(0, 1)
+        scores, chosen = torch.topk(self.router(x).float().softmax(-1), self.visited, dim=-1)
+        empty = scores.new_zeros(len(x), self.experts)
+        weights = empty.scatter(1, chosen, scores / scores.sum(-1, keepdim=True))
+        routes = empty.int().scatter(1, chosen, 1)
+        counts, filled = routes.sum(0), None
+        if self.fp8:
+            padded = te.moe_permute_and_pad_with_probs(x, weights.detach(), routes, counts, ROW_TILE)
+            rows, _, where, filled, counts = padded
+        else:
+            rows, where = te.moe_permute(x, routes, chosen.numel(), map_type="mask")
+        splits = counts.tolist()
+        y = self.fc2(self.activation(self.fc1(rows, splits)), splits)
+        y = te.moe_unpermute(y, where, merging_probs=weights, restore_shape=x.shape, map_type="mask", pad_offsets=filled)
+        return y.view_as(x_BTD)
+
+
+class MixtureLayer(nn.Module):
+    """A block with a mixture in the place of the MLP, of which Transformer Engine has no layer."""
+
+    def __init__(
+        self, spec: ModelSpec, init: Callable[[Tensor], Tensor], window: int | None, *, fp8: bool, **make: Any
+    ) -> None:
+        super().__init__()
+        self.self_attention = te.MultiheadAttention(
+            spec.hidden_size,
+            spec.heads,
+            kv_channels=spec.head_dim,
+            attention_dropout=0.0,
+            layernorm_epsilon=spec.norm_eps,
+            init_method=init,
+            output_layer_init_method=init,
+            attn_mask_type="causal",
+            window_size=_window(window),
+            num_gqa_groups=spec.kv_heads,
+            input_layernorm=True,
+            fuse_qkv_params=True,
+            bias=False,
+            normalization="RMSNorm",
+            qkv_format="bshd",
+            **make,
+        )
+        self.mixture = Mixture(spec, init, fp8=fp8, **make)
+
+    def forward(self, x_BTD: Tensor, rotary_pos_emb: Tensor) -> Tensor:
+        """Returns B × T × D."""
+        h_BTD = x_BTD + self.self_attention(x_BTD, rotary_pos_emb=rotary_pos_emb)
+        return h_BTD + self.mixture(h_BTD)
+
+
+def _layer(spec: ModelSpec, init: Callable[[Tensor], Tensor], window: int | None, *, bias: bool, **make: Any) -> nn.Module:
+    """A block without experts."""
+    layer: nn.Module = te.TransformerLayer(
+        spec.hidden_size,
+        spec.ffn_size,
+        spec.heads,
+        num_gqa_groups=spec.kv_heads,
+        kv_channels=spec.head_dim,
+        layernorm_epsilon=spec.norm_eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method=init,
+        output_layer_init_method=init,
+        self_attn_mask_type="causal",
+        window_size=_window(window),
+        parallel_attention_mlp=spec.parallel,
+        fuse_qkv_params=True,
+        bias=bias,
+        activation="swiglu" if spec.gated else "gelu",
+        normalization=spec.normalization,
+        attn_input_format="bshd",
+        **make,
+    )
+    return layer
+
+
+def _window(width: int | None) -> tuple[int, int] | None:
+    return None if width is None else (width - 1, 0)
+
+
 class TeDecoder(nn.Module):
-    """A Llama, Mistral or GPT-NeoX with its loss; weights drawn from N(0, 0.02²).
+    """A Llama, Mistral, Mixtral or GPT-NeoX with its loss; weights drawn from N(0, 0.02²).
 
     Args:
         sequence_length: tokens of a whole sequence.
+        fp8: blocks will run in FP8.
         recompute: keep only each layer's input for backward.
 
     Raises:
@@ -107,6 +208,7 @@ class TeDecoder(nn.Module):
         device: torch.device,
         *,
         compiled: bool,
+        fp8: bool = False,
         fp8_head: bool = False,
         params_dtype: torch.dtype = torch.bfloat16,
         recompute: bool = False,
@@ -124,31 +226,9 @@ class TeDecoder(nn.Module):
         make: dict[str, Any] = {"device": device, "dtype": params_dtype}
         init = partial(nn.init.normal_, std=STD)
         self.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden_size, **make)
-        self.layers = nn.ModuleList(
-            te.TransformerLayer(
-                spec.hidden_size,
-                spec.ffn_size,
-                spec.heads,
-                num_gqa_groups=spec.kv_heads,
-                kv_channels=spec.head_dim,
-                layernorm_epsilon=spec.norm_eps,
-                hidden_dropout=0.0,
-                attention_dropout=0.0,
-                init_method=init,
-                output_layer_init_method=init,
-                self_attn_mask_type="causal",
-                window_size=None if window is None else (window - 1, 0),
-                parallel_attention_mlp=spec.parallel,
-                fuse_qkv_params=True,
-                bias=bias,
-                activation="swiglu" if spec.gated else "gelu",
-                normalization=spec.normalization,
-                attn_input_format="bshd",
-                params_dtype=params_dtype,
-                device=device,
-            )
-            for _ in range(spec.layers)
-        )
+        make_block: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
+        block = partial(MixtureLayer, fp8=fp8) if spec.experts else partial(_layer, bias=bias)
+        self.layers = nn.ModuleList(block(spec, init, window, **make_block) for _ in range(spec.layers))
         norm = te.RMSNorm if spec.normalization == "RMSNorm" else te.LayerNorm
         self.norm = norm(spec.hidden_size, eps=spec.norm_eps, **make)
         if fp8_head:
