@@ -1,8 +1,8 @@
 """Workloads: shapes of released models, with random weights, tokens and images.
 
-One GPU trains 8 layers of an 8B or 7B model with embedding and head, in a third of the memory of the whole; several GPUs train
-the whole. Rotary angles are unscaled: their table is made once and has no part in the speed. Text and vision cases have the
-same interface.
+One GPU trains 8 layers of an 8B or 7B model with embedding and head, in a third of the memory of the whole, and as many of
+Mixtral 8x7B as all entries have room for; several GPUs train the whole. Rotary angles are unscaled: their table is made once
+and has no part in the speed. Text and vision cases have the same interface.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ CASES: dict[str, Case] = {
         Case("llama-8b-8layers", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 2, 8192),
         Case("llama2-7b-8layers", SHAPES["llama2-7b"] | {"num_hidden_layers": 8}, 4, 4096),
         Case("mistral-7b-layers-16k", SHAPES["mistral-7b"] | {"num_hidden_layers": 16}, 1, 16_384),
-        Case("mixtral-8x7b-layers", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 8}, 4, 4096),
+        Case("mixtral-8x7b-layers", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 7}, 4, 4096),
         Case("neox-20b-layers", SHAPES["gpt-neox-20b"] | {"num_hidden_layers": 12}, 8, 2048),
         # The whole model. 16,384 tokens a GPU in both: enough arithmetic to hide the gathering of weights.
         Case("llama-8b-8k", SHAPES["llama-8b"], 2, 8192),
