@@ -56,7 +56,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Train no parameter whose name, or that of a module around it, a pattern matches; names are Octavo's or the source's.
 
     Raises:
-        InputError: a pattern matches no parameter, or only some of the matrices that are one parameter, or more by Octavo's names
+        InputError: a pattern matches no parameter, only some of the matrices that are one parameter, or more by Octavo's names
             than by the source's; or all are frozen.
     """
     way = conversion_of(model)
@@ -102,8 +102,8 @@ def _refuse_two_meanings(names: Mapping[str, Sequence[str]], pattern: str) -> No
     second = [each for name in more for each in names[name] or (name,)]
     shown = [", ".join(dict.fromkeys(repr(re.sub(r"\.\d+\.", ".*.", each)) for each in kind)) for kind in (first, second)]
     raise InputError(
-        f"train.freeze pattern {pattern!r} has two meanings. By the source's names it is {shown[0]}; by Octavo's also {shown[1]}, "
-        f"since it matches {more[0]!r}. Write those that you mean."
+        f"train.freeze pattern {pattern!r} has two meanings. By the source's names it is {shown[0]}; by Octavo's also "
+        f"{shown[1]}, since it matches {more[0]!r}. Write those that you mean."
     )
 
 
