@@ -422,6 +422,7 @@ def _layout(plan: RunPlan) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "ranks": plan.degrees.world,
         "hybrid_shard_degree": plan.degrees.hybrid_shard,
+        "expert_parallel_degree": plan.degrees.expert,
     }
 
 
