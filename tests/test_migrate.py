@@ -225,6 +225,25 @@ def test_experts_of_a_script_become_the_section_of_a_run_file(place, kind, comme
     assert not RunConfig.from_dict(tomllib.loads(run_file([read(place / "dense.py")], world_size=2))).moe.given
 
 
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        ("", 'moe_load_balancing="sinkhorn"'),  # SMP's default
+        ("moe_z_loss_coeff=0.1", 'moe_load_balancing="sinkhorn"'),
+        ("smp_moe=False", None),
+        ("**given", None),
+        ("moe_load_balancing='none', global_token_shuffle=True", "global_token_shuffle=true"),
+        ("moe_load_balancing='none', global_token_shuffle=False", None),
+    ],
+)
+def test_a_refused_moe_config_is_to_change_first(place, arguments, refused):
+    (place / "mixture.py").write_text(MIXTURE.replace('moe_load_balancing="KIND")', f"{arguments})"))
+    script = read(place / "mixture.py")
+    assert runs_unchanged(script) == (refused is None)
+    absent = [use.row.name for use in script.uses if use.row is not None and use.row.status == "absent"]
+    assert absent == ([] if refused is None else [f"torch.sagemaker.moe.moe_config.MoEConfig({refused})"])
+
+
 def test_a_notebook_is_read_cell_by_cell(place):
     cells = [
         {"cell_type": "code", "source": "%%bash\necho hi (\n"},

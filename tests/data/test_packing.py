@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,3 +117,17 @@ def test_nothing_is_padded_where_documents_fit():
 @pytest.mark.parametrize("packing", ["join", "documents"])
 def test_an_empty_split_has_no_sequences(packing):
     assert len(_sequences([], 8, packing)) == 0
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(2, 16))
+def test_real_tokens_are_those_of_documents(lengths, T):
+    offsets = np.cumsum([0, *lengths])
+    packing = pack_documents(offsets, T)
+    if not len(packing):
+        return
+    batch = Sequences(np.full(offsets[-1], 5), packing, T, pad_id=7).batch(range(len(packing)))
+    real = batch.real()
+    assert torch.equal(batch.input_ids == 5, torch.ones_like(batch.labels).bool() if real is None else real)
+    empty = batch._replace(labels=torch.full_like(batch.labels, IGNORED))  # of a rank without a sequence
+    assert not empty.real().any()

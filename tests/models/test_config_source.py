@@ -6,7 +6,7 @@ import pytest
 import torch
 from expectations import refused
 from llamas import llama_config
-from transformers import GPT2Config, GPTNeoConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPTNeoConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from octavo.build import build_model
 from octavo.models.families import decoder_spec
@@ -142,6 +142,8 @@ def test_sizes_of_other_names_are_checked_too(tmp_path):
     GPT2Config(n_layer=0).save_pretrained(tmp_path)
     refused(("n_layer = 0", "at least 1"), load_config, str(tmp_path))
     assert load_config(str(tmp_path), {"num_hidden_layers": 3}).n_layer == 3
+    Qwen3MoeConfig(decoder_sparse_step=0).save_pretrained(tmp_path)
+    refused(("decoder_sparse_step = 0", "use 1 for experts in every layer"), load_config, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,12 @@ LLAMA = (
 NO_OTHER = 'use "aux_loss", which balances them by the loss, or "none"'
 
 
+def test_moe_of_a_model_with_dense_layers_alone_is_refused():
+    model = llama(7, **(MODELS["qwen3"] | {"mlp_only_layers": [0, 1, 2, 3]}))
+    with pytest.raises(InputError, match=r"the model \(qwen3_moe\) has no experts"):
+        octavo.transform(model, moe={"moe_z_loss_coeff": 0.001})
+
+
 @pytest.mark.parametrize(
     ("shape", "moe", "words"),
     [

@@ -90,6 +90,20 @@ def test_one_expert_in_fp8_has_the_bits_of_an_mlp(recipe):
         assert torch.equal(found["amax_history"][:, 0], wanted["amax_history"])
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_forward_without_gradients_has_the_result_of_one_with_them(recipe):
+    x = torch.randn(40, HIDDEN)
+
+    def result(module):
+        with octavo.fp8_autocast(enabled=True, fp8_recipe=RECIPES[recipe]):
+            return module(x)[1].detach()
+
+    module = layer(Experts(4, 2)).eval()
+    wanted = result(copy.deepcopy(module))
+    with torch.no_grad():
+        assert torch.equal(result(module), wanted)
+
+
 def steps(module, recipe, forced=None, count=3):
     """Results and gradients of the last of some steps; forced: the expert of all tokens."""
     draw = torch.Generator().manual_seed(1)

@@ -183,3 +183,24 @@ def test_a_name_is_the_shortest_end_of_the_path_that_no_other_run_has(tmp_path, 
 def test_a_reference_without_loss_has_no_gap(tmp_path):
     found = compare([run(tmp_path / "a", [0.0, 0.0]), run(tmp_path / "b", [1.0, 1.0])])
     assert math.isnan(found["rows"][1]["gap_percent"])
+
+
+def test_losses_of_routers_count_by_their_coefficients_wherever_they_are_set(tmp_path):
+    settings = {"source": "a", "sequence_length": 32, "steps": 2, "global_batch": 4}
+    moe = {
+        "none": "moe_load_balancing = 'none'",
+        "some": "moe_load_balancing = 'aux_loss'",
+        "coefficient": "moe_aux_loss_coeff = 0.02",
+    }
+    runs = {}
+    for name, config in (("absent", False), ("on", True), ("none", True), ("some", False), ("coefficient", True)):
+        runs[name] = run(tmp_path / name, [2.0, 2.0])
+        (runs[name] / "run.toml").write_text(RUN_TOML.format(**settings) + (f"[moe]\n{moe[name]}\n" if name in moe else ""))
+        (runs[name] / "model").mkdir()
+        config = {"vocab_size": 8, "output_router_logits": config, "router_aux_loss_coef": 0.01}
+        (runs[name] / "model" / "config.json").write_text(json.dumps(config))
+    (warning,) = compare([runs["absent"], runs["on"]])["warnings"]
+    assert "moe.moe_aux_loss_coeff (0.0 and 0.01)" in warning
+    assert compare([runs["on"], runs["coefficient"]])["warnings"]
+    assert not compare([runs["absent"], runs["none"]])["warnings"]
+    assert not compare([runs["on"], runs["some"]])["warnings"]

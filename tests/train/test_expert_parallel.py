@@ -8,7 +8,10 @@ from test_ranked_loop import EXACT, losses, run
 from transformers import MixtralConfig
 
 import ranks
+from octavo.config.run import RunConfig
+from octavo.errors import InputError
 from octavo.run.metrics import read_metrics
+from octavo.run.resume import check_resumable
 
 pytestmark = ranks.alone
 
@@ -30,20 +33,23 @@ def mixture(tiny_run, tmp_path):
     return make
 
 
-def test_a_run_moves_between_expert_degrees(mixture):
-    exact = [given for given in EXACT if "attention_dropout" not in given]
+def test_a_run_moves_between_expert_degrees(mixture, capfd):
+    exact = [*(given for given in EXACT if "attention_dropout" not in given), "train.validate_batches=1000"]
     whole = mixture("whole", steps=8, every=2)
     ranks.run(1, run, whole.file, [*exact, "train.micro_batch=4"])  # experts are balanced over a micro-batch of all ranks
     moving = mixture("moving", steps=8, every=2)
     for count, degree, steps in ((4, 4, 2), (1, 1, 4), (2, 2, 6), (4, 2, 8)):
         given = [f"train.steps={steps}", f"train.micro_batch={4 // count}", f"parallel.expert_parallel_degree={degree}"]
         ranks.run(count, run, moving.file, [*exact, *given])
+    assert "expert_parallel_degree was 4 and is now 1: sums have another order" in capfd.readouterr().err
     assert losses(moving.output) == pytest.approx(losses(whole.output), rel=1e-5)
     wanted, found = (read_metrics(one.output / "metrics.jsonl") for one in (whole, moving))
     for one, other in zip(wanted, found, strict=True):
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
         assert other["expert_load"] == pytest.approx(one["expert_load"], rel=1e-4)
         assert other["dropped_tokens"] == 0
+    for key in ("validation_loss", "perplexity"):
+        assert found[-1][key] == pytest.approx(wanted[-1][key], rel=1e-5)
 
 
 def killed(file, overrides, name):
@@ -66,3 +72,19 @@ def test_a_kill_in_a_checkpoints_write(mixture):
         found = [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(cut.output / "metrics.jsonl")]
         assert found == wanted, name
         assert not list(cut.output.glob("**/.tmp-*"))
+
+
+def test_a_run_whose_tokens_travel_in_fp8_stays_on_several_ranks(mixture):
+    def config(*overrides):
+        resolved = ("fp8.head=backward", "fp8.fast_accumulation=input_gradient", "parallel.expert_parallel_degree=2")
+        return RunConfig.from_file(mixture_run.file, [*resolved, *overrides])
+
+    mixture_run = mixture("travels")
+    before = config("parallel.expert_dispatch_fp8=true")
+    check_resumable(
+        before, config("parallel.expert_dispatch_fp8=true", "parallel.expert_parallel_degree=4"), mixture_run.output
+    )
+    with pytest.raises(InputError, match=r"Continue it with parallel\.expert_parallel_degree of 2 or more"):
+        check_resumable(before, config("parallel.expert_parallel_degree=1"), mixture_run.output)
+    with pytest.raises(InputError, match="Put them back"):
+        check_resumable(before, config(), mixture_run.output)

@@ -1,15 +1,21 @@
 """A run of a mixture of experts: what it records, and a continuation to the last bit."""
 
+import math
 import re
 import shutil
 
 import pytest
 import torch
+from test_step import EXACT, built
+from torch.nn import functional
 from transformers import MixtralConfig
 
+import octavo
 from octavo.cli import main
 from octavo.nn.moe import routing_metrics
 from octavo.run.metrics import read_metrics
+from octavo.train.evaluate import perplexity, validate
+from octavo.train.step import train_step
 
 
 def test_metrics_of_experts():
@@ -22,16 +28,71 @@ def test_metrics_of_experts():
     assert found["dropped_tokens"] == 0
 
 
-def test_a_run_records_its_experts_and_continues_to_the_last_bit(tiny_run, tmp_path, capsys):
-    run = tiny_run(steps=4, every=2)
+def mixture(run, folder, **settings):
+    """The run with a Mixtral of random weights, and a z loss of its routers."""
     MixtralConfig(
         vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.02, router_jitter_noise=0.01,
-        bos_token_id=0, eos_token_id=0,
-    ).save_pretrained(tmp_path / "mixture")  # fmt: skip
-    settings = re.sub(r"\[model\.config\]\n.*?(?=\n\[)", "", run.file.read_text(), flags=re.DOTALL)
-    settings = re.sub(r'(?m)^source = "llama-tiny"', f'source = "{tmp_path / "mixture"}"', settings)
-    run.file.write_text(f"{settings}\n[moe]\nmoe_z_loss_coeff = 0.01\n")
+        num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.02, bos_token_id=0, eos_token_id=0, **settings,
+    ).save_pretrained(folder)  # fmt: skip
+    text = re.sub(r"\[model\.config\]\n.*?(?=\n\[)", "", run.file.read_text(), flags=re.DOTALL)
+    text = re.sub(r'(?m)^source = "llama-tiny"', f'source = "{folder}"', text)
+    run.file.write_text(f"{text}\n[moe]\nmoe_z_loss_coeff = 0.01\n")
+    return run
+
+
+def document_by_document(model, batches):
+    """(cross entropy, balancing loss, z loss, load) by Hugging Face's model of each document by itself, without padding."""
+    theirs = octavo.to_huggingface(model).eval()
+    nats, targets, routed = 0.0, 0, []
+    for batch in batches:
+        for ids, labels, positions in zip(*batch, strict=True):
+            for one, own in zip(
+                *(torch.tensor_split(row, torch.nonzero(positions == 0)[1:, 0]) for row in (ids, labels)), strict=True
+            ):
+                if (own == -100).all():
+                    continue
+                output = theirs(one[None], output_router_logits=True)
+                nats += functional.cross_entropy(output.logits[0, :-1], one[1:], reduction="sum").item()
+                targets += len(one) - 1
+                routed.append(torch.stack(output.router_logits))
+    logits = torch.cat(routed, 1).flatten(0, 1).double()
+    visits = torch.zeros_like(logits).scatter_(1, logits.topk(2).indices, 1.0).mean(0)
+    balance = 4 * (visits * logits.softmax(-1).mean(0)).sum()
+    return nats / targets, balance.item(), logits.logsumexp(-1).square().mean().item(), (2 * visits).tolist()
+
+
+RUN = (*(given for given in EXACT if "attention_dropout" not in given), "data.packing=documents", "data.sequence_length=160")
+
+
+def test_padding_is_neither_balanced_nor_counted(tiny_run, tmp_path):
+    stepper, _ = built(mixture(tiny_run(), tmp_path / "mixture"), *RUN, "train.micro_batch=4")
+    (batch,) = stepper.loader.loader.step(0)
+    assert batch.real() is not None  # so there is padding
+    nats, balance, z_loss, load = document_by_document(stepper.model, [batch])
+    result = train_step(stepper, 1)
+    assert result.loss == pytest.approx(nats + 0.02 * balance + 0.01 * z_loss, rel=1e-5)
+    assert result.routing["balancing_loss"] == pytest.approx(balance, rel=1e-5)
+    assert result.routing["router_z_loss"] == pytest.approx(z_loss, rel=1e-5)
+    assert result.routing["expert_load"] == pytest.approx(load, rel=1e-5)
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_validation_balances_all_of_its_tokens_and_perplexity_is_of_the_cross_entropy(tiny_run, tmp_path, micro):
+    run = mixture(tiny_run(), tmp_path / "mixture")
+    stepper, validation = built(run, *RUN, f"train.micro_batch={micro}", f"train.validate_batches={8 // micro}")
+    nats, balance, z_loss, _ = document_by_document(stepper.model, validation)
+    found = validate(stepper, validation)
+    assert found.cross_entropy == pytest.approx(nats, rel=1e-5)
+    assert found.loss == pytest.approx(nats + 0.02 * balance + 0.01 * z_loss, rel=1e-5)
+    assert stepper.model.take_routing() is None
+    assert main(["train", str(run.file), *RUN, "train.steps=1"]) == 0
+    (record,) = read_metrics(run.output / "metrics.jsonl")
+    assert record["perplexity"] < 0.99 * math.exp(record["validation_loss"])
+    assert perplexity(nats) == pytest.approx(math.exp(nats))
+
+
+def test_a_run_records_its_experts_and_continues_to_the_last_bit(tiny_run, tmp_path, capsys):
+    run = mixture(tiny_run(steps=4, every=2), tmp_path / "mixture", router_jitter_noise=0.01)
     assert main(["train", str(run.file)]) == 0
     first = read_metrics(run.output / "metrics.jsonl")
     for record in first:

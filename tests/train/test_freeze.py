@@ -112,6 +112,8 @@ def test_names_are_octavos_or_hugging_faces_of_parameters_or_modules(patterns, f
         (["*.expert.*"], r"train\.freeze pattern '\*\.expert\.\*' matches no parameter"),
         (["lm_haed"], "The nearest is"),
         (["*.q_proj.weight"], r"does not match .*k_proj\.weight, .*v_proj\.weight, but .* are one parameter here"),
+        (["*norm*"], r"two meanings.* it is 'model\.layers\.\*\.input_layernorm\.weight', .*; by Octavo's also .*q_proj"),
+        (["lm_head", "*layernorm*"], r"'\*layernorm\*' has two meanings"),
         (["*"], r"train\.freeze = \['\*'\] leaves no parameter to train"),
     ],
     ids=str,

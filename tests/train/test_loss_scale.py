@@ -18,7 +18,7 @@ from octavo.nn.head import linear_cross_entropy
 from octavo.parallel.world import seed_everything
 from octavo.run.metrics import read_metrics
 from octavo.train import loss_scale
-from octavo.train.evaluate import validation_loss
+from octavo.train.evaluate import validate
 from octavo.train.loop import build
 from octavo.train.loss_scale import LARGEST_SCALE, PATIENCE, LossScale
 from octavo.train.optimizer import clip_grad_norm_
@@ -190,7 +190,7 @@ def test_an_overflow_is_skipped_to_the_bit_the_scale_falls_and_grows_and_the_mod
         assert (rate == 0.5) == lost
     assert [r.lr for r in results][:2] == [0.0015, 0.003]  # the schedule goes on
     assert sum(r.loss for r in results[-3:]) / 3 < results[0].loss - 0.8
-    assert math.isfinite(validation_loss(stepper, validation))
+    assert math.isfinite(validate(stepper, validation).loss)
 
 
 def test_the_curve_is_that_of_float32_within_the_format(tiny_run):

@@ -108,8 +108,9 @@ def test_a_frozen_embedding_hides_nothing():
 def test_a_loss_of_its_own_is_refused():
     with pytest.raises(InputError, match=r"the loss of BartForCausalLM is .* mean cross entropy of the next tokens"):
         probe(model_of("bart"), documents=False)
-    with pytest.raises(InputError, match=r"model\.config\.output_router_logits = false"):
-        probe(model_of("mixtral", output_router_logits=True, router_aux_loss_coef=0.5), documents=False)
+    for coefficient in (0.5, 1e-4):
+        with pytest.raises(InputError, match=r"model\.config\.output_router_logits = false"):
+            probe(model_of("mixtral", output_router_logits=True, router_aux_loss_coef=coefficient), documents=False)
 
 
 def test_a_run_is_refused_before_its_first_step(tiny_run, tmp_path, capsys):

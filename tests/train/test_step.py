@@ -11,7 +11,7 @@ from octavo.config.run import RunConfig
 from octavo.data.prepared import prepare
 from octavo.fp8 import scaling
 from octavo.parallel.world import seed_everything
-from octavo.train.evaluate import perplexity, validation_loss
+from octavo.train.evaluate import perplexity, validate
 from octavo.train.loop import build
 from octavo.train.plan import check
 from octavo.train.step import begin_histories, count_targets, loss_of, train_step
@@ -87,13 +87,13 @@ def test_validation_is_a_mean_over_targets_and_leaves_no_trace(tiny_run, fp8):
     seed_everything(3)
     for step in (1, 2, 3):
         losses.append(train_step(stepper, step).loss)
-        found = validation_loss(stepper, validation)
-        assert validation_loss(stepper, validation) == found  # no dropout, nothing recorded
+        found = validate(stepper, validation).loss
+        assert validate(stepper, validation).loss == found  # no dropout, nothing recorded
         assert stepper.model.training
         assert math.isfinite(found)
     seed_everything(3)
     assert [train_step(plain, step).loss for step in (1, 2, 3)] == losses
-    one_by_one = sum(validation_loss(stepper, [b]) * count_targets(b.labels) for b in validation)
+    one_by_one = sum(validate(stepper, [b]).loss * count_targets(b.labels) for b in validation)
     assert found == pytest.approx(one_by_one / sum(count_targets(b.labels) for b in validation), rel=1e-3)
 
 

@@ -28,6 +28,12 @@ class Batch(NamedTuple):
     labels: torch.Tensor
     position_ids: torch.Tensor
 
+    def real(self) -> torch.Tensor | None:
+        """The tokens of documents, bool [B, T]; None if there is no padding. A document has two tokens or more here."""
+        targets = self.labels != IGNORED
+        real = targets | torch.nn.functional.pad(targets[:, 1:], (0, 1))  # the first of a document is no target
+        return None if bool(real.all()) else real
+
 
 @dataclass(frozen=True)
 class Packing:

@@ -108,6 +108,12 @@ _SMP = (
         for kind in ("sinkhorn", "balanced")
     ),
     Name(
+        "torch.sagemaker.moe.moe_config.MoEConfig(global_token_shuffle=true)",
+        "absent",
+        "refused by transform: no token is dropped, whatever its rank",
+        "global_token_shuffle=False",
+    ),
+    Name(
         "torch.sagemaker.moe.moe_layer.MoELayer",
         "differs",
         "a name for auto-wrap policies and isinstance",

@@ -23,6 +23,9 @@ _COMMAND = re.compile(r"^(\s*)(?:[%!]|[\w, ]+=\s*[%!]).*$")
 """A line of a notebook that is no Python."""
 _ESTIMATORS = ("sagemaker.pytorch.PyTorch", "octavo.launch.PyTorch")
 
+_DEFAULTS = {"torch.sagemaker.moe.moe_config.MoEConfig": ("moe_load_balancing", "sinkhorn", "smp_moe")}
+"""Call → an argument with a default that is refused, the default, and the argument that switches it off by False."""
+
 
 @dataclass(frozen=True)
 class Use:
@@ -168,11 +171,12 @@ class _Reader:
         if dotted is not None and library_of(dotted) is not None:
             for word in node.keywords:
                 name = f"{canonical(dotted)}({word.arg}=)"
-                exact = f'{canonical(dotted)}({word.arg}="{self._values.of(word.value)}")'
+                exact = f"{canonical(dotted)}({word.arg}={json.dumps(self._values.of(word.value), default=str)})"
                 unset = isinstance(word.value, ast.Constant) and word.value.value is None
                 for each in (name, exact):
                     if each in NAMES and not unset:
                         self._use(word.value.lineno, each)
+            self._default(node, canonical(dotted))
         if isinstance(node.func, ast.Attribute):
             self._method(node, node.func)
         if dotted is not None and canonical(dotted) in _ESTIMATORS:
@@ -184,6 +188,13 @@ class _Reader:
             text = value.value if isinstance(value, ast.Constant) else None
             if isinstance(text, str) and (text in ("nccl", "smddp") or text.partition(":")[0] == "cuda"):
                 self._gpu(node.lineno, f'"{text}"')
+
+    def _default(self, node: ast.Call, name: str) -> None:
+        """A row of the table that an argument left out stands for."""
+        argument, value, switch = _DEFAULTS.get(name, ("", "", ""))
+        given = {word.arg: self._values.of(word.value) for word in node.keywords}
+        if argument and not node.args and not {argument, None} & set(given) and given.get(switch, True) is not False:
+            self._use(node.lineno, f"{name}({argument}={json.dumps(value)})")
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> None:
         if function.attr == "cuda":

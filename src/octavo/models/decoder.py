@@ -125,6 +125,8 @@ class Decoder(PretrainedInterface):
         """Each rank has a part of the weights, so that all of them run every forward."""
         self.output_hidden_states = False
         """The default of the forward's argument."""
+        self.router_losses_apart = False
+        """The loss is the cross entropy alone, and `take_routing` has every forward, for `weighted_router_losses`."""
         self._routing: tuple[Tensor, Tensor] | None = None
         self.objective = objective
         """Training loss; None for the plain cross entropy, which every evaluation uses."""
@@ -248,22 +250,35 @@ class Decoder(PretrainedInterface):
         With their coefficients, which are in the loss; None where both are 0.
         """
         routing, spec = torch.stack(routings), self.spec
+        if self.router_losses_apart:
+            self._record_routing(routing.detach(), routing.new_zeros(2))
+            return None
         visits = routing.detach()[:, spec.experts : 2 * spec.experts].sum(0)
         if self.token_group is not None and self._joins():
             dist.all_reduce(visits, group=self.token_group)
         losses = [of(routing, visits, spec.visited) for of in (balancing_loss, router_z_loss)]
         if self.training and checkpoints.trains():
-            new = routing.detach(), torch.stack(losses).detach() * (1 if share is None else share)
-            self._routing = new if self._routing is None else (self._routing[0] + new[0], self._routing[1] + new[1])
-        weighted = [
-            coefficient * loss
-            for coefficient, loss in zip((spec.balance, spec.router_z_loss), losses, strict=True)
-            if coefficient
-        ]
-        if not weighted:
-            return None
-        total = weighted[0] if len(weighted) == 1 else weighted[0] + weighted[1]
-        return total if share is None else total * share
+            self._record_routing(routing.detach(), torch.stack(losses).detach() * (1 if share is None else share))
+        total = self._weighted(losses)
+        return total if total is None or share is None else total * share
+
+    def _weighted(self, losses: list[Tensor]) -> Tensor | None:
+        """Balancing loss and z loss by their coefficients; None where both are 0."""
+        coefficients = self.spec.balance, self.spec.router_z_loss
+        weighted = [coefficient * loss for coefficient, loss in zip(coefficients, losses, strict=True) if coefficient]
+        return sum(weighted[1:], weighted[0]) if weighted else None
+
+    def weighted_router_losses(self, routing: Tensor) -> Tensor | None:
+        """The losses of routers, with their coefficients, of all tokens that `routing` [mixtures, 2E + 2] sums up: a scalar.
+
+        None where both coefficients are 0.
+        """
+        visits = routing[:, self.spec.experts : 2 * self.spec.experts].sum(0)
+        return self._weighted([of(routing, visits, self.spec.visited) for of in (balancing_loss, router_z_loss)])
+
+    def _record_routing(self, *new: Tensor) -> None:
+        routing, losses = new if self._routing is None else map(torch.add, self._routing, new)
+        self._routing = routing, losses
 
     def take_routing(self) -> tuple[Tensor, Tensor] | None:
         """Routing of this rank in the forwards of training since the last call; summed over ranks it is that of all tokens.
@@ -313,7 +328,8 @@ class Decoder(PretrainedInterface):
     ) -> Tensor:
         target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         joined = num_items_in_batch is None and self.data_group is not None and self._joins()
-        share = self._share(target, num_items_in_batch) if routings and num_items_in_batch is not None else None
+        routed = bool(routings) and not self.router_losses_apart
+        share = self._share(target, num_items_in_batch) if routed and num_items_in_batch is not None else None
         added = self._router_losses(routings, share) if routings else None
         if num_items_in_batch is None:
             num_items_in_batch = (target != IGNORED).sum()

@@ -265,7 +265,7 @@ def with_moe(spec: ModelSpec | None, config: Any, moe: MoeConfig | None) -> Mode
     if moe is None or not moe.given:
         return spec
     settings = ", ".join(f"moe.{key} = {json.dumps(value)}" for key, value in moe.given.items())
-    if spec is None or not spec.experts:
+    if spec is None or not spec.mixtures:
         kind = getattr(config, "model_type", "not of Hugging Face")
         having = ", ".join(name for name, family in FAMILIES.items() if family.experts is not None)
         fault = "keeps its own code" if spec is None else "has no experts"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
@@ -55,12 +56,16 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Train no parameter whose name, or that of a module around it, a pattern matches; names are Octavo's or the source's.
 
     Raises:
-        InputError: a pattern matches no parameter, or only some of the matrices that are one parameter; or all are frozen.
+        InputError: a pattern matches no parameter, only some of the matrices that are one parameter, or more by Octavo's names
+            than by the source's; or all are frozen.
     """
     way = conversion_of(model)
+    names = {name: () if way is None else tuple(way.names(name)) for name, _ in model.named_parameters()}
+    for pattern in patterns:
+        _refuse_two_meanings(names, pattern)
     matched: set[str] = set()
     for name, parameter in model.named_parameters():
-        theirs = () if way is None else way.names(name)
+        theirs = names[name]
         found = {alias: [p for p in patterns if _names(alias, p)] for alias in (name, *theirs)}
         matched.update(pattern for hits in found.values() for pattern in hits)
         left = [part for part in theirs if not found[part]]
@@ -74,9 +79,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             )
     for pattern in patterns:
         if pattern not in matched:
-            known = [
-                alias for name, _ in model.named_parameters() for alias in (name, *(() if way is None else way.names(name)))
-            ]
+            known = [alias for name, theirs in names.items() for alias in (name, *theirs)]
             guess = nearest(pattern.replace("*", ""), known)
             hint = f" The nearest is {guess!r}." if guess else f" Names are such as {known[-1]!r}."
             raise InputError(
@@ -84,6 +87,24 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             )
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(f"train.freeze = {list(patterns)!r} leaves no parameter to train. Leave a pattern out.")
+
+
+def _refuse_two_meanings(names: Mapping[str, Sequence[str]], pattern: str) -> None:
+    """Raise an InputError if Octavo's names would freeze more than the source's, which the pattern matches too.
+
+    "*norm*" is every norm of a Hugging Face model, and here every matrix behind a norm (`layernorm_qkv.weight`).
+    """
+    by_source = [name for name, theirs in names.items() if any(_names(each, pattern) for each in theirs)]
+    more = [name for name in names if _names(name, pattern) and name not in by_source]
+    if not by_source or not more:
+        return
+    first = [each for name in by_source for each in names[name] if _names(each, pattern)]
+    second = [each for name in more for each in names[name] or (name,)]
+    shown = [", ".join(dict.fromkeys(repr(re.sub(r"\.\d+\.", ".*.", each)) for each in kind)) for kind in (first, second)]
+    raise InputError(
+        f"train.freeze pattern {pattern!r} has two meanings. By the source's names it is {shown[0]}; by Octavo's also "
+        f"{shown[1]}, since it matches {more[0]!r}. Write those that you mean."
+    )
 
 
 def _names(name: str, pattern: str) -> bool:

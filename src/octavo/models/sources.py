@@ -120,6 +120,10 @@ def _check_sizes(config: Any) -> None:
             raise InputError(f"model.config.{key} = {value}: use a finite number.")
         if common_names.get(key, key) in _SIZES and isinstance(value, int) and value < 1:
             raise InputError(f"model.config.{key} = {value}: a size of a model is at least 1.")
+        if key == "decoder_sparse_step" and isinstance(value, int) and value < 1:
+            raise InputError(
+                f"model.config.{key} = {value}: use 1 for experts in every layer, 2 for every second one, and so on."
+            )
         limit = _LIMITS.get(common_names.get(key, key))
         if limit is not None and isinstance(value, int) and value > limit:
             raise InputError(f"model.config.{key} = {value}: use at most {limit}.")

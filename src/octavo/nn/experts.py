@@ -121,7 +121,8 @@ class _ExpertsFunction(torch.autograd.Function):
         tokens: Tensor, rows: Tensor, experts: Tensor, ends: Tensor,
         routes: Routes, fc1: ExpertsGemms, fc2: ExpertsGemms, curve: str, trip: _Trip | None,
     ) -> Tensor:  # fmt: skip
-        want_x, want_scores, want_w1, want_w2 = ctx.needs_input_grad[:4]
+        # Under no_grad a parameter still needs its gradient by needs_input_grad, but no operand has the layout for it.
+        want_x, want_scores, want_w1, want_w2 = (fc1.quantizer.grads and wanted for wanted in ctx.needs_input_grad[:4])
         want_hidden = want_x or want_scores or want_w1
         weight_1, weight_2 = (weight.unflatten(0, (len(ends), -1)) for weight in (weight_1, weight_2))
         again_x, again_activated = want_w1 and fc1.quantizer.recomputable, want_w2 and fc2.quantizer.recomputable

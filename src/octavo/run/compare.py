@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config.effects import value_of
+from octavo.config.moe import MoeConfig
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.run.metrics import lacking, read_metrics
@@ -28,7 +29,6 @@ _TEXT_KEYS = (
 _LOSS_KEYS = (
     *("data.weights", "data.sequence_length", "data.packing", "data.seed"),
     *("train.global_batch", "train.label_smoothing", "train.z_loss"),
-    *("moe.moe_load_balancing", "moe.moe_aux_loss_coeff", "moe.moe_z_loss_coeff"),
 )
 """Keys that decide the samples of a step, and the meaning of its loss."""
 _TOKENS, _VOCABULARY, _STEPS = "tokens (fingerprint of the data)", "vocab_size of the model", "train.steps"
@@ -169,14 +169,23 @@ def _warnings(runs: Sequence[_Run], numbers: Sequence[int]) -> list[str]:
 def _facts(run: Path) -> dict[str, Any]:
     """The values that must agree, as far as the folder has them: an older or copied one may have its metrics alone."""
     facts: dict[str, Any] = {}
+    model = read_json(run / "model" / "config.json") or {}
     if (run / "run.toml").is_file():
         config = RunConfig.from_file(run / "run.toml", recorded=True)
         facts |= {key: value_of(config, key) for key in (*_TEXT_KEYS, *_LOSS_KEYS, _STEPS)}
-    model = read_json(run / "model" / "config.json") or {}
+        facts |= _router_losses(config.moe, model)
     for name, source, key in ((_VOCABULARY, model, "vocab_size"), (_TOKENS, newest_state(run), "data")):
         if key in source:
             facts[name] = source[key]
     return facts
+
+
+def _router_losses(moe: MoeConfig, model: Mapping[str, Any]) -> dict[str, float]:
+    """The coefficients in the loss, by [moe] or else by the model's config; 0 without experts."""
+    asked, coefficient = moe.moe_load_balancing, moe.moe_aux_loss_coeff
+    balances = model.get("output_router_logits", False) if asked is None else asked == "aux_loss"
+    balance = model.get("router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    return {"moe.moe_aux_loss_coeff": balance if balances else 0.0, "moe.moe_z_loss_coeff": moe.moe_z_loss_coeff or 0.0}
 
 
 def _shown(value: Any) -> str:

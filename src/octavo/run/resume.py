@@ -28,7 +28,7 @@ CHANGEABLE: dict[str, str] = {
     "train.sample_prompt": "samples do not change the run",
     "train.sample_tokens": "samples do not change the run",
     "train.compare_bf16": "a separate run, after this one",
-    "train.micro_batch": "the same gradient, in another order of summation",
+    "train.micro_batch": "the same gradient, in another order of summation; only experts are balanced over other tokens",
     "train.recompute": "the same numbers, for less memory",
     "train.mlp_chunks": "the same model, with scales and sums of a part of the tokens",
     "train.offload": "the same numbers, for less memory",
@@ -160,6 +160,11 @@ def check_resumable(
     if not changed:
         return
     causes = [key for key in changed if not set(idle.get(key, ())).intersection(changed)] or changed
+    if causes == ["parallel.expert_dispatch_fp8"] and now.parallel.expert_parallel_degree == 1:
+        remedy = (
+            "Continue it with parallel.expert_parallel_degree of 2 or more, since with 1 no token travels in FP8, "
+            "or set another train.output."
+        )
     raise InputError(f"the run in {str(folder)!r} was started with other settings: {_differences(old, new, causes)}. {remedy}")
 
 

@@ -6,43 +6,87 @@ drawn, so that a run with validation has the same losses as one without.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from octavo.data.packing import Batch
 from octavo.errors import InputError, OctavoError, warn
+from octavo.models.decoder import Decoder
 from octavo.parallel.world import state
 from octavo.run.sample import sample_text
 from octavo.train.step import TrainContext, count_targets, loss_of
 
 
+class Validation(NamedTuple):
+    """Result of a validation, in nats a target."""
+
+    loss: float  # with the losses of routers
+    cross_entropy: float
+
+
 @torch.no_grad()
-def validation_loss(context: TrainContext, batches: Sequence[Batch]) -> float:
-    """Mean loss over all targets of the `batches` of all ranks, in nats; NaN without targets."""
+def validate(context: TrainContext, batches: Sequence[Batch]) -> Validation:
+    """Mean loss over all targets of the `batches` of all ranks; NaN without targets.
+
+    The losses of routers are those of all tokens together, so that they are the same for any micro-batch and number of ranks.
+    """
     device, model = context.plan.device, context.model
     own = sum(count_targets(batch.labels) for batch in batches)
     targets = int(context.all_reduce(torch.tensor(own, device=device)))
     if targets == 0:
-        return math.nan
+        return Validation(math.nan, math.nan)
     total = torch.zeros((), device=device)
     training = model.training
     model.eval()
     try:
-        for batch in batches:
-            context.watch.phase("validation")
-            total += loss_of(context, batch, targets)
+        with _router_losses_apart(model):
+            for batch in batches:
+                context.watch.phase("validation")
+                total += loss_of(context, batch, targets)
+            routers = _router_losses(context)
     finally:
         model.train(training)
-    return context.all_reduce(total).item()
+    cross_entropy = context.all_reduce(total).item()
+    return Validation(cross_entropy + routers, cross_entropy)
 
 
-def perplexity(loss: float) -> float:
-    """exp(loss); infinite beyond a float's range."""
+@contextlib.contextmanager
+def _router_losses_apart(model: nn.Module) -> Iterator[None]:
+    if not isinstance(model, Decoder):
+        yield
+        return
+    model.router_losses_apart = True
     try:
-        return math.exp(loss)
+        yield
+    finally:
+        model.router_losses_apart = False
+        model.take_routing()
+
+
+def _router_losses(context: TrainContext) -> float:
+    """The losses of routers in the forwards of all ranks since the last call, with their coefficients."""
+    model = context.model
+    found = model.take_routing() if isinstance(model, Decoder) else None
+    if found is None or not isinstance(model, Decoder):
+        return 0.0
+    routing = found[0].double()
+    if context.token_group is not None:
+        dist.all_reduce(routing, group=context.token_group)
+    losses = model.weighted_router_losses(routing)
+    return 0.0 if losses is None else losses.item()
+
+
+def perplexity(cross_entropy: float) -> float:
+    """exp(cross_entropy); infinite beyond a float's range."""
+    try:
+        return math.exp(cross_entropy)
     except OverflowError:
         return math.inf
 

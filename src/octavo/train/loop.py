@@ -42,7 +42,7 @@ from octavo.run.summary import Result, Summary, summarise
 from octavo.run.trackers import Trackers
 from octavo.train import fp8_auto
 from octavo.train.callbacks import Events
-from octavo.train.evaluate import perplexity, sample_of, validation_loss
+from octavo.train.evaluate import perplexity, sample_of, validate
 from octavo.train.loss_scale import LossScale
 from octavo.train.nonfinite import NotFinite
 from octavo.train.optimizer import build_optimizer
@@ -233,9 +233,9 @@ def _validate(session: _Session, record: dict[str, Any]) -> bool:
     """Add validation loss and the user's evaluation to a step's record; True if `checkpoint.best` saves this step."""
     config, step = session.context.plan.config, record["step"]
     if session.validation:
-        loss = validation_loss(session.context, session.validation)
-        loss = all_ranks().on_rank_0(lambda: loss)  # all ranks end together
-        record |= {"validation_loss": loss, "perplexity": perplexity(loss)}
+        found = validate(session.context, session.validation)
+        loss, cross_entropy = all_ranks().on_rank_0(lambda: found)  # all ranks end together
+        record |= {"validation_loss": loss, "perplexity": perplexity(cross_entropy)}
         session.best.add(step, loss)
     with _saved_first(session, record, recorded=False):
         record |= session.events.evaluate(session.context.model, step)
@@ -422,6 +422,7 @@ def _layout(plan: RunPlan) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "ranks": plan.degrees.world,
         "hybrid_shard_degree": plan.degrees.hybrid_shard,
+        "expert_parallel_degree": plan.degrees.expert,
     }
 
 

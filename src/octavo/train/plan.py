@@ -172,7 +172,9 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
         **model_options(config),
     )
     _check_context(config, degrees, model)
-    check_experts(model.spec.experts if isinstance(model, Decoder) else 0, degrees.expert, hf_config.model_type)
+    check_experts(
+        model.spec.experts if isinstance(model, Decoder) and model.spec.mixtures else 0, degrees.expert, hf_config.model_type
+    )
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
         folder_weights(folder, model, hf_config)

@@ -197,13 +197,17 @@ def loss_of(context: TrainContext, batch: Batch, targets: int | torch.Tensor) ->
     """Sum of the batch's losses divided by `targets`: a float32 scalar on the device."""
     plan = context.plan
     documents = plan.config.data.packing == "documents"  # position ids restart within a sequence
+    model = context.model
+    # Attention never reaches padding; the losses and figures of routers would count it.
+    padding = {"attention_mask": batch.real()} if isinstance(model, Decoder) and model.spec.experts else {}
     # emulate=True: the plan has decided whether this device runs FP8 or emulates it.
     with fp8_autocast(enabled=plan.recipe is not None, fp8_recipe=plan.recipe, emulate=True):
-        output = context.model(
+        output = model(
             input_ids=batch.input_ids.to(plan.device, non_blocking=True),
             position_ids=batch.position_ids if documents else None,  # on the host: a GPU is not waited for
             labels=batch.labels.to(plan.device, non_blocking=True),
             num_items_in_batch=targets,
+            **padding,
         )
     loss: torch.Tensor = output.loss
     return loss
