@@ -14,6 +14,7 @@ from octavo.cli import main
 from octavo.errors import InputError
 from octavo.run.metrics import read_metrics
 from octavo.train.callbacks import CallbackEvents
+from octavo.train.evaluate import Validation
 
 
 def losses(output):
@@ -120,7 +121,7 @@ def test_a_callback_ends_the_run_which_is_saved_and_continues(tiny_run, tmp_path
 
 def worsening(monkeypatch, values):
     """Validation losses of a run, given by step."""
-    monkeypatch.setattr("octavo.train.loop.validation_loss", lambda context, batches: values.pop(0))
+    monkeypatch.setattr("octavo.train.loop.validate", lambda context, batches: Validation(values[0], values.pop(0)))
 
 
 def test_early_stopping_ends_the_run_for_good_and_keeps_the_best_checkpoint(tiny_run, monkeypatch, capsys):
