@@ -173,6 +173,41 @@ def test_products_of_groups(kind, precise):
     torch.testing.assert_close(same, dw, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("precise", [True, False])
+def test_weight_gradients_over_many_tiles_and_partial_sums(precise):
+    chosen = torch.cat((torch.zeros(1150), torch.full((300,), 2))).long()[torch.randperm(1450)][:, None]
+    routes = make_routes(chosen, 3, TILE)
+    one = torch.ones(3)
+    rows = routes.tokens[None, :] >= 0
+    dy, x = (torch.where(rows, torch.randn(size, len(routes.tokens)), 0.0).to(E4M3.dtype) for size in (1168, 272))
+    found = gemm.launch_weights((dy, one), (x, one * 2), routes, torch.float32, "tensor", precise=precise)
+    begin = 0
+    for dw, end in zip(found, routes.ends.tolist(), strict=True):
+        wanted = dy[:, begin:end].double() @ x[:, begin:end].double().t() * 2
+        torch.testing.assert_close(dw.double(), wanted, rtol=1e-5, atol=1e-3)
+        begin = end
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+@pytest.mark.parametrize("rowwise", [True, False])
+def test_columns_have_a_scale_for_each_expert(kind, rowwise):
+    _, routes = both(kind)
+    x = torch.zeros(len(routes.tokens), COLUMNS)
+    x[routes.rows.flatten().long()] = torch.randn(routes.rows.numel(), COLUMNS) * torch.rand(COLUMNS).exp2()
+    x[int(routes.ends[-1]) :] = torch.inf  # not defined there
+    wanted = cast._by_columns(x, routes, E4M3.dtype, E4M3.max)
+    along, found = cast.launch_rows(
+        x, E4M3.dtype, E4M3.max, rowwise=rowwise, columnwise=True, experts=routes.experts, count=EXPERTS
+    )
+    inside = slice(int(routes.ends[-1]))
+    assert torch.equal(found.scale, wanted.scale)
+    assert torch.equal(found.scale_inv, wanted.scale_inv)
+    assert torch.equal(found.data.view(torch.uint8)[:, inside], wanted.data.view(torch.uint8)[:, inside])
+    if rowwise:
+        alone, _ = cast.launch_rows(x, E4M3.dtype, E4M3.max, rowwise=True, columnwise=False)
+        assert torch.equal(along.data.view(torch.uint8)[inside], alone.data.view(torch.uint8)[inside])
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_over_tiles_equals_one_product_an_expert(recipe, monkeypatch):
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from octavo.kernels import gemm, reference
 from octavo.kernels.experts.permute import inverse
 from octavo.kernels.experts.routes import TILE, Routes
 from octavo.kernels.quantize import cast as one
-from octavo.kernels.quantize.cast_scaled import Layouts, Scaled, blocks, rows
+from octavo.kernels.quantize.cast_scaled import Layouts, Scaled, blocks, launch_rows, rows
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
 
 Scales = Literal["row", "block", "square"]
@@ -133,6 +133,9 @@ def cast_rows_scaled(
     """Rows [R, C] in FP8 with scales of their own; columnwise an expert's values alone choose them. Also the scales."""
     if scales == "block" and routes.tile == TILE:
         along, across = blocks(x, dtype, fp8_max, 1, rowwise=rowwise, columnwise=columnwise)
+    elif routes.tile == TILE and gemm.is_native(x.device):
+        how: dict[str, Any] = {"experts": routes.experts, "count": len(routes.ends)}
+        along, across = launch_rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise, **how)
     elif routes.tile == TILE:
         along = rows(x, dtype, fp8_max, rowwise=True, columnwise=False)[0] if rowwise else None
         across = _by_columns(x, routes, dtype, fp8_max) if columnwise else None

@@ -30,6 +30,7 @@ _ROW_TILE, _LONGEST_ROW, _ROW_WARPS = 8192, 16384, 8
 # Rows and warps of the tiles of 128 columns: for 1 × 128 pieces alone, and for 128 × 128.
 _PIECES_TILE, _SQUARE_TILE = (32, 4), (_BLOCK, 8)
 _AMAX_BLOCK, _AMAX_WARPS = 8192, 8
+_EXPERT_ROWS = tl.constexpr(_BLOCK)
 _FLOAT32_MAX = tl.constexpr(reference.FLOAT32_MAX)
 
 
@@ -123,9 +124,21 @@ def _cast_whole_rows(
 
 
 @triton.jit
-def _row_column_amaxes(x_ptr, row_amax_ptr, column_amax_ptr, rows, columns, stride, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
+def _of_expert(column_ptr, experts_ptr, tile, columns, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
+    """Where the amaxes or scales of columns begin: those of a tile's expert, or of all rows."""
+    if experts_ptr is not None:
+        row = tile // tl.cdiv(columns, TILE_C) * TILE_R
+        column_ptr += tl.load(experts_ptr + row // _EXPERT_ROWS).to(tl.int64) * columns
+    return column_ptr
+
+
+@triton.jit
+def _row_column_amaxes(
+    x_ptr, experts_ptr, row_amax_ptr, column_amax_ptr, rows, columns, stride, TILE_R: tl.constexpr, TILE_C: tl.constexpr
+):
     """Raise the amaxes of rows and columns, as int32 bits, by those of a tile."""
     r, c, inside = tile_of(tl.program_id(0), rows, columns, TILE_R, TILE_C)
+    column_amax_ptr = _of_expert(column_amax_ptr, experts_ptr, tl.program_id(0), columns, TILE_R, TILE_C)
     magnitude = larger(0.0, load_tile(x_ptr, r, c, stride, inside))
     if row_amax_ptr is not None:
         tl.atomic_max(row_amax_ptr + r, tl.max(magnitude, axis=1).to(tl.int32, bitcast=True), mask=r < rows, sem="relaxed")
@@ -134,7 +147,7 @@ def _row_column_amaxes(x_ptr, row_amax_ptr, column_amax_ptr, rows, columns, stri
 
 @triton.jit
 def _cast_scales(
-    row_amax_ptr, row_scale_ptr, row_inv_ptr, column_amax_ptr, column_scale_ptr, column_inv_ptr, rows, columns,
+    row_amax_ptr, row_scale_ptr, row_inv_ptr, column_amax_ptr, column_scale_ptr, column_inv_ptr, rows, of_columns,
     FP8_MAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Apart from the cast, whose tiles would divide for their rows and columns anew: half of all their instructions."""
@@ -142,8 +155,8 @@ def _cast_scales(
     if row_amax_ptr is not None:
         amax = tl.load(row_amax_ptr + at, mask=at < rows, other=0).to(tl.float32, bitcast=True)
         _store_scale(_choose_scale(amax, FP8_MAX, False), row_scale_ptr, row_inv_ptr, at, at < rows, False)
-    amax = tl.load(column_amax_ptr + at, mask=at < columns, other=0).to(tl.float32, bitcast=True)
-    _store_scale(_choose_scale(amax, FP8_MAX, False), column_scale_ptr, column_inv_ptr, at, at < columns, False)
+    amax = tl.load(column_amax_ptr + at, mask=at < of_columns, other=0).to(tl.float32, bitcast=True)
+    _store_scale(_choose_scale(amax, FP8_MAX, False), column_scale_ptr, column_inv_ptr, at, at < of_columns, False)
 
 
 @triton.jit
@@ -162,13 +175,14 @@ def _cast_rows_columns(
 
 @triton.jit
 def _cast_rows_columns_packed(
-    x_ptr, rowwise_ptr, row_scale_ptr, columnwise_ptr, column_scale_ptr, rows, columns, stride,
+    x_ptr, experts_ptr, rowwise_ptr, row_scale_ptr, columnwise_ptr, column_scale_ptr, rows, columns, stride,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     # The last tile comes first: it is still in the L2 cache from the pass before.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     g, c, inside = tile_of(tile, rows // 4, columns, TILE_R // 4, TILE_C)
     xs = load_row_groups(x_ptr, g, c, stride, inside)
+    column_scale_ptr = _of_expert(column_scale_ptr, experts_ptr, tile, columns, TILE_R, TILE_C)
     column_scale = tl.load(column_scale_ptr + c, mask=c < columns, other=0.0)[None, :]
     packed = tl.zeros([TILE_R // 4, TILE_C], tl.int32)
     before = tl.zeros([TILE_R // 4, TILE_C], tl.float32)
@@ -295,9 +309,13 @@ def _pointers(made: Scaled | None) -> tuple[Tensor | None, Tensor | None, Tensor
 
 def launch_rows(
     x: Tensor, dtype: torch.dtype, fp8_max: float, *, rowwise: bool, columnwise: bool,
-    row_tile: int = _ROW_TILE, longest_row: int = _LONGEST_ROW,
+    experts: Tensor | None = None, count: int = 0, row_tile: int = _ROW_TILE, longest_row: int = _LONGEST_ROW,
 ) -> Layouts:  # fmt: skip
-    """Run the kernels; see `rows`."""
+    """Run the kernels; see `rows`.
+
+    experts: int32, the expert of each 128 rows, 0 to `count`. Then columns have scales [count, C, 1], each of its expert's
+    rows; rows of `count` have no expert.
+    """
     x = adjacent_columns(x)
     rows, columns = x.shape
     out = _allocate(x, dtype, 1, rows) if rowwise else None
@@ -313,23 +331,26 @@ def launch_rows(
             )  # fmt: skip
         return out, None
     out_t = _allocate(x.t(), dtype, 1, columns)
-    largest = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
+    if experts is not None:
+        out_t = Scaled(out_t.data, *(x.new_empty(count + 1, columns, 1, dtype=torch.float32) for _ in range(2)))
+    of_columns = out_t.scale.numel()
+    largest = torch.zeros(rows + of_columns, dtype=torch.int32, device=x.device)
     row_amax, column_amax = largest[:rows] if rowwise else None, largest[rows:]
     tile_r, tile_c, warps = _AMAX_TILE
     _row_column_amaxes[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
-        x, row_amax, column_amax, rows, columns, x.stride(0), TILE_R=tile_r, TILE_C=tile_c, num_warps=warps
+        x, experts, row_amax, column_amax, rows, columns, x.stride(0), TILE_R=tile_r, TILE_C=tile_c, num_warps=warps
     )
-    _cast_scales[(triton.cdiv(max(rows, columns), 128),)](
-        row_amax, *scales, column_amax, out_t.scale, out_t.scale_inv, rows, columns, FP8_MAX=fp8_max, BLOCK=128
+    _cast_scales[(triton.cdiv(max(rows, of_columns), 128),)](
+        row_amax, *scales, column_amax, out_t.scale, out_t.scale_inv, rows, of_columns, FP8_MAX=fp8_max, BLOCK=128
     )
     packed = rows % 4 == 0
-    run, unpacked = (_cast_rows_columns_packed, {}) if packed else (_cast_rows_columns, {"one": 1.0})
+    run, more = (_cast_rows_columns_packed, {"experts_ptr": experts}) if packed else (_cast_rows_columns, {"one": 1.0})
     tile_r, tile_c, warps = _PACKED_TILE if packed else _CAST_TILE
     run[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
-        x, data, scales[0], out_t.data, out_t.scale, rows, columns, x.stride(0),
-        TILE_R=tile_r, TILE_C=tile_c, num_warps=warps, **unpacked,
+        x_ptr=x, rowwise_ptr=data, row_scale_ptr=scales[0], columnwise_ptr=out_t.data, column_scale_ptr=out_t.scale,
+        rows=rows, columns=columns, stride=x.stride(0), TILE_R=tile_r, TILE_C=tile_c, num_warps=warps, **more,
     )  # fmt: skip
-    return out, out_t
+    return out, out_t if experts is None else Scaled(out_t.data, out_t.scale_inv[:count], out_t.scale[:count])
 
 
 def launch_blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, rowwise: bool, columnwise: bool) -> Layouts:
