@@ -76,6 +76,16 @@ def several_ranks(group: dist.ProcessGroup | None = None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
+def _join(amaxes: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Take the maximum over the ranks of a group, in place."""
+    work = dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group, async_op=amaxes.device.type == "cpu")
+    if work is not None:
+        work.wait()
+        # In a backward it refers to an object of Python. If the thread of gloo let go of it last, it would need the GIL, and a
+        # process that ends after a backward hangs: DistributedDataParallel joins that thread and keeps the GIL meanwhile.
+        _state.joined = work
+
+
 class ScaleBuffer:
     """Scales [n] and histories [L, n] of all tensors of a model, a direction, a `History` policy and a device."""
 
@@ -116,7 +126,7 @@ class ScaleBuffer:
     def update(self, joint: Joint) -> None:
         """Roll every history in which something was recorded and compute its scale; see `reference.update_scales`."""
         if joint.reduce_amax and several_ranks(joint.group):
-            dist.all_reduce(self.history[0], op=dist.ReduceOp.MAX, group=joint.group)
+            _join(self.history[0], joint.group)
         self._share_experts(joint)
         update_scales_(
             self.history, self.scale, self.fp8_max, self.saturated,
@@ -132,7 +142,7 @@ class ScaleBuffer:
         for slot in self.slots:
             if isinstance(slot.entries, slice):
                 seen[slot.entries] = slot.amax
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
+        _join(seen, group)
         self.history[0].copy_(torch.maximum(self.history[0], seen))
 
 
@@ -279,6 +289,7 @@ class _State:
     recorded: bool = False  # by a layer that has
     backwards: int = 0  # that ended while it was open
     task: int = -1  # autograd's number of the last backward that recorded
+    joined: dist.Work | None = None  # the last collective on a CPU
 
 
 _state = _State()
