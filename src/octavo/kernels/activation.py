@@ -176,14 +176,14 @@ def activation_tiles(
 @triton.jit
 def _weighted(y, dy, r, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C: tl.constexpr):
     """The result and its gradient times the rows' weights; stores this tile's part of the weights' gradients."""
-    if weights_ptr is None:
-        return y, dy
-    across = tl.cdiv(columns, TILE_C)
-    weight = tl.load(weights_ptr + r, mask=r < rows, other=0.0)[:, None]
-    if d_weights_ptr is not None:
-        at = d_weights_ptr + r.to(tl.int64) * across + tile % across
-        tl.store(at, tl.sum(dy * y, 1), mask=r < rows)
-    return y * weight, dy * weight
+    if weights_ptr is not None:  # no early return: the compiler reads on behind it
+        across = tl.cdiv(columns, TILE_C)
+        weight = tl.load(weights_ptr + r, mask=r < rows, other=0.0)[:, None]
+        if d_weights_ptr is not None:
+            at = d_weights_ptr + r.to(tl.int64) * across + tile % across
+            tl.store(at, tl.sum(dy * y, 1), mask=r < rows)
+        y, dy = y * weight, dy * weight
+    return y, dy
 
 
 @triton.jit

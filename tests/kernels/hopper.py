@@ -1,0 +1,219 @@
+"""Compiles every Triton kernel for Hopper, which needs no GPU: what the interpreter takes, the compiler may refuse.
+
+A process of its own, since `TRITON_INTERPRET` is read where a kernel is defined. Launches get tensors without memory, at the
+sizes of models, and end when their kernel is compiled. Prints JSON: for each launch the kernel with its bytes of shared memory
+or the compiler's message, and the names of kernels without a launch.
+"""
+
+import json
+import os
+import re
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import importlib
+import pkgutil
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import octavo.kernels
+from octavo.kernels import activation, adamw, column_sum, cross_entropy, norm, rope, scales
+from octavo.kernels.attention import short
+from octavo.kernels.experts import activation as expert_activation
+from octavo.kernels.experts import cast as expert_cast
+from octavo.kernels.experts import gemm, permute, travel
+from octavo.kernels.experts.routes import TILE, Routes, most_rows
+from octavo.kernels.quantize import cast, cast_scaled
+from octavo.kernels.quantize.quantized import Quantizer
+
+E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
+
+
+class Hopper:
+    """Triton's driver where there is none."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+results = []
+_run = JITFunction.run
+
+
+def compiled(self, *arguments, grid, warmup, **keywords):
+    try:
+        kernel = _run(self, *arguments, grid=grid, warmup=True, **keywords)
+    except Exception as error:
+        results.append((self.__name__, f"{type(error).__name__}: {error}"))
+    else:
+        results.append((self.__name__, kernel.metadata.shared))
+
+
+def matrix(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def quantizer(dtype=E4M3, experts=None, *, amax=True, **layouts):
+    size = () if experts is None else (experts,)
+    scale, largest = (matrix(*size, dtype=FP32) for _ in range(2))
+    return Quantizer(dtype, torch.finfo(dtype).max, scale, largest if amax else None, **layouts)
+
+
+ROWS, BOTH, TRANSPOSED = {}, {"columnwise": True}, {"rowwise": False, "columnwise": True}
+HIGH = Quantizer(BF16)
+
+
+def dense():
+    """Kernels of Llama-3.1-8B's layers, and of a float32 model's with another number of rows."""
+    x, up = matrix(16384, 4096), matrix(16384, 28672)
+    for layouts in (ROWS, BOTH, TRANSPOSED):
+        cast.launch(x, quantizer(**layouts))
+    cast.launch(matrix(1023, 4096, dtype=FP32), quantizer(E5M2, **BOTH))
+    cast.launch(x, quantizer(E5M2, **BOTH), matrix(128, 4096, dtype=FP32))
+    cast.launch_transpose(matrix(4096, 14336, dtype=E4M3), matrix(14336, 4096, dtype=E4M3))
+    column_sum.launch(x)
+    column_sum.launch_add_up(matrix(2, 128, 4096, dtype=FP32))
+    for made in (HIGH, quantizer(**ROWS), quantizer(**BOTH)):
+        activation.launch("swiglu", up, 128, made)
+        activation.launch("gelu", matrix(16384, 14336), 0, made)
+    recompute = quantizer(amax=False, **TRANSPOSED)
+    activation.launch_backward("swiglu", matrix(16384, 14336), up, 128, HIGH)
+    activation.launch_backward("swiglu", matrix(16384, 14336), up, 128, quantizer(E5M2, **BOTH), recompute=recompute)
+    activation.launch_backward("gelu", x, x, 0, quantizer(E5M2, **BOTH), recompute=recompute, bias=True)
+    activation.launch_backward("gelu", matrix(1023, 512), matrix(1023, 512), 0, quantizer(E5M2, **BOTH), bias=True)
+    for kind in ("RMSNorm", "LayerNorm"):
+        for columns in (4096, 6144, 65536):
+            weight = matrix(columns)
+            bias = weight if kind == "LayerNorm" else None
+            stats = matrix(2, 8192, dtype=FP32) if kind == "LayerNorm" else matrix(8192, dtype=FP32)
+            h, made = matrix(8192, columns), quantizer()
+            norm.launch(kind, h, h, weight, bias, 1e-5, made)
+            norm.launch_backward(kind, h, h, weight, stats, h)
+    angles = matrix(1, 8192, 128, dtype=FP32)
+    heads = matrix(2, 8192, 32, 128), matrix(2, 8192, 8, 128), matrix(2, 8192, 8, 128)
+    for cos, mirrored in ((angles, True), (matrix(1, 8192, 24, dtype=FP32), False), (None, False)):
+        rope.launch_split(matrix(2, 8192, 6144), 32, 8, cos, cos, mirrored=mirrored)
+        rope.launch_join(*heads, cos, cos, quantizer(E5M2, **BOTH), mirrored=mirrored)
+    rope.launch_join(*heads, angles, angles, HIGH)
+    for dtype in (BF16, FP32):
+        weights = (matrix(4096, 4096, dtype=dtype) for _ in range(4))
+        adamw.launch(
+            *weights,
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.1,
+            step=matrix(dtype=FP32),
+            grad_scale=matrix(dtype=FP32),
+        )
+    history = matrix(32, 512, dtype=FP32)
+    for algo in ("max", "most_recent"):
+        scales.launch(history, history[0], history[0], matrix(512, dtype=torch.bool), algo=algo, margin=0, rounding=1.0)
+    logits, target = matrix(2048, 128256), matrix(2048, dtype=torch.int64)
+    for smoothing, fp8 in ((0.0, None), (0.1, None), (0.0, matrix(2048, 128256, dtype=E5M2))):
+        cross_entropy.launch(logits, target, matrix(dtype=FP32), cross_entropy.Objective(label_smoothing=smoothing), fp8)
+    cross_entropy.launch_scale(logits, matrix(dtype=FP32))
+
+
+def scaled():
+    """Casts that choose their scales: current, rowwise and block scaling."""
+    x, odd = matrix(16384, 4096), matrix(1023, 4096, dtype=FP32)
+    cast_scaled.launch_amax(x)
+    cast_scaled.launch_scale(matrix(dtype=FP32), 448.0)
+    for source in (x, odd):
+        for rowwise, columnwise in ((True, False), (True, True), (False, True)):
+            layouts = {"rowwise": rowwise, "columnwise": columnwise}
+            cast_scaled.launch_rows(source, E4M3, 448.0, **layouts)
+            for rows in (1, 128):
+                cast_scaled.launch_blocks(source, E4M3, 448.0, rows, **layouts)
+    cast_scaled.launch_rows(matrix(128, 131072), E4M3, 448.0, rowwise=True, columnwise=False)
+
+
+def vision():
+    """Attention over the sequences of ViT-Huge, and of heads of 64 columns."""
+    for tokens, head_dim in ((257, 80), (197, 64)):
+        qkv, out = matrix(8, tokens, 48 * head_dim), matrix(8, tokens, 16 * head_dim)
+        short.launch(qkv, 16, 16, 0.1)
+        short.launch_backward(out, qkv, out, matrix(8, 16, tokens, dtype=FP32), 16, 16, 0.1)
+
+
+def experts():
+    """Kernels of Mixtral 8x7B's mixtures, for parameters in bf16 and in float32."""
+    count, hidden, ffn = 8, 4096, 14336
+    rows = most_rows(32768, count, TILE)
+    whole = {"dtype": torch.int32}
+    routes = Routes(
+        matrix(rows, **whole), matrix(16384, 2, **whole), matrix(rows // TILE, **whole), matrix(count, **whole), TILE, None
+    )
+    x, up, weights = matrix(rows, hidden), matrix(rows, 2 * ffn), matrix(rows, dtype=FP32)
+    for made in (
+        HIGH,
+        quantizer(experts=count, **ROWS),
+        quantizer(experts=count, **BOTH),
+        quantizer(experts=count, **TRANSPOSED),
+    ):
+        permute.launch(matrix(16384, hidden), routes, made)
+        expert_activation.launch("swiglu", up, weights, routes, made)
+    recompute = quantizer(experts=count, amax=False, **TRANSPOSED)
+    for made, again in ((HIGH, None), (HIGH, HIGH), (quantizer(E5M2, count, **BOTH), recompute)):
+        expert_activation.launch_backward("swiglu", matrix(rows, ffn), up, weights, routes, made, again)
+    permute.add_copies(x, routes.rows, TILE)
+    travel.launch(matrix(rows, hidden, dtype=E4M3), matrix(rows, hidden // 128, dtype=FP32), BF16)
+    for dtype in (BF16, FP32):
+        expert_cast.launch(matrix(count, ffn, hidden, dtype=dtype), quantizer(experts=count, **BOTH))
+        expert_cast.launch(matrix(count, ffn, hidden, dtype=dtype), quantizer(experts=count, **ROWS))
+    cast_scaled.launch_rows(x, E4M3, 448.0, rowwise=True, columnwise=True, experts=routes.experts, count=count)
+    of_row = {
+        "tensor": matrix(count, dtype=FP32),
+        "row": matrix(rows, 1, dtype=FP32),
+        "block": matrix(32, rows, dtype=FP32).t(),
+    }
+    of_matrix = {
+        "tensor": of_row["tensor"],
+        "row": matrix(count, ffn, 1, dtype=FP32),
+        "block": matrix(count, ffn // 128, 32, dtype=FP32),
+    }
+    of_columns = {
+        "tensor": (of_row["tensor"],) * 2,
+        "row": (matrix(count, ffn, 1, dtype=FP32), matrix(count, hidden, 1, dtype=FP32)),
+        "block": (matrix(rows // 128, ffn, dtype=FP32).t(), matrix(rows // 128, hidden, dtype=FP32).t()),
+    }
+    for kind, (dy_scale, x_scale) in of_columns.items():
+        for dtype in (BF16, FP32):
+            for precise in (False, True) if kind != "block" else (True,):
+                a, b = (
+                    (matrix(rows, hidden, dtype=E4M3), of_row[kind]),
+                    (matrix(count, ffn, hidden, dtype=E4M3), of_matrix[kind]),
+                )
+                gemm.launch_rows(a, b, routes, dtype, kind, precise=precise)
+                a, b = (matrix(ffn, rows, dtype=E5M2), dy_scale), (matrix(hidden, rows, dtype=E4M3), x_scale)
+                gemm.launch_weights(a, b, routes, dtype, kind, precise=precise)
+
+
+def kernels():
+    """Kernels that are launched: jitted functions that no other one calls."""
+    names, calls = set(), ""
+    for module in pkgutil.walk_packages(octavo.kernels.__path__, "octavo.kernels."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, JITFunction) and value.__module__ == module.name:
+                names.add(name)
+                calls += value.src
+    return {name for name in names if not re.search(rf"(?<!def )\b{name}\b", calls)}
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(Hopper())
+    JITFunction.run = compiled
+    for launches in (dense, scaled, vision, experts):
+        launches()
+    print(json.dumps({"compiled": results, "missing": sorted(kernels() - {name for name, _ in results})}))

@@ -1,0 +1,24 @@
+"""Every Triton kernel compiles for Hopper, at the sizes of models, and its tiles fit in shared memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED_MEMORY = 227 * 1024  # bytes of a program on Hopper
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them")
+def test_kernels_compile_for_hopper():
+    script = Path(__file__).with_name("hopper.py")
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [(name, size) for name, size in found["compiled"] if isinstance(size, str) or size > SHARED_MEMORY] == []
+    assert found["missing"] == []
