@@ -69,8 +69,10 @@ class Job:
         found = read(self.folder / "state.json")
         if found.get("status") in FINAL or self._is_alive(found):
             return found
-        if not found:
-            return {"status": "InProgress", "exit_code": None, "reason": ""}  # its supervisor is being started
+        if not found:  # its supervisor is being started, unless the folder has been removed
+            gone = not self.folder.is_dir()
+            reason = f"its folder was removed: {self.folder}" if gone else ""
+            return {"status": "Failed" if gone else "InProgress", "exit_code": EXIT_FAILED if gone else None, "reason": reason}
         found = read(self.folder / "state.json")  # it may have ended in between
         if found.get("status") in FINAL:
             return found

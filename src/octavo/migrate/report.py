@@ -9,7 +9,7 @@ from octavo.errors import InputError
 from octavo.launch.distribution import layout_of
 from octavo.launch.sdk_arguments import ARGUMENTS, MEANINGLESS, REFUSED
 from octavo.migrate.script import Script, Use
-from octavo.migrate.values import UNKNOWN
+from octavo.migrate.values import REST, UNKNOWN
 
 _MARKS = {"same": " ", "accepted": "·", "differs": "!", "absent": "x", None: "x"}
 _LEGEND = {"accepted": "accepted, without effect", "differs": "look at this", "absent": "not there: to change first"}
@@ -24,6 +24,7 @@ def figures(script: Script) -> dict[str, Any]:
         "uses": [_row(use) for use in script.uses],
         "needs_gpu": [{"line": line, "what": text} for line, text in script.needs_gpu],
         "estimators": [_estimator(given) for given in script.estimators],
+        "notes": script.notes,
     }
 
 
@@ -35,30 +36,34 @@ def runs_unchanged(script: Script) -> bool:
 def lines(script: Script) -> list[str]:
     """The report as text."""
     if not script.uses and not script.estimators:
-        return [f"{script.path}: nothing of SMP, Transformer Engine, FSDP1, Accelerate or SageMaker's SDK."]
+        nothing = f"{script.path}: nothing of SMP, Transformer Engine, FSDP1, Accelerate or SageMaker's SDK."
+        return [nothing, *(f"! {note}" for note in script.notes)]
     libraries = dict.fromkeys(use.library for use in script.uses)
-    count = len(script.uses)
-    found = [f"{script.path}: {count} use{'' if count == 1 else 's'} of {', '.join(libraries) or 'other libraries'}."]
-    first: dict[str, int] = {}
+    count, of_cells = len(script.uses), "; code cell:line" if script.cells else ""
+    found = [f"{script.path}: {count} use{'' if count == 1 else 's'} of {', '.join(libraries) or 'other libraries'}{of_cells}."]
+    first: dict[str, str] = {}
     for use in script.uses:
         row, mark = _row(use), _MARKS[use.row.status if use.row else None]
         if use.name in first:
-            found.append(f"{mark} {use.line:4}  {use.name} (as in line {first[use.name]})")
+            found.append(f"{mark} {script.place(use.line):>4}  {use.name} (as in line {first[use.name]})")
             continue
-        first[use.name] = use.line
-        found.append(f"{mark} {use.line:4}  {use.name}")
+        first[use.name] = script.place(use.line)
+        found.append(f"{mark} {script.place(use.line):>4}  {use.name}")
         found.append(f"        here: {row['here']}")
         if row["change"]:
             found.append(f"        in Octavo's names: {row['change']}")
     for line, text in script.needs_gpu:
-        found.append(f"! {line:4}  {text}")
+        found.append(f"! {script.place(line):>4}  {text}")
         found.append("        here: needs a GPU; everything else runs on a CPU too")
+    found += [f"! {note}" for note in script.notes]
     for given in script.estimators:
         told = _estimator(given)
         found.append(f"Estimator: {told['ranks']}.")
         found += [f"  {name} has no meaning on a machine of your own" for name in told["meaningless"]]
         found += [f"x {fault}" for fault in told["refused"]]
-    marks = {use.row.status if use.row else "absent" for use in script.uses} | ({"differs"} if script.needs_gpu else set())
+    marks = {use.row.status if use.row else "absent" for use in script.uses} | (
+        {"differs"} if script.needs_gpu or script.notes else set()
+    )
     legend = [f"{_MARKS[status]} {text}" for status, text in _LEGEND.items() if status in marks]
     found += ["", *([f"({'; '.join(legend)})"] if legend else []), *_end(script)]
     return found
@@ -67,17 +72,22 @@ def lines(script: Script) -> list[str]:
 def _end(script: Script) -> list[str]:
     absent = [use for use in script.uses if use.row is None or use.row.status == "absent"]
     if absent:
-        names = ", ".join(f"{use.name} (line {use.line})" for use in absent)
+        names = ", ".join(f"{use.name} (line {script.place(use.line)})" for use in absent)
         return [f"To change first: {names}."]
     if not script.uses:
         return ["Its estimator is Octavo's already."]
-    if script.estimators and all(use.library == "SageMaker SDK" for use in script.uses):
+    runs = "As far as it is read, it runs unchanged" if script.notes else "It runs unchanged"
+    jobs = bool(script.estimators) and all(use.library == "SageMaker SDK" for use in script.uses)
+    if script.path.suffix == ".ipynb":
+        install = "import octavo.compat.smp, octavo.compat.te; octavo.compat.te.install(); octavo.compat.smp.install()"
+        return [f"{runs}, with this in its first cell: {'from octavo.launch import PyTorch' if jobs else install}"]
+    if jobs:
         return [
-            f"It runs unchanged: python -m octavo.compat {script.path}",
+            f"{runs}: python -m octavo.compat {script.path}",
             "or import PyTorch from octavo.launch; the call stays.",
         ]
     return [
-        f"It runs unchanged: python -m octavo.compat {script.path}",
+        f"{runs}: python -m octavo.compat {script.path}",
         f"or on several GPUs: torchrun --nproc-per-node 8 -m octavo.compat {script.path}",
     ]
 
@@ -97,7 +107,7 @@ def _row(use: Use) -> dict[str, Any]:
 def _estimator(given: dict[str, Any]) -> dict[str, Any]:
     """A call of an estimator: its ranks, and arguments without meaning or refused."""
     refused = [f"{name}: {REFUSED[name]}" for name in given if name in REFUSED]
-    refused += [f"{name}: no argument of the SDK" for name in given if name not in (*ARGUMENTS, *REFUSED, "fit")]
+    refused += [f"{name}: no argument of the SDK" for name in given if name not in (*ARGUMENTS, *REFUSED, "fit", REST)]
     meaningless = [name for name, value in given.items() if name in MEANINGLESS and value is not None]
     kind, count = given.get("instance_type"), given.get("instance_count", 1)
     hyperparameters = given.get("hyperparameters")
