@@ -293,6 +293,24 @@ def test_a_script_with_a_way_around_an_absent_name_runs_unchanged(place, handler
     assert runs_unchanged(read(place / "try.py")) == unchanged
 
 
+def test_a_call_of_an_estimator_that_is_refused_or_unknown_is_told(place):
+    call = "from sagemaker.pytorch import PyTorch\nPyTorch('t.py', instance_type='ml.p4d.24xlarge', %s)\n"
+    for arguments, text, unchanged in (
+        ("hyperparameters={'fp8': 1}", "have no FP8 products", False),
+        ("git_config={}", "clone the repository", False),
+        ("distribution=made()", "Estimator: its distribution cannot be told", True),
+        ("distribution={'torch_distributed': {'enabled': x}}", "Estimator: its distribution cannot be told", True),
+        ("**made()", "cannot be told without running", True),
+        ("role=role()", "Estimator: ml.p4d.24xlarge: one process", True),
+    ):
+        (place / "call.py").write_text(call % arguments)
+        script = read(place / "call.py")
+        told = lines(script)
+        assert any(text in line for line in told), told
+        assert runs_unchanged(script) == unchanged
+        assert ("the arguments of an estimator marked x" in told[-1]) == (not unchanged)
+
+
 def test_a_script_in_another_encoding_is_read(place):
     (place / "latin.py").write_bytes("# coding: latin-1\nimport torch.sagemaker  # é\n".encode("latin-1"))
     assert [use.line for use in read(place / "latin.py").uses] == [2]

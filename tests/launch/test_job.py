@@ -104,6 +104,12 @@ def test_a_job_gets_its_channels_and_gives_its_model(place, capfd):
     assert sorted(path.stat().st_mtime_ns for path in folder.rglob("*")) == before
     with pytest.raises(InputError, match="Did you mean 'first'"):
         PyTorch.attach("frist")
+    (folder / "state.json").write_text('{"status": ')
+    with pytest.raises(InputError, match="state.json was changed by hand"):
+        PyTorch.attach("first").latest_training_job.wait()
+    (folder / "job.json").write_text("{}")
+    with pytest.raises(InputError, match="its estimator is missing"):
+        PyTorch.attach("first")
 
 
 def test_ranks_pass_on_the_first_error_and_its_exit_code(place, capfd):
@@ -282,6 +288,7 @@ def test_a_helper_that_was_not_taken_along_is_named(place):
         ({"hyperparameters": {"mode": "x" * 200_000}}, "too long for the variables of a process"),
         ({"hyperparameters": {"mp_parameters": {}}}, "distribution"),
         ({"output_path": "nonsense://x"}, "nonsense"),
+        ({"output_path": ""}, "output_path is empty"),
     ],
 )
 def test_a_wrong_call_is_refused_and_leaves_nothing(place, arguments, part):

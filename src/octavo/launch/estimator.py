@@ -165,7 +165,10 @@ class PyTorch:
             raise InputError(f"attach: unknown argument {next(iter(other))!r}. Known: training_job_name, output_path.")
         found = job.find(_jobs_of(folder)[0], training_job_name)
         made = cls.__new__(cls)
-        vars(made).update(job.read(found.folder / "job.json")["estimator"])
+        record = job.read(found.folder / "job.json").get("estimator")
+        if not isinstance(record, dict):
+            raise InputError(f"{found.folder / 'job.json'} is not the record of a job: its estimator is missing.")
+        vars(made).update(record)
         made._hyperparameters = vars(made).pop("hyperparameters")
         made.environment, made.latest_training_job, made.jobs = {}, found, [found]
         return made
@@ -296,6 +299,8 @@ def _jobs_of(output_path: str | Path | None) -> tuple[Path, str | None]:
     if output_path is None:
         return JOBS, None
     address = str(output_path)
+    if not address:
+        raise InputError("output_path is empty: give a folder, or leave it out for ./jobs.")
     local = inputs.local_path(address, "output_path")
     if local is None:
         inputs.check_address(address, f"output_path = {address!r}")

@@ -199,12 +199,20 @@ class Job:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A JSON file; empty if there is none."""
+    """A JSON file; empty if there is none.
+
+    Raises:
+        InputError: it is no JSON object, which a job never writes.
+    """
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} was changed by hand, or damaged: it is no JSON object. The job cannot be reached.")
+    return found
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -29,8 +29,12 @@ def figures(script: Script) -> dict[str, Any]:
 
 
 def runs_unchanged(script: Script) -> bool:
-    """True if every name that the script uses is there."""
-    return all(use.row is not None and use.row.status != "absent" for use in script.uses)
+    """True if every name that the script uses is there, and no call of an estimator is refused."""
+    return not _absent(script) and not any(_estimator(given)["refused"] for given in script.estimators)
+
+
+def _absent(script: Script) -> list[Use]:
+    return [use for use in script.uses if use.row is None or use.row.status == "absent"]
 
 
 def lines(script: Script) -> list[str]:
@@ -70,10 +74,11 @@ def lines(script: Script) -> list[str]:
 
 
 def _end(script: Script) -> list[str]:
-    absent = [use for use in script.uses if use.row is None or use.row.status == "absent"]
-    if absent:
-        names = ", ".join(f"{use.name} (line {script.place(use.line)})" for use in absent)
-        return [f"To change first: {names}."]
+    change = [f"{use.name} (line {script.place(use.line)})" for use in _absent(script)]
+    if any(_estimator(given)["refused"] for given in script.estimators):
+        change.append("the arguments of an estimator marked x")
+    if change:
+        return [f"To change first: {', '.join(change)}."]
     if not script.uses:
         return ["Its estimator is Octavo's already."]
     runs = "As far as it is read, it runs unchanged" if script.notes else "It runs unchanged"
@@ -111,16 +116,13 @@ def _estimator(given: dict[str, Any]) -> dict[str, Any]:
     meaningless = [name for name, value in given.items() if name in MEANINGLESS and value is not None]
     kind, count = given.get("instance_type"), given.get("instance_count", 1)
     hyperparameters = given.get("hyperparameters")
-    ranks = "its instance_type is not known without running the script"
-    if isinstance(kind, str) and isinstance(count, int):
-        distribution = given.get("distribution")
+    distribution = given.get("distribution")
+    values = {"instance_type": kind, "instance_count": count, "distribution": distribution}
+    unsure = [name for name, value in values.items() if not _is_known(value)]
+    ranks = f"its {' and '.join(unsure) or 'instance_type'} cannot be told without running the script"
+    if not unsure and isinstance(kind, str) and not (REST in given and "distribution" not in given):
         try:
-            layout = layout_of(
-                kind,
-                count,
-                _without_unknown(distribution) if isinstance(distribution, dict) else None,
-                hyperparameters if isinstance(hyperparameters, dict) else {},
-            )
+            layout = layout_of(kind, count, distribution, hyperparameters if isinstance(hyperparameters, dict) else {})
             ranks = f"{kind}: {layout.ranks} ranks on this machine" if layout.ranks else f"{kind}: one process"
         except InputError as error:
             ranks = kind
@@ -128,10 +130,9 @@ def _estimator(given: dict[str, Any]) -> dict[str, Any]:
     return {"ranks": ranks, "meaningless": meaningless, "refused": refused}
 
 
-def _without_unknown(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_unknown(inner) for key, inner in value.items() if inner is not UNKNOWN}
-    return value
+def _is_known(value: Any) -> bool:
+    """True for a value without a part that only a run would tell."""
+    return all(map(_is_known, value.values())) if isinstance(value, dict) else value is not UNKNOWN
 
 
 def summary(scripts: Sequence[Script]) -> dict[str, Any]:
