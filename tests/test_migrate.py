@@ -351,6 +351,9 @@ def test_what_is_no_python_is_refused_with_its_line(place, text, part):
             "distribution are",
         ),
         ("lr=2e-4", "lr='fast'", "lr = 'fast' is no number"),
+        ("lr=2e-4", "lr=[1, 2]", "lr = [1, 2] is no number"),
+        ("lr=2e-4", "lr=0", "lr = 0 trains nothing"),
+        ('"train_batch_size": 4', '"train_batch_size": 0', "train_batch_size = 0 trains nothing"),
     ],
 )
 def test_an_estimator_without_known_values_is_no_run_file(place, old, new, part):

@@ -26,8 +26,9 @@ OPTIONAL = (
 NUMBERS = (
     "validation_freq", "num_key_value_heads", "sliding_window", "hybrid_shard_degree", "context_parallel_degree",
     "tensor_parallel_degree", "expert_parallel_degree", "activation_loading_horizon", "random_seed",
+    "sm_activation_offloading",
 )  # fmt: skip
-"""Those of `OPTIONAL` that are numbers."""
+"""Those of `OPTIONAL` that are numbers, or true or false."""
 NO_KEY = (
     "auto_wrap_policy", "backward_fetch_policy", "clean_cache", "data_type", "dataset_type", "delayed_param",
     "distributed_backend", "enable_memory_profiling", "epochs", "fast_validation", "forward_prefetch", "framework",

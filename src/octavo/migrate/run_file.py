@@ -58,6 +58,9 @@ def run_file(scripts: Sequence[Script], *, world_size: int | None = None) -> str
         draft.notes.append(f"from the last of {calls} calls of an estimator, with its values at the end of the script")
     _unknown_arguments(values, origins, draft)
     given = DEFAULTS | dict.fromkeys(OPTIONAL) | values
+    for name in ("train_batch_size", "gradient_accumulation_steps", "lr"):
+        if not given[name] > 0:
+            raise InputError(f"{name} = {given[name]} trains nothing: give more than 0.")
 
     def of(*names: str) -> str:
         return ", ".join(f"{name} = {_shown(given[name])}" + ("" if name in origins else " (SMP's default)") for name in names)
@@ -103,7 +106,7 @@ def _collect(scripts: Sequence[Script]) -> tuple[dict[str, Any], set[str], dict[
                     raise InputError(f"{script.path}: {what} made at run time. Write them as a dictionary of constants.")
                 unsure = [name for name in unsure if name not in table]
                 unsure += [name for name, value in table.items() if value is UNKNOWN]
-                values |= dict(known(table))
+                values |= {name: value for name, value in known(table) if value is not None}
     if "max_context_width" not in values and not set(values) & set(DEGREES):
         paths = ", ".join(str(script.path) for script in scripts)
         raise InputError(
@@ -137,13 +140,14 @@ def _number(name: str, value: Any) -> Any:
     counts = isinstance(DEFAULTS.get(name), int | float) or name in NUMBERS
     if isinstance(value, bool) and isinstance(DEFAULTS.get(name), int):
         return int(value)
-    if not counts or not isinstance(value, str):
+    if not counts or isinstance(value, int | float):
         return value
-    if value.strip().lower() in ("true", "false"):
-        return int(value.strip().lower() == "true")
+    text = str(value).strip().lower()
+    if text in ("true", "false"):
+        return int(text == "true")
     for kind in (int, float):
         with contextlib.suppress(ValueError):
-            return kind(value)
+            return kind(text)
     raise InputError(f"{name} = {value!r} is no number.")
 
 
