@@ -105,7 +105,7 @@ def test_a_job_gets_its_channels_and_gives_its_model(place, capfd):
     with pytest.raises(InputError, match="Did you mean 'first'"):
         PyTorch.attach("frist")
     (folder / "state.json").write_text('{"status": ')
-    with pytest.raises(InputError, match="state.json was changed by hand"):
+    with pytest.raises(InputError, match=r"state\.json was changed by hand"):
         PyTorch.attach("first").latest_training_job.wait()
     (folder / "job.json").write_text("{}")
     with pytest.raises(InputError, match="its estimator is missing"):
