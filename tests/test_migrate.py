@@ -16,7 +16,7 @@ from octavo.compat.te.shim import SHIM as TE
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.migrate.names import LIBRARIES, NAMES, STATE, find, library_of
-from octavo.migrate.report import runs_unchanged
+from octavo.migrate.report import lines, runs_unchanged
 from octavo.migrate.run_file import run_file
 from octavo.migrate.script import read
 from octavo.migrate.values import UNKNOWN
@@ -248,10 +248,72 @@ def test_a_notebook_is_read_cell_by_cell(place):
     cells = [
         {"cell_type": "code", "source": "%%bash\necho hi (\n"},
         {"cell_type": "markdown", "source": ["# text"]},
-        {"cell_type": "code", "source": ["%pip install x\n", "import torch.sagemaker\n", "x = !ls\n"]},
+        {"cell_type": "code", "source": ["%pip install x\n", "import torch.sagemaker as tsm\n", "x = !ls\n", "tsm?\n"]},
+        {"cell_type": "code", "source": "%%time\ntext = ('%d'\n% 3)\ntsm.init()\n"},
+        {"cell_type": "code", "source": "%%writefile train.py\nimport accelerate\n"},
     ]
     (place / "book.ipynb").write_text(json.dumps({"cells": cells}))
-    assert [(use.line, use.name) for use in read(place / "book.ipynb").uses] == [(2, "torch.sagemaker")]
+    script = read(place / "book.ipynb")
+    assert [(script.place(use.line), use.name) for use in script.uses] == [
+        ("2:2", "torch.sagemaker"),
+        ("3:4", "torch.sagemaker.init"),
+    ]
+    assert script.notes == ["code cell 1 is not read: %%bash", "code cell 4 is not read: %%writefile train.py"]
+    assert lines(script)[-1].startswith("As far as it is read, it runs unchanged, with this in its first cell: import octavo")
+    cells[3]["source"] = "x = 1\ndef f(:\n"
+    (place / "book.ipynb").write_text(json.dumps({"cells": cells}))
+    with pytest.raises(InputError, match="code cell 3, line 2: "):
+        read(place / "book.ipynb")
+
+
+def test_names_of_a_star_import_are_followed_as_far_as_they_are_known(place):
+    (place / "star.py").write_text("from torch.sagemaker import *\ninit()\nothers()\nstate.rank\n")
+    script = read(place / "star.py")
+    names = [(use.line, use.name) for use in script.uses]
+    assert names == [(1, "torch.sagemaker"), (2, "torch.sagemaker.init"), (4, "torch.sagemaker.state.rank")]
+    assert script.notes == ["line 1: of import *, only names that Octavo has are seen"]
+    assert "As far as it is read, it runs unchanged" in lines(script)[-2]
+
+
+@pytest.mark.parametrize(
+    ("handler", "unchanged"),
+    [
+        ("except ImportError:\n    thing = None", True),
+        ("except (ValueError, ModuleNotFoundError):\n    thing = None", True),
+        ("except:\n    pass", True),
+        ("except ValueError:\n    pass", False),
+        ("except ImportError:\n    raise SystemExit('no')", False),
+        ("except ImportError:\n    sys.exit(1)", False),
+    ],
+)
+def test_a_script_with_a_way_around_an_absent_name_runs_unchanged(place, handler, unchanged):
+    (place / "try.py").write_text(
+        f"import sys\ntry:\n    from transformer_engine.pytorch import cpp_thing as thing\n{handler}\nif thing:\n    thing(1)\n"
+    )
+    assert runs_unchanged(read(place / "try.py")) == unchanged
+
+
+def test_a_call_of_an_estimator_that_is_refused_or_unknown_is_told(place):
+    call = "from sagemaker.pytorch import PyTorch\nPyTorch('t.py', instance_type='ml.p4d.24xlarge', %s)\n"
+    for arguments, text, unchanged in (
+        ("hyperparameters={'fp8': 1}", "have no FP8 products", False),
+        ("git_config={}", "clone the repository", False),
+        ("distribution=made()", "Estimator: its distribution cannot be told", True),
+        ("distribution={'torch_distributed': {'enabled': x}}", "Estimator: its distribution cannot be told", True),
+        ("**made()", "cannot be told without running", True),
+        ("role=role()", "Estimator: ml.p4d.24xlarge: one process", True),
+    ):
+        (place / "call.py").write_text(call % arguments)
+        script = read(place / "call.py")
+        told = lines(script)
+        assert any(text in line for line in told), told
+        assert runs_unchanged(script) == unchanged
+        assert ("the arguments of an estimator marked x" in told[-1]) == (not unchanged)
+
+
+def test_a_script_in_another_encoding_is_read(place):
+    (place / "latin.py").write_bytes("# coding: latin-1\nimport torch.sagemaker  # é\n".encode("latin-1"))
+    assert [use.line for use in read(place / "latin.py").uses] == [2]
 
 
 @pytest.mark.parametrize(
@@ -267,10 +329,83 @@ def test_what_is_no_python_is_refused_with_its_line(place, text, part):
         read(place / "nowhere.py")
 
 
-def test_an_estimator_without_known_values_is_no_run_file(place):
-    (place / "late.py").write_text(ESTIMATOR.replace('"train_batch_size": 4', '"train_batch_size": batch()'))
-    with pytest.raises(InputError, match="not known without running the script: train_batch_size"):
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        ('"train_batch_size": 4', '"train_batch_size": batch()', "not known without running the script: train_batch_size"),
+        ("degree = 2 ** 3", "degree = 8\nif big():\n    degree = 4", "the script: context_parallel_degree"),
+        ("degree = 2 ** 3", "degree = 3", "context 3 does not divide hybrid_shard 8"),
+        ("degree = 2 ** 3", "degree = len(x)", "the script: context_parallel_degree"),
+        ("hyperparameters.update(fp8=1, lr=2e-4)", "hyperparameters.update(given())", "the hyperparameters are made at run"),
+        ("hyperparameters.update(fp8=1, lr=2e-4)", "if x:\n    hyperparameters['fp8'] = 0", "the script: fp8"),
+        (
+            "hyperparameters.update(fp8=1, lr=2e-4)",
+            "hyperparameters = {**hyperparameters, **more()}",
+            "the hyperparameters are",
+        ),
+        ("hyperparameters=hyperparameters", "hyperparameters=given()", "the hyperparameters are made at run time"),
+        ("hyperparameters=hyperparameters", "**given()", "arguments of the estimator are made at run time"),
+        (
+            '"parameters": {"context_parallel_degree": degree, "hybrid_shard_degree": 8}',
+            '"parameters": p()',
+            "distribution are",
+        ),
+        ("lr=2e-4", "lr='fast'", "lr = 'fast' is no number"),
+        ("lr=2e-4", "lr=[1, 2]", "lr = [1, 2] is no number"),
+        ("lr=2e-4", "lr=0", "lr = 0 trains nothing"),
+        ('"train_batch_size": 4', '"train_batch_size": 0', "train_batch_size = 0 trains nothing"),
+    ],
+)
+def test_an_estimator_without_known_values_is_no_run_file(place, old, new, part):
+    assert old in ESTIMATOR
+    (place / "late.py").write_text(ESTIMATOR.replace(old, new))
+    with pytest.raises(InputError) as refused:
         run_file([read(place / "late.py")])
+    assert part in str(refused.value)
+
+
+CALL = 'PyTorch(entry_point="train.py", hyperparameters=hyperparameters,'
+UPDATE = "hyperparameters.update(fp8=1, lr=2e-4)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (UPDATE, "hyperparameters |= {'fp8': '1', 'lr': '2e-4'}"),
+        (UPDATE, "if __name__ == '__main__':\n    hyperparameters['fp8'] = True\n    hyperparameters['lr'] = 1e-4 * 2"),
+        (CALL, 'PyTorch("train.py", "2.3.1", "py311", "src", hyperparameters,'),
+        (CALL, 'PyTorch("train.py", **dict(hyperparameters=hyperparameters),'),
+    ],
+)
+def test_the_ways_to_write_an_estimator_are_read_alike(place, old, new):
+    assert old in ESTIMATOR
+    (place / "other.py").write_text(ESTIMATOR.replace(old, new))
+    same, found = (RunConfig.from_dict(tomllib.loads(run_file([read(place / name)]))) for name in ("launch.py", "other.py"))
+    for section in ("fp8", "data", "train", "parallel", "optimizer"):
+        assert getattr(found, section) == getattr(same, section)
+
+
+def test_arguments_of_octavos_own_estimator_and_later_ones_count(place):
+    text = ESTIMATOR.replace("sagemaker.pytorch", "octavo.launch").replace(", instance_count=2,", ",")
+    text = text.replace(
+        f'{CALL} instance_type="ml.p5.48xlarge"', 'first = PyTorch("t.py", "src", hyperparameters, "ml.p5.48xlarge", 1'
+    )
+    (place / "ours.py").write_text(text + "first.set_hyperparameters(lr=5e-4, max_context_width='8192')\n")
+    text = run_file([read(place / "ours.py")])
+    config = RunConfig.from_dict(tomllib.loads(text))
+    assert (config.optimizer.lr, config.data.sequence_length, config.train.global_batch) == (5e-4, 8192, 4)
+    (place / "two.py").write_text(ESTIMATOR * 2)
+    assert "# from the last of 2 calls of an estimator" in run_file([read(place / "two.py")])
+    options = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--max_context_width', default='64')\n"
+    (place / "options.py").write_text(options + "p.add_argument('--fp8', action='store_true')\n")
+    config = RunConfig.from_dict(tomllib.loads(run_file([read(place / "options.py")], world_size=1)))
+    assert (config.data.sequence_length, config.fp8.enabled) == (64, False)
+    (place / "options.py").write_text(options + "p.add_argument('--lr', default=rate())\n")
+    with pytest.raises(InputError, match="the script: lr"):
+        run_file([read(place / "options.py")], world_size=1)
+
+
+def test_a_script_without_arguments_of_smp_is_no_run_file(place):
     with pytest.raises(InputError, match="nothing to write a run file from"):
         run_file([read(place / "train.py")])
 

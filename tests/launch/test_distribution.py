@@ -86,6 +86,21 @@ def test_ranks_are_gpus_of_the_type_as_far_as_there_are_any(gpus):
     assert (layout.ranks, layout.gpus) == (3, 0)
     layout = layout_of("ml.g5.12xlarge", 1, None, {})
     assert (layout.ranks, layout.gpus, layout.parameters) == (None, 4, None)
+    assert layout_of("local", 1, {"mpi": {"enabled": False}}, {}).ranks is None
+    with pytest.raises(InputError, match='"local_gpu" is this machine, and instance_count = 2'):
+        layout_of("local_gpu", 2, RANKS, {})
+
+
+def test_what_a_script_without_ranks_lacks_is_said(gpus):
+    (cpu, once) = layout_of("ml.p5.48xlarge", 2, None, {}).notes
+    assert cpu == "ml.p5.48xlarge has 8 x H100 SXM; this machine has no GPU: the script runs on its CPU."
+    assert "instance_count = 2" in once
+    assert "torch_distributed" in once
+    gpus(2)
+    assert layout_of("ml.p5.48xlarge", 1, None, {}).notes == [
+        "ml.p5.48xlarge has 8 x H100 SXM; this machine has 2 x NVIDIA H200."
+    ]
+    assert layout_of("ml.p5.4xlarge", 1, None, {}).notes == []
 
 
 @pytest.mark.parametrize(
@@ -114,6 +129,11 @@ def test_ranks_are_gpus_of_the_type_as_far_as_there_are_any(gpus):
         (("local", 1, smp(context_parallel_degree="2"), {}), ["context_parallel_degree", "'2'"]),
         (("local", 2, smp(tensor_parallel_degree=2), {}), ["tensor_parallel_degree = 2", "no tensor parallelism"]),
         (("local", 2, smp(expert_parallel_degree=4), {}), ["expert 4 does not divide hybrid_shard 2"]),
+        (("local", 1, smp(delayed_parameter_initialization="yes"), {}), ["delayed_parameter_initialization = 'yes'"]),
+        (("local", 1, {"torch_distributed": {"enable": True}}, {}), ["'enable'", "Did you mean 'enabled'?"]),
+        (("local", 1, RANKS | {"smdistributed": {"modelparallel": {"enabled": True, "params": {}}}}, {}), ["'parameters'?"]),
+        (("local", 100_000, RANKS, {}), ["100000 ranks"]),
+        (("ml.p4d.24xlarge", 1, RANKS, {"fp8": "YES"}), ["have no FP8"]),
     ],
 )
 def test_contradictions_are_refused_with_both_names(gpus, arguments, parts):

@@ -7,7 +7,7 @@ import pytest
 
 from octavo.errors import InputError
 from octavo.launch.distribution import Layout
-from octavo.launch.environment import arguments_of, check_hyperparameters, inherited, variables_of
+from octavo.launch.environment import arguments_of, check_hyperparameters, check_variables, inherited, variables_of
 
 VALUES = {"lr": 1e-4, "bf16": True, "name": "a b", "none": None, "sizes": [1, 2], "k": 3, "table": {"b": 1, "a": "x"}}
 
@@ -45,10 +45,23 @@ def test_variables_are_json_and_text_as_it_is():
     assert plain["SM_HPS"] == "{}"
 
 
-@pytest.mark.parametrize("values", [{1: 2}, {"": 1}, {"x": {1, 2}}, {"x": float("nan")}, {"x": object()}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {1: 2}, {"": 1}, {"x": {1, 2}}, {"x": float("nan")}, {"x": object()}, {"a=b": 1}, {"a\0": 1}, {"x": "a\0"},
+        {"x": {"y": "a\0"}}, {"x": "\ud83d"},
+    ],
+)  # fmt: skip
 def test_what_no_argument_can_carry_is_refused(values):
     with pytest.raises(InputError, match="hyperparameters"):
         check_hyperparameters(values)
+
+
+def test_what_no_variable_can_carry_is_refused():
+    assert check_variables({"A": 1, "B": "x=y 'z'"}) == {"A": "1", "B": "x=y 'z'"}
+    for values in ({"A=B": "x"}, {"": "x"}, {"A": "x\0"}, {"A": "\ud83d"}):
+        with pytest.raises(InputError, match="environment"):
+            check_variables(values)
 
 
 def test_a_job_has_no_rank_of_its_estimator_and_absolute_paths(monkeypatch, tmp_path):

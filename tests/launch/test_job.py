@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from octavo.errors import InputError, RunStopped
-from octavo.launch import JobFailed, PyTorch
+from octavo.launch import Job, JobFailed, PyTorch
 from octavo.launch.job import start_ticks
 
 RANKS = {"torch_distributed": {"enabled": True}}
@@ -38,6 +39,11 @@ if mode == "error" and rank in (None, "1"):
     raise ValueError("no such thing")
 if mode == "code":
     sys.exit(7)
+if mode == "says":
+    sys.exit("no data for 'rank'.")
+if mode == "removes":
+    import shutil
+    shutil.rmtree(pathlib.Path(os.environ["SM_MODEL_DIR"]).parent)
 if mode == "memory":
     sys.stderr.write("RuntimeError: [enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: 9 bytes\\n")
     sys.exit(1)
@@ -98,6 +104,12 @@ def test_a_job_gets_its_channels_and_gives_its_model(place, capfd):
     assert sorted(path.stat().st_mtime_ns for path in folder.rglob("*")) == before
     with pytest.raises(InputError, match="Did you mean 'first'"):
         PyTorch.attach("frist")
+    (folder / "state.json").write_text('{"status": ')
+    with pytest.raises(InputError, match=r"state\.json was changed by hand"):
+        PyTorch.attach("first").latest_training_job.wait()
+    (folder / "job.json").write_text("{}")
+    with pytest.raises(InputError, match="its estimator is missing"):
+        PyTorch.attach("first")
 
 
 def test_ranks_pass_on_the_first_error_and_its_exit_code(place, capfd):
@@ -113,6 +125,8 @@ def test_ranks_pass_on_the_first_error_and_its_exit_code(place, capfd):
     with pytest.raises(JobFailed) as failed:
         estimator("code").fit(logs=False)
     assert failed.value.exit_code == 7
+    with pytest.raises(JobFailed, match="exit code 1, and the log ends with: no data for 'rank'"):
+        estimator("says").fit(logs=False)
 
 
 def test_full_memory_is_answered_with_the_setting_that_divides_it(place):
@@ -145,11 +159,12 @@ def test_another_process_stops_a_job_and_nothing_of_it_stays(place):
     job.stop()  # nothing happens
 
 
-def test_a_killed_job_is_told_from_a_finished_one_and_takes_its_ranks_along(place):
-    one = estimator("wait", distribution=RANKS, instance_count=2)
+@pytest.mark.parametrize(("distribution", "ranks"), [(RANKS, 2), (None, 0)])
+def test_a_killed_job_is_told_from_a_finished_one_and_takes_its_ranks_along(place, distribution, ranks):
+    one = estimator("wait", distribution=distribution, instance_count=max(1, ranks))
     one.fit(wait=False)
     job = one.latest_training_job
-    pids = pids_of(job, 2)
+    pids = pids_of(job, ranks)
     os.kill(job.state["pid"], signal.SIGKILL)
     ends(pids[::2])
     for pid in pids[1::2]:  # what the ranks have started, in sessions of its own, is nobody's now
@@ -158,6 +173,37 @@ def test_a_killed_job_is_told_from_a_finished_one_and_takes_its_ranks_along(plac
     assert "was killed" in job.describe()["FailureReason"]
     with pytest.raises(JobFailed, match="was killed"):
         job.wait()
+
+
+def test_a_job_whose_folder_is_removed_has_failed_and_ends(place):
+    with pytest.raises(JobFailed, match="its folder was removed"):
+        estimator("removes").fit(logs=False)
+    one = estimator("wait")
+    one.fit(wait=False)
+    job = one.latest_training_job
+    pids = pids_of(job, 0)
+    shutil.rmtree(job.folder)
+    assert job.status == "Failed"
+    ends(pids)
+
+
+def test_an_interrupt_while_a_job_starts_leaves_nothing_of_it(place, monkeypatch):
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setattr(Job, "until", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        estimator("wait").fit(wait=False)
+    assert [start_ticks(pid) for pid in started] == [None]
+    assert not list((place / "jobs").iterdir())
 
 
 def test_what_a_script_leaves_behind_ends_with_the_job(place):
@@ -189,13 +235,14 @@ def test_a_script_of_the_sdk_starts_its_job_unchanged_and_passes_its_exit_code_o
         """import sagemaker
 from sagemaker.inputs import TrainingInput
 from sagemaker.pytorch import PyTorch
-estimator = PyTorch(entry_point="train.py", source_dir="code", role=sagemaker.get_execution_role(), instance_type="local",
-                    sagemaker_session=sagemaker.Session(), hyperparameters={"mode": "code"}, framework_version="2.3.1")
+estimator = PyTorch("train.py", "2.3.1", "py311", "code", {"mode": "code"}, role=sagemaker.get_execution_role(),
+                    instance_type="local", sagemaker_session=sagemaker.Session())
 estimator.fit(inputs={"train": TrainingInput("data")}, job_name="sdk")
 """
     )
     done = subprocess.run([sys.executable, "-m", "octavo.compat", "launch.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 7, done.stderr
+    assert "estimator: framework_version, py_version, role, sagemaker_session have no meaning" in done.stderr
     assert "job sdk failed with exit code 7" in done.stderr
     assert "Traceback" not in done.stderr
     seen = json.loads((place / "jobs" / "sdk" / "model" / "rank-None.json").read_text())
@@ -206,10 +253,11 @@ def test_links_in_circles_are_copied_once_and_jobs_are_no_code(place):
     (place / "code" / "again").symlink_to(place / "code")
     (place / "code" / "lib").mkdir()
     (place / "code" / "lib" / "part.py").write_text("")
-    one = estimator("ok", output_path=str(place / "code" / "jobs"))
+    estimator("ok", output_path=str(place / "code" / "others")).fit(logs=False)
+    one = estimator("ok", output_path=f"file://{place}/code/jobs")
     one.fit(logs=False)
-    one.fit(logs=False)
-    code = one.latest_training_job.folder / "code"
+    one.fit(logs=False, job_name="second")
+    code = PyTorch.attach("second", output_path=f"file://{place}/code/jobs").latest_training_job.folder / "code"
     copied = sorted(path.relative_to(code).as_posix() for path in code.rglob("*") if path.is_file())
     assert copied == ["helper.py", "lib/part.py", "train.py"]
 
@@ -234,8 +282,13 @@ def test_a_helper_that_was_not_taken_along_is_named(place):
         ({"source_dir": "s3://bucket/code.tar.gz"}, "folder of this machine"),
         ({"input_mode": "Pipe"}, "'Pipe'"),
         ({"max_run": 0}, "max_run = 0"),
+        ({"max_run": float("nan")}, "max_run = nan"),
+        ({"dependencies": ["nowhere"]}, "dependencies: 'nowhere' does not exist"),
+        ({"entry_point": "~no-such-user/train.py"}, "no such user"),
+        ({"hyperparameters": {"mode": "x" * 200_000}}, "too long for the variables of a process"),
         ({"hyperparameters": {"mp_parameters": {}}}, "distribution"),
         ({"output_path": "nonsense://x"}, "nonsense"),
+        ({"output_path": ""}, "output_path is empty"),
     ],
 )
 def test_a_wrong_call_is_refused_and_leaves_nothing(place, arguments, part):
@@ -243,10 +296,27 @@ def test_a_wrong_call_is_refused_and_leaves_nothing(place, arguments, part):
     with pytest.raises(InputError) as refused:
         estimator("ok", **arguments).fit()
     assert part in str(refused.value)
-    assert not (place / "jobs").exists()
+    assert not list(place.glob("jobs/*"))
 
 
-@pytest.mark.parametrize(("fit", "part"), [({"inputs": "nowhere"}, "nowhere"), ({"job_name": "../up"}, "no name of a job")])
+def test_dependencies_lie_beside_the_script_and_replace_nothing(place):
+    (place / "lib").mkdir()
+    (place / "lib" / "part.py").write_text("")
+    (place / "train.py").write_text("")
+    one = estimator("ok", dependencies=["lib", "data/training.json"])
+    one.fit(logs=False)
+    code = one.latest_training_job.folder / "code"
+    copied = sorted(path.relative_to(code).as_posix() for path in code.rglob("*") if path.is_file())
+    assert copied == ["helper.py", "lib/part.py", "train.py", "training.json"]
+    with pytest.raises(InputError, match=r"would replace 'train\.py'"):
+        estimator("ok", dependencies=["train.py"]).fit(job_name="twice")
+    assert not (place / "jobs" / "twice").exists()
+
+
+@pytest.mark.parametrize(
+    ("fit", "part"),
+    [({"inputs": "nowhere"}, "nowhere"), ({"job_name": "../up"}, "no name of a job"), ({"inputs": "nonsense://x"}, "nonsense")],
+)
 def test_a_wrong_fit_is_refused_and_leaves_no_job(place, fit, part):
     with pytest.raises(InputError, match=part):
         estimator("ok").fit(**fit)

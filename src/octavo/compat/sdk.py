@@ -16,8 +16,8 @@ MODULES: dict[str, Names] = {
     "sagemaker": {_SESSION: "Session get_execution_role"},
     "sagemaker.session": {_SESSION: "Session get_execution_role"},
     "sagemaker.inputs": {"octavo.launch.inputs": "TrainingInput"},
-    "sagemaker.pytorch": {"octavo.launch.estimator": "PyTorch"},
-    "sagemaker.pytorch.estimator": {"octavo.launch.estimator": "PyTorch"},
+    "sagemaker.pytorch": {"octavo.launch.sdk": "PyTorch"},
+    "sagemaker.pytorch.estimator": {"octavo.launch.sdk": "PyTorch"},
 }
 _CLOUD = "Jobs run on this machine: octavo.launch.PyTorch starts them."
 WAYS = {"sagemaker": _CLOUD, "FileSystemInput": "Mount the file system, and give its folder as an input."}

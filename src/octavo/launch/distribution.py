@@ -6,7 +6,7 @@ other libraries. A job runs on this host: machines that the type does not have h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,15 @@ _ABSENT = {
     "tensor_parallel_degree": "hybrid_shard_degree shards the same matrices",
 }
 """Degrees that are 1 in this version of Octavo, with the way that there is."""
-_TRUE = (True, 1, "1", "true", "True")
+_KEYS = {
+    "torch_distributed": ("enabled",),
+    "pytorchddp": ("enabled", "custom_mpi_options", "communication_options"),
+    "modelparallel": ("enabled", "parameters"),
+    "dataparallel": ("enabled", "custom_mpi_options"),
+}
+"""What each library's dictionary may say; MPI's options have no meaning without MPI."""
+_SWITCHES = ("sm_activation_offloading", "fsdp_cache_flush_warnings", "allow_empty_shards", "delayed_parameter_initialization")
+_TRUE = ("1", "1.0", "true", "yes", "on", "t", "y")
 _RANK_GIB = 0.5
 """Memory of a rank on a CPU before its model: the libraries that it imports."""
 
@@ -71,8 +79,13 @@ def layout_of(
     local = instance_type in ("local", "local_gpu")
     if instance_type == "local_gpu" and not here:
         raise InputError('instance_type = "local_gpu", and this machine has no GPU: give "local" for its CPU.')
+    if instance_type == "local_gpu" and instance_count > 1:
+        raise InputError(
+            f'instance_type = "local_gpu" is this machine, and instance_count = {instance_count}: set it to 1; there is a rank '
+            "for each GPU."
+        )
     instance = None if local else find_instance(instance_type)
-    if instance is not None and not instance.fp8 and hyperparameters.get("fp8") in _TRUE:
+    if instance is not None and not instance.fp8 and _is_true(hyperparameters.get("fp8")):
         raise InputError(
             f'hyperparameters["fp8"] = {hyperparameters["fp8"]!r} and instance_type = {instance_type!r}: its GPUs, '
             f"{instance.gpu}, have no FP8 products. Set fp8 to 0, or give a type with them, such as ml.p5.48xlarge."
@@ -81,14 +94,27 @@ def layout_of(
     notes: list[str] = []
     if not distributed:
         gpus = len(here) if instance_type == "local_gpu" else 0 if instance is None else min(instance.gpus, len(here))
-        return Layout(None, gpus, instance, parameters)
-    if local:
-        ranks, gpus = (len(here), len(here)) if instance_type == "local_gpu" else (instance_count, 0)
+        return Layout(None, gpus, instance, parameters, list(_without_ranks(instance_type, instance_count, instance, here)))
+    if instance_type == "local_gpu":
+        ranks, gpus = len(here), len(here)
     else:
         ranks, gpus = _ranks(instance, instance_type, instance_count, here, notes)
     if parameters is not None:
         check_degrees(parameters, ranks, instance_type, instance_count, instance, here)
     return Layout(ranks, gpus, instance, parameters, notes)
+
+
+def _without_ranks(instance_type: str, instance_count: int, instance: Instance | None, here: list[str]) -> Iterator[str]:
+    """What a job without `distribution` lacks of what was asked for."""
+    if instance is not None and not here:
+        yield f"{instance_type} has {instance.gpus} x {instance.gpu}; this machine has no GPU: the script runs on its CPU."
+    elif instance is not None and len(here) < instance.gpus:
+        yield f"{instance_type} has {instance.gpus} x {instance.gpu}; this machine has {len(here)} x {here[0]}."
+    if instance_count > 1:
+        yield (
+            f"instance_count = {instance_count}, and distribution starts no ranks: the script runs once. Ranks need "
+            'distribution={"torch_distributed": {"enabled": True}}.'
+        )
 
 
 def _ranks(
@@ -107,7 +133,7 @@ def _ranks(
             )
         if instance is not None:
             notes.append(f"{machines} has {asked} x {instance.gpu}; this machine has no GPU: {asked} ranks on its CPU.")
-        elif instance_count > 1:
+        elif instance_count > 1 and instance_type != "local":
             notes.append(f"{machines}: all {asked} ranks run on this machine.")
         return asked, 0
     use = min(asked, len(here))
@@ -132,8 +158,10 @@ def read_distribution(distribution: Mapping[str, Any] | None) -> tuple[bool, dic
     if not isinstance(distribution, Mapping):
         raise InputError(f"distribution = {distribution!r} is no dictionary.")
     known = ("torch_distributed", "pytorchddp", "smdistributed")
-    for name in distribution:
+    for name, value in distribution.items():
         if name in ("mpi", "parameter_server", "multi_worker_mirrored_strategy", "pytorchxla", "instance_groups"):
+            if isinstance(value, Mapping) and value.get("enabled") is False:
+                continue
             raise InputError(f'distribution["{name}"] is not started here: use "torch_distributed", with one rank a GPU.')
         if name not in known:
             guess = nearest(name, known)
@@ -167,7 +195,17 @@ def _enabled(table: Mapping[str, Any], name: str) -> bool:
         return False
     if not isinstance(value, Mapping) or not isinstance(value.get("enabled", False), bool):
         raise InputError(f'"{name}" in distribution is {value!r}: write {{"enabled": True}}.')
+    for key in value:
+        if key not in _KEYS[name]:
+            guess = nearest(str(key), _KEYS[name])
+            hint = f" Did you mean {guess!r}?" if guess else ""
+            raise InputError(f'unknown key {key!r} in "{name}" of distribution.{hint} Known: {", ".join(_KEYS[name])}.')
     return bool(value.get("enabled", False))
+
+
+def _is_true(value: Any) -> bool:
+    """True for a hyperparameter that switches something on, as a number or as text."""
+    return str(value).strip().lower() in _TRUE
 
 
 def check_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,11 +226,14 @@ def check_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
             hint = f" Did you mean {guess!r}?" if guess else ""
             raise InputError(f"{_WHERE}: unknown key {name!r}.{hint} Known: {', '.join(SMP_PARAMETERS)}.")
     InitConfig.from_dict({key: value for key, value in parameters.items() if key in InitConfig.model_fields}, where=_WHERE)
+    for name in _SWITCHES:
+        if not isinstance(parameters.get(name, False), bool):
+            raise InputError(f"{_WHERE}: {name} = {parameters[name]!r}: give True or False.")
     for name, way in _ABSENT.items():
         if parameters.get(name, 1) > 1:
             raise InputError(
                 f"{_WHERE}: {name} = {parameters[name]}, and this version of Octavo has no {name.split('_')[0]} parallelism: "
-                f"set it to 1. {way[0].upper()}{way[1:]}."
+                f"set it to 1; {way}."
             )
     return dict(parameters)
 

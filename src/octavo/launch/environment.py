@@ -36,7 +36,7 @@ def check_hyperparameters(values: Mapping[str, Any] | None) -> dict[str, Any]:
     if values is not None and not isinstance(values, Mapping):
         raise InputError(f"hyperparameters = {values!r} is no dictionary of names and values.")
     for name, value in (values or {}).items():
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not name or "=" in name or not _is_text(name):
             raise InputError(f"hyperparameters: {name!r} is no name: it becomes an argument --name of the script.")
         try:
             found[name] = json.loads(json.dumps(value, allow_nan=False))
@@ -44,7 +44,32 @@ def check_hyperparameters(values: Mapping[str, Any] | None) -> dict[str, Any]:
             raise InputError(
                 f"hyperparameters[{name!r}] = {value!r} cannot be handed over: {error}. Give text, numbers, true or false."
             ) from None
+        if not _is_text("".join(arguments_of({name: found[name]}))):
+            raise InputError(f"hyperparameters[{name!r}] = {value!r} has a character that no argument can carry.")
     return found
+
+
+def check_variables(values: Mapping[str, Any]) -> dict[str, str]:
+    """Further variables of a script, as text.
+
+    Raises:
+        InputError: a name or a value that no variable can have.
+    """
+    found = {str(name): str(value) for name, value in values.items()}
+    for name, value in found.items():
+        if not name or "=" in name or not _is_text(name):
+            raise InputError(f"environment: {name!r} is no name of a variable.")
+        if not _is_text(value):
+            raise InputError(f"environment[{name!r}] = {value!r} has a character that no variable can carry.")
+    return found
+
+
+def _is_text(value: str) -> bool:
+    """True for text that a process can be given: without null characters and halves of surrogate pairs."""
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def arguments_of(hyperparameters: Mapping[str, Any]) -> list[str]:

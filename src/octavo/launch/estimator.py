@@ -7,24 +7,21 @@ A script and the call that starts it need no change but the import. The script r
 from __future__ import annotations
 
 import atexit
-import os
+import errno
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError, nearest, warn
-from octavo.launch import environment, inputs, job
+from octavo.launch import code, environment, inputs, job
 from octavo.launch.distribution import Layout, layout_of
+from octavo.launch.environment import check_variables
 from octavo.launch.job import JOBS, Job
 from octavo.launch.sdk_arguments import ARGUMENTS, MEANINGLESS, REFUSED
 from octavo.storage import describe_fault
-
-_MOST_CODE = 512 * 2**20
-"""Bytes of `source_dir`, which every job copies."""
-_NOT_CODE = (".git", ".hg", ".venv", "__pycache__", ".ipynb_checkpoints", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 
 
 class PyTorch:
@@ -73,16 +70,18 @@ class PyTorch:
         self.output_path = None if output_path is None else str(output_path)
         if isinstance(dependencies, str) or not isinstance(environment or {}, Mapping):
             raise InputError("dependencies is a list of paths, and environment a dictionary.")
-        self.base_job_name, self.dependencies, self.max_run = base_job_name, list(dependencies or ()), max_run
-        self.environment = {str(name): str(value) for name, value in (environment or {}).items()}
+        self.base_job_name = None if base_job_name is None else str(base_job_name)
+        self.dependencies, self.max_run = [str(path) for path in dependencies or ()], max_run
+        self.environment = check_variables(environment or {})
         self.latest_training_job: Job | None = None
         self.jobs: list[Job] = []
         self._hyperparameters = _check_values(hyperparameters)
-        if max_run is not None and (isinstance(max_run, bool) or not isinstance(max_run, int | float) or max_run <= 0):
+        if max_run is not None and (isinstance(max_run, bool) or not isinstance(max_run, int | float) or not max_run > 0):
             raise InputError(f"max_run = {max_run!r} is no number of seconds above 0.")
         self._script()
         self._layout()
         self._target()
+        code.check_dependencies(self.dependencies)
         ignored = [name for name in sdk if name in MEANINGLESS and sdk[name] is not None]
         if ignored:
             warn(f"estimator: {', '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no meaning on this machine.")
@@ -164,9 +163,12 @@ class PyTorch:
         other.pop("model_channel_name", None)
         if other:
             raise InputError(f"attach: unknown argument {next(iter(other))!r}. Known: training_job_name, output_path.")
-        found = job.find(JOBS if folder is None else Path(folder), training_job_name)
+        found = job.find(_jobs_of(folder)[0], training_job_name)
         made = cls.__new__(cls)
-        vars(made).update(job.read(found.folder / "job.json")["estimator"])
+        record = job.read(found.folder / "job.json").get("estimator")
+        if not isinstance(record, dict):
+            raise InputError(f"{found.folder / 'job.json'} is not the record of a job: its estimator is missing.")
+        vars(made).update(record)
         made._hyperparameters = vars(made).pop("hyperparameters")
         made.environment, made.latest_training_job, made.jobs = {}, found, [found]
         return made
@@ -180,10 +182,10 @@ class PyTorch:
         """The folder to take along, or the script's own, and the script in it."""
         if self.source_dir is not None and (":" in self.source_dir.partition("/")[0] or self.source_dir.endswith(".tar.gz")):
             raise InputError(f"source_dir = {self.source_dir!r}: give a folder of this machine.")
-        folder = Path(self.source_dir or ".").expanduser()
+        folder = inputs.expanded(self.source_dir or ".", "source_dir")
         if not folder.is_dir():
             raise InputError(f"source_dir = {self.source_dir!r} is no folder. Give the one that holds {self.entry_point!r}.")
-        script = folder / Path(self.entry_point).expanduser()
+        script = folder / inputs.expanded(self.entry_point, "entry_point")
         if script.suffix != ".py":
             raise InputError(f"entry_point = {self.entry_point!r} is no Python script: give a .py file.")
         if not script.is_file():
@@ -201,25 +203,23 @@ class PyTorch:
 
     def _target(self) -> tuple[Path, str | None]:
         """The folder of jobs, and the remote address for results."""
-        if self.output_path is None:
-            return JOBS, None
-        local = inputs.local_path(self.output_path, "output_path")
-        if local is None:
-            inputs.check_address(self.output_path, f"output_path = {self.output_path!r}")
-            return JOBS, self.output_path
-        return local, None
+        return _jobs_of(self.output_path)
 
     def _start(self, given: Any, job_name: str | None, *, waits: bool) -> Job:
         folder_of_code, script = self._script()
         layout, (jobs, remote) = self._layout(), self._target()
         channels = inputs.addresses(given)
-        code = _code(folder_of_code, jobs) if self.source_dir is not None else [script]
+        for name, address in channels.items():
+            if inputs.local_path(address, name) is None:
+                inputs.check_address(address, f"inputs[{name!r}] = {address!r}")
+        files = code.files_of(folder_of_code, jobs) if self.source_dir is not None else [script]
+        code.check_dependencies(self.dependencies)
         folder = job.make_folder(jobs, job_name or job.new_name(self.base_job_name or script.stem)).absolute()
         try:
             for part in ("code", "input/config", "input/data", "model", "output/data"):
                 (folder / part).mkdir(parents=True)
-            _copy(code, folder_of_code, folder / "code")
-            _copy_dependencies(self.dependencies, folder / "code")
+            code.copy(files, folder_of_code, folder / "code")
+            code.copy_dependencies(self.dependencies, folder / "code")
             laid = {name: str(inputs.lay(name, address, folder / "input" / "data")) for name, address in channels.items()}
             command, variables = self._command(layout, folder, script.relative_to(folder_of_code).as_posix(), laid)
             record = {
@@ -238,6 +238,11 @@ class PyTorch:
             started = _supervise(folder, environment.inherited() | variables | self.environment, waits=waits)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)  # nothing has run in it
+            if isinstance(error, OSError) and error.errno == errno.E2BIG:
+                raise InputError(
+                    f"hyperparameters of {len(str(self._hyperparameters)):,} characters are too long for the variables of a "
+                    "process: put long values into a file of source_dir."
+                ) from error
             if isinstance(error, OSError):
                 raise InputError(f"job {folder.name} was not started: {describe_fault(error)[0]}") from error
             raise
@@ -289,6 +294,20 @@ class PyTorch:
         }
 
 
+def _jobs_of(output_path: str | Path | None) -> tuple[Path, str | None]:
+    """The folder of jobs of an `output_path`, and the remote address that it may be."""
+    if output_path is None:
+        return JOBS, None
+    address = str(output_path)
+    if not address:
+        raise InputError("output_path is empty: give a folder, or leave it out for ./jobs.")
+    local = inputs.local_path(address, "output_path")
+    if local is None:
+        inputs.check_address(address, f"output_path = {address!r}")
+        return JOBS, address
+    return local, None
+
+
 def _check_values(values: Mapping[str, Any] | None) -> dict[str, Any]:
     found = environment.check_hyperparameters(values)
     if "mp_parameters" in found:
@@ -309,68 +328,28 @@ def _check_sdk(sdk: Mapping[str, Any]) -> None:
         raise InputError(f'input_mode = {mode!r}: a channel is a folder of files here. Use "File".')
 
 
-def _code(folder: Path, jobs: Path) -> list[Path]:
-    """The files of a folder of code, without those of version control, caches and jobs.
-
-    Raises:
-        InputError: they are too large for a copy in every job.
-    """
-    found, total, skipped = [], 0, jobs.absolute()
-    seen: set[Path] = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        if (real := Path(place).resolve()) in seen:  # a link to a folder above
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = [name for name in folders if name not in _NOT_CODE and Path(place, name) != skipped]
-        for name in names:
-            path = Path(place, name)
-            if path.is_file():
-                total += path.stat().st_size
-                found.append(path)
-        if total > _MOST_CODE:
-            raise InputError(
-                f"source_dir = {str(folder)!r} has more than {_MOST_CODE >> 20} MiB, and every job copies it: give a folder of "
-                "code alone, and data as inputs."
-            )
-    return found
-
-
-def _copy(paths: Iterable[Path], root: Path, target: Path) -> None:
-    for path in paths:
-        to = target / path.relative_to(root)
-        to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, to)
-
-
-def _copy_dependencies(names: Sequence[str], target: Path) -> None:
-    for name in names:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            shutil.copytree(path, target / path.resolve().name, ignore=shutil.ignore_patterns(*_NOT_CODE), dirs_exist_ok=True)
-        elif path.is_file():
-            shutil.copy2(path, target / path.name)
-        else:
-            raise InputError(f"dependencies: {name!r} does not exist.")
-
-
 def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool) -> Job:
     """Start the job's supervisor, and wait until it has it in hand."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "octavo.launch.supervisor", str(folder)],
-        env={**variables, **({"OCTAVO_LAUNCH_WAITS": "1"} if waits else {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=(log := (folder / "log.txt").open("ab")),
-        start_new_session=True,
-    )
-    log.close()
+    with (folder / "log.txt").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "octavo.launch.supervisor", str(folder)],
+            env={**variables, **({"OCTAVO_LAUNCH_WAITS": "1"} if waits else {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+        )
     found = Job(folder)
-    while not (folder / "state.json").is_file():
-        if process.poll() is not None:
-            text = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
-            raise InputError(f"the job could not be started: {text[-1] if text else 'its supervisor ended'}.")
-        found.until(lambda: (folder / "state.json").is_file() or process.poll() is not None, 1.0)
+    try:
+        while not (folder / "state.json").is_file():
+            if process.poll() is not None:
+                text = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
+                raise InputError(f"the job could not be started: {text[-1] if text else 'its supervisor ended'}.")
+            found.until(lambda: (folder / "state.json").is_file() or process.poll() is not None, 1.0)
+    except BaseException:  # such as Ctrl-C: its folder will be removed
+        process.kill()
+        process.wait()
+        raise
     _SUPERVISORS.append(process)
     return found
 

@@ -37,7 +37,16 @@ def reason(log: Path, exit_code: int, job: Mapping[str, Any]) -> str:
         and job["estimator"]["source_dir"] is None
     ):
         return f"{what}: its file lies beside the script, and only the script is taken along. Give source_dir"
-    return what or f"exit code {exit_code}, without a message"
+    if what:
+        return what
+    written = [line for line in map(str.strip, text.splitlines()) if line]
+    return f"exit code {exit_code}, and {_last(written[-1]) if written else 'its log is empty'}"
+
+
+def _last(line: str) -> str:
+    """The last line of a log: a script that ends by `sys.exit("…")` has its reason there."""
+    shown = line if len(line) <= 400 else f"{line[:400]} …"
+    return f"the log ends with: {shown.rstrip('.')}"
 
 
 def memory_advice(job: Mapping[str, Any]) -> str:

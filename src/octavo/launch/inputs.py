@@ -93,16 +93,21 @@ def _address(channel: str, value: Any) -> str:
 def local_path(address: str, key: str) -> Path | None:
     """The absolute path of a local address; None for another machine's. key: for the message."""
     if not _REMOTE.match(address):
-        try:
-            return Path(address).expanduser().absolute()
-        except RuntimeError:
-            raise InputError(f"{key} = {address!r}: there is no such user. Write the folder out.") from None
+        return expanded(address, key).absolute()
     if not address.lower().startswith("file://"):
         return None
     parts = urlsplit(address)
     if parts.netloc not in ("", "localhost"):  # file://data/train: meant as a relative path
         raise InputError(f"{key} = {address!r} names the host {parts.netloc!r}: write file:// and an absolute path.")
     return Path(unquote(parts.path))
+
+
+def expanded(path: str, key: str) -> Path:
+    """A path with the home folder for ~. key: for the message."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise InputError(f"{key} = {path!r}: there is no such user. Write the folder out.") from None
 
 
 def lay(channel: str, address: str, folder: Path) -> Path:

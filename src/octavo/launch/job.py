@@ -69,8 +69,10 @@ class Job:
         found = read(self.folder / "state.json")
         if found.get("status") in FINAL or self._is_alive(found):
             return found
-        if not found:
-            return {"status": "InProgress", "exit_code": None, "reason": ""}  # its supervisor is being started
+        if not found:  # its supervisor is being started, unless the folder has been removed
+            gone = not self.folder.is_dir()
+            reason = f"its folder was removed: {self.folder}" if gone else ""
+            return {"status": "Failed" if gone else "InProgress", "exit_code": EXIT_FAILED if gone else None, "reason": reason}
         found = read(self.folder / "state.json")  # it may have ended in between
         if found.get("status") in FINAL:
             return found
@@ -197,12 +199,20 @@ class Job:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A JSON file; empty if there is none."""
+    """A JSON file; empty if there is none.
+
+    Raises:
+        InputError: it is no JSON object, which a job never writes.
+    """
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} was changed by hand, or damaged: it is no JSON object. The job cannot be reached.")
+    return found
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

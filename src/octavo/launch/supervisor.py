@@ -13,11 +13,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from octavo.errors import EXIT_FAILED, EXIT_STOPPED, OctavoError
+from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError
 from octavo.launch import failure, inputs
 from octavo.launch.job import identity, now, read, stopped_reason, write
 
@@ -60,13 +61,17 @@ def main(folder: Path) -> int:
         if state["status"] != "Failed" and job["send_to"]:
             for part in ("model", "output/data"):
                 inputs.send(folder / part, f"{job['send_to'].rstrip('/')}/{folder.name}/{part}")
-    except (OctavoError, OSError) as error:
+    except InputError as error:  # of `send`
+        code = EXIT_FAILED
+        state |= {"status": "Failed", "reason": f"{str(error).rstrip('.')}. The results stay in {folder}"}
+    except OSError as error:
         code = EXIT_FAILED
         state |= {"status": "Failed", "reason": str(error).rstrip(".")}
     if state["status"] == "Failed":  # where SageMaker expects the reason
         with contextlib.suppress(OSError):
             (folder / "output" / "failure").write_text(state["reason"] + "\n", encoding="utf-8")
-    write(folder / "state.json", state | {"exit_code": code, "ended": now()})
+    if folder.is_dir():
+        write(folder / "state.json", state | {"exit_code": code, "ended": now()})
     return code
 
 
@@ -83,6 +88,7 @@ def _run(folder: Path, job: dict[str, Any], state: dict[str, Any], stop: _Stop) 
             stdout=log,
             stderr=subprocess.STDOUT,
             process_group=0,
+            preexec_fn=partial(_die_with, os.getpid()),  # this process has no other thread
         )
         told = False
         while (code := process.poll()) is None:
@@ -93,6 +99,8 @@ def _run(folder: Path, job: dict[str, Any], state: dict[str, Any], stop: _Stop) 
                 write(folder / "state.json", state | {"status": "Stopping"})
                 process.terminate()
             if stop.asked and time.monotonic() > stop.at + _STOP_SECONDS:
+                process.kill()
+            if not folder.is_dir():  # removed by hand: nobody reaches the job any more
                 process.kill()
             time.sleep(_POLL_SECONDS)
         _end_descendants()
@@ -109,6 +117,14 @@ def _adopt(*, dies_with_parent: bool) -> None:
         library.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if dies_with_parent:
             library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _die_with(supervisor: int) -> None:
+    """In the job's first process: have the kernel kill it when the supervisor ends; Linux only."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != supervisor:  # it had ended before
+        os._exit(EXIT_FAILED)
 
 
 def _end_descendants() -> None:

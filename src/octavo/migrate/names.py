@@ -355,6 +355,15 @@ def find(dotted: str) -> Name | None:
     return _absent(dotted, shim.ways, names)
 
 
+def names_of(module: str) -> list[str]:
+    """The names that a module of the table has here."""
+    shim = next((shim for root, shim in _ROOTS.items() if module == root or module.startswith(f"{root}.")), None)
+    if shim is not None:
+        inner = [name.rpartition(".")[2] for name in shim.modules if name.rpartition(".")[0] == module]
+        return [*" ".join(shim.modules.get(module, {}).values()).split(), *inner]
+    return [name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == module and "(" not in name]
+
+
 def _absent(dotted: str, ways: Mapping[str, str], known: Iterable[str]) -> Name:
     """A row for a name that is not there, with the way that an import of it would be told."""
     way = way_of(dotted, ways, known).removeprefix(f"{dotted} is {_NOT_THERE}.")

@@ -9,7 +9,7 @@ from octavo.errors import InputError
 from octavo.launch.distribution import layout_of
 from octavo.launch.sdk_arguments import ARGUMENTS, MEANINGLESS, REFUSED
 from octavo.migrate.script import Script, Use
-from octavo.migrate.values import UNKNOWN
+from octavo.migrate.values import REST, UNKNOWN
 
 _MARKS = {"same": " ", "accepted": "·", "differs": "!", "absent": "x", None: "x"}
 _LEGEND = {"accepted": "accepted, without effect", "differs": "look at this", "absent": "not there: to change first"}
@@ -24,60 +24,75 @@ def figures(script: Script) -> dict[str, Any]:
         "uses": [_row(use) for use in script.uses],
         "needs_gpu": [{"line": line, "what": text} for line, text in script.needs_gpu],
         "estimators": [_estimator(given) for given in script.estimators],
+        "notes": script.notes,
     }
 
 
 def runs_unchanged(script: Script) -> bool:
-    """True if every name that the script uses is there."""
-    return all(use.row is not None and use.row.status != "absent" for use in script.uses)
+    """True if every name that the script uses is there, and no call of an estimator is refused."""
+    return not _absent(script) and not any(_estimator(given)["refused"] for given in script.estimators)
+
+
+def _absent(script: Script) -> list[Use]:
+    return [use for use in script.uses if use.row is None or use.row.status == "absent"]
 
 
 def lines(script: Script) -> list[str]:
     """The report as text."""
     if not script.uses and not script.estimators:
-        return [f"{script.path}: nothing of SMP, Transformer Engine, FSDP1, Accelerate or SageMaker's SDK."]
+        nothing = f"{script.path}: nothing of SMP, Transformer Engine, FSDP1, Accelerate or SageMaker's SDK."
+        return [nothing, *(f"! {note}" for note in script.notes)]
     libraries = dict.fromkeys(use.library for use in script.uses)
-    count = len(script.uses)
-    found = [f"{script.path}: {count} use{'' if count == 1 else 's'} of {', '.join(libraries) or 'other libraries'}."]
-    first: dict[str, int] = {}
+    count, of_cells = len(script.uses), "; code cell:line" if script.cells else ""
+    found = [f"{script.path}: {count} use{'' if count == 1 else 's'} of {', '.join(libraries) or 'other libraries'}{of_cells}."]
+    first: dict[str, str] = {}
     for use in script.uses:
         row, mark = _row(use), _MARKS[use.row.status if use.row else None]
         if use.name in first:
-            found.append(f"{mark} {use.line:4}  {use.name} (as in line {first[use.name]})")
+            found.append(f"{mark} {script.place(use.line):>4}  {use.name} (as in line {first[use.name]})")
             continue
-        first[use.name] = use.line
-        found.append(f"{mark} {use.line:4}  {use.name}")
+        first[use.name] = script.place(use.line)
+        found.append(f"{mark} {script.place(use.line):>4}  {use.name}")
         found.append(f"        here: {row['here']}")
         if row["change"]:
             found.append(f"        in Octavo's names: {row['change']}")
     for line, text in script.needs_gpu:
-        found.append(f"! {line:4}  {text}")
+        found.append(f"! {script.place(line):>4}  {text}")
         found.append("        here: needs a GPU; everything else runs on a CPU too")
+    found += [f"! {note}" for note in script.notes]
     for given in script.estimators:
         told = _estimator(given)
         found.append(f"Estimator: {told['ranks']}.")
         found += [f"  {name} has no meaning on a machine of your own" for name in told["meaningless"]]
         found += [f"x {fault}" for fault in told["refused"]]
-    marks = {use.row.status if use.row else "absent" for use in script.uses} | ({"differs"} if script.needs_gpu else set())
+    marks = {use.row.status if use.row else "absent" for use in script.uses} | (
+        {"differs"} if script.needs_gpu or script.notes else set()
+    )
     legend = [f"{_MARKS[status]} {text}" for status, text in _LEGEND.items() if status in marks]
     found += ["", *([f"({'; '.join(legend)})"] if legend else []), *_end(script)]
     return found
 
 
 def _end(script: Script) -> list[str]:
-    absent = [use for use in script.uses if use.row is None or use.row.status == "absent"]
-    if absent:
-        names = ", ".join(f"{use.name} (line {use.line})" for use in absent)
-        return [f"To change first: {names}."]
+    change = [f"{use.name} (line {script.place(use.line)})" for use in _absent(script)]
+    if any(_estimator(given)["refused"] for given in script.estimators):
+        change.append("the arguments of an estimator marked x")
+    if change:
+        return [f"To change first: {', '.join(change)}."]
     if not script.uses:
         return ["Its estimator is Octavo's already."]
-    if script.estimators and all(use.library == "SageMaker SDK" for use in script.uses):
+    runs = "As far as it is read, it runs unchanged" if script.notes else "It runs unchanged"
+    jobs = bool(script.estimators) and all(use.library == "SageMaker SDK" for use in script.uses)
+    if script.path.suffix == ".ipynb":
+        install = "import octavo.compat.smp, octavo.compat.te; octavo.compat.te.install(); octavo.compat.smp.install()"
+        return [f"{runs}, with this in its first cell: {'from octavo.launch import PyTorch' if jobs else install}"]
+    if jobs:
         return [
-            f"It runs unchanged: python -m octavo.compat {script.path}",
+            f"{runs}: python -m octavo.compat {script.path}",
             "or import PyTorch from octavo.launch; the call stays.",
         ]
     return [
-        f"It runs unchanged: python -m octavo.compat {script.path}",
+        f"{runs}: python -m octavo.compat {script.path}",
         f"or on several GPUs: torchrun --nproc-per-node 8 -m octavo.compat {script.path}",
     ]
 
@@ -97,20 +112,17 @@ def _row(use: Use) -> dict[str, Any]:
 def _estimator(given: dict[str, Any]) -> dict[str, Any]:
     """A call of an estimator: its ranks, and arguments without meaning or refused."""
     refused = [f"{name}: {REFUSED[name]}" for name in given if name in REFUSED]
-    refused += [f"{name}: no argument of the SDK" for name in given if name not in (*ARGUMENTS, *REFUSED, "fit")]
+    refused += [f"{name}: no argument of the SDK" for name in given if name not in (*ARGUMENTS, *REFUSED, "fit", REST)]
     meaningless = [name for name, value in given.items() if name in MEANINGLESS and value is not None]
     kind, count = given.get("instance_type"), given.get("instance_count", 1)
     hyperparameters = given.get("hyperparameters")
-    ranks = "its instance_type is not known without running the script"
-    if isinstance(kind, str) and isinstance(count, int):
-        distribution = given.get("distribution")
+    distribution = given.get("distribution")
+    values = {"instance_type": kind, "instance_count": count, "distribution": distribution}
+    unsure = [name for name, value in values.items() if not _is_known(value)]
+    ranks = f"its {' and '.join(unsure) or 'instance_type'} cannot be told without running the script"
+    if not unsure and isinstance(kind, str) and not (REST in given and "distribution" not in given):
         try:
-            layout = layout_of(
-                kind,
-                count,
-                _without_unknown(distribution) if isinstance(distribution, dict) else None,
-                hyperparameters if isinstance(hyperparameters, dict) else {},
-            )
+            layout = layout_of(kind, count, distribution, hyperparameters if isinstance(hyperparameters, dict) else {})
             ranks = f"{kind}: {layout.ranks} ranks on this machine" if layout.ranks else f"{kind}: one process"
         except InputError as error:
             ranks = kind
@@ -118,10 +130,9 @@ def _estimator(given: dict[str, Any]) -> dict[str, Any]:
     return {"ranks": ranks, "meaningless": meaningless, "refused": refused}
 
 
-def _without_unknown(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_unknown(inner) for key, inner in value.items() if inner is not UNKNOWN}
-    return value
+def _is_known(value: Any) -> bool:
+    """True for a value without a part that only a run would tell."""
+    return all(map(_is_known, value.values())) if isinstance(value, dict) else value is not UNKNOWN
 
 
 def summary(scripts: Sequence[Script]) -> dict[str, Any]:

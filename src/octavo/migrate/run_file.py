@@ -6,6 +6,7 @@ computed, and the line says from what; what no key says is named on top of the f
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,52 +15,16 @@ from typing import Any
 
 import tomli_w
 
-from octavo.config.degrees import DEGREES
+from octavo.config.degrees import DEGREES, fit_degrees
 from octavo.config.effects import idle_keys, settled
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.hardware import find_instance
 from octavo.launch.inputs import local_path
+from octavo.migrate.example import DEFAULTS, NO_KEY, NUMBERS, OPTIONAL, SHAPES
 from octavo.migrate.script import Script, known
-from octavo.migrate.values import UNKNOWN
+from octavo.migrate.values import REST, UNKNOWN, entries
 from octavo.storage import write_atomic
-
-DEFAULTS: dict[str, Any] = {
-    "train_batch_size": 2, "val_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 5000, "seed": 12345, "bf16": 1,
-    "fp8": 1, "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max", "grad_clip": 1.0, "weight_decay": 0.2, "beta1": 0.9,
-    "beta2": 0.95, "lr": 0.0001, "lr_decay_style": "cosine", "lr_decay_iters": 47683, "min_lr": 1e-05, "warmup": 0.0032,
-    "plateau": 0.0, "activation_checkpointing": 1, "logging_freq": 1, "num_kept_checkpoints": 2, "checkpoint_freq": 1000,
-    "max_context_width": 2048, "vocab_size": 50432, "hidden_width": 768, "num_layers": 12, "num_heads": 12,
-    "model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000, "llama_intermediate_size": 11008,
-    "intermediate_size": 14336, "initializer_range": 0.02, "sharding_strategy": "hybrid_shard", "validation_batches": 10,
-    "data_num_workers": 0, "use_smp_implementation": 0, "moe": 0, "moe_load_balancing": "sinkhorn", "moe_aux_loss_coeff": 0.001,
-    "moe_z_loss_coeff": 0.001, "num_local_experts": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
-"""Arguments of SMP's example script that a run file has keys for, with the example's defaults."""
-
-_OPTIONAL = (
-    "hf_pretrained_model_name_or_dir", "validation_freq", "num_key_value_heads", "sliding_window", "training_dir", "test_dir",
-    "tensorboard_dir", "checkpoint_dir", "resume_from_checkpoint", "hybrid_shard_degree", "context_parallel_degree",
-    "tensor_parallel_degree", "expert_parallel_degree", "sm_activation_offloading", "activation_loading_horizon", "random_seed",
-    "model_dir",
-)  # fmt: skip
-_NO_KEY = (
-    "auto_wrap_policy", "backward_fetch_policy", "clean_cache", "data_type", "dataset_type", "delayed_param",
-    "distributed_backend", "enable_memory_profiling", "epochs", "fast_validation", "forward_prefetch", "framework",
-    "limit_all_gathers", "log_reduced_training_loss", "logging_freq_for_avg", "nccl_test_log", "patch_neox_rope",
-    "preserve_np_state", "profile_nsys", "same_seed", "save_final_model", "use_orig_params", "use_smp_flash_attn",
-    "use_synthetic_data", "zipped_data", "checkpoint_type", "do_train", "do_eval", "delayed_parameter_initialization",
-    "fsdp_cache_flush_warnings", "allow_empty_shards", "moe_all_to_all_dispatcher", "global_token_shuffle",
-)  # fmt: skip
-"""Arguments that need no key: what they ask for always happens, or has no counterpart."""
-_SHAPES = {
-    "llama_v2": "llama2-7b",
-    "llama_v3": "llama-8b",
-    "gpt_neox": "pythia-410m",
-    "mistral": "mistral-7b",
-    "mixtral": "mixtral-8x7b",
-}
-"""`model_type` → the built-in shape that gets its sizes."""
 
 
 @dataclass
@@ -88,8 +53,14 @@ def run_file(scripts: Sequence[Script], *, world_size: int | None = None) -> str
     if ranks < 1:
         raise InputError(f"--world-size {ranks} is no number of ranks: give 1 or more.")
     draft = _Draft()
+    calls = sum(len(script.estimators) for script in scripts)
+    if calls > 1:
+        draft.notes.append(f"from the last of {calls} calls of an estimator, with its values at the end of the script")
     _unknown_arguments(values, origins, draft)
-    given = DEFAULTS | dict.fromkeys(_OPTIONAL) | values
+    given = DEFAULTS | dict.fromkeys(OPTIONAL) | values
+    for name in ("train_batch_size", "gradient_accumulation_steps", "lr"):
+        if not given[name] > 0:
+            raise InputError(f"{name} = {given[name]} trains nothing: give more than 0.")
 
     def of(*names: str) -> str:
         return ", ".join(f"{name} = {_shown(given[name])}" + ("" if name in origins else " (SMP's default)") for name in names)
@@ -113,6 +84,8 @@ def write_run_file(path: Path, scripts: Sequence[Script], *, world_size: int | N
     text = run_file(scripts, world_size=world_size)
     if path.exists():
         raise InputError(f"--run-file {str(path)!r} exists, and nothing is overwritten: give another name.")
+    if not path.parent.is_dir():
+        raise InputError(f"--run-file {str(path)!r}: there is no folder {str(path.parent)!r}. Make it first.")
     write_atomic(path, text)
     RunConfig.from_file(path)
 
@@ -124,35 +97,58 @@ def _collect(scripts: Sequence[Script]) -> tuple[dict[str, Any], set[str], dict[
     estimator: dict[str, Any] = {}
     for script in scripts:
         values |= {name: value for name, value in known(script.arguments) if value is not None}
+        unsure += [name for name, value in script.arguments.items() if value is UNKNOWN and name in DEFAULTS]
     for script in scripts:
         for call in script.estimators[-1:]:
             estimator = call
-            hyperparameters = call.get("hyperparameters")
-            if hyperparameters is UNKNOWN:
-                raise InputError(f"{script.path}: the hyperparameters are made at run time. Write them as a dictionary.")
-            table = hyperparameters if isinstance(hyperparameters, dict) else {}
-            unsure += [name for name, value in table.items() if value is UNKNOWN]
-            values |= dict(known(table))
-            values |= dict(known(_parameters(call)))
+            for what, table in _tables(call).items():
+                if REST in table:
+                    raise InputError(f"{script.path}: {what} made at run time. Write them as a dictionary of constants.")
+                unsure = [name for name in unsure if name not in table]
+                unsure += [name for name, value in table.items() if value is UNKNOWN]
+                values |= {name: value for name, value in known(table) if value is not None}
     if "max_context_width" not in values and not set(values) & set(DEGREES):
         paths = ", ".join(str(script.path) for script in scripts)
         raise InputError(
             f"{paths}: no arguments of SMP's example scripts (--max_context_width …) and no estimator with its parameters, so "
             "there is nothing to write a run file from. Give the script that has them."
         )
-    wanted = [name for name in unsure if name in DEFAULTS or name in _OPTIONAL]
+    wanted = [name for name in unsure if name in DEFAULTS or name in OPTIONAL]
     if wanted:
         raise InputError(f"not known without running the script: {', '.join(wanted)}. Write their values as constants.")
     single = {name: value[0] for name, value in values.items() if isinstance(value, list) and len(value) == 1}
-    values |= single
+    values = {name: _number(name, value) for name, value in (values | single).items()}
     return values, set(values), estimator
 
 
-def _parameters(call: Mapping[str, Any]) -> dict[str, Any]:
-    table: Any = call.get("distribution")
+def _tables(call: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
+    """What is said of an estimator's arguments, hyperparameters and parameters of SMP → their known values."""
+    arguments = {REST: UNKNOWN} if REST in call and not {"hyperparameters", "distribution"} <= set(call) else {}
+    hyperparameters, parameters = call.get("hyperparameters"), call.get("distribution")
     for key in ("smdistributed", "modelparallel", "parameters"):
-        table = table.get(key) if isinstance(table, dict) else None
-    return table if isinstance(table, dict) else {}
+        if isinstance(parameters, dict):
+            parameters = parameters.get(key, UNKNOWN if REST in parameters else None)
+    return {
+        "arguments of the estimator are": arguments,
+        "the hyperparameters are": {} if hyperparameters is None else entries(hyperparameters),
+        "the parameters of distribution are": {} if parameters is None else entries(parameters),
+    }
+
+
+def _number(name: str, value: Any) -> Any:
+    """The number in the text of an argument that is one: argparse, and SageMaker, take both."""
+    counts = isinstance(DEFAULTS.get(name), int | float) or name in NUMBERS
+    if isinstance(value, bool) and isinstance(DEFAULTS.get(name), int):
+        return int(value)
+    if not counts or isinstance(value, int | float):
+        return value
+    text = str(value).strip().lower()
+    if text in ("true", "false"):
+        return int(text == "true")
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    raise InputError(f"{name} = {value!r} is no number.")
 
 
 def _ranks(estimator: Mapping[str, Any]) -> int:
@@ -164,10 +160,10 @@ def _ranks(estimator: Mapping[str, Any]) -> int:
 
 
 def _unknown_arguments(values: Mapping[str, Any], origins: set[str], draft: _Draft) -> None:
-    others = sorted(name for name in origins if name not in DEFAULTS and name not in _OPTIONAL and name not in _NO_KEY)
+    others = sorted(name for name in origins if name not in DEFAULTS and name not in OPTIONAL and name not in NO_KEY)
     if others:
         draft.notes.append(f"no key for: {', '.join(f'{name} = {_shown(values[name])}' for name in others)}")
-    needless = sorted(name for name in origins if name in _NO_KEY)
+    needless = sorted(name for name in origins if name in NO_KEY)
     if needless:
         draft.notes.append(f"need no key: {', '.join(needless)}")
 
@@ -178,8 +174,8 @@ def _model(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
     if source:
         draft.put("model.source", source, of("hf_pretrained_model_name_or_dir"))
         draft.put("model.load", True, "its weights")
-    elif kind in _SHAPES:
-        draft.put("model.source", _SHAPES[kind], f"{of('model_type')}; sizes below")
+    elif kind in SHAPES:
+        draft.put("model.source", SHAPES[kind], f"{of('model_type')}; sizes below")
         draft.put("model.config", _sizes(kind, given), "sizes from the arguments")
     else:
         draft.put("model.source", f"FOLDER-OF-{kind.upper()}", f"{of('model_type')}: give a folder with its config.json")
@@ -226,7 +222,12 @@ def _data(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draft
 
 
 def _parallel(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], ranks: int, draft: _Draft) -> int:
-    """Put the degrees; returns the ranks that share a sample."""
+    """Put the degrees; returns the ranks that share a sample.
+
+    Raises:
+        InputError: they do not fit the ranks.
+    """
+    fit_degrees(**{name: given[name] for name in DEGREES if given[name] is not None}, world_size=ranks)
     for name in DEGREES:
         if given[name] is not None:
             draft.put(f"parallel.{name}", given[name], of(name))

@@ -9,19 +9,31 @@ from __future__ import annotations
 import ast
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError
-from octavo.migrate.names import LIBRARIES, METHODS, NAMES, Name, find, library_of
-from octavo.migrate.values import UNKNOWN, Values
+from octavo.migrate.names import LIBRARIES, METHODS, NAMES, Name, find, library_of, names_of
+from octavo.migrate.values import UNKNOWN, Values, entries
 
 _CUDA = ("torch.cuda.",)
-_COMMAND = re.compile(r"^(\s*)(?:[%!]|[\w, ]+=\s*[%!]).*$")
+_COMMAND = re.compile(r"^(\s*)(?:[%!?]|[\w, ]+=\s*[%!]|[\w.]+\?\??\s*$).*$")
 """A line of a notebook that is no Python."""
-_ESTIMATORS = ("sagemaker.pytorch.PyTorch", "octavo.launch.PyTorch")
+_PYTHON_CELLS = ("time", "timeit", "capture", "prun", "debug", "python", "python3")
+"""Magics (`%%name`) of cells that are Python."""
+_ESTIMATORS = {
+    "sagemaker.pytorch.PyTorch": (
+        "entry_point", "framework_version", "py_version", "source_dir", "hyperparameters", "image_uri", "distribution",
+        "compiler_config",
+    ),
+    "octavo.launch.PyTorch": (
+        "entry_point", "source_dir", "hyperparameters", "instance_type", "instance_count", "distribution",
+    ),
+}  # fmt: skip
+"""Estimators, with their positional arguments."""
 
 _DEFAULTS = {"torch.sagemaker.moe.moe_config.MoEConfig": ("moe_load_balancing", "sinkhorn", "smp_moe")}
 """Call → an argument with a default that is refused, the default, and the argument that switches it off by False."""
@@ -53,6 +65,8 @@ class Script:
         needs_gpu: (line, text) of what only works on a GPU.
         arguments: options of argparse with their defaults, UNKNOWN where only a run tells.
         estimators: keyword → value of each call of an estimator; its `fit` too, under "fit".
+        notes: what was not read.
+        cells: of a notebook, the first line of each code cell.
     """
 
     path: Path
@@ -60,6 +74,13 @@ class Script:
     needs_gpu: list[tuple[int, str]] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
     estimators: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    cells: list[int] = field(default_factory=list)
+
+    def place(self, line: int) -> str:
+        """A line for the reader; of a notebook the code cell and the line in it."""
+        cell = bisect_right(self.cells, line)
+        return f"{cell}:{line - self.cells[cell - 1] + 1}" if cell else str(line)
 
 
 def read(path: Path) -> Script:
@@ -68,37 +89,70 @@ def read(path: Path) -> Script:
     Raises:
         InputError: it cannot be read, or is no Python.
     """
-    text = _text(path)
+    notes: list[str] = []
+    cells: list[int] = []
+    text = _notebook(path, notes, cells) if path.suffix == ".ipynb" else _bytes(path)
     try:
         tree = ast.parse(text, filename=str(path))
     except SyntaxError as error:
         line = (error.text or "").strip()
-        if error.lineno is None:  # null bytes
+        if not error.lineno:  # null bytes, or another encoding
             raise InputError(f"{path} is no Python: {error.msg}.") from None
         raise InputError(f"{path}, line {error.lineno}: {error.msg}: {line!r}. Mend it, and run migrate again.") from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{path} is no Python: {error}.") from None
     try:
-        return _Reader(path, tree).script
+        script = _Reader(path, tree).script
     except RecursionError:
         raise InputError(f"{path} is nested too deeply to be read.") from None
+    script.notes += notes
+    script.cells = cells
+    return script
 
 
-def _text(path: Path) -> str:
+def _bytes(path: Path) -> bytes:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_bytes()
     except OSError as error:
         raise InputError(f"script {str(path)!r} cannot be read: {error.strerror or error}. Give a .py file.") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"script {str(path)!r}: byte {error.start + 1} is not UTF-8.") from None
-    if path.suffix != ".ipynb":
-        return text
+
+
+def _notebook(path: Path, notes: list[str], first: list[int]) -> str:
+    """The Python of a notebook's cells, one line for each of theirs; notes what was left out, and their first lines."""
     try:
-        cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        cells = json.loads(_bytes(path).decode("utf-8-sig"))["cells"]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{str(path)!r} is no notebook.") from None
-    lines = [_COMMAND.sub(r"\1pass", line) for cell in cells if not cell.startswith("%%") for line in cell.splitlines()]
-    return "\n".join(lines)
+    found: list[str] = []
+    for number, source in enumerate(sources, start=1):
+        lines = source.splitlines()
+        first.append(len(found) + 1)
+        if source.startswith("%%"):
+            if lines[0][2:].split()[:1] not in [[name] for name in _PYTHON_CELLS]:
+                notes.append(f"code cell {number} is not read: {lines[0].strip()}")
+                found += [""] * len(lines)
+                continue
+            lines[0] = ""
+        if not _parses("\n".join(lines)):
+            lines = [_COMMAND.sub(r"\1pass", line) for line in lines]
+        found += lines
+        try:
+            ast.parse("\n".join(lines))
+        except SyntaxError as error:
+            line = (error.text or "").strip()
+            raise InputError(
+                f"{path}, code cell {number}, line {error.lineno}: {error.msg}: {line!r}. Mend it, and run migrate again."
+            ) from None
+    return "\n".join(found)
+
+
+def _parses(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 class _Reader:
@@ -111,10 +165,12 @@ class _Reader:
         self._instances: dict[str, dict[str, Any]] = {}
         self._seen: set[tuple[int, str]] = set()
         self._parts: set[int] = set()  # attributes that belong to a longer one
+        self._spared: set[str] = set()  # absent names whose import the script does without
+        spared = _spared_imports(tree)
         nodes = sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno)
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
-                self._import(node)
+                self._import(node, spared=id(node) in spared)
         for node in nodes:
             if isinstance(node, ast.Assign):
                 self._assign(node)
@@ -125,20 +181,24 @@ class _Reader:
             self._call(call)
         self.script.uses.sort(key=lambda use: use.line)
 
-    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                self._meaning[alias.asname or alias.name.partition(".")[0]] = (
-                    alias.name if alias.asname else alias.name.partition(".")[0]
-                )
-                self._use(node.lineno, alias.name)
-            return
+    def _import(self, node: ast.Import | ast.ImportFrom, *, spared: bool) -> None:
+        """spared: the script has a way of its own without these names."""
         for alias in node.names:
-            if node.level or node.module is None:
+            if isinstance(node, ast.Import):
+                first, dotted = alias.name.partition(".")[0], alias.name
+                self._meaning[alias.asname or first] = alias.name if alias.asname else first
+            elif node.level or node.module is None:
                 continue
-            dotted = node.module if alias.name == "*" else f"{node.module}.{alias.name}"
-            if alias.name != "*":
+            elif alias.name == "*":
+                dotted = node.module
+                self._meaning |= {name: f"{dotted}.{name}" for name in names_of(dotted)}
+                if library_of(dotted) is not None:
+                    self.script.notes.append(f"line {node.lineno}: of import *, only names that Octavo has are seen")
+            else:
+                dotted = f"{node.module}.{alias.name}"
                 self._meaning[alias.asname or alias.name] = dotted
+            if spared:
+                self._spared.add(canonical(dotted))
             self._use(node.lineno, dotted)
 
     def _assign(self, node: ast.Assign) -> None:
@@ -180,8 +240,8 @@ class _Reader:
         if isinstance(node.func, ast.Attribute):
             self._method(node, node.func)
         if dotted is not None and canonical(dotted) in _ESTIMATORS:
-            given = {word.arg: self._values.of(word.value) for word in node.keywords if word.arg}
-            for name, value in zip(("entry_point", "framework_version", "py_version", "source_dir"), node.args, strict=False):
+            given = self._values.keywords(node)
+            for name, value in zip(_ESTIMATORS[canonical(dotted)], node.args, strict=False):
                 given[name] = self._values.of(value)
             self.script.estimators.append(given)
         for value in (*node.args, *(word.value for word in node.keywords)):
@@ -203,10 +263,17 @@ class _Reader:
             given = {word.arg: self._values.of(word.value) for word in node.keywords if word.arg}
             inputs = given.get("inputs", self._values.of(node.args[0]) if node.args else None)
             self.script.estimators[-1]["fit"] = {"inputs": inputs}
+        elif function.attr == "set_hyperparameters" and self.script.estimators:
+            given = self.script.estimators[-1]
+            before, values = given.get("hyperparameters"), self._values.keywords(node)
+            if self._values.is_unsure(node):
+                values = dict.fromkeys(values, UNKNOWN)
+            given["hyperparameters"] = ({} if before is None else entries(before)) | values
         elif function.attr == "add_argument":
             names = [value.value for value in node.args if isinstance(value, ast.Constant) and isinstance(value.value, str)]
             words = {word.arg: word.value for word in node.keywords}
-            default = self._values.of(words["default"]) if "default" in words else None
+            switched = {"store_true": False, "store_false": True}.get(self._values.of(words.get("action")))
+            default = self._values.of(words["default"]) if "default" in words else switched
             for name in names:
                 if name.startswith("--"):
                     self.script.arguments[name[2:].replace("-", "_")] = default
@@ -228,11 +295,47 @@ class _Reader:
         if library is None or (line, name) in self._seen:
             return
         self._seen.add((line, name))
-        self.script.uses.append(Use(line, name, library, find(name)))
+        row = find(name)
+        if (row is None or row.status == "absent") and any(f"{name}.".startswith(f"{each}.") for each in self._spared):
+            row = Name(
+                name, "differs", "not there: the script goes on without it, by its own except", row.change if row else ""
+            )
+        self.script.uses.append(Use(line, name, library, row))
 
     def _gpu(self, line: int, text: str) -> None:
         if (line, text) not in self.script.needs_gpu:
             self.script.needs_gpu.append((line, text))
+
+
+def _spared_imports(tree: ast.AST) -> set[int]:
+    """Imports (`id`) in a `try` whose `except` goes on without them."""
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Try):
+            continue
+        caught = [name for handler in node.handlers if not _ends(handler) for name in _caught(handler)]
+        if {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"} & set(caught):
+            found.update(id(each) for statement in node.body for each in ast.walk(statement))
+    return found
+
+
+def _caught(handler: ast.ExceptHandler) -> list[str]:
+    """Names of the exceptions that a handler takes."""
+    if handler.type is None:
+        return ["BaseException"]
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return [kind.id for kind in kinds if isinstance(kind, ast.Name)]
+
+
+def _ends(handler: ast.ExceptHandler) -> bool:
+    """True for a handler that raises, or ends the script."""
+    return any(
+        isinstance(node, ast.Raise)
+        or (
+            isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("exit", "_exit", "quit")
+        )
+        for node in ast.walk(handler)
+    )
 
 
 def canonical(dotted: str) -> str:

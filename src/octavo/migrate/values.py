@@ -1,6 +1,6 @@
 """Values of a script that are known without running it: constants, and dictionaries and sums of them.
 
-Assignments are read from top to bottom, those in both branches of a condition too: the last one wins, as for most scripts.
+Assignments are read from top to bottom. A value that a condition or a loop may change is not known.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 UNKNOWN = object()
 """A value that only a run would tell."""
+REST = "**"
+"""Key of a dictionary, with the value UNKNOWN: it has further entries that only a run would tell."""
 _LARGEST = 10**12
 _LONGEST = 10_000
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -30,7 +32,8 @@ class Values:
 
     def __init__(self, tree: ast.AST) -> None:
         self.names: dict[str, Any] = {}
-        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr))
+        self._unsure = _maybe_run(tree)
+        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr))
         for node in sorted(nodes, key=lambda node: node.lineno):
             self._read(node)
 
@@ -61,17 +64,14 @@ class Values:
         for key, value in zip(node.keys, node.values, strict=True):
             inner = self.of(value)
             if key is None:
-                found |= inner if isinstance(inner, dict) else {}
+                found |= entries(inner)
             elif isinstance(name := self.of(key), str | int):
                 found[name] = inner
         return found
 
     def _converted(self, node: ast.Call, kind: str) -> Any:
         if kind == "dict":
-            start = self.of(node.args[0]) if node.args else {}
-            return (start if isinstance(start, dict) else {}) | {
-                word.arg: self.of(word.value) for word in node.keywords if word.arg
-            }
+            return (entries(self.of(node.args[0])) if node.args else {}) | self.keywords(node)
         value = self.of(node.args[0]) if len(node.args) == 1 else UNKNOWN
         if not isinstance(value, str | int | float):
             return UNKNOWN
@@ -80,32 +80,80 @@ class Values:
         except ValueError:
             return UNKNOWN
 
-    def _read(self, node: ast.Assign | ast.AnnAssign | ast.Expr) -> None:
+    def is_unsure(self, node: ast.AST) -> bool:
+        """True for a node that a condition, a loop or an exception decides about."""
+        return id(node) in self._unsure
+
+    def keywords(self, call: ast.Call) -> dict[str, Any]:
+        """The keyword arguments of a call, those of `**table` too."""
+        found: dict[str, Any] = {}
+        for word in call.keywords:
+            found |= entries(self.of(word.value)) if word.arg is None else {word.arg: self.of(word.value)}
+        return found
+
+    def _read(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr) -> None:
         if isinstance(node, ast.Expr):
-            self._read_update(node.value)
+            self._read_update(node)
             return
+        if isinstance(node, ast.AnnAssign) and node.value is None:
+            return
+        unsure = id(node) in self._unsure
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             value = self.of(node.value)
+            if isinstance(node, ast.AugAssign):
+                value = _calculate(node.op, self.of(target), value)
             if isinstance(target, ast.Name):
-                self.names[target.id] = dict(value) if isinstance(value, dict) else value
+                changed = unsure and self.names.get(target.id, value) != value
+                self.names[target.id] = UNKNOWN if changed else dict(value) if isinstance(value, dict) else value
             elif isinstance(target, ast.Subscript):
-                table, key = self.of(target.value), self.of(target.slice)
-                if isinstance(table, dict) and isinstance(key, str | int):
-                    table[key] = value
+                key = self.of(target.slice)
+                self._put(self.of(target.value), {key if isinstance(key, str | int) else REST: value}, unsure=unsure)
 
-    def _read_update(self, call: ast.AST) -> None:
+    def _read_update(self, node: ast.Expr) -> None:
         """`table.update(…)`."""
+        call = node.value
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "update"):
             return
-        table = self.of(call.func.value)
-        if isinstance(table, dict):
-            given = self.of(call.args[0]) if call.args else {}
-            table |= given if isinstance(given, dict) else {}
-            table |= {word.arg: self.of(word.value) for word in call.keywords if word.arg}
+        given = (entries(self.of(call.args[0])) if call.args else {}) | self.keywords(call)
+        self._put(self.of(call.func.value), given, unsure=id(node) in self._unsure)
+
+    def _put(self, table: Any, entries: dict[Any, Any], *, unsure: bool) -> None:
+        """Entries of a known dictionary, which may be put there or not if `unsure`."""
+        if not isinstance(table, dict):
+            return
+        for key, value in entries.items():
+            changed = unsure and (key not in table or table[key] != value)
+            table[key] = UNKNOWN if changed or key == REST else value
+
+
+def entries(value: Any) -> dict[Any, Any]:
+    """The entries of a dictionary; of an unknown one that it has some."""
+    return value if isinstance(value, dict) else {REST: UNKNOWN}
+
+
+def _maybe_run(tree: ast.AST) -> set[int]:
+    """The statements (`id`) that a condition, a loop or an exception decides about."""
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and not _is_main(node.test):
+            inside: list[ast.AST] = [*node.body, *node.orelse]
+        elif isinstance(node, ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.match_case):
+            inside = [*node.body, *getattr(node, "orelse", [])]
+        else:
+            continue
+        found.update(id(each) for statement in inside for each in ast.walk(statement))
+    return found
+
+
+def _is_main(test: ast.AST) -> bool:
+    """True for the condition of `if __name__ == "__main__":`."""
+    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
 
 
 def _calculate(kind: ast.operator, left: Any, right: Any) -> Any:
     """A sum, product, … of two values; of large ones none, since a script may be anything."""
+    if isinstance(kind, ast.BitOr) and isinstance(left, dict) and isinstance(right, dict):
+        return left | right
     numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (left, right))
     texts = isinstance(kind, ast.Add) and isinstance(left, str) and isinstance(right, str)
     if not (numbers or texts) or type(kind) not in _OPERATORS:
