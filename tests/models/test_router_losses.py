@@ -132,6 +132,20 @@ def test_recomputation_changes_no_bit(recompute):
     assert all(map(torch.equal, routing, routing_again))
 
 
+@pytest.mark.parametrize("balances", [False, True])
+def test_a_balancing_that_is_asked_for_or_left_out_after_the_transformation_is_refused(balances):
+    model = octavo.transform(llama(7, **MODELS["mixtral"], output_router_logits=balances), dtype=torch.float32)
+    ids = tokens(2, 9)
+    loss = model(input_ids=ids, labels=ids, output_router_logits=None).loss
+    if not balances:
+        assert model(input_ids=ids, labels=ids, output_router_logits=False).loss == loss
+    with pytest.raises(InputError, match=r"does not take output_router_logits = True|'moe_load_balancing': 'none'"):
+        model(input_ids=ids, labels=ids, output_router_logits=not balances)
+    model.config.output_router_logits = not balances
+    with pytest.raises(InputError, match=f"was {balances} when Octavo's decoder was made and is now {not balances}"):
+        model(input_ids=ids, labels=ids)
+
+
 LLAMA = (
     "the model (llama) has no experts. Leave [moe] out, or train a model with experts in Octavo's blocks (mixtral, qwen3_moe)."
 )
