@@ -172,9 +172,9 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
         **model_options(config),
     )
     _check_context(config, degrees, model)
-    check_experts(
-        model.spec.experts if isinstance(model, Decoder) and model.spec.mixtures else 0, degrees.expert, hf_config.model_type
-    )
+    experts = model.spec.experts if isinstance(model, Decoder) and model.spec.mixtures else 0
+    check_experts(experts, degrees.expert, degrees.hybrid_shard, hf_config.model_type)
+    _check_dispatch(config, model, recipe)
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
         folder_weights(folder, model, hf_config)
@@ -382,6 +382,16 @@ def _check_context(config: RunConfig, degrees: Degrees, model: torch.nn.Module) 
             spec.kv_heads,
             windows=spec.windows,
             dropout=spec.attention_dropout,
+        )
+
+
+def _check_dispatch(config: RunConfig, model: torch.nn.Module, recipe: Recipe) -> None:
+    """Refuse tokens that travel in FP8 to experts of which none multiplies them in FP8."""
+    experts = [state for name, state in states_of(model) if name.endswith("experts.fc1")]
+    if config.parallel.expert_dispatch_fp8 and all(state.under(recipe) is None for state in experts):
+        raise InputError(
+            "parallel.expert_dispatch_fp8 = true has no effect: fp8.skip and fp8.layers leave the first products of all "
+            "experts in high precision. Set parallel.expert_dispatch_fp8 = false, or change the patterns."
         )
 
 
