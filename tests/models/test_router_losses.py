@@ -117,19 +117,22 @@ def test_labels_of_minus_100_alone_leave_the_losses_of_the_routers():
 
 
 @pytest.mark.parametrize("recompute", [True, "selective"])
-def test_recomputation_changes_no_bit(recompute):
+def test_recomputation_changes_no_bit_and_repeats_the_noise_of_routers(recompute):
     found = []
-    for again in (False, recompute):
-        model = octavo.transform(llama(7, **MODELS["mixtral"]), dtype=torch.float32, moe=BOTH, recompute=again)
+    moe = BOTH | {"router_jitter_noise": 0.2}
+    for again in ({}, {"recompute": recompute}, {"recompute": recompute, "offload": True}):
+        model = octavo.transform(llama(7, **MODELS["mixtral"]), dtype=torch.float32, moe=moe, **again)
         ids = tokens(3, 21)
+        torch.manual_seed(3)
         with octavo.fp8_autocast(enabled=True):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         found.append((loss.detach(), [p.grad for p in model.parameters()], model.take_routing()))
-    (one, gradients, routing), (other, again, routing_again) = found
-    assert torch.equal(one, other)
-    assert all(map(torch.equal, gradients, again))
-    assert all(map(torch.equal, routing, routing_again))
+    one, gradients, routing = found[0]
+    for other, again, routing_again in found[1:]:
+        assert torch.equal(one, other)
+        assert all(map(torch.equal, gradients, again))
+        assert all(map(torch.equal, routing, routing_again))
 
 
 @pytest.mark.parametrize("balances", [False, True])

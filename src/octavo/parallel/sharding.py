@@ -83,7 +83,9 @@ def check_experts(experts: int, degree: int, shards: int, name: str) -> None:
         return
     key = "parallel.expert_parallel_degree"
     if not experts:
-        raise InputError(f"{key} = {degree}: {name} has no experts of Octavo's layers to spread. Set {key} = 1.")
+        raise InputError(
+            f"{key} = {degree}: {name} has no experts in Octavo's decoder, which alone spreads them. Set {key} = 1."
+        )
     *fitting, last = [str(ranks) for ranks in divisors(math.gcd(experts, shards))]
     nearest = f"{', '.join(fitting)} or {last}" if fitting else last
     raise InputError(f"{key} = {degree} does not divide the {experts} experts of {name}. Set {key} to {nearest}.")
