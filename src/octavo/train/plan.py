@@ -109,18 +109,22 @@ class RunPlan:
 
     @property
     def _fp8_share(self) -> float:
-        """Share of FP8 in the FLOPs of the layers that can run in FP8."""
-        sizes = {name: math.prod(layer.shape) for name, layer in self.layers.items()}
-        used = (size for name, size in sizes.items() if self.layers[name].recipe is not None and name not in self.excluded)
-        return sum(used) / max(1, sum(sizes.values()))
+        """Share of FP8 in the FLOPs of all layers; in a mixture's own code experts are none of `layers`."""
+        assert self.flops is not None
+        layers = (layer for name, layer in self.layers.items() if layer.recipe is not None and name not in self.excluded)
+        return min(1.0, 6 * sum(layer.visits * math.prod(layer.shape) for layer in layers) / self.flops.layers)
 
 
 @dataclass(frozen=True)
 class Fp8Layer:
-    """A layer that can run in FP8: shape [N, K] of its weight, and its recipe; None where the run file excludes it."""
+    """A layer that can run in FP8: shape [N, K] of its weight, and its recipe; None where the run file excludes it.
+
+    Of experts the shape is that of one, and `visits` are those of a token.
+    """
 
     shape: tuple[int, int]
     recipe: Recipe | None
+    visits: int = 1
 
 
 @dataclass(frozen=True)
@@ -280,7 +284,9 @@ def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
     for name, state in states_of(model):
         if (weight := state.weight) is not None and not (isinstance(model, Decoder) and name == "head"):
             # Of experts the matrix of one: together they have as many rows as a layer of its own would.
-            found[name] = Fp8Layer((weight.shape[0] // (state.experts or 1), weight.shape[1]), state.under(recipe))
+            shape = weight.shape[0] // (state.experts or 1), weight.shape[1]
+            visits = model.spec.visited if isinstance(model, Decoder) and state.experts else 1
+            found[name] = Fp8Layer(shape, state.under(recipe), visits)
     return found
 
 
