@@ -17,6 +17,7 @@ from octavo.config.run import RunConfig
 from octavo.hardware import lookup
 from octavo.nn.moe import routing_metrics
 from octavo.run.metrics import read_metrics
+from octavo.run.resume import BALANCED
 from octavo.train.evaluate import perplexity, validate
 from octavo.train.plan import check
 from octavo.train.step import train_step
@@ -130,6 +131,21 @@ def test_a_run_records_its_experts_and_continues_to_the_last_bit(tiny_run, tmp_p
         file.write('moe_load_balancing = "none"\n')
     assert main(["train", str(run.file)]) == 2
     assert "moe.moe_load_balancing was absent and is now 'none'" in capsys.readouterr().err
+
+
+def test_a_run_that_continues_with_experts_balanced_over_other_tokens_says_so(tiny_run, tmp_path, capsys):
+    run = mixture(tiny_run(), tmp_path / "mixture")
+    constant = ["optimizer.schedule=constant", "optimizer.warmup_steps=0", "checkpoint.every=1"]
+    for steps, micro, changed in ((1, 2, False), (2, 2, False), (3, 1, True), (4, 1, False)):
+        assert main(["train", str(run.file), f"train.steps={steps}", f"train.micro_batch={micro}", *constant]) == 0
+        said = capsys.readouterr().err
+        assert (f"{BALANCED} was 2 and is now 1" in said) == changed
+        assert "in the last bits" not in said
+    run = mixture(tiny_run("unbalanced"), tmp_path / "mixture")
+    for steps, micro in ((1, 2), (2, 1)):
+        given = [f"train.steps={steps}", f"train.micro_batch={micro}", 'moe.moe_load_balancing="none"', *constant]
+        assert main(["train", str(run.file), *given]) == 0
+    assert BALANCED not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
