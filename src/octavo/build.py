@@ -275,7 +275,8 @@ def place(
 def _shard(model: nn.Module, parts: Sequence[nn.Module], sharding: Sharding, *, averaged: bool) -> None:
     if sharding.expert_mesh is not None:
         spec, name = (model.spec, model.spec.family) if isinstance(model, Decoder) else (None, type(model).__name__)
-        check_experts(0 if spec is None else spec.experts, sharding.expert_mesh.size(-1), name)
+        experts = spec.experts if spec is not None and spec.mixtures else 0
+        check_experts(experts, sharding.expert_mesh.size(-1), sharding.mesh.size(-1), name)
     _share_sequences(model, sharding)
     if isinstance(model, Decoder):
         shard(model, parts, sharding, summed=True, ends=model.ends())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from llamas import llama, llama_config, tokens
+from llamas import SHAPES, llama, llama_config, tokens
 from torch.nn import functional
 from vits import images, vit
 
@@ -24,6 +24,8 @@ MODELS = {
     "gpt_neox": lambda seed: llama(seed, model_type="gpt_neox"),
     "phi3": lambda seed: llama(seed, model_type="phi3"),
     "qwen3": lambda seed: llama(seed, model_type="qwen3"),
+    "mixtral": lambda seed: llama(seed, model_type="mixtral", num_local_experts=4),
+    "qwen3_moe": lambda seed: llama(seed, **SHAPES["qwen3-moe-mixed"]),
     "vit": vit,
 }
 OPTIMIZERS = {
@@ -81,6 +83,7 @@ def test_weights_moments_and_fp8_state_are_joined_exactly(tmp_path, kind, optimi
     assert octavo.load(tmp_path / "own", model, joined) == {"at": 3}
     said = capsys.readouterr().err
     assert ("FP8 state of head has no place" in said) == (kind == "vit"), said
+    assert ("experts had no FP8 state" in said) == (kind in ("mixtral", "qwen3_moe")), said
     wanted = {name: p.detach() for name, p in own.named_parameters()}
     for found, expected in [
         (dict(model.named_parameters()), wanted),
@@ -98,8 +101,8 @@ def test_weights_moments_and_fp8_state_are_joined_exactly(tmp_path, kind, optimi
     way = conversion_of(model)
     for name, record in records.items():
         module, operand, what = name.rsplit(".", 2)
-        if module == "head":  # in high precision in the model's own code
-            assert torch.equal(record, torch.ones(()) if what == "scale" else torch.zeros_like(record))
+        if module == "head" or ".experts." in name:  # in high precision in the model's own code
+            assert torch.equal(record, torch.ones_like(record) if what == "scale" else torch.zeros_like(record))
             continue
         parameter = f"{module}.weight" if f"{module}.weight" in dict(model.named_parameters()) else f"{module}_weight"
         theirs = torch.stack([before[f"{n.removesuffix('.weight')}.{operand}.{what}"] for n in way.names(parameter)])
@@ -115,10 +118,10 @@ def test_weights_moments_and_fp8_state_are_joined_exactly(tmp_path, kind, optimi
         octavo.load(tmp_path / "joined", own, own_optimizer)
 
 
-def loaded(folder, kind):
+def loaded(folder, kind, degrees):
     """The weights, moments and FP8 state of a model that loads the checkpoint over these ranks."""
     if torch.distributed.is_initialized():
-        octavo.init({})
+        octavo.init(degrees)
     model, optimizer = of(kind, "adamw", "auto", seed=7)
     octavo.load(folder, model, optimizer)
     tensors = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
@@ -126,13 +129,13 @@ def loaded(folder, kind):
     return tensors, moments, state_records(model)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "vit"])
+@pytest.mark.parametrize("kind", ["mistral", "mixtral", "vit"])
 def test_each_rank_takes_its_rows(tmp_path, kind):
     own, optimizer = of(kind, "adamw", "own")
     steps(own, optimizer, first=1, count=2)
     octavo.save(tmp_path / "own", own, optimizer)
-    one = loaded(tmp_path / "own", kind)
-    for found in ranks.run(2, loaded, tmp_path / "own", kind):
+    one = loaded(tmp_path / "own", kind, {})
+    for found in ranks.run(2, loaded, tmp_path / "own", kind, {"expert_parallel_degree": 2} if kind == "mixtral" else {}):
         for tensors, wanted in zip(found, one, strict=True):
             assert tensors.keys() == wanted.keys()
             assert all(torch.equal(tensors[name], tensor) for name, tensor in wanted.items())

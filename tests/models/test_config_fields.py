@@ -165,6 +165,12 @@ def test_a_field_that_no_code_can_honour_is_refused(kind, changes, words):
     refused(words, transform, llama(model_type=kind, **changes))
 
 
+def test_no_layer_with_experts_by_a_step_of_0_is_refused_before_transformers_fails():
+    config = llama_config(model_type="qwen3_moe", decoder_sparse_step=0)
+    make = {"dtype": torch.float32, "params_dtype": torch.float32, "device": "meta", "seed": 0}
+    refused("decoder_sparse_step = 0", build_model, config, **make)
+
+
 def test_one_rotation_for_each_kind_of_layer_is_refused_before_transformers_fails():
     kinds = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}
     layers = {"layer_types": list(kinds), "sliding_window": 4, "use_sliding_window": True}

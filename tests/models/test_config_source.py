@@ -6,7 +6,7 @@ import pytest
 import torch
 from expectations import refused
 from llamas import llama_config
-from transformers import GPT2Config, GPTNeoConfig, LlamaForCausalLM, Qwen3MoeConfig
+from transformers import GPT2Config, GPTNeoConfig, LlamaForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from octavo.build import build_model
 from octavo.models.families import decoder_spec
@@ -136,6 +136,23 @@ def test_an_override_of_one_rotary_key_keeps_the_others():
 )
 def test_an_override_without_effect_or_without_sense_is_refused(overrides, words):
     refused(words, load_config, "llama-tiny", overrides)
+
+
+def test_a_key_has_one_effect_by_each_of_its_names(tmp_path):
+    Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, mlp_only_layers=[]).save_pretrained(tmp_path / "qwen")
+    GPT2Config().save_pretrained(tmp_path / "gpt2")
+    MixtralConfig(num_local_experts=4).save_pretrained(tmp_path / "mixtral")
+    for kind in ("qwen", "mixtral"):
+        for key in ("num_experts", "num_local_experts"):
+            config = load_config(str(tmp_path / kind), {key: 6})
+            assert (config.num_experts, config.num_local_experts, decoder_spec(config)[0].experts) == (6, 6, 6), (kind, key)
+        refused(
+            ("num_experts = 6", "num_local_experts = 3", "two names of one key"),
+            load_config, str(tmp_path / kind), {"num_experts": 6, "num_local_experts": 3},
+        )  # fmt: skip
+    for key in ("n_embd", "hidden_size"):
+        assert load_config(str(tmp_path / "gpt2"), {key: 96}).n_embd == 96
+    refused("moe_intermediate_size = 0", load_config, str(tmp_path / "qwen"), {"moe_intermediate_size": 0})
 
 
 def test_sizes_of_other_names_are_checked_too(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import octavo
@@ -63,6 +64,7 @@ FAMILIES = {
     "qwen2": {},
     "qwen3": {"head_dim": 8},
     "phi3": {"pad_token_id": None},
+    "mixtral": {"num_local_experts": 4},
     "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
 }
 
@@ -209,3 +211,14 @@ def test_an_attention_of_the_users_own_keeps_the_models_code():
         config = LlamaConfig(**SIZES)
         config._attn_implementation = name
         assert isinstance(transformed(LlamaForCausalLM(config)), Decoder)
+
+
+def test_experts_of_the_users_own_keep_the_models_code():
+    ALL_EXPERTS_FUNCTIONS.register("of-the-users-own", ALL_EXPERTS_FUNCTIONS["batched_mm"])
+    for name in ("of-the-users-own", *type(ALL_EXPERTS_FUNCTIONS)._global_mapping, "eager"):
+        model = of_family("mixtral")
+        model.config._experts_implementation = name
+        model = transformed(model)
+        assert isinstance(model, Decoder) == (name != "of-the-users-own"), name
+        if name == "of-the-users-own":
+            assert f"its experts run by {name!r}, which is not one of transformers' own" in octavo.describe(model).own_code

@@ -117,19 +117,36 @@ def test_labels_of_minus_100_alone_leave_the_losses_of_the_routers():
 
 
 @pytest.mark.parametrize("recompute", [True, "selective"])
-def test_recomputation_changes_no_bit(recompute):
+def test_recomputation_changes_no_bit_and_repeats_the_noise_of_routers(recompute):
     found = []
-    for again in (False, recompute):
-        model = octavo.transform(llama(7, **MODELS["mixtral"]), dtype=torch.float32, moe=BOTH, recompute=again)
+    moe = BOTH | {"router_jitter_noise": 0.2}
+    for again in ({}, {"recompute": recompute}, {"recompute": recompute, "offload": True}):
+        model = octavo.transform(llama(7, **MODELS["mixtral"]), dtype=torch.float32, moe=moe, **again)
         ids = tokens(3, 21)
+        torch.manual_seed(3)
         with octavo.fp8_autocast(enabled=True):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         found.append((loss.detach(), [p.grad for p in model.parameters()], model.take_routing()))
-    (one, gradients, routing), (other, again, routing_again) = found
-    assert torch.equal(one, other)
-    assert all(map(torch.equal, gradients, again))
-    assert all(map(torch.equal, routing, routing_again))
+    one, gradients, routing = found[0]
+    for other, again, routing_again in found[1:]:
+        assert torch.equal(one, other)
+        assert all(map(torch.equal, gradients, again))
+        assert all(map(torch.equal, routing, routing_again))
+
+
+@pytest.mark.parametrize("balances", [False, True])
+def test_a_balancing_that_is_asked_for_or_left_out_after_the_transformation_is_refused(balances):
+    model = octavo.transform(llama(7, **MODELS["mixtral"], output_router_logits=balances), dtype=torch.float32)
+    ids = tokens(2, 9)
+    loss = model(input_ids=ids, labels=ids, output_router_logits=None).loss
+    if not balances:
+        assert model(input_ids=ids, labels=ids, output_router_logits=False).loss == loss
+    with pytest.raises(InputError, match=r"does not take output_router_logits = True|'moe_load_balancing': 'none'"):
+        model(input_ids=ids, labels=ids, output_router_logits=not balances)
+    model.config.output_router_logits = not balances
+    with pytest.raises(InputError, match=f"was {balances} when Octavo's decoder was made and is now {not balances}"):
+        model(input_ids=ids, labels=ids)
 
 
 LLAMA = (

@@ -188,6 +188,12 @@ def test_splits_that_do_not_fit_are_refused(splits):
         make(3, 32, 16)[0](plain.fresh(9, 32), splits)
 
 
+@pytest.mark.parametrize("splits", [[4.0, 0, 5], torch.tensor([4.0, 0, 5]), torch.tensor([[4, 0, 5]]), "405", None, 9], ids=str)
+def test_splits_that_are_no_whole_numbers_are_refused(splits):
+    with pytest.raises(InputError, match=r"m_splits = .*: give a list of whole numbers"):
+        make(3, 32, 16)[0](plain.fresh(9, 32), splits)
+
+
 def test_return_bias_leaves_it_to_the_caller():
     grouped, _ = make(2, 32, 16)
     x = plain.fresh(9, 32)

@@ -3,6 +3,7 @@
 # ruff: noqa: C408
 
 import copy
+import functools
 import inspect
 
 import plain
@@ -392,6 +393,14 @@ def test_parallel_attention_and_mlp_read_the_same_input():
     assert rest is None
     torch.testing.assert_close(h, layer(x + delta))
     assert not layer.forward_residual(x.requires_grad_())[0]._is_view()  # FSDP2 warns of views on every step
+
+
+@pytest.mark.parametrize("asked", ["parallel_attention_mlp", "mlp_bias"])
+def test_forms_that_experts_do_not_have_are_refused(asked):
+    make = functools.partial(octavo.nn.TransformerLayer, 16, 32, 4, experts=octavo.nn.Experts(4, 2))
+    with pytest.raises(InputError, match=f"{asked}=True"):
+        make(**{asked: True})
+    assert make().layernorm_moe.mixture.count == 4
 
 
 @pytest.mark.parametrize("parallel", [False, True])

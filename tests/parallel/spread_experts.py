@@ -22,11 +22,17 @@ EXPERTS = {
 }  # fmt: skip
 
 
-def train(degrees, recipe, forced=None, micro_batches=1, **options):
-    """As `sharded.train` in float32; forced: the one expert that every token visits first."""
+QWEN = {
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1],
+    "output_router_logits": True, "router_aux_loss_coef": 0.5,
+}  # fmt: skip
+
+
+def train(degrees, recipe, forced=None, micro_batches=1, dense=False, **options):
+    """As `sharded.train` in float32; forced: the one expert that every token visits first. dense: a family with such layers."""
     if forced is not None:
         LayerNormMoE._route = lambda self, logits: route_to(forced, logits)
-    options |= {"sizes": sharded.SIZES | EXPERTS, "moe": MoeConfig(moe_z_loss_coeff=0.3)}
+    options |= {"sizes": sharded.SIZES | (QWEN if dense else EXPERTS), "moe": MoeConfig(moe_z_loss_coeff=0.3)}
     return sharded.train(degrees, torch.float32, recipe, micro_batches, steps=3, **options)
 
 

@@ -70,6 +70,13 @@ def test_a_narrow_line_leaves_out_the_fields_that_say_least():
     assert len(fields) == 1
 
 
+def test_experts_are_on_the_line_of_a_file():
+    routing = {"expert_load": [1.25, 0.75], "largest_expert_load": 1.257, "router_entropy": 1.9239, "dropped_tokens": 0}
+    line = step_line(record(4, **RATES, **routing), 10, 0.5, 110)
+    assert line == ("step 4/10  loss 2.5000  lr 3.0e-04  norm 1.23  12,346 tok/s  load 1.26  entropy 1.92  dropped 0  ETA 0:03")
+    assert "load 1.26  entropy 1.92  ETA" in step_line(record(1000, **RATES, **routing), 1000, 0.5, 103)
+
+
 def test_the_results_of_a_validation_are_never_left_out():
     own = {"evaluation/accuracy": 0.512345678, "evaluation/correct": 41, "evaluation/none": None}
     assert validation_lines(record(4, **CHECKED, **own), 10, 110) == [

@@ -8,6 +8,7 @@ from test_ranked_loop import EXACT, losses, run
 from transformers import MixtralConfig
 
 import ranks
+from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.run.metrics import read_metrics
@@ -91,3 +92,32 @@ def test_a_run_whose_tokens_travel_in_fp8_stays_on_several_ranks(mixture):
         check_resumable(before, config("parallel.expert_parallel_degree=1"), mixture_run.output)
     with pytest.raises(InputError, match="Put them back"):
         check_resumable(before, config(), mixture_run.output)
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "words"),
+    [
+        (12, ["parallel.expert_parallel_degree=3"], "does not divide the 4 experts of mixtral. Set {} to 1, 2 or 4."),
+        (6, ["parallel.expert_parallel_degree=6"], "does not divide the 4 experts of mixtral. Set {} to 1 or 2."),
+        (3, ["parallel.expert_parallel_degree=3"], "does not divide the 4 experts of mixtral. Set {} to 1."),
+        (
+            2,
+            ["parallel.expert_parallel_degree=2", "parallel.expert_dispatch_fp8=true", 'fp8.skip=["*.experts.gate_up_proj"]'],
+            "parallel.expert_dispatch_fp8 = true has no effect: fp8.skip and fp8.layers leave",
+        ),
+    ],
+)
+def test_degrees_and_a_dispatch_that_cannot_be_are_refused_before_work(world, given, words, mixture, capsys):
+    command = [
+        "train",
+        str(mixture("refused").file),
+        "--dry-run",
+        "--world-size",
+        str(world),
+        f"train.global_batch={2 * world}",
+    ]
+    assert main([*command, *given]) == 2
+    assert words.format("parallel.expert_parallel_degree") in capsys.readouterr().err
+    if world == 2:  # the second product's tokens have travelled by then
+        given[-1] = 'fp8.skip=["*.experts.down_proj"]'
+        assert main([*command, *given]) == 0

@@ -1,5 +1,6 @@
 """A run of a mixture of experts: what it records, and a continuation to the last bit."""
 
+import dataclasses
 import math
 import re
 import shutil
@@ -12,9 +13,13 @@ from transformers import MixtralConfig
 
 import octavo
 from octavo.cli import main
+from octavo.config.run import RunConfig
+from octavo.hardware import lookup
 from octavo.nn.moe import routing_metrics
 from octavo.run.metrics import read_metrics
+from octavo.run.resume import BALANCED
 from octavo.train.evaluate import perplexity, validate
+from octavo.train.plan import check
 from octavo.train.step import train_step
 
 
@@ -59,6 +64,19 @@ def document_by_document(model, batches):
     visits = torch.zeros_like(logits).scatter_(1, logits.topk(2).indices, 1.0).mean(0)
     balance = 4 * (visits * logits.softmax(-1).mean(0)).sum()
     return nats / targets, balance.item(), logits.logsumexp(-1).square().mean().item(), (2 * visits).tolist()
+
+
+def test_forwards_of_a_callback_are_not_in_the_metrics_of_the_next_step(tiny_run, tmp_path):
+    found = []
+    for name in ("alone", "beside"):
+        stepper, _ = built(mixture(tiny_run(name), tmp_path / "mixture"), *EXACT, "train.micro_batch=2")
+        if name == "beside":
+            ids = torch.randint(0, 300, (3, 20))
+            stepper.model(input_ids=ids, labels=ids).loss.backward()
+            stepper.optimizer.zero_grad()
+        found.append(train_step(stepper, 1).routing)
+    assert found[0] == found[1]
+    assert sum(found[0]["expert_load"]) == pytest.approx(4, rel=1e-5)
 
 
 RUN = (*(given for given in EXACT if "attention_dropout" not in given), "data.packing=documents", "data.sequence_length=160")
@@ -113,3 +131,47 @@ def test_a_run_records_its_experts_and_continues_to_the_last_bit(tiny_run, tmp_p
         file.write('moe_load_balancing = "none"\n')
     assert main(["train", str(run.file)]) == 2
     assert "moe.moe_load_balancing was absent and is now 'none'" in capsys.readouterr().err
+
+
+def test_a_run_that_continues_with_experts_balanced_over_other_tokens_says_so(tiny_run, tmp_path, capsys):
+    run = mixture(tiny_run(), tmp_path / "mixture")
+    constant = ["optimizer.schedule=constant", "optimizer.warmup_steps=0", "checkpoint.every=1"]
+    for steps, micro, changed in ((1, 2, False), (2, 2, False), (3, 1, True), (4, 1, False)):
+        assert main(["train", str(run.file), f"train.steps={steps}", f"train.micro_batch={micro}", *constant]) == 0
+        said = capsys.readouterr().err
+        assert (f"{BALANCED} was 2 and is now 1" in said) == changed
+        assert "in the last bits" not in said
+    run = mixture(tiny_run("unbalanced"), tmp_path / "mixture")
+    for steps, micro in ((1, 2), (2, 1)):
+        given = [f"train.steps={steps}", f"train.micro_batch={micro}", 'moe.moe_load_balancing="none"', *constant]
+        assert main(["train", str(run.file), *given]) == 0
+    assert BALANCED not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "in_fp8"),
+    [
+        ([], {"qkv", "proj", "fc1", "fc2"}),
+        (['fp8.skip=["*.experts.*"]'], {"qkv", "proj"}),
+        (['fp8.skip=["*.self_attn.*"]'], {"fc1", "fc2"}),
+        (['fp8.skip=["*.experts.down_proj", "*.o_proj"]'], {"qkv", "fc1"}),
+        (["model.blocks=own", "moe={}"], {"qkv", "proj"}),  # whose experts are no linear layers
+    ],
+    ids=str,
+)
+def test_mfu_counts_the_experts_that_a_token_visits_in_the_precision_that_they_run_in(given, in_fp8, tiny_run, tmp_path):
+    run = mixture(tiny_run(), tmp_path / "mixture")
+    if "moe={}" in given:
+        run.file.write_text(run.file.read_text().partition("[moe]")[0])
+        given = [*given[:-1], "model.config.output_router_logits=false"]
+    plan = check(RunConfig.from_file(run.file, given))
+    attention = {"qkv": 32 * 64, "proj": 32 * 32}
+    experts = {"fc1": 2 * 32 * 96, "fc2": 2 * 32 * 48}  # two of the four
+    sizes = attention | experts
+    assert plan.flops.layers == 2 * 6 * sum(sizes.values())
+    h200 = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, gpu=lookup("H200")))
+    head = {"bf16": 2 * 320 * 32, "fp8": 4 * 320 * 32} if "model.blocks=own" not in given else {"bf16": 6 * 320 * 32, "fp8": 0}
+    fp8 = 2 * 6 * sum(sizes[name] for name in in_fp8) + head["fp8"]
+    tflops, mfu = h200.rates(1e9)
+    assert tflops == pytest.approx(plan.flops.total / 1e3)
+    assert mfu == pytest.approx(1e9 * ((plan.flops.total - fp8) / 989e12 + fp8 / 1979e12), rel=1e-3)

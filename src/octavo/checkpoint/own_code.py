@@ -21,6 +21,7 @@ from octavo.errors import InputError, some, warn
 from octavo.fp8.recipe import Operand
 from octavo.fp8.scaling import states_of
 from octavo.models.convert import Conversion, conversion_of
+from octavo.models.families import Join
 from octavo.parallel.shards import local_shard
 
 
@@ -69,12 +70,15 @@ class Converted:
         self._sources |= {name: _Source((name,), "same") for name in left if not name.startswith("fp8.")}
         if anew := sorted({name.removeprefix("fp8.").rsplit(".", 2)[0] for name in left if name.startswith("fp8.")}):
             warn(f"{stored.folder}: the FP8 state of {some(anew)} has no place in Octavo's blocks and starts anew.")
+        if subset(self._found, "fp8.") and any(way.table.join(name) is Join.EXPERTS for name in self._weights):
+            warn(f"{stored.folder}: experts had no FP8 state in the model's own code, and their scales start at 1.")
         self.layout: Layout = {}
         """Names, global shapes and dtypes, as the model has them."""
         for name, source in self._sources.items():
             shape, dtype = self._found[source.names[0]]
             if source.kind == "rows":
-                shape = (sum(self._found[theirs][0][0] for theirs in source.names), *shape[1:])
+                shapes = [self._rows(source.parameter, self._found[theirs][0]) for theirs in source.names]
+                shape = (sum(each[0] for each in shapes), *shapes[0][1:])
             self.layout[name] = shape, dtype
 
     def read(self, into: Mapping[str, Tensor]) -> None:
@@ -119,7 +123,7 @@ class Converted:
                     yield f"{prefix}.{name}", self._source(name, own_shape, theirs)
 
     def _source(self, name: str, own_shape: tuple[int, ...], theirs: list[str]) -> _Source:
-        shapes = [self._found[part][0] for part in theirs]
+        shapes = [self._rows(name, self._found[part][0]) for part in theirs]
         if len(theirs) == 1 and shapes[0] != own_shape:
             return _Source(theirs, "same")
         if all(shape == () for shape in shapes) and own_shape != ():
@@ -127,6 +131,11 @@ class Converted:
         if any(shape[1:] != own_shape[1:] for shape in shapes):
             raise self._refused(f"{', '.join(theirs)} have no rows of {name}")
         return _Source(theirs, "rows", name)
+
+    def _rows(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a part in rows: experts' matrices are stacked in the model's own code, [E, N, K]."""
+        stacked = self._way.table.join(name) is Join.EXPERTS and len(shape) == 3
+        return (shape[0] * shape[1], shape[2]) if stacked else shape
 
     def _records(self, model: nn.Module) -> Iterator[tuple[str, _Source]]:
         """FP8 scales and histories of modules with all parts in FP8."""

@@ -26,7 +26,7 @@ from octavo.fp8.scaling import ModuleState
 from octavo.kernels.attention.pattern import pattern_of
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.families import ACTIVATIONS
-from octavo.models.huggingface import PretrainedInterface, refuse_arguments
+from octavo.models.huggingface import PretrainedInterface, refuse_arguments, refuse_other_balancing
 from octavo.models.spec import ModelSpec
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.head import OutputHead, linear_cross_entropy
@@ -128,6 +128,7 @@ class Decoder(PretrainedInterface):
         self.router_losses_apart = False
         """The loss is the cross entropy alone, and `take_routing` has every forward, for `weighted_router_losses`."""
         self._routing: tuple[Tensor, Tensor] | None = None
+        self._router_logits = getattr(config, "output_router_logits", None)
         self.objective = objective
         """Training loss; None for the plain cross entropy, which every evaluation uses."""
 
@@ -176,6 +177,8 @@ class Decoder(PretrainedInterface):
         """
         if output_hidden_states is None:
             output_hidden_states = self.output_hidden_states
+        if self.spec.experts:
+            refuse_other_balancing(self.config, self._router_logits, others.get("output_router_logits"), self.spec.balance)
         refuse_arguments(others if labels is None else {**others, "logits_to_keep": logits_to_keep})
         _check_inputs(input_ids, attention_mask, position_ids, labels, self.spec.vocabulary)
         same = self._same_on_all(input_ids, labels, position_ids, attention_mask, num_items_in_batch)

@@ -19,6 +19,8 @@ _SCALARS = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """Kernels of one function; a registered one may be another, such as context parallelism or a mask of its own."""
+_EXPERTS = (None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")
+"""Likewise of experts."""
 _STATES = ("training", "gradient_checkpointing", "name_or_path", "vocab_size")
 """Attributes without effect on the forward; checkpointing is looked at by name, and the vocabulary is in the shapes."""
 
@@ -34,6 +36,9 @@ def _differences(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> Ite
     attention = getattr(model.config, "_attn_implementation", None)
     if attention is not None and attention not in _ATTENTION:
         yield f"its attention {attention!r} is not one of transformers' own"
+    experts = getattr(model.config, "_experts_implementation", None)
+    if spec.experts and experts not in _EXPERTS:
+        yield f"its experts run by {experts!r}, which is not one of transformers' own"
     if getattr(model.config, "output_attentions", False):
         yield "output_attentions = True in its config, and the decoder's attention never stores the probabilities"
     own, known = (dict(m.named_modules(remove_duplicate=False)) for m in (model, reference))

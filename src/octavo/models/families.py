@@ -244,6 +244,10 @@ def _mixtral_experts(config: Any) -> dict[str, Any]:
 
 def _qwen3_experts(config: Any) -> dict[str, Any]:
     layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
+    if step == 0:
+        raise InputError(
+            "decoder_sparse_step = 0: every so many layers have experts. Use 1 for all layers, 2 for every second."
+        )
     dense = tuple(i for i in layers if i in config.mlp_only_layers or (i + 1) % step)
     return {
         "ffn_size": config.moe_intermediate_size, "normalized": config.norm_topk_prob, "balance": _balance(config),

@@ -52,6 +52,7 @@ _ARGUMENTS = {
     "use_cache": _CACHE,
     "past_key_values": _CACHE,
     "inputs_embeds": f"it takes input_ids; {_OWN}, which takes both",
+    "output_router_logits": f"moe={{'moe_load_balancing': 'aux_loss'}} of octavo.transform balances the experts, {_OWN}",
     "output_attentions": f"its attention never stores the probabilities; {_OWN}, which can",
     "token_type_ids": "it has no embedding of token types",
     "cache_position": _CACHE,
@@ -73,6 +74,25 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
         way = _ARGUMENTS.get(name) or (f"did you mean {guess}?" if guess else _OWN)
         shown = f" = {value!r}" if isinstance(value, bool | int | str) else ""
         raise InputError(f"Octavo's decoder does not take {name}{shown}: {way.rstrip('.')}{'' if way.endswith('?') else '.'}")
+
+
+def refuse_other_balancing(config: Any, made_with: bool | None, argument: bool | None, balance: float) -> None:
+    """Raise an InputError for a balancing loss that was asked for, or not, after the decoder was made, and so would not change.
+
+    made_with: the config's `output_router_logits` when it was made. argument: a forward's. balance: the loss's coefficient.
+    """
+    now = getattr(config, "output_router_logits", None)
+    if now != made_with:
+        asked = f"config.output_router_logits was {made_with} when Octavo's decoder was made and is now {now}"
+    elif argument is False and balance:
+        asked = f"output_router_logits = False, but Octavo's decoder was made with a balancing loss ({balance:g} x)"
+    else:
+        return
+    value = "aux_loss" if now and argument is not False else "none"
+    raise InputError(
+        f"{asked}: its loss stays as it was made. Set config.output_router_logits before octavo.transform, or give"
+        f" moe={{'moe_load_balancing': '{value}'}} there."
+    )
 
 
 class PretrainedInterface(nn.Module):

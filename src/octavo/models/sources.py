@@ -23,6 +23,7 @@ _SIZES = frozenset(
     (
         *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
         *("vocab_size", "max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok", "num_layers"),
+        *("moe_intermediate_size", "shared_expert_intermediate_size"),
     )
 )
 """Keys of Hugging Face's configs for sizes of at least 1."""
@@ -71,6 +72,7 @@ def _overridden(config: Any, overrides: Mapping[str, Any]) -> Any:
             raise InputError(f"model.config.{key} = {overrides[key]!r}: {_NOT_OF_THE_MODEL[key]}. Remove it.")
         if key not in (*known, *config.attribute_map) and key not in vars(config):
             raise unknown("key of model.config", key, settable, key="model.config")
+    overrides = _by_stored_names(overrides, known, config.attribute_map)
     values = known | {key: _joined(known.get(key), value) for key, value in overrides.items()}
     model_type = values.pop("model_type")
     if "head_dim" not in overrides and {"hidden_size", "num_attention_heads"} & set(overrides):
@@ -82,6 +84,24 @@ def _overridden(config: Any, overrides: Mapping[str, Any]) -> Any:
     rope = overrides.get("rope_parameters")
     if isinstance(rope, dict):
         _check_rope(rope, found.rope_parameters)
+    return found
+
+
+def _by_stored_names(overrides: Mapping[str, Any], known: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Overrides by the names of `known`. Beside a value by that name one by a second name has an effect in some families only.
+
+    names: second names of a config's keys, such as Qwen3-MoE's num_experts → num_local_experts.
+    """
+    found: dict[str, Any] = {}
+    for key, value in overrides.items():
+        stored = names.get(key, key) if names.get(key) in known else key
+        if stored in found and found[stored] != value:
+            other = next(each for each in overrides if each != key and names.get(each, each) == stored)
+            raise InputError(
+                f"model.config.{other} = {overrides[other]!r} and model.config.{key} = {value!r} are two names of one key. "
+                "Remove one of the two."
+            )
+        found[stored] = value
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from octavo.errors import InputError
 from octavo.kernels.attention.pattern import Pattern
 from octavo.nn.attention import MultiheadAttention
 from octavo.nn.mlp import LayerNormMLP
@@ -30,7 +31,7 @@ class TransformerLayer(ResidualLayer):
     "sbhd" for [T, B, hidden]. `bias` is that of all products where `qkv_bias` and `mlp_bias` say nothing else. `init_method`
     fills the weights of the first product of attention and MLP, `output_layer_init_method` those of the second. `qk_norm_type`,
     `qk_norm_eps` and `qk_norm_before_rope` are those of `MultiheadAttention`. With `experts` the MLP is a `LayerNormMoE`, and
-    `ffn_hidden_size` that of one expert.
+    `ffn_hidden_size` that of one expert; experts have no biases.
     """
 
     drops_apart = False
@@ -97,6 +98,9 @@ class TransformerLayer(ResidualLayer):
         self.experts = experts
         sizes = hidden_size, ffn_hidden_size, layernorm_epsilon
         if experts is not None:
+            if parallel_attention_mlp or mlp_bias:
+                asked = "parallel_attention_mlp" if parallel_attention_mlp else "mlp_bias"
+                raise InputError(f"TransformerLayer({asked}=True) with experts: they have no such form. Set {asked}=False.")
             self.layernorm_moe = LayerNormMoE(*sizes, experts, activation=activation, **make)
             return
         mlp_bias = bias if mlp_bias is None else mlp_bias

@@ -8,6 +8,7 @@ gradient. The splits are read on the host, since shapes follow from them: a tens
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,7 +121,11 @@ class GroupedLinear(nn.Module):
         return torch.cat([product(*expert, dtype, first) for expert in parts])
 
     def _splits(self, m_splits: Sequence[int] | Tensor, rows: int) -> list[int]:
-        splits = m_splits.tolist() if isinstance(m_splits, Tensor) else [int(count) for count in m_splits]
+        given = m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits
+        try:
+            splits = [operator.index(count) for count in given]
+        except TypeError:
+            raise InputError(f"m_splits = {given!r}: give a list of whole numbers, the rows of each expert.") from None
         if len(splits) != self.num_gemms or sum(splits) != rows or min(splits, default=0) < 0:
             raise InputError(
                 f"m_splits = {splits} adds up to {sum(splits)} rows for {len(splits)} experts, but the input has {rows} rows "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -72,21 +73,22 @@ def sharding_of(
     )
 
 
-def check_experts(experts: int, degree: int, name: str) -> None:
+def check_experts(experts: int, degree: int, shards: int, name: str) -> None:
     """Raise an InputError where ranks of an expert group would not hold equal numbers of experts.
 
-    experts: of a mixture, 0 for none. degree: the ranks of the group. name: of the model.
+    experts: of a mixture, 0 for none. degree: the ranks of the group. shards: those of the FSDP group around it. name: of the
+    model.
     """
     if degree == 1 or (experts and not experts % degree):
         return
     key = "parallel.expert_parallel_degree"
     if not experts:
-        raise InputError(f"{key} = {degree}: {name} has no experts of Octavo's layers to spread. Set {key} = 1.")
-    fitting = [str(ranks) for ranks in divisors(experts)]
-    raise InputError(
-        f"{key} = {degree} does not divide the {experts} experts of {name}. Set {key} to "
-        f"{' or '.join([', '.join(fitting[:-1]), fitting[-1]])}."
-    )
+        raise InputError(
+            f"{key} = {degree}: {name} has no experts in Octavo's decoder, which alone spreads them. Set {key} = 1."
+        )
+    *fitting, last = [str(ranks) for ranks in divisors(math.gcd(experts, shards))]
+    nearest = f"{', '.join(fitting)} or {last}" if fitting else last
+    raise InputError(f"{key} = {degree} does not divide the {experts} experts of {name}. Set {key} to {nearest}.")
 
 
 def check_supported(degrees: Degrees) -> None:

@@ -20,7 +20,7 @@ _BAR_WIDTH = 20
 _WIDTH_WITH_BAR = 110  # columns of a terminal
 _PLAIN_WIDTH = 110  # columns of a line in a file or a pipe
 _SPACE = "  "
-_LEFT_OUT = ("tflops", "memory", "mfu", "load", "loss scale", "epoch", "speed", "lr", "norm", "eta")
+_LEFT_OUT = ("tflops", "memory", "mfu", "loss scale", "epoch", "dropped", "entropy", "load", "speed", "lr", "norm", "eta")
 """Fields that a narrow line leaves out, the first one first."""
 
 
@@ -148,6 +148,8 @@ def _fields(record: Mapping[str, Any], steps: int, mean_step_seconds: float) -> 
         "tflops": ("tflops", lambda rate: f"{rate:,.0f} TFLOP/s" if rate >= 100 else f"{rate:.3g} TFLOP/s"),
         "mfu": ("mfu", lambda share: f"MFU {100 * share:.1f}%"),
         "load": ("largest_expert_load", lambda load: f"load {load:.2f}"),
+        "entropy": ("router_entropy", lambda entropy: f"entropy {entropy:.2f}"),
+        "dropped": ("dropped_tokens", lambda tokens: f"dropped {tokens}"),
         "memory": ("memory_gib", lambda size: f"{size:.1f} GiB"),
     }
     known = {name: text(record[key]) for name, (key, text) in texts.items() if record.get(key) is not None}

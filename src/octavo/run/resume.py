@@ -15,7 +15,7 @@ from typing import Any
 from octavo.config.effects import is_given, settled, value_of, with_values, without_effect
 from octavo.config.run import RunConfig, known_keys
 from octavo.data.special_tokens import ROLES
-from octavo.errors import InputError
+from octavo.errors import InputError, warn
 
 CHANGEABLE: dict[str, str] = {
     "log.*": "reporting only",
@@ -48,6 +48,9 @@ CHANGEABLE: dict[str, str] = {
 
 _OLDER_DEFAULTS = {"fp8.head": False, "fp8.fast_accumulation": False}
 """Defaults of older versions, whose run files leave these keys out."""
+
+BALANCED = "the number of sequences over which experts are balanced"
+"""In the layout of a checkpoint."""
 
 _PROVENANCE = {
     *("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache"),
@@ -215,3 +218,24 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], keys: Sequence[
 
 def _show(value: Any) -> str:
     return "absent" if value is None else repr(value)
+
+
+def warn_of_other_layout(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn of a continuation on other ranks or another device, or with experts that are balanced over other tokens.
+
+    saved, now: device, threads and ranks; and, where the loss balances experts, `BALANCED`.
+    """
+    changed = {
+        key: f"{key} was {saved[key]} and is now {value}" for key, value in now.items() if saved.get(key, value) != value
+    }
+    balanced = changed.pop(BALANCED, None)
+    if changed:
+        warn(
+            f"{checkpoint} continues, but {'; '.join(changed.values())}: sums have another order, so the losses may differ "
+            "from those of an uninterrupted run in the last bits."
+        )
+    if balanced is not None:
+        warn(
+            f"{checkpoint} continues, but {balanced} (micro-batch x data-parallel ranks): the losses from here on are others "
+            "than those of an uninterrupted run."
+        )

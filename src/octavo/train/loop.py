@@ -31,13 +31,14 @@ from octavo.dtypes import short_name, torch_dtype
 from octavo.errors import InputError, OctavoError, RunStopped, install_extra, warn
 from octavo.kernels.attention import flash
 from octavo.models.decoder import Decoder
+from octavo.models.families import decoder_spec, with_moe
 from octavo.parallel.coordination import all_ranks, writing_ranks
 from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import repeat_bits, seed_everything, state
 from octavo.run.folder import RunFolder
 from octavo.run.metrics import MetricsFile, read_metrics
 from octavo.run.progress import StepProgress
-from octavo.run.resume import check_same_model
+from octavo.run.resume import BALANCED, check_same_model, warn_of_other_layout
 from octavo.run.summary import Result, Summary, summarise
 from octavo.run.trackers import Trackers
 from octavo.train import fp8_auto
@@ -124,7 +125,7 @@ def train_one(
         if plan.degrees.context > 1:
             say(console, f"{label}: {plan.shared_sequences}")
         if latest is not None and first_rank:
-            _warn_of_other_layout(latest, plan)
+            warn_of_other_layout(latest, read_state(latest)["layout"], _layout(plan))
         context, validation = build(plan, prepared, watch)
         opened.callback(context.loader.close)
         if not isinstance(context.model, Decoder):
@@ -416,24 +417,18 @@ def _left_behind(checkpoints: Checkpointer) -> str:
 
 
 def _layout(plan: RunPlan) -> dict[str, Any]:
-    """Device, threads and ranks: the order of sums depends on them, and so do the last bits of losses."""
+    """Device, threads and ranks, by which sums have their order; and the sequences over which experts are balanced."""
+    spec = decoder_spec(plan.hf_config)[0] if plan.blocks == "auto" else None
+    spec = with_moe(spec, plan.hf_config, plan.config.moe)
+    balances = spec is not None and spec.mixtures and spec.balance
     return {
+        **({BALANCED: plan.micro_batch * plan.degrees.data} if balances else {}),
         "device": plan.hardware.name,
         "threads": torch.get_num_threads(),
         "ranks": plan.degrees.world,
         "hybrid_shard_degree": plan.degrees.hybrid_shard,
         "expert_parallel_degree": plan.degrees.expert,
     }
-
-
-def _warn_of_other_layout(latest: Path, plan: RunPlan) -> None:
-    saved = read_state(latest)["layout"]
-    changed = [f"{key} was {saved[key]} and is now {now}" for key, now in _layout(plan).items() if saved.get(key, now) != now]
-    if changed:
-        warn(
-            f"{latest} continues, but {'; '.join(changed)}: sums have another order, so the losses may differ from those of an "
-            "uninterrupted run in the last bits."
-        )
 
 
 def _peak_memory_gib(device: torch.device) -> float:

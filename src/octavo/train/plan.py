@@ -109,18 +109,22 @@ class RunPlan:
 
     @property
     def _fp8_share(self) -> float:
-        """Share of FP8 in the FLOPs of the layers that can run in FP8."""
-        sizes = {name: math.prod(layer.shape) for name, layer in self.layers.items()}
-        used = (size for name, size in sizes.items() if self.layers[name].recipe is not None and name not in self.excluded)
-        return sum(used) / max(1, sum(sizes.values()))
+        """Share of FP8 in the FLOPs of all layers; in a mixture's own code experts are none of `layers`."""
+        assert self.flops is not None
+        layers = (layer for name, layer in self.layers.items() if layer.recipe is not None and name not in self.excluded)
+        return min(1.0, 6 * sum(layer.visits * math.prod(layer.shape) for layer in layers) / self.flops.layers)
 
 
 @dataclass(frozen=True)
 class Fp8Layer:
-    """A layer that can run in FP8: shape [N, K] of its weight, and its recipe; None where the run file excludes it."""
+    """A layer that can run in FP8: shape [N, K] of its weight, and its recipe; None where the run file excludes it.
+
+    Of experts the shape is that of one, and `visits` are those of a token.
+    """
 
     shape: tuple[int, int]
     recipe: Recipe | None
+    visits: int = 1
 
 
 @dataclass(frozen=True)
@@ -172,9 +176,9 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
         **model_options(config),
     )
     _check_context(config, degrees, model)
-    check_experts(
-        model.spec.experts if isinstance(model, Decoder) and model.spec.mixtures else 0, degrees.expert, hf_config.model_type
-    )
+    experts = model.spec.experts if isinstance(model, Decoder) and model.spec.mixtures else 0
+    check_experts(experts, degrees.expert, degrees.hybrid_shard, hf_config.model_type)
+    _check_dispatch(config, model, recipe)
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
         folder_weights(folder, model, hf_config)
@@ -280,7 +284,9 @@ def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
     for name, state in states_of(model):
         if (weight := state.weight) is not None and not (isinstance(model, Decoder) and name == "head"):
             # Of experts the matrix of one: together they have as many rows as a layer of its own would.
-            found[name] = Fp8Layer((weight.shape[0] // (state.experts or 1), weight.shape[1]), state.under(recipe))
+            shape = weight.shape[0] // (state.experts or 1), weight.shape[1]
+            visits = model.spec.visited if isinstance(model, Decoder) and state.experts else 1
+            found[name] = Fp8Layer(shape, state.under(recipe), visits)
     return found
 
 
@@ -382,6 +388,16 @@ def _check_context(config: RunConfig, degrees: Degrees, model: torch.nn.Module) 
             spec.kv_heads,
             windows=spec.windows,
             dropout=spec.attention_dropout,
+        )
+
+
+def _check_dispatch(config: RunConfig, model: torch.nn.Module, recipe: Recipe) -> None:
+    """Refuse tokens that travel in FP8 to experts of which none multiplies them in FP8."""
+    experts = [state for name, state in states_of(model) if name.endswith("experts.fc1")]
+    if config.parallel.expert_dispatch_fp8 and all(state.under(recipe) is None for state in experts):
+        raise InputError(
+            "parallel.expert_dispatch_fp8 = true has no effect: fp8.skip and fp8.layers leave the first products of all "
+            "experts in high precision. Set parallel.expert_dispatch_fp8 = false, or change the patterns."
         )
 
 

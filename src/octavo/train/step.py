@@ -107,6 +107,7 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
     config = context.plan.config
     loss_scale = context.loss_scale
     context.watch.step(step)
+    _take_routing(context.model)  # of a callback's forwards
     batches = context.loader.step((step - 1) * config.train.global_batch)
     data_seconds = time.perf_counter() - started
     context.watch.phase("forward")  # ranks wait here for a rank with slow data
