@@ -41,3 +41,9 @@ def test_a_tracked_generator_continues_its_own_stream_and_leaves_the_default_one
         tracker.add("own", 4)
     with pytest.raises(InputError, match="no random generator 'other': known are own"), tracker.fork("other"):
         pass
+
+
+def test_tokens_in_fp8_without_expert_ranks_are_refused_and_nothing_starts():
+    with pytest.raises(InputError, match="expert_dispatch_fp8 = True has no effect with expert_parallel_degree = 1"):
+        world.init({"expert_dispatch_fp8": True})
+    assert world.state.mesh is None
