@@ -183,8 +183,8 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
     degrees = fit_degrees(**chosen.model_dump(include=set(DEGREES)), world_size=world)
     if chosen.expert_dispatch_fp8 and degrees.expert == 1:
         raise InputError(
-            "octavo.init: expert_dispatch_fp8 = True has no effect with expert_parallel_degree = 1, where no token travels: set "
-            "the degree, or leave it out."
+            "octavo.init: expert_dispatch_fp8 = True has no effect with expert_parallel_degree = 1, where no token travels: "
+            "set the degree, or leave it out."
         )
     if state.mesh is not None and state.degrees != degrees:
         raise InputError(f"octavo.init was called before with {state.degrees}: call octavo.shutdown() first to change them.")
