@@ -93,9 +93,26 @@ def wrong_positions():
     for wrong in ("own", "ring"):
         with pytest.raises(InputError, match="unknown cp_comm_type"):
             octavo.context_parallel.attention(q, q, q, cp_comm_type=wrong)
-    for k, v in ((q[:, :2], q[:, :2]), (q, q[..., :4]), (q, q[:, :, :1]), (q.double(), q), (q[0], q[0])):
+    none = q[:, :, :0]
+    for k, v in ((q[:, :2], q[:, :2]), (q, q[..., :4]), (q, q[:, :, :1]), (q.double(), q), (q[0], q[0]), (none, none)):
         with pytest.raises(InputError, match=r"q \[1, 4, 2, 8\]"):
             octavo.context_parallel.attention(q, k, v)
+    for part in (q[0, 0], q.long()):
+        with pytest.raises(InputError, match=r"q \["):
+            octavo.context_parallel.attention(part, part, part)
+    for group, said in (("cp", "a str"), (torch.distributed.new_group([0]), "one without this rank")):
+        if said == "a str" or octavo.state.rank == 1:
+            with pytest.raises(InputError, match=said):
+                octavo.context_parallel.attention(q, q, q, group)
+    with pytest.raises(InputError, match=r"a window of 2\.5 keys: give a whole number"):
+        octavo.context_parallel.attention(q, q, q, window=2.5)
+    with pytest.raises(InputError, match="attention_mask has the value -inf"):
+        octavo.context_parallel.attention(
+            q, q, q, attention_mask=torch.zeros(1, 8).masked_fill(torch.arange(8) > 5, -torch.inf)
+        )
+    for x, dim, said in ((q[:, :3], 1, "has 3 tokens of a rank"), (q[:, :1], 1, "two equal chunks"), (q, 4, "no dimension 4")):
+        with pytest.raises(InputError, match=said):
+            octavo.context_parallel.gather(x, dim=dim)
     with pytest.raises(InputError) as refused:
         octavo.context_parallel.attention(q, q, q, position_ids=torch.arange(4)[None])
     return str(refused.value)

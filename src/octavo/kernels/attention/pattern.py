@@ -56,8 +56,8 @@ class Pattern:
     holes: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.window is not None and (self.window < 1 or not self.causal):
-            raise InputError(f"a window of {self.window} keys: give at least 1, and causal attention.")
+        if self.window is not None and (not isinstance(self.window, int) or self.window < 1 or not self.causal):
+            raise InputError(f"a window of {self.window} keys: give a whole number, at least 1, and causal attention.")
 
     def with_window(self, window: int | None) -> Pattern:
         """This pattern in a layer with a window; one that no two tokens exceed is none."""
@@ -110,6 +110,9 @@ def pattern_of(
         attention_mask: [B, T], 0 for padding, to which nobody attends. Padding at either end is a document of its own.
         batch, tokens: B, T.
         padded_to: tokens of the pattern, if more; each of the further ones is a document of its own.
+
+    Raises:
+        InputError: the mask has negative numbers, as one that is added to logits.
     """
     whole = padded_to or tokens
     if position_ids is None and attention_mask is None and whole == tokens:
@@ -119,7 +122,13 @@ def pattern_of(
     if position_ids is not None and tokens > 1:
         cuts[:, 1:tokens] |= (position_ids[:, 1:] != position_ids[:, :-1] + 1).cpu()
     if attention_mask is not None:
-        real = attention_mask.cpu().bool()
+        given = attention_mask.cpu()
+        if given.is_floating_point() and bool((given < 0).any()):
+            raise InputError(
+                f"attention_mask has the value {given.min().item():g}, as a mask that is added to logits: give 1 for tokens, "
+                "and 0 for padding."
+            )
+        real = given.bool()
         edges = real[:, 1:] != real[:, :-1]
         if bool((edges.sum(1) > 2).any()) or bool(((edges.sum(1) == 2) & real[:, 0]).any()):
             holes = torch.ones(batch, whole, dtype=torch.bool)
