@@ -42,6 +42,7 @@ UNTIED = Case("untied", _SIZES, 2, 16)
 FIGURES = {
     "workload", "entry", "head", "tokens_per_second", "step_ms", "tflops", "mfu", "peak_gib", "loss", "layers", "batch",
     "sequence_length", "steps", "interleaved", "gpus", "build_seconds", "start_seconds",
+    "attention",
 }  # fmt: skip
 
 
@@ -72,6 +73,9 @@ def test_a_run_on_two_ranks(tmp_path, forked_workers):
     losses = [trainer.step(*[torch.cat([part[i % 4][0] for part in batches])] * 2).item() for i in range(6)]
     delayed, _ = (figures["loss"] for figures in results["rows"])
     assert delayed == pytest.approx(losses[-1], rel=5e-3)
+    ours, theirs = (figures["attention"] for figures in results["rows"])
+    assert ours.startswith("PyTorch's kernel on cpu")
+    assert theirs == "scaled_dot_product_attention, flash attention"  # PyTorch's own name of what a CPU takes
     text = io.StringIO()
     render(results, Console(file=text, width=80))
     assert "…" not in text.getvalue()
