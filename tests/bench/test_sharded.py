@@ -2,6 +2,8 @@
 
 import io
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 import ranks
+from octavo.bench import sharded
 from octavo.bench.cases import CASES, CONTEXT_CASES, Case
 from octavo.bench.plain import PlainDecoder
 from octavo.bench.results import render
@@ -126,7 +129,7 @@ def plain_gradients(case):
     own, _ = labelled_batches(case, CPU, world.state.rank)[0]
     loss = trainer.model(own, own)
     loss.backward()
-    sharded = {name: p.grad.full_tensor() for name, p in trainer.model.named_parameters()}
+    summed = {name: p.grad.full_tensor() for name, p in trainer.model.named_parameters()}
     assert all(isinstance(p, DTensor) and p.dtype == p.grad.dtype == torch.float32 for p in trainer.model.parameters())
     trainer.step(own, own)
     moments = [value for state in trainer.optimizer.state.values() for value in state.values() if value.ndim]
@@ -141,16 +144,16 @@ def plain_gradients(case):
     expected.backward()
     total = loss.detach().clone()
     torch.distributed.all_reduce(total)
-    return total.item() / 2, sharded, expected.item(), {name: p.grad.float() for name, p in whole.named_parameters()}
+    return total.item() / 2, summed, expected.item(), {name: p.grad.float() for name, p in whole.named_parameters()}
 
 
 @pytest.mark.parametrize("case", [TINY, UNTIED], ids=lambda case: case.name)
 def test_the_sharded_peer_is_the_whole_model(case):
-    for loss, sharded, expected, whole in ranks.run(2, plain_gradients, case):
+    for loss, found, expected, whole in ranks.run(2, plain_gradients, case):
         assert loss == pytest.approx(expected, rel=1e-3)
-        assert sharded.keys() == whole.keys()
+        assert found.keys() == whole.keys()
         for name, gradient in whole.items():
-            assert (sharded[name] - gradient).norm() <= 0.02 * gradient.norm(), name
+            assert (found[name] - gradient).norm() <= 0.02 * gradient.norm(), name
 
 
 def octavo_parameters():
@@ -168,6 +171,27 @@ def test_octavos_weights_are_sharded_in_float32():
     for first, second in zip(*ranks.run(2, octavo_parameters), strict=True):
         assert first[:2] == second[:2] == (True, torch.float32)
         assert first[2] + second[2] == first[3]
+
+
+def test_torchao_converts_the_blocks_and_joins_amaxes_behind_the_optimizer(monkeypatch):
+    float8, order = types.ModuleType("torchao.float8"), []
+
+    def convert(model, *, config, module_filter_fn):
+        linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+        order.append((config, [name for name in linear if not module_filter_fn(None, name)]))
+
+    float8.Float8LinearConfig = dict
+    float8.convert_to_float8_training = convert
+    float8.precompute_float8_dynamic_scale_for_fsdp = lambda model: order.append(next(model.parameters()).detach().clone())
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", float8)
+    monkeypatch.setattr(sharded, "_shard", lambda *arguments: None)
+    trainer = SHARDED["ao-tensorwise"].build(UNTIED, CPU, False)
+    assert order == [({"enable_fsdp_float8_all_gather": True, "emulate": True}, ["lm_head"])]
+    before = next(trainer.model.parameters()).detach().clone()
+    trainer.step(*labelled_batches(UNTIED, CPU, 0)[0])
+    assert torch.equal(order[1], next(trainer.model.parameters()))
+    assert not torch.equal(order[1], before)
 
 
 def test_a_rank_that_fails_is_a_row_with_its_error(tmp_path, break_rank_1):
