@@ -116,3 +116,33 @@ def wrong_positions():
     with pytest.raises(InputError) as refused:
         octavo.context_parallel.attention(q, q, q, position_ids=torch.arange(4)[None])
     return str(refused.value)
+
+
+def layers_apart():
+    """Errors of layers that share sequences: output, and gradient of the input, of [B, T, hidden] and of [T, B, hidden]."""
+    octavo.init({"context_parallel_degree": 2})
+    cut, found = octavo.context_parallel.split, []
+    for kind, dim, order in (
+        (octavo.nn.MultiheadAttention, 0, {"qkv_format": "sbhd"}),
+        (octavo.nn.TransformerLayer, 1, {"ffn_hidden_size": 48}),
+    ):
+        torch.manual_seed(4)  # the same weights on both ranks
+        layer = kind(hidden_size=32, num_attention_heads=4, num_gqa_groups=2, **order)
+        x = torch.randn(*((12, 2, 32) if dim == 0 else (2, 12, 32)), requires_grad=True)
+        weights = torch.randn(x.shape)
+        wanted = layer(x)
+        (wanted * weights).sum().backward()
+        theirs, x.grad = x.grad, None
+        layer.set_context_parallel_group(octavo.state.cp_process_group, cp_comm_type="p2p")
+        out = layer(cut(x, dim=dim))
+        (out * cut(weights, dim=dim)).sum().backward()
+        torch.distributed.all_reduce(x.grad)
+        found += [(out - cut(wanted, dim=dim)).abs().max().item(), (x.grad - theirs).abs().max().item()]
+        layer.set_context_parallel_group(None)
+        found.append((layer(x) - wanted).abs().max().item())
+    return found
+
+
+def test_layers_share_sequences_as_transformer_engines_do():
+    for found in ranks.run(2, layers_apart):
+        assert max(found) < 1e-5
