@@ -121,6 +121,13 @@ def test_lengths_of_one_gpu_and_of_two():
         assert ("recompute" in settings) == bool(case.recompute)
 
 
+def test_entries_that_differ_by_their_exchange_train_shared_sequences():
+    whole = [name for name, entry in CONTEXT.items() if entry.trains(CONTEXT_CASES["llama-8b-16k"])]
+    assert whole == ["octavo-bf16", "octavo-delayed", "te-delayed"]
+    assert all(entry.trains(CONTEXT_CASES["llama-8b-16k-cp2"]) for entry in CONTEXT.values())
+    assert len(CONTEXT) == 7
+
+
 def plain_gradients(case):
     """(loss, gradients) of the sharded peer and of the whole model in bfloat16, and what a step leaves behind."""
     world.init()

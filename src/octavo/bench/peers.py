@@ -74,6 +74,7 @@ class Entry:
         vision: it trains vision cases too.
         families: of the decoders it trains these alone; empty: all.
         head_forward: precision of the head's forward product, if another.
+        exchanges: it differs from another entry by the exchange of keys and values alone: it trains shared sequences alone.
     """
 
     name: str
@@ -84,11 +85,14 @@ class Entry:
     vision: bool = False
     head_forward: str | None = None
     families: tuple[str, ...] = ()
+    exchanges: bool = False
 
     def trains(self, case: AnyCase) -> bool:
         """True if it has a model of this case."""
         if isinstance(case, VisionCase):
             return self.vision
+        if self.exchanges and case.context == 1:
+            return False
         return not self.families or case.spec.family in self.families
 
     @property

@@ -126,7 +126,14 @@ CONTEXT: dict[str, Entry] = {
     for entry in (
         Entry("octavo-bf16", "bf16", "bf16", _float32),
         *(
-            Entry(f"octavo-delayed{suffix}", "fp8", "fp8", partial(_defaults, strategy=strategy), head_forward="bf16")
+            Entry(
+                f"octavo-delayed{suffix}",
+                "fp8",
+                "fp8",
+                partial(_defaults, strategy=strategy),
+                head_forward="bf16",
+                exchanges=bool(suffix),
+            )
             for suffix, strategy in (("", "all_gather"), ("-p2p", "p2p"), ("-a2a", "a2a"))
         ),
         *(
@@ -136,6 +143,7 @@ CONTEXT: dict[str, Entry] = {
                 "bf16",
                 partial(build_te_sharded, recipe="delayed", strategy=strategy),
                 "transformer-engine",
+                exchanges=bool(suffix),
             )
             for suffix, strategy in (("", "all_gather"), ("-p2p", "p2p"), ("-a2a", "a2a"))
         ),
