@@ -9,6 +9,7 @@ Shapes: B batch, T tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -34,6 +35,18 @@ class Span(NamedTuple):
     k1: int
     causal: bool
     reversed: bool = False
+
+
+class RealFirst(NamedTuple):
+    """A causal pattern with its real tokens in front.
+
+    order: int64 [B, T], the tokens' places, the padding behind. padded: bool [B, T] in that order, True for padding.
+    spans: in that order, all pairs but those of padding with itself.
+    """
+
+    order: Tensor
+    padded: Tensor
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,26 @@ class Pattern:
             for sample in range(batch)
             for first, end in self.bounds(sample)
         ]
+
+    @functools.cached_property
+    def real_first(self) -> RealFirst:
+        """The pattern with its real tokens in front, where there are holes and no window."""
+        assert self.holes is not None
+        spans: list[Span] = []
+        for sample, real in enumerate(self.holes):
+            before = torch.cat((torch.zeros(1, dtype=torch.int64), real.cumsum(0)))  # real tokens before each place
+            at = int(before[-1])  # padding stands behind all real tokens
+            for first, end in self.bounds(sample):
+                low, high = int(before[first]), int(before[end])
+                if low < high:
+                    spans.append(Span(sample, sample + 1, low, high, low, high, True))
+                seen, counts = before[first:end][~real[first:end]].unique_consecutive(return_counts=True)
+                for last, count in zip(seen.tolist(), counts.tolist(), strict=True):
+                    if last > low:
+                        spans.append(Span(sample, sample + 1, at, at + count, low, last, False))
+                    at += count
+        order = (~self.holes).to(torch.int8).argsort(dim=1, stable=True)
+        return RealFirst(order, (~self.holes).gather(1, order), tuple(spans))
 
     def mask(self, batch: int, device: torch.device) -> Tensor:
         """bool [B, 1, T, T], True where a query attends to a key."""
