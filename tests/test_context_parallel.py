@@ -93,9 +93,56 @@ def wrong_positions():
     for wrong in ("own", "ring"):
         with pytest.raises(InputError, match="unknown cp_comm_type"):
             octavo.context_parallel.attention(q, q, q, cp_comm_type=wrong)
-    for k, v in ((q[:, :2], q[:, :2]), (q, q[..., :4]), (q, q[:, :, :1]), (q.double(), q), (q[0], q[0])):
+    none = q[:, :, :0]
+    for k, v in ((q[:, :2], q[:, :2]), (q, q[..., :4]), (q, q[:, :, :1]), (q.double(), q), (q[0], q[0]), (none, none)):
         with pytest.raises(InputError, match=r"q \[1, 4, 2, 8\]"):
             octavo.context_parallel.attention(q, k, v)
+    for part in (q[0, 0], q.long()):
+        with pytest.raises(InputError, match=r"q \["):
+            octavo.context_parallel.attention(part, part, part)
+    for group, said in (("cp", "a str"), (torch.distributed.new_group([0]), "one without this rank")):
+        if said == "a str" or octavo.state.rank == 1:
+            with pytest.raises(InputError, match=said):
+                octavo.context_parallel.attention(q, q, q, group)
+    with pytest.raises(InputError, match=r"a window of 2\.5 keys: give a whole number"):
+        octavo.context_parallel.attention(q, q, q, window=2.5)
+    with pytest.raises(InputError, match="attention_mask has the value -inf"):
+        octavo.context_parallel.attention(
+            q, q, q, attention_mask=torch.zeros(1, 8).masked_fill(torch.arange(8) > 5, -torch.inf)
+        )
+    for x, dim, said in ((q[:, :3], 1, "has 3 tokens of a rank"), (q[:, :1], 1, "two equal chunks"), (q, 4, "no dimension 4")):
+        with pytest.raises(InputError, match=said):
+            octavo.context_parallel.gather(x, dim=dim)
     with pytest.raises(InputError) as refused:
         octavo.context_parallel.attention(q, q, q, position_ids=torch.arange(4)[None])
     return str(refused.value)
+
+
+def layers_apart():
+    """Errors of layers that share sequences: output, and gradient of the input, of [B, T, hidden] and of [T, B, hidden]."""
+    octavo.init({"context_parallel_degree": 2})
+    cut, found = octavo.context_parallel.split, []
+    for kind, dim, order in (
+        (octavo.nn.MultiheadAttention, 0, {"qkv_format": "sbhd"}),
+        (octavo.nn.TransformerLayer, 1, {"ffn_hidden_size": 48}),
+    ):
+        torch.manual_seed(4)  # the same weights on both ranks
+        layer = kind(hidden_size=32, num_attention_heads=4, num_gqa_groups=2, **order)
+        x = torch.randn(*((12, 2, 32) if dim == 0 else (2, 12, 32)), requires_grad=True)
+        weights = torch.randn(x.shape)
+        wanted = layer(x)
+        (wanted * weights).sum().backward()
+        theirs, x.grad = x.grad, None
+        layer.set_context_parallel_group(octavo.state.cp_process_group, cp_comm_type="p2p")
+        out = layer(cut(x, dim=dim))
+        (out * cut(weights, dim=dim)).sum().backward()
+        torch.distributed.all_reduce(x.grad)
+        found += [(out - cut(wanted, dim=dim)).abs().max().item(), (x.grad - theirs).abs().max().item()]
+        layer.set_context_parallel_group(None)
+        found.append((layer(x) - wanted).abs().max().item())
+    return found
+
+
+def test_layers_share_sequences_as_transformer_engines_do():
+    for found in ranks.run(2, layers_apart):
+        assert max(found) < 1e-5

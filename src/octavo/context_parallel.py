@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.collectives.attention import context_attention
+from octavo.collectives.attention import check_shapes, context_attention
 from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
 from octavo.kernels.attention.pattern import pattern_of
@@ -49,6 +49,7 @@ def attention(
     Raises:
         InputError: the exchange cannot split these heads, or compute this mask.
     """
+    check_shapes(q, k, v)
     context = _context(group, cp_comm_type).resolved(q.shape[2], k.shape[2])
     tokens = q.shape[1] * context.size
     for name, whole in (("position_ids", position_ids), ("attention_mask", attention_mask)):

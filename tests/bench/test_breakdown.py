@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import octavo.kernels
-from octavo.bench.breakdown import KINDS, LARGEST, OTHER, KernelTime, kind_of, record, summarise
+from octavo.bench.breakdown import KINDS, LARGEST, OTHER, KernelTime, exposed_ms, kind_of, record, summarise
 from octavo.bench.cases import CASES
 from octavo.bench.measure import Target, measure_case
 from octavo.bench.peers import ENTRIES
@@ -95,6 +95,18 @@ def test_sums_are_of_a_step():
     assert len(found["largest_kernels"]) == LARGEST
     assert found["largest_kernels"][0] == {"name": "nvjet_qqtst_1", "kind": "fp8 products", "ms": 3.0, "calls": 2.0}
     assert len({kind for kind, _ in KINDS} | {OTHER}) == 13
+
+
+def test_communication_that_nothing_hides():
+    gather, reduce = "ncclDevKernel_AllGather_RING_LL", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"
+    calls = [
+        (gather, 0.0, 100.0), ("nvjet_qqtst_1", 40.0, 60.0), ("triton_poi_fused_add_0", 50.0, 70.0),  # 30 of 100 are hidden
+        (reduce, 90.0, 130.0), ("Memcpy DtoH (Device -> Pinned)", 80.0, 200.0),  # nor does a copy to the host hide
+        ("nvjet_tst_1", 300.0, 400.0), (gather, 310.0, 390.0),
+    ]  # fmt: skip
+    assert exposed_ms(calls) == pytest.approx(0.1)
+    assert exposed_ms(reversed(calls)) == pytest.approx(0.1)
+    assert exposed_ms([("nvjet_tst_1", 0.0, 9.0)]) == exposed_ms([]) == 0.0
 
 
 def test_a_profile_is_read():

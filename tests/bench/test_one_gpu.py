@@ -264,7 +264,7 @@ def test_the_ratio_is_to_the_fastest_peer_that_is_not_octavo(tmp_path):
             {"suite": "context", "entries": ["octavo-bf16"], "gpus": 1},
             "gpus = 1: the suite context needs 2 at least. Use --gpus 2",
         ),
-        ({"suite": "sharded", "entries": ["ao-tensorwise"]}, "unknown entry 'ao-tensorwise'"),
+        ({"suite": "sharded", "entries": ["ao-rowwise"]}, "unknown entry 'ao-rowwise'"),
     ],
 )
 def test_wrong_names_are_refused_before_anything_runs(change, message):

@@ -358,9 +358,9 @@ def test_peers_are_chosen_by_group(monkeypatch):
     assert compared(monkeypatch, set(), peers=[])[0] == OWN
     assert compared(monkeypatch, set(), entries=["te-bf16", "octavo-bf16"])[0] == ["te-bf16", "octavo-bf16"]
     sharded = SUITES["sharded"]
-    without_te = [name for name in sharded.entries if not name.startswith("te-")]
-    assert compared(monkeypatch, set(), sharded, peers=["bf16"])[0] == without_te
-    assert compared(monkeypatch, set(), sharded, peers=["bf16", "te"])[0] == [*without_te, "te-bf16", "te-delayed"]
+    without = [name for name in sharded.entries if not name.startswith(("te-", "ao-"))]
+    assert compared(monkeypatch, set(), sharded, peers=["bf16"])[0] == without
+    assert compared(monkeypatch, set(), sharded, peers=["bf16", "te"])[0] == [*without, "te-bf16", "te-delayed"]
     assert compared(monkeypatch, set(), SUITES["checkpoint"])[0] == ["octavo-delayed"]
     assert set(PEERS) == {"bf16", "torchao", "te"}
     assert all(name in OWN or any(name.startswith(prefix) for prefix in PEERS.values()) for name in ENTRIES)
@@ -371,7 +371,7 @@ def test_peers_are_chosen_by_group(monkeypatch):
     [
         ({"peers": ["tee"]}, "unknown group of peers 'tee'. Did you mean 'te'?"),
         ({"peers": ["te"], "entries": ["te-bf16"]}, "entries te-bf16 are all that is compared: leave --peers out"),
-        ({"suite": "sharded", "peers": ["torchao"]}, "peers = torchao: the suite sharded has only bf16, te"),
+        ({"suite": "context", "peers": ["torchao"]}, "peers = torchao: the suite context has only te"),
         ({"suite": "checkpoint", "peers": ["bf16"]}, "peers = bf16: the suite checkpoint has no peers"),
         ({"suite": "sharded", "cases": ["vit-huge"]}, "unknown case 'vit-huge'"),
         (

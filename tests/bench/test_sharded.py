@@ -2,6 +2,8 @@
 
 import io
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 import ranks
+from octavo.bench import sharded
 from octavo.bench.cases import CASES, CONTEXT_CASES, Case
 from octavo.bench.plain import PlainDecoder
 from octavo.bench.results import render
@@ -42,6 +45,7 @@ UNTIED = Case("untied", _SIZES, 2, 16)
 FIGURES = {
     "workload", "entry", "head", "tokens_per_second", "step_ms", "tflops", "mfu", "peak_gib", "loss", "layers", "batch",
     "sequence_length", "steps", "interleaved", "gpus", "build_seconds", "start_seconds",
+    "attention",
 }  # fmt: skip
 
 
@@ -72,6 +76,9 @@ def test_a_run_on_two_ranks(tmp_path, forked_workers):
     losses = [trainer.step(*[torch.cat([part[i % 4][0] for part in batches])] * 2).item() for i in range(6)]
     delayed, _ = (figures["loss"] for figures in results["rows"])
     assert delayed == pytest.approx(losses[-1], rel=5e-3)
+    ours, theirs = (figures["attention"] for figures in results["rows"])
+    assert ours.startswith("PyTorch's kernel on cpu")
+    assert theirs == "scaled_dot_product_attention, flash attention"  # PyTorch's own name of what a CPU takes
     text = io.StringIO()
     render(results, Console(file=text, width=80))
     assert "…" not in text.getvalue()
@@ -114,6 +121,13 @@ def test_lengths_of_one_gpu_and_of_two():
         assert ("recompute" in settings) == bool(case.recompute)
 
 
+def test_entries_that_differ_by_their_exchange_train_shared_sequences():
+    whole = [name for name, entry in CONTEXT.items() if entry.trains(CONTEXT_CASES["llama-8b-16k"])]
+    assert whole == ["octavo-bf16", "octavo-delayed", "te-delayed"]
+    assert all(entry.trains(CONTEXT_CASES["llama-8b-16k-cp2"]) for entry in CONTEXT.values())
+    assert len(CONTEXT) == 7
+
+
 def plain_gradients(case):
     """(loss, gradients) of the sharded peer and of the whole model in bfloat16, and what a step leaves behind."""
     world.init()
@@ -122,7 +136,7 @@ def plain_gradients(case):
     own, _ = labelled_batches(case, CPU, world.state.rank)[0]
     loss = trainer.model(own, own)
     loss.backward()
-    sharded = {name: p.grad.full_tensor() for name, p in trainer.model.named_parameters()}
+    summed = {name: p.grad.full_tensor() for name, p in trainer.model.named_parameters()}
     assert all(isinstance(p, DTensor) and p.dtype == p.grad.dtype == torch.float32 for p in trainer.model.parameters())
     trainer.step(own, own)
     moments = [value for state in trainer.optimizer.state.values() for value in state.values() if value.ndim]
@@ -137,16 +151,16 @@ def plain_gradients(case):
     expected.backward()
     total = loss.detach().clone()
     torch.distributed.all_reduce(total)
-    return total.item() / 2, sharded, expected.item(), {name: p.grad.float() for name, p in whole.named_parameters()}
+    return total.item() / 2, summed, expected.item(), {name: p.grad.float() for name, p in whole.named_parameters()}
 
 
 @pytest.mark.parametrize("case", [TINY, UNTIED], ids=lambda case: case.name)
 def test_the_sharded_peer_is_the_whole_model(case):
-    for loss, sharded, expected, whole in ranks.run(2, plain_gradients, case):
+    for loss, found, expected, whole in ranks.run(2, plain_gradients, case):
         assert loss == pytest.approx(expected, rel=1e-3)
-        assert sharded.keys() == whole.keys()
+        assert found.keys() == whole.keys()
         for name, gradient in whole.items():
-            assert (sharded[name] - gradient).norm() <= 0.02 * gradient.norm(), name
+            assert (found[name] - gradient).norm() <= 0.02 * gradient.norm(), name
 
 
 def octavo_parameters():
@@ -164,6 +178,27 @@ def test_octavos_weights_are_sharded_in_float32():
     for first, second in zip(*ranks.run(2, octavo_parameters), strict=True):
         assert first[:2] == second[:2] == (True, torch.float32)
         assert first[2] + second[2] == first[3]
+
+
+def test_torchao_converts_the_blocks_and_joins_amaxes_behind_the_optimizer(monkeypatch):
+    float8, order = types.ModuleType("torchao.float8"), []
+
+    def convert(model, *, config, module_filter_fn):
+        linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+        order.append((config, [name for name in linear if not module_filter_fn(None, name)]))
+
+    float8.Float8LinearConfig = dict
+    float8.convert_to_float8_training = convert
+    float8.precompute_float8_dynamic_scale_for_fsdp = lambda model: order.append(next(model.parameters()).detach().clone())
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", float8)
+    monkeypatch.setattr(sharded, "_shard", lambda *arguments: None)
+    trainer = SHARDED["ao-tensorwise"].build(UNTIED, CPU, False)
+    assert order == [({"enable_fsdp_float8_all_gather": True, "emulate": True}, ["lm_head"])]
+    before = next(trainer.model.parameters()).detach().clone()
+    trainer.step(*labelled_batches(UNTIED, CPU, 0)[0])
+    assert torch.equal(order[1], next(trainer.model.parameters()))
+    assert not torch.equal(order[1], before)
 
 
 def test_a_rank_that_fails_is_a_row_with_its_error(tmp_path, break_rank_1):

@@ -1,10 +1,12 @@
 """Runs on the ranks of `test_attention.py`: many cells in one world, each compared with attention written out."""
 
 import itertools
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from octavo.collectives import attention
 from octavo.collectives.attention import context_attention
 from octavo.collectives.context import STRATEGIES, ContextGroup
 from octavo.kernels.attention.pattern import Pattern
@@ -56,6 +58,46 @@ def cells(dtype, device="cpu", groups=(8, 2, 1), dim=DIM, strategies=STRATEGIES)
             ((found.double() - context.split(whole)).norm() / whole.norm().clamp(min=1)).item() for found, whole in results
         )
     return errors
+
+
+def traffic():
+    """{pattern: (chunks that arrive in forward, in backward, those of other ranks that some query sees, numbers saved)}."""
+    context, found = ContextGroup(dist.group.WORLD), {}
+    split = context.split_of(TOKENS)
+    unit = 2 * BATCH * split.chunk * 2 * DIM  # of a chunk's keys and values
+    for name, pattern in PATTERNS.items():
+        q, k, v = (torch.randn(BATCH, 2 * split.chunk, heads, DIM, requires_grad=True) for heads in (HEADS, 2, 2))
+        saved, arrived = [], []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x)
+        with mock.patch.object(attention._Chunks, "fetch", counted(arrived)):
+            with hooks:
+                out = context_attention(q, k, v, context, pattern, 0.3)
+            out.sum().backward()
+        seen = pattern.mask(BATCH, q.device)[:, 0].unflatten(1, (2 * split.size, -1)).unflatten(3, (2 * split.size, -1))
+        seen = seen.any(4).any(2).any(0)  # [chunk of queries, chunk of keys]
+        wanted = {number for own in split.chunks() for number in seen[own].nonzero().flatten().tolist()}
+        forward, backward = (count / unit for count in arrived)
+        found[name] = forward, backward, len(wanted - set(split.chunks())), sum(saved)
+    return found
+
+
+def counted(arrived):
+    """`_Chunks.fetch` that notes how many numbers arrive from other ranks."""
+    fetch = attention._Chunks.fetch
+
+    def noted(self, kv):
+        fetching = fetch(self, kv)
+        wait = fetching.wait
+
+        def counting_wait():
+            chunks = wait()
+            arrived.append(sum(chunk.numel() for chunk in chunks) - kv.numel())
+            return chunks
+
+        fetching.wait = counting_wait
+        return fetching
+
+    return noted
 
 
 def split_and_gather():

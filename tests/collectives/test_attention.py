@@ -26,6 +26,16 @@ def test_half_precision_rounds_at_the_ends_alone():
         assert max(errors.values()) < 8e-3
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_only_chunks_that_some_query_sees_travel_and_none_is_kept(world):
+    for found in ranks.run(world, split_attention.traffic):
+        for name, (forward, backward, wanted, saved) in found.items():
+            assert forward == backward == (2 * world - 2 if name == "causal" else wanted), name
+            tokens, heads, dim = split_attention.TOKENS // world, split_attention.HEADS, split_attention.DIM
+            # q and the result, k and v, the log-sum-exp: of this rank's tokens alone
+            assert saved == split_attention.BATCH * tokens * (2 * heads * dim + 2 * 2 * dim + heads), name
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_sequence_is_split_and_joined(world):
     for same, own, gradient, total in ranks.run(world, split_attention.split_and_gather):

@@ -97,7 +97,9 @@ def test_labels_give_the_loss_alone_and_no_labels_the_logits_alone():
         assert torch.equal(model(input_ids=ids, labels=ids).loss, with_labels.loss)
 
 
-@pytest.mark.parametrize(("side", "shape"), [("right", "plain"), ("left", "plain"), *(("both", shape) for shape in FAMILIES)])
+@pytest.mark.parametrize(
+    ("side", "shape"), [(side, "plain") for side in ("right", "left", "between")] + [("both", shape) for shape in FAMILIES]
+)
 def test_padding_is_ignored_as_hugging_face_ignores_it(side, shape):
     reference, model = pair(3, **SHAPES[shape])
     ids = tokens(3, 12)
@@ -106,6 +108,8 @@ def test_padding_is_ignored_as_hugging_face_ignores_it(side, shape):
         mask[1, 7:] = 0
     if side != "right":
         mask[2, :4] = 0
+    if side == "between":
+        mask[0, 3:5], mask[0, 9], mask[2, 7] = 0, 0, 0
     theirs = reference(input_ids=ids, attention_mask=mask).logits
     ours = model(input_ids=ids, attention_mask=mask).logits
     assert ours.isfinite().all()
@@ -113,7 +117,7 @@ def test_padding_is_ignored_as_hugging_face_ignores_it(side, shape):
     # What stands in the padding changes nothing.
     other = ids.where(mask.bool(), (ids + 5) % VOCABULARY)
     assert_close(model(input_ids=other, attention_mask=mask).logits[mask.bool()], ours[mask.bool()])
-    first = mask.cumsum(1) == 1  # predicted from the padding in front of it, which each model fills as it likes
+    first = torch.nn.functional.pad(mask[:, :-1], (1, 0)) == 0  # predicted from padding, which each model fills as it likes
     labels = ids.where(mask.bool() & ~first, -100)
     for m in (reference, model):
         m(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()

@@ -1,5 +1,8 @@
 """What the tests of context parallelism run on every rank: a decoder whose sequences are split beside one that is whole."""
 
+import contextlib
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from llamas import llama_config
@@ -11,7 +14,7 @@ from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.fp8.scaling import states_of
-from octavo.parallel import world
+from octavo.parallel import offload, world
 from octavo.parallel.fsdp import accumulate
 from octavo.parallel.sharding import sharding_of
 from octavo.train.optimizer import clip_grad_norm_
@@ -45,20 +48,22 @@ def inputs(case, device="cpu"):
     return {name: value.to(device) for name, value in given.items()}
 
 
-def config(window, heads, family="llama"):
+def config(window, heads, family="llama", queries=4):
     kind = {"model_type": "mistral", "sliding_window": window} if window else {"model_type": family}
     kind |= EXPERTS if family == "mixtral" else {}
-    return llama_config(**SIZES, **kind, num_key_value_heads=heads)
+    return llama_config(**SIZES | kind | {"num_attention_heads": queries, "num_key_value_heads": heads})
 
 
-def build(strategy, *, window=None, heads=2, family="llama", dtype=torch.float32, recipe=None, split=True, **options):
+def build(
+    strategy, *, window=None, heads=2, queries=4, family="llama", dtype=torch.float32, recipe=None, split=True, **options
+):
     """A model of the same weights for the same config, over the ranks or (split=False) whole on each."""
     state = world.state
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=torch.float32, strategy=strategy)
     if family == "mixtral":
         options["moe"] = MoeConfig(moe_z_loss_coeff=0.3)
     return build_model(
-        config(window, heads, family),
+        config(window, heads, family, queries),
         dtype=dtype,
         params_dtype=torch.float32,
         device=state.device,
@@ -118,6 +123,44 @@ def exact_cells(degrees, cases, strategies=("all_gather", "p2p", "a2a")):
                     (logits - wanted_logits)[real].abs().max().item(),
                 )
     return errors
+
+
+def covering_cells(degrees, cells):
+    """Of each cell, in its second step: errors of the loss, of the gradients' norm and of the gradients; offloaded tensors."""
+    world.init(degrees)
+    found = []
+    for strategy, mask, heads, recipe, recompute, away in cells:
+        chosen = None if recipe is None else RECIPES[recipe]()
+        given = inputs(mask, world.state.device)
+        how = {"window": 11 if mask == "window" else None, "heads": heads, "queries": 8, "recipe": chosen}
+        whole, split = build("all_gather", split=False, **how), build(strategy, recompute=recompute, offload=away, **how)
+        results = []
+        with mock.patch("octavo.parallel.offload.SMALLEST_BYTES", 0), counted_stores() as stores:
+            for model, mine in ((whole, given), (split, own_samples(given))):
+                for _ in range(2):  # delayed scaling has its amaxes from the first
+                    model.zero_grad()
+                    with fp8_autocast(enabled=chosen is not None, fp8_recipe=chosen):
+                        loss = model(**mine).loss
+                    loss.backward()
+                results.append((loss.item(), gradients(model)))
+        (wanted, theirs), (loss, ours) = results
+        norms = [torch.stack([g.norm() for g in each.values()]).norm().item() for each in (theirs, ours)]
+        apart = torch.stack([(ours[name] - g).norm() for name, g in theirs.items()]).norm().item()
+        found.append((abs(loss / wanted - 1), abs(norms[1] / norms[0] - 1), apart / norms[0], len(stores)))
+    return found
+
+
+@contextlib.contextmanager
+def counted_stores():
+    """A list with an element for each tensor that is offloaded within the context."""
+    stores, store = [], offload._Offloader.store
+
+    def counted(self, tensor, into):
+        stores.append(tensor.shape)
+        return store(self, tensor, into)
+
+    with mock.patch.object(offload._Offloader, "store", counted):
+        yield stores
 
 
 def check_recorded(model, whole):

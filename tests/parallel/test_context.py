@@ -1,5 +1,7 @@
 """Context parallelism of the decoder equals one rank: loss, logits and every gradient, for masks, exchanges and recipes."""
 
+import itertools
+
 import pytest
 import split_sequences
 
@@ -36,6 +38,62 @@ def test_loss_gradients_and_logits_are_one_ranks(layout):
             assert loss < 1e-5, cell
             assert gradient < 1e-5, cell
             assert logits < 1e-4, cell
+
+
+FACTORS = {
+    "layout": ("context 2", "shard 2 x context 2", "replicate 2 x context 2"),
+    "exchange": ("all_gather", "p2p", "a2a"),
+    "mask": ("plain", "window", "documents", "padding"),
+    "key-value heads of 8 queries": (2, 8),
+    "recipe": (None, "delayed", "current", "rowwise", "block"),
+    "recompute": (False, "mlp", "selective", True),
+    "offload": (False, True),
+}
+COVER = (
+    ("context 2", "a2a", "plain", 2, "delayed", "selective", False),
+    ("context 2", "all_gather", "window", 2, "current", "mlp", False),
+    ("context 2", "a2a", "window", 8, "rowwise", True, True),
+    ("context 2", "all_gather", "padding", 8, "block", False, True),
+    ("context 2", "p2p", "documents", 8, "current", "selective", True),
+    ("context 2", "all_gather", "padding", 2, "rowwise", "selective", True),
+    ("context 2", "all_gather", "documents", 8, "delayed", True, True),
+    ("context 2", "a2a", "window", 2, None, True, False),
+    ("shard 2 x context 2", "p2p", "padding", 8, "delayed", "mlp", False),
+    ("shard 2 x context 2", "a2a", "documents", 2, "rowwise", False, False),
+    ("shard 2 x context 2", "all_gather", "plain", 8, "block", True, False),
+    ("shard 2 x context 2", "a2a", "window", 2, "block", "selective", True),
+    ("shard 2 x context 2", "a2a", "padding", 2, None, "mlp", False),
+    ("shard 2 x context 2", "a2a", "plain", 2, "current", False, True),
+    ("replicate 2 x context 2", "all_gather", "documents", 8, None, "selective", True),
+    ("replicate 2 x context 2", "p2p", "padding", 2, "current", True, True),
+    ("replicate 2 x context 2", "p2p", "plain", 8, None, False, False),
+    ("replicate 2 x context 2", "a2a", "documents", 2, "block", "mlp", False),
+    ("replicate 2 x context 2", "a2a", "window", 2, "delayed", False, True),
+    ("replicate 2 x context 2", "p2p", "plain", 2, "rowwise", "mlp", True),
+    ("replicate 2 x context 2", "p2p", "documents", 2, "block", True, True),
+)
+"""Every two values of different factors are in one cell."""
+
+
+def test_every_two_settings_are_in_a_cell():
+    wanted = {((a, x), (b, y)) for a, b in itertools.combinations(FACTORS, 2) for x in FACTORS[a] for y in FACTORS[b]} - {
+        (("exchange", "p2p"), ("mask", "window"))
+    }  # refused
+    named = [list(zip(FACTORS, cell, strict=True)) for cell in COVER]
+    assert {pair for cell in named for pair in itertools.combinations(cell, 2)} == wanted
+
+
+@pytest.mark.parametrize("layout", FACTORS["layout"])
+def test_every_two_settings_together_are_one_ranks(layout):
+    size, degrees = LAYOUTS[layout]
+    cells = [cell[1:] for cell in COVER if cell[0] == layout]
+    for errors in ranks.run(size, split_sequences.covering_cells, degrees, cells):
+        for cell, (loss, norm, gradient, stores) in zip(cells, errors, strict=True):
+            exact = cell[3] is None
+            assert loss < (1e-5 if exact else 5e-3), cell
+            assert norm < (1e-5 if exact else 5e-2), cell
+            assert gradient < (1e-5 if exact else 0.1), cell
+            assert (stores > 0) == cell[5], cell
 
 
 @pytest.mark.parametrize("layout", ["context 2", "shard 2 x context 2"])

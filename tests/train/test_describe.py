@@ -9,6 +9,7 @@ from transformers import GPT2Config
 import octavo
 from octavo.cli import main
 from octavo.config.run import RunConfig
+from octavo.models.description import kernels_on
 from octavo.train.plan import check
 
 
@@ -40,6 +41,14 @@ def test_a_run_file(described, tiny_run, capsys):
     assert "on each of 2 ranks: fits H200 with 139.0 GiB" in text
     assert "head        gradients in FP8, logits in high precision" in text
     assert not run.output.exists()
+
+
+@pytest.mark.parametrize(("mask", "said"), [("no_mask", "Octavo's kernel up to 512 tokens; cuDNN"), ("causal", "cuDNN")])
+def test_layers_that_see_all_tokens_have_a_kernel_of_their_own(mask, said):
+    layer = octavo.nn.TransformerLayer(64, 128, 2, self_attn_mask_type=mask, device="meta")
+    attention, _, _ = kernels_on("cuda", (9, 0), layer, native=True)
+    assert attention.startswith(said)
+    assert ("document by document" in attention) == (mask == "causal")
 
 
 PARTS = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")

@@ -1,7 +1,8 @@
 """Kernel times of a step by kind, from the names of the kernels.
 
 A profile has only the names of the kernels of cuBLAS, cuDNN, Transformer Engine and torch.compile. A row also lists the largest
-kernels with their kinds, to reveal a wrong pattern. Kernels of several streams overlap, so the sum can exceed the step.
+kernels with their kinds, to reveal a wrong pattern. Kernels of several streams overlap, so the sum can exceed the step; the
+time of collectives that nothing hides is apart.
 """
 
 from __future__ import annotations
@@ -54,6 +55,13 @@ _COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in KINDS)
 _SPAN = re.compile(r"^(Optimizer\.|ProfilerStep|Torch-Compiled|## |nccl:|autograd::|FSDP::)")
 
 
+# Copies between host and device are no computation that hides a collective.
+_TRANSFER = re.compile(r"memcpy (dtoh|htod)", re.IGNORECASE)
+
+Interval = tuple[str, float, float]
+"""A call of a kernel: its name, start and end in microseconds."""
+
+
 class KernelTime(NamedTuple):
     """All calls of the kernels of one name in a profile: their time and number."""
 
@@ -82,8 +90,32 @@ def summarise(kernels: Iterable[KernelTime], steps: int) -> dict[str, Any]:
     return {"kernel_ms": dict(sorted(kinds.items(), key=lambda item: item[1], reverse=True)), "largest_kernels": largest}
 
 
+def exposed_ms(calls: Iterable[Interval]) -> float:
+    """Milliseconds in which a collective runs and no kernel that computes does; on any stream."""
+    collective: list[tuple[float, float]] = []
+    computing: list[tuple[float, float]] = []
+    for name, start, end in calls:
+        if kind_of(name) == "communication":
+            collective.append((start, end))
+        elif not _TRANSFER.search(name):
+            computing.append((start, end))
+    return (_covered([*collective, *computing]) - _covered(computing)) / 1e3
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
 def record(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, Any]:
-    """Profile `steps` calls of `step` and summarise the kernels; on a CPU PyTorch's operators."""
+    """Profile `steps` calls of `step` and summarise the kernels; on a CPU PyTorch's operators.
+
+    Of a GPU with collectives also `exposed_communication_ms` of a step, which a rank that waits for another lengthens.
+    """
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as profiled:
@@ -97,4 +129,13 @@ def record(step: Callable[[], object], steps: int, device: torch.device) -> dict
         if event.device_type.name == activity.name and not span:
             microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
             kernels.append(KernelTime(event.key, microseconds / 1e3, event.count))
-    return summarise(kernels, steps)
+    found = summarise(kernels, steps)
+    if on_gpu and "communication" in found["kernel_ms"]:
+        calls = (
+            (event.name, event.time_range.start, event.time_range.end)
+            for event in profiled.events()
+            if event.device_type.name == activity.name
+            and not (getattr(event, "is_user_annotation", False) or _SPAN.match(event.name))
+        )
+        found["exposed_communication_ms"] = exposed_ms(calls) / steps
+    return found

@@ -53,6 +53,7 @@ class Measurement:
         interleaved: its turns alternated with other entries'.
         build_seconds: from the start of its process to a built and filled model.
         start_seconds: from the start of its process to the end of the first step; None without a warm-up.
+        attention: the kernel that computes it, in words.
         breakdown: kernel times (`octavo.bench.breakdown`); empty unless recorded.
         error: the reason for missing figures.
     """
@@ -64,6 +65,7 @@ class Measurement:
     interleaved: bool = False
     build_seconds: float | None = None
     start_seconds: float | None = None
+    attention: str | None = None
     breakdown: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
@@ -90,7 +92,8 @@ class RunningEntry:
 
     def start(self, warmup: int) -> None:
         """Build the model and take the warm-up steps."""
-        self._ask("build")
+        answers = self._ask("build")
+        self.result.attention = answers[0]["attention"] if answers else None
         self.result.build_seconds = time.perf_counter() - self.group.started
         if warmup:
             self._ask("warm_up", steps=1)

@@ -57,7 +57,7 @@ PEERS = {"bf16": "torch-", "torchao": "ao-", "te": "te-"}
 """Groups of peers (`--peers`) and the prefix of their entries' names."""
 
 
-_BLOCKS = re.compile(r"(model\.layers|blocks)\.(?!.*\.gate$)")
+BLOCKS = re.compile(r"(model\.layers|blocks)\.(?!.*\.gate$)")
 """Names of torchao's linear layers: those of the blocks, but for routers."""
 
 
@@ -74,6 +74,7 @@ class Entry:
         vision: it trains vision cases too.
         families: of the decoders it trains these alone; empty: all.
         head_forward: precision of the head's forward product, if another.
+        exchanges: it differs from another entry by the exchange of keys and values alone: it trains shared sequences alone.
     """
 
     name: str
@@ -84,11 +85,14 @@ class Entry:
     vision: bool = False
     head_forward: str | None = None
     families: tuple[str, ...] = ()
+    exchanges: bool = False
 
     def trains(self, case: AnyCase) -> bool:
         """True if it has a model of this case."""
         if isinstance(case, VisionCase):
             return self.vision
+        if self.exchanges and case.context == 1:
+            return False
         return not self.families or case.spec.family in self.families
 
     @property
@@ -104,6 +108,7 @@ class Training:
         loss: function of inputs (token ids or images) and labels.
         around: makes the context manager around a forward.
         graph: forward and backward are one CUDA graph.
+        settle: runs behind the optimizer in every step.
     """
 
     def __init__(
@@ -114,8 +119,10 @@ class Training:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         graph: bool = False,
+        settle: Callable[[], object] | None = None,
     ) -> None:
         self.model = model
+        self.settle = settle
         self.loss = loss
         self.around = around
         self.graph = graph
@@ -134,6 +141,8 @@ class Training:
         """Train on one batch and free the gradients; returns the loss without a wait for the device."""
         loss = self.gradients(inputs, labels)
         self.optimizer.step()
+        if self.settle is not None:
+            self.settle()
         self.optimizer.zero_grad(set_to_none=True)
         return loss
 
@@ -165,7 +174,7 @@ def build_plain(
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(float8)
-        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: _BLOCKS.match(name) is not None)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: BLOCKS.match(name) is not None)
         if experts := [module for module in model.modules() if isinstance(module, Experts)]:
             from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm as grouped_mm
 

@@ -111,6 +111,7 @@ def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
         "peak_gib": measured.peak_gib,
         "loss": measured.loss,
         "layers": entry.layers,
+        "attention": measured.attention,
         "batch": case.batch,
         **({"image_size": case.image_size} if isinstance(case, VisionCase) else {}),
         "sequence_length": case.sequence_length,

@@ -185,7 +185,7 @@ def _check_gpu(suite: Suite, target: Target, breakdown: bool) -> None:
         raise InputError(
             f"the suite {suite.name} {what} of a GPU, and the device is cpu. Use --device cuda where there is one."
         )
-    if breakdown and (target.device.kind != "cuda" or suite.name not in ("one-gpu", "sharded", "vision")):
+    if breakdown and (target.device.kind != "cuda" or suite.name not in ("one-gpu", "sharded", "context", "vision")):
         raise InputError(
             f"--breakdown reads the kernels of training steps on a GPU: not those of the suite {suite.name}"
             f" on {target.torch_device}."

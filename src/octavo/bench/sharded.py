@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from octavo.bench.cases import Case
-from octavo.bench.peers import ENVIRONMENT, SEED, Entry, Training, build_octavo
+from octavo.bench.peers import BLOCKS, ENVIRONMENT, SEED, Entry, Training, build_octavo
 from octavo.bench.plain import STD, PlainDecoder, next_token_loss
 from octavo.errors import InputError
 from octavo.parallel.deferred_init import CounterInit, materialise
@@ -30,6 +30,27 @@ def build_plain_sharded(case: Case, device: torch.device, compiled: bool, *, see
     """The plain PyTorch model over all ranks, filled shard by shard."""
     with torch.device("meta"):
         model = PlainDecoder(case.spec)
+    _compile_and_shard(model, case, compiled)
+    return Training(materialise(model, device, CounterInit(seed, STD)), model)
+
+
+def build_torchao_sharded(case: Case, device: torch.device, compiled: bool, *, seed: int = SEED) -> Training:
+    """The plain model with torchao's tensorwise FP8 in its blocks, weights gathered in FP8, their amaxes joined at once.
+
+    Every rank makes the whole model and keeps its shard: torchao's weights are no plain tensors, which could be filled later.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+
+    torch.manual_seed(seed)
+    with device:
+        model = PlainDecoder(case.spec)
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=device.type == "cpu")
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: BLOCKS.match(name) is not None)
+    _compile_and_shard(model, case, compiled)
+    return Training(model, model, settle=partial(precompute_float8_dynamic_scale_for_fsdp, model))
+
+
+def _compile_and_shard(model: PlainDecoder, case: Case, compiled: bool) -> None:
     if compiled:  # inside FSDP2's hooks; `fullgraph`, so that no unnoticed graph break slows the peer
         for part in (*model.model.layers, model.model.norm):
             part.forward = torch.compile(part.forward, fullgraph=True)
@@ -37,7 +58,6 @@ def build_plain_sharded(case: Case, device: torch.device, compiled: bool, *, see
     # A tied matrix stays gathered with the root, since it is used first and last.
     ends = None if case.spec.tied else (model.model.embed_tokens, model.model.norm, model.lm_head)
     _shard(model, list(model.model.layers), ends)
-    return Training(materialise(model, device, CounterInit(seed, STD)), model)
 
 
 def build_te_sharded(
@@ -95,6 +115,7 @@ SHARDED: dict[str, Entry] = {
         Entry("octavo-delayed-fast-input-fp8-head-backward", "fp8", "fp8", _defaults, head_forward="bf16"),
         Entry("octavo-current", "fp8", "bf16", partial(_float32, recipe="current")),
         Entry("torch-bf16", "bf16", "bf16", build_plain_sharded),
+        Entry("ao-tensorwise", "fp8", "bf16", build_torchao_sharded, "torchao", families=("llama",)),
         Entry("te-bf16", "bf16", "bf16", build_te_sharded, "transformer-engine"),
         Entry("te-delayed", "fp8", "bf16", partial(build_te_sharded, recipe="delayed"), "transformer-engine"),
     )
@@ -105,7 +126,14 @@ CONTEXT: dict[str, Entry] = {
     for entry in (
         Entry("octavo-bf16", "bf16", "bf16", _float32),
         *(
-            Entry(f"octavo-delayed{suffix}", "fp8", "fp8", partial(_defaults, strategy=strategy), head_forward="bf16")
+            Entry(
+                f"octavo-delayed{suffix}",
+                "fp8",
+                "fp8",
+                partial(_defaults, strategy=strategy),
+                head_forward="bf16",
+                exchanges=bool(suffix),
+            )
             for suffix, strategy in (("", "all_gather"), ("-p2p", "p2p"), ("-a2a", "a2a"))
         ),
         *(
@@ -115,6 +143,7 @@ CONTEXT: dict[str, Entry] = {
                 "bf16",
                 partial(build_te_sharded, recipe="delayed", strategy=strategy),
                 "transformer-engine",
+                exchanges=bool(suffix),
             )
             for suffix, strategy in (("", "all_gather"), ("-p2p", "p2p"), ("-a2a", "a2a"))
         ),

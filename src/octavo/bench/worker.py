@@ -26,6 +26,7 @@ from torch import Tensor
 
 from octavo.bench.breakdown import record
 from octavo.bench.cases import AnyCase, Case
+from octavo.bench.chosen import attention_of
 from octavo.bench.peers import SEED, Entry
 from octavo.bench.suites import SUITES
 from octavo.checkpoint.api import Checkpointer
@@ -57,7 +58,7 @@ class Worker:
         self.on_gpu = device.type == "cuda"
 
     def build(self, seed: int = SEED) -> dict[str, Any]:
-        """Join the other ranks and build the model with weights of this seed."""
+        """Join the other ranks and build the model with weights of this seed; returns its attention kernel, in words."""
         self._join()
         self.trainer = self.entry.build(self.case, self.device, self.on_gpu, seed=seed)
         rank = world.state.dp_rank
@@ -65,7 +66,7 @@ class Worker:
             rank = dist.get_rank()
         self.batches = itertools.cycle(labelled_batches(self.case, self.device, rank))
         self._wait()
-        return {}
+        return {"attention": attention_of(self.entry, self.case, self.trainer.model, self.device)}
 
     def warm_up(self, steps: int) -> dict[str, Any]:
         """Compile, allocate and fill caches in steps that are not timed."""

@@ -26,6 +26,8 @@ from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import Attended, Gradients, attention
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, pattern: Pattern, scale: float | None = None
@@ -45,7 +47,7 @@ def context_attention(
     Raises:
         InputError: the exchange cannot compute the pattern, or split these heads.
     """
-    _check_shapes(q, k, v)
+    check_shapes(q, k, v)
     context = context.resolved(q.shape[2], k.shape[2])
     if context.strategy not in _FUNCTIONS:
         raise unknown("cp_comm_type", context.strategy, (*_FUNCTIONS, "auto"))
@@ -62,15 +64,17 @@ def context_attention(
     return out
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise an InputError unless these are queries, keys and values of attention."""
     shapes = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True))
-    if q.dim() != 4 or k.shape != v.shape or k.shape[:2] + k.shape[3:] != q.shape[:2] + q.shape[3:] or q.shape[2] % k.shape[2]:
+    fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[:2] + q.shape[3:] == k.shape[:2] + k.shape[3:]
+    if not fits or not k.shape[2] or q.shape[2] % k.shape[2]:
         raise InputError(
             f"{shapes}: give q [samples, tokens of this rank, heads, head dimension], and k and v the same with as many heads, "
             "or a divisor of them."
         )
-    if not q.dtype == k.dtype == v.dtype:
-        raise InputError(f"{shapes}: give all three in one dtype.")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
+        raise InputError(f"{shapes}: give all three in one dtype, bfloat16, float16, float32 or float64.")
 
 
 def _check(pattern: Pattern, context: ContextGroup, heads: int, groups: int) -> None:
@@ -323,27 +327,26 @@ class _HeadsForTokens(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, pattern: Pattern, split: Split, scale: float
     ) -> Tensor:
         heads, groups = q.shape[2] // context.size, max(1, k.shape[2] // context.size)
-        mine = _to_heads(context, torch.cat([_by_rank(x, context.size) for x in (q, k, v)], 3))
+        mine = _to_heads(context, q, k, v)
         whole_q, whole_k, whole_v = mine.split([heads, groups, groups], 2)
         spans = pattern.spans(q.shape[0])
         out, lse = attention(whole_q, whole_k, whole_v, spans, scale=scale, window=pattern.window)
         ctx.save_for_backward(whole_q, whole_k, whole_v, out, lse)
         ctx.call = context, pattern, split, scale, k.shape[2]
-        return _to_tokens(context, out).flatten(2, 3)
+        return _of_rank(_to_tokens(context, out))
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
         q, k, v, out, lse = ctx.saved_tensors
         context, pattern, _, scale, groups = ctx.call
-        grads = Gradients(_to_heads(context, _by_rank(d_out, context.size)), q, out, lse, scale=scale, window=pattern.window)
+        grads = Gradients(_to_heads(context, d_out), q, out, lse, scale=scale, window=pattern.window)
         dk, dv = (torch.zeros(x.shape, dtype=grads.dq.dtype, device=x.device) for x in (k, v))
         grads.add(k, v, pattern.spans(q.shape[0]), dk, dv)
         copies = max(1, context.size // groups)  # ranks that had the same key-value head
         dtype = grads.dq.dtype if copies > 1 else q.dtype
         mine = torch.cat([x.to(dtype) for x in (grads.dq, dk, dv)], 2)
-        parts = _to_tokens(context, mine).split([q.shape[2], k.shape[2], k.shape[2]], 3)
-        dq, dk, dv = (part.flatten(2, 3) for part in parts)
+        dq, dk, dv = map(_of_rank, _to_tokens(context, mine).split([q.shape[2], k.shape[2], k.shape[2]], 4))
         if copies > 1:
             dk, dv = (x.unflatten(2, (groups, copies)).sum(3) for x in (dk, dv))
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None
@@ -352,29 +355,40 @@ class _HeadsForTokens(torch.autograd.Function):
 _FUNCTIONS = {"all_gather": _AllGather, "p2p": _Ring, "a2a": _HeadsForTokens}
 
 
-def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """[B, L, heads, D] → [B, L, n, heads of a rank, D]; heads fewer than ranks are repeated."""
-    if x.shape[2] < ranks:
-        x = x.repeat_interleave(ranks // x.shape[2], 2)
-    return x.unflatten(2, (ranks, -1))
+def _to_heads(context: ContextGroup, *parts: Tensor) -> Tensor:
+    """[B, L, heads, D] each → [B, T, h, D], this rank's heads of each, of whole sequences.
 
-
-def _to_heads(context: ContextGroup, x: Tensor) -> Tensor:
-    """[B, L, n, h, D], the heads of each rank, → [B, T, h, D], this rank's of whole sequences."""
-    sent = x.permute(2, 0, 1, 3, 4).contiguous()
+    One pass over the memory before the exchange, and one behind it. Heads fewer than ranks are repeated.
+    """
+    sent = torch.cat([_by_rank(part, context.size) for part in parts], 3).contiguous()
     out = torch.empty_like(sent)
     dist.all_to_all_single(out, sent, group=context.group)
     return in_order(list(out), 1)
 
 
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """A view of [B, L, heads, D] as [n, B, L, heads of a rank, D]."""
+    if x.shape[2] < ranks:
+        x = x[:, :, :, None].expand(-1, -1, -1, ranks // x.shape[2], -1).flatten(2, 3)
+    return x.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4)
+
+
 def _to_tokens(context: ContextGroup, x: Tensor) -> Tensor:
-    """The inverse of `_to_heads`."""
+    """The inverse of `_to_heads`: [B, T, h, D] → a view of [B, 2, C, n, h, D], this rank's two chunks of all heads.
+
+    One pass before the exchange; behind it the caller's, who flattens or splits the view.
+    """
     split = context.split_of(x.shape[1])
     chunks = x.unflatten(1, (2 * split.size, split.chunk)).unbind(1)
-    sent = torch.stack([torch.cat([chunks[number] for number in split.chunks(rank)], 1) for rank in range(split.size)])
+    sent = torch.stack([chunks[number] for rank in range(split.size) for number in split.chunks(rank)])
     out = torch.empty_like(sent)
     dist.all_to_all_single(out, sent, group=context.group)
-    return out.permute(1, 2, 0, 3, 4)
+    return out.unflatten(0, (split.size, 2)).permute(2, 1, 3, 0, 4, 5)
+
+
+def _of_rank(x: Tensor) -> Tensor:
+    """[B, 2, C, n, h, D] → [B, L, heads, D]."""
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], x.shape[3] * x.shape[4], x.shape[5])
 
 
 def _refuse_second_derivative() -> None:

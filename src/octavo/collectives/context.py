@@ -39,12 +39,13 @@ class ContextGroup:
     """The ranks of a context group and their exchange of keys and values; "auto" is decided by `resolved`.
 
     Raises:
-        InputError: an unknown `strategy`.
+        InputError: an unknown `strategy`, or no group of this rank's.
     """
 
     def __init__(self, group: dist.ProcessGroup, strategy: str = "all_gather") -> None:
         if strategy not in (*STRATEGIES, "auto", "own"):
             raise unknown("cp_comm_type", str(strategy), (*STRATEGIES, "auto"))
+        _check_group(group)
         self.group, self.strategy = group, strategy
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
@@ -78,10 +79,7 @@ class ContextGroup:
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of `x`, which has whole sequences along `dim`; differentiable."""
-        if not -x.dim() <= dim < x.dim():
-            raise InputError(
-                f"a tensor of shape {list(x.shape)} has no dimension {dim}, along which its sequences are: set dim."
-            )
+        _check_dim(x, dim)
         split = self.split_of(x.shape[dim])
         return torch.cat([x.narrow(dim, number * split.chunk, split.chunk) for number in split.chunks()], dim)
 
@@ -89,7 +87,17 @@ class ContextGroup:
         """The inverse of `split`, on every rank. Collective.
 
         In backward each rank takes its own part of the gradient: all compute the same from the whole.
+
+        Raises:
+            InputError: `x` has no two equal chunks along `dim`.
         """
+        _check_dim(x, dim)
+        tokens = x.shape[dim]
+        if tokens % 2 or not tokens:
+            raise InputError(
+                f"a tensor of shape {list(x.shape)} has {tokens} tokens of a rank along dimension {dim}, and a rank has two "
+                f"equal chunks: give as many as split does, such as {tokens + 1 if tokens % 2 else 2}."
+            )
         gathered: Tensor = _Gather.apply(x, self, dim)
         return gathered
 
@@ -129,6 +137,25 @@ def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' parts, the same bits on each; the gradient is that of the own part. Collective."""
     total: Tensor = _Sum.apply(part, group)
     return total
+
+
+def _check_group(group: object) -> None:
+    """Raise an InputError unless `group` is a process group of this rank."""
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if isinstance(group, dist.ProcessGroup) and not outside:
+        if dist.get_rank(group) >= 0:
+            return
+        outside = True
+    given = "one without this rank" if outside else f"a {type(group).__name__}"
+    raise InputError(
+        f"the context group is {given}: give a process group that this rank is in, as torch.distributed.new_group returns it "
+        "to its ranks."
+    )
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    if not -x.dim() <= dim < x.dim():
+        raise InputError(f"a tensor of shape {list(x.shape)} has no dimension {dim}, along which its sequences are: set dim.")
 
 
 def _digest(x: Tensor) -> Tensor:

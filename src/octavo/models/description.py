@@ -10,7 +10,7 @@ from torch import nn
 from octavo.fp8.recipe import Granularity, Operand
 from octavo.fp8.scaling import ModuleState, states_of
 from octavo.kernels import gemm
-from octavo.kernels.attention import flash
+from octavo.kernels.attention import flash, short
 from octavo.nn.attention import DotProductAttention
 from octavo.nn.moe import LayerNormMoE
 
@@ -101,7 +101,10 @@ def kernels_on(
     parts = [f"{kernel} through scaled_dot_product_attention"]
     if cores:  # by the rule of `octavo.nn.attend`
         by_flash = all(flash.serves(capability, core.head_dim) for core in cores)
-        parts = [f"FlashAttention-4 {flash.VERSION}" if by_flash else f"{parts[0]}, document by document"]
+        causal = any(core.causal for core in cores)
+        parts = [f"FlashAttention-4 {flash.VERSION}" if by_flash else f"{parts[0]}{', document by document' if causal else ''}"]
+        if not causal:
+            parts.insert(0, f"Octavo's kernel up to {short.LONGEST} tokens")
         windows = sorted({core.window for core in cores if core.window is not None})
         in_pieces = "" if by_flash else " in pieces"
         parts += [f"a window of {', '.join(map(str, windows))} keys{in_pieces}"] if windows else []

@@ -1,6 +1,8 @@
 """softmax(q · kᵀ · scale) · v by a pattern, through the first of these that computes it:
 
 ranks that share the sequence   `octavo.collectives.attention`
+padding inside a sequence, without window and dropout
+                                `octavo.nn.holes`: pieces by the kernels below, without a mask
 a mask of the caller's, padding inside a sequence, or a window with dropout
                                 PyTorch's `scaled_dot_product_attention` with a boolean mask of T × T
 without dropout, where FlashAttention-4 is there or bits are to repeat on a GPU
@@ -33,6 +35,7 @@ from octavo.kernels.attention import flash, library
 from octavo.kernels.attention.kept import is_keeping
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import SMALLEST_WINDOW, attention, gradients
+from octavo.nn.holes import around_holes
 
 
 def attend(
@@ -69,10 +72,13 @@ def attend(
         raise InputError(
             f"the attention pattern is made for {pattern.tokens} tokens, and there are {k.shape[1]}: make another."
         )
+    scale_ = q.shape[-1] ** -0.5 if scale is None else scale
+    if pattern.holes is not None and pattern.causal and pattern.window is None and not dropout:
+        return around_holes(q, k, v, pattern, scale_)
     if pattern.holes is not None or (pattern.window is not None and dropout):
         return _sdpa(q, k, v, pattern.mask(q.shape[0], q.device), False, scale, dropout)
     if pattern.window is not None or (not dropout and (is_keeping() or _prefers_pieces(q, k, pattern))):
-        out: Tensor = _Pieces.apply(q, k, v, pattern, q.shape[-1] ** -0.5 if scale is None else scale)
+        out: Tensor = _Pieces.apply(q, k, v, pattern, scale_)
         return out
     if not pattern.documents:
         return _sdpa(q, k, v, None, pattern.causal, scale, dropout)
@@ -90,7 +96,7 @@ def backend(q: Tensor, k: Tensor, pattern: Pattern) -> str:
     """The name of what `attend` computes these by, without dropout: for reports."""
     if not q.is_cuda:
         return "PyTorch on the CPU"
-    if pattern.holes is not None:
+    if pattern.holes is not None and pattern.window is not None:
         return "PyTorch with a mask"
     if flash.takes(q, k, causal=pattern.causal, window=pattern.window):
         return f"FlashAttention-4 {flash.VERSION}"

@@ -236,6 +236,16 @@ class MultiheadAttention(ResidualLayer):
             **make,
         )
 
+    def set_context_parallel_group(
+        self,
+        cp_group: dist.ProcessGroup | None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "all_gather",
+    ) -> None:
+        """As that of `DotProductAttention`: hidden states are then this rank's tokens, as are their rotary angles."""
+        self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
     def forward(
         self,
         hidden_states: Tensor,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -105,6 +106,16 @@ class TransformerLayer(ResidualLayer):
             return
         mlp_bias = bias if mlp_bias is None else mlp_bias
         self.layernorm_mlp = LayerNormMLP(*sizes, bias=mlp_bias, activation=activation, **make)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: dist.ProcessGroup | None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "all_gather",
+    ) -> None:
+        """As that of `MultiheadAttention`."""
+        self.self_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(
         self,

@@ -149,7 +149,7 @@ class MultiheadAttention(_Masked, Stateful, _attention.MultiheadAttention, metac
         return self.proj(context.transpose(0, 1) if self.sequence_first else context, is_first_microbatch)
 
     def set_context_parallel_group(
-        self, cp_group: dist.ProcessGroup | None, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+        self, cp_group: dist.ProcessGroup | None, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
         """Share sequences with the ranks of a group; None ends it."""
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
@@ -200,7 +200,7 @@ class TransformerLayer(_Masked, Stateful, _block.TransformerLayer, metaclass=Kin
         )  # fmt: skip
 
     def set_context_parallel_group(
-        self, cp_group: dist.ProcessGroup | None, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+        self, cp_group: dist.ProcessGroup | None, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
         """Share sequences with the ranks of a group; None ends it."""
         attention: Any = self.self_attention

@@ -9,6 +9,7 @@ Shapes: B batch, T tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -36,6 +37,18 @@ class Span(NamedTuple):
     reversed: bool = False
 
 
+class RealFirst(NamedTuple):
+    """A causal pattern with its real tokens in front.
+
+    order: int64 [B, T], the tokens' places, the padding behind. padded: bool [B, T] in that order, True for padding.
+    spans: in that order, all pairs but those of padding with itself.
+    """
+
+    order: Tensor
+    padded: Tensor
+    spans: tuple[Span, ...]
+
+
 @dataclass(frozen=True)
 class Pattern:
     """The keys that each query of a batch attends to.
@@ -56,8 +69,8 @@ class Pattern:
     holes: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.window is not None and (self.window < 1 or not self.causal):
-            raise InputError(f"a window of {self.window} keys: give at least 1, and causal attention.")
+        if self.window is not None and (not isinstance(self.window, int) or self.window < 1 or not self.causal):
+            raise InputError(f"a window of {self.window} keys: give a whole number, at least 1, and causal attention.")
 
     def with_window(self, window: int | None) -> Pattern:
         """This pattern in a layer with a window; one that no two tokens exceed is none."""
@@ -79,6 +92,26 @@ class Pattern:
             for sample in range(batch)
             for first, end in self.bounds(sample)
         ]
+
+    @functools.cached_property
+    def real_first(self) -> RealFirst:
+        """The pattern with its real tokens in front, where there are holes and no window."""
+        assert self.holes is not None
+        spans: list[Span] = []
+        for sample, real in enumerate(self.holes):
+            before = torch.cat((torch.zeros(1, dtype=torch.int64), real.cumsum(0)))  # real tokens before each place
+            at = int(before[-1])  # padding stands behind all real tokens
+            for first, end in self.bounds(sample):
+                low, high = int(before[first]), int(before[end])
+                if low < high:
+                    spans.append(Span(sample, sample + 1, low, high, low, high, True))
+                seen, counts = before[first:end][~real[first:end]].unique_consecutive(return_counts=True)
+                for last, count in zip(seen.tolist(), counts.tolist(), strict=True):
+                    if last > low:
+                        spans.append(Span(sample, sample + 1, at, at + count, low, last, False))
+                    at += count
+        order = (~self.holes).to(torch.int8).argsort(dim=1, stable=True)
+        return RealFirst(order, (~self.holes).gather(1, order), tuple(spans))
 
     def mask(self, batch: int, device: torch.device) -> Tensor:
         """bool [B, 1, T, T], True where a query attends to a key."""
@@ -110,6 +143,9 @@ def pattern_of(
         attention_mask: [B, T], 0 for padding, to which nobody attends. Padding at either end is a document of its own.
         batch, tokens: B, T.
         padded_to: tokens of the pattern, if more; each of the further ones is a document of its own.
+
+    Raises:
+        InputError: the mask has negative numbers, as one that is added to logits.
     """
     whole = padded_to or tokens
     if position_ids is None and attention_mask is None and whole == tokens:
@@ -119,7 +155,13 @@ def pattern_of(
     if position_ids is not None and tokens > 1:
         cuts[:, 1:tokens] |= (position_ids[:, 1:] != position_ids[:, :-1] + 1).cpu()
     if attention_mask is not None:
-        real = attention_mask.cpu().bool()
+        given = attention_mask.cpu()
+        if given.is_floating_point() and bool((given < 0).any()):
+            raise InputError(
+                f"attention_mask has the value {given.min().item():g}, as a mask that is added to logits: give 1 for tokens, "
+                "and 0 for padding."
+            )
+        real = given.bool()
         edges = real[:, 1:] != real[:, :-1]
         if bool((edges.sum(1) > 2).any()) or bool(((edges.sum(1) == 2) & real[:, 0]).any()):
             holes = torch.ones(batch, whole, dtype=torch.bool)

@@ -1,0 +1,42 @@
+"""The attention kernel of an entry, in words, for its row: a speed says little about a library without it.
+
+An entry runs in a process of its own, with its own environment, and only there its choice is known. Octavo's is that of
+`octavo.describe`; PyTorch is asked for the case's heads; Transformer Engine takes what its environment names.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend
+
+from octavo.bench.cases import AnyCase, VisionCase
+from octavo.bench.peers import ENVIRONMENT, Entry
+from octavo.models.description import kernels_on
+
+
+def attention_of(entry: Entry, case: AnyCase, model: nn.Module, device: torch.device) -> str:
+    """The kernel that computes attention in the model of an entry."""
+    if entry.package == "transformer-engine":
+        return "Transformer Engine, " + " ".join(f"{key}={os.environ.get(key, '')}" for key in ENVIRONMENT)
+    if entry.group is None:
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        return kernels_on(device.type, capability, model, native=False)[0]
+    return f"scaled_dot_product_attention, {_of_pytorch(case, device)}"
+
+
+def _of_pytorch(case: AnyCase, device: torch.device) -> str:
+    """PyTorch's kernel for heads of this case in bfloat16."""
+    heads, groups, width, causal = (
+        (case.heads, case.heads, case.hidden_size // case.heads, False)
+        if isinstance(case, VisionCase)
+        else (case.spec.heads, case.spec.kv_heads, case.spec.head_dim, True)
+    )
+    q, k = (
+        torch.empty(1, count, min(case.sequence_length, 256), width, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for count in (heads, groups)
+    )
+    choice = torch._fused_sdp_choice(q, k, k, is_causal=causal, enable_gqa=groups != heads)
+    return SDPBackend(choice).name.lower().replace("_", " ")

@@ -1,0 +1,84 @@
+"""Causal attention of sequences with padding between their tokens, without a mask of T × T.
+
+Real tokens are put in front, in their order, where they are plain causal attention. A padded query, which sees the real tokens
+before it and itself, is a rectangle over these, joined with its own key by hand. Padding in a row shares a rectangle.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.attention.kept import once
+from octavo.kernels.attention.pattern import Pattern
+from octavo.kernels.attention.pieces import Attended, Gradients
+
+
+def around_holes(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> Tensor:
+    """q [B, T, H, D], k and v [B, T, G, D] → [B, T, H, D] by a causal pattern with holes and without a window."""
+    out: Tensor = _AroundHoles.apply(q, k, v, pattern, scale)
+    return out
+
+
+class _AroundHoles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> Tensor:
+        order, padded, spans = pattern.real_first
+        order, padded = (x.to(q.device, non_blocking=True) for x in (order, padded))
+        q, k, v = (_taken(x, order) for x in (q, k, v))
+
+        def compute() -> tuple[Tensor, Tensor]:
+            attended = Attended(q, scale=scale)
+            attended.add(k, v, spans)
+            attended.add_own(_own_logits(q, k, padded, scale), _for_queries(v, q))
+            return attended.result()
+
+        out, lse = once(compute)
+        ctx.save_for_backward(q, k, v, out, lse, order, padded)
+        ctx.call = pattern, scale
+        return _put_back(out, order)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("attention in pieces has no second derivative: call backward without create_graph=True.")
+        q, k, v, out, lse, order, padded = ctx.saved_tensors
+        pattern, scale = ctx.call
+        d_out = _taken(d_out, order)
+        grads = Gradients(d_out, q, out, lse, scale=scale)
+        dk, dv = (torch.zeros(x.shape, dtype=grads.dq.dtype, device=x.device) for x in (k, v))
+        grads.add(k, v, pattern.real_first.spans, dk, dv)
+        own = (_own_logits(q, k, padded, scale) - lse).exp().transpose(1, 2)[..., None]  # 0 for real tokens
+        wide, groups = d_out.to(dv.dtype), k.shape[2]
+        slope = own * scale * (wide * (_for_queries(v, q).to(wide.dtype) - out)).sum(-1, keepdim=True)
+        grads.dq += slope * _for_queries(k, q)
+        dk += (slope * q).unflatten(2, (groups, -1)).sum(3)
+        dv += (own * wide).unflatten(2, (groups, -1)).sum(3)
+        dq, dk, dv = (_put_back(grad.to(q.dtype), order) for grad in (grads.dq, dk, dv))
+        return dq, dk, dv, None, None
+
+
+def _taken(x: Tensor, order: Tensor) -> Tensor:
+    """x [B, T, heads, D] in another order of its tokens, int64 [B, T]."""
+    return x.gather(1, order[..., None, None].expand(x.shape))
+
+
+def _put_back(x: Tensor, order: Tensor) -> Tensor:
+    """The inverse of `_taken`."""
+    return torch.empty_like(x).scatter_(1, order[..., None, None].expand(x.shape), x)
+
+
+def _own_logits(q: Tensor, k: Tensor, padded: Tensor, scale: float) -> Tensor:
+    """Of each query with its own key, [B, H, T], float32 or wider; −∞ for real tokens, which spans have."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = (q.to(wide) * _for_queries(k, q)).sum(-1).transpose(1, 2) * scale
+    return logits.masked_fill(~padded[:, None], -torch.inf)
+
+
+def _for_queries(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values [B, T, G, D] for each of H query heads: a view."""
+    return x[:, :, :, None].expand(-1, -1, -1, q.shape[2] // x.shape[2], -1).flatten(2, 3)
