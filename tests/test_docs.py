@@ -223,6 +223,24 @@ def test_figures_of_other_families_are_in_benchmarks():
         assert f"| {own['tokens_per_second']:,.0f} | {' | '.join(beside)} |" in readme
 
 
+def test_figures_with_flash_attention_on_the_readme_are_in_benchmarks():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "")
+
+    def pair(name, workload):
+        ours, theirs = (row for row in rows_of(name) if row["workload"] == workload)
+        return f"{ours['tokens_per_second']:,.0f} | {theirs['tokens_per_second']:,.0f} | {ratio_of(ours, theirs)}"
+
+    for name, workload in (
+        ("one-gpu-flash-attention", "llama-1b"),
+        ("one-gpu-flash-attention", "llama-8b-8layers"),
+        ("one-gpu-flash-llama2-7b-8layers", "llama2-7b-8layers"),
+        ("one-gpu-flash-fp8-head-llama-1b", "llama-1b"),
+        ("one-gpu-flash-fp8-head-llama-8b-8layers", "llama-8b-8layers"),
+        ("one-gpu-flash-fp8-head-neox-20b-layers", "neox-20b-layers"),
+    ):
+        assert f" | {pair(name, workload)} |" in readme
+
+
 def test_figures_of_recomputation_and_offloading_are_in_benchmarks():
     text = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
     for row in rows_of("memory"):
