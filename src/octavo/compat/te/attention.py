@@ -9,7 +9,8 @@ from torch import Tensor
 
 from octavo.compat.te.layers import Kind
 from octavo.compat.te.masks import PLAIN, TYPES, mask_and_type
-from octavo.compat.te.signatures import SIGNATURES, bound
+from octavo.compat.te.parts import separate
+from octavo.compat.te.signatures import SIGNATURES, bound, normal
 from octavo.compat.te.state import Stateful
 from octavo.errors import InputError, unknown
 from octavo.nn import attention as _attention
@@ -51,6 +52,19 @@ class _Masked:
             return None, "causal"
         found, base = mask_and_type(kind, mask, window, shape, x.device)
         return (found if found is not None else mask_and_type(kind, mask, (shape[1], shape[1]), shape, x.device)[0]), base
+
+
+def _apart(values: dict[str, Any]) -> bool:
+    """True if query, key and value are three parameters; takes what `octavo.nn` has no choice of."""
+    if values.pop("fuse_qkv_params"):
+        return False
+    values.pop("qkv_weight_interleaved")  # of the one joint parameter
+    return True
+
+
+def _given(values: dict[str, Any]) -> Any:
+    """The script's own function for initial values, if there is one."""
+    return None if values["init_method"] is normal else values["init_method"]
 
 
 class DotProductAttention(_Masked, _attention.DotProductAttention, metaclass=Kind):
@@ -106,14 +120,15 @@ class MultiheadAttention(_Masked, Stateful, _attention.MultiheadAttention, metac
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = self._take(bound("MultiheadAttention", args, kwargs), "attn_mask_type")
         self.input_layernorm = values.pop("input_layernorm")
-        if not values.pop("fuse_qkv_params"):
-            values.pop("qkv_weight_interleaved")  # of the one joint parameter
+        apart = _apart(values)
         super().__init__(**values)
         if not self.input_layernorm:
             first: Any = self.layernorm_qkv
             make = {name: values[name] for name in ("init_method", "get_rng_state_tracker", "params_dtype", "device")}
             self.qkv = Linear(first.in_features, first.out_features, first.bias is not None, **make)
             del self.layernorm_qkv
+        if apart:
+            separate(self.layernorm_qkv if self.input_layernorm else self.qkv, self.heads, self.groups, _given(values))
 
     def forward(
         self,
@@ -163,9 +178,12 @@ class TransformerLayer(_Masked, Stateful, _block.TransformerLayer, metaclass=Kin
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = self._take(bound("TransformerLayer", args, kwargs), "self_attn_mask_type")
-        if not values.pop("fuse_qkv_params"):
-            values.pop("qkv_weight_interleaved")
+        apart = _apart(values)
         super().__init__(**values)
+        attention: Any = self.self_attention
+        if apart:
+            separate(attention.layernorm_qkv, attention.heads, attention.groups, _given(values))
+        self.layernorm_mlp.gate_rows = self.layernorm_mlp.ffn_hidden_size  # all of them
 
     def forward(
         self,

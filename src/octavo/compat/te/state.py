@@ -1,8 +1,7 @@
 """What the layers keep in a state dict besides parameters: FP8 scales and histories, under Transformer Engine's `_extra_state`.
 
-It also says whose state dict it is. Transformer Engine's has gate and up one below the other where Octavo's has them in blocks
-of rows (`octavo.nn.mlp.interleave`), under the same name and in the same shape, and perhaps query, key and value apart: these
-are converted on loading. The entry is bytes in a uint8 tensor, never unpickled.
+Parameters have Transformer Engine's names and order of rows: gate above up, and query, key and value as one or as three
+parameters, which load either way. The entry is bytes in a uint8 tensor, never unpickled.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from safetensors.torch import load as _load
 from safetensors.torch import save as _save
 from torch import Tensor, nn
 
-from octavo.errors import InputError, warn
+from octavo.compat.te.parts import rejoined
+from octavo.errors import warn
 from octavo.fp8.formats import Format
 from octavo.fp8.recipe import DelayedScaling
 from octavo.fp8.scaling import load_state_records, state_records, states_of
-from octavo.kernels.activation import is_gated
-from octavo.nn.attention import MultiheadAttention, merge_qkv
-from octavo.nn.mlp import LayerNormMLP, interleave
+from octavo.nn.attention import MultiheadAttention
 
 KEY = "_extra_state"
 _MAGIC = b"octavo-fp8:"
@@ -84,36 +82,17 @@ class Stateful(nn.Module):
 
 
 def _before_loading(module: Stateful, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Bring Transformer Engine's state dict of a layer to Octavo's names and order of rows."""
+    """Bring a state dict of Transformer Engine's, or of this layer, to the entries that the layer has."""
     keys = [key for key in state if key.startswith(prefix) and key.rpartition(".")[2] == KEY]
-    ours = is_ours(state.get(f"{prefix}{KEY}"))
-    theirs = bool(keys) and not ours
-    foreign = next((state[key] for key in keys if isinstance(state[key], Tensor) and state[key].numel()), None)
+    if not is_ours(state.get(f"{prefix}{KEY}")):
+        foreign = next((state[key] for key in keys if isinstance(state[key], Tensor) and state[key].numel()), None)
+        state[f"{prefix}{KEY}"] = torch.empty(0, dtype=torch.uint8) if foreign is None else foreign
     for key in keys:
         if key != f"{prefix}{KEY}":
             state.pop(key)
-    if not ours:
-        state[f"{prefix}{KEY}"] = torch.empty(0, dtype=torch.uint8) if foreign is None else foreign
     for name, child in module.named_modules():
-        at = f"{prefix}{name}." if name else prefix
         if isinstance(child, MultiheadAttention):
             for layer in ("layernorm_qkv", "qkv"):
-                _join_qkv(state, f"{at}{layer}.", child.groups)
-        if isinstance(child, LayerNormMLP) and is_gated(child.activation) and f"{at}fc1_weight" in state and not ours:
-            if not theirs:
-                raise InputError(
-                    f"{at}fc1_weight: this state dict has no {KEY} entries, and so does not say whether the rows of gate and "
-                    "up are in Transformer Engine's order or in Octavo's. Keep these entries where the state dict is made; an "
-                    f'empty one, state["{at}{KEY}"] = torch.empty(0, dtype=torch.uint8), stands for Transformer Engine\'s.'
-                )
-            for key in (f"{at}fc1_weight", f"{at}fc1_bias"):
-                if isinstance(state.get(key), Tensor):
-                    state[key] = interleave(*state[key].chunk(2))
-
-
-def _join_qkv(state: dict[str, Any], at: str, groups: int) -> None:
-    for kind in ("weight", "bias"):
-        names = [f"{at}{part}_{kind}" for part in ("query", "key", "value")]
-        if all(isinstance(state.get(name), Tensor) for name in names):
-            q, k, v = (state.pop(name) for name in names)
-            state[f"{at}{kind}"] = merge_qkv(q, k, v, groups)
+                if hasattr(child, layer):
+                    at = f"{prefix}{name}.{layer}." if name else f"{prefix}{layer}."
+                    rejoined(state, at, getattr(child, layer), child.heads, child.groups)
