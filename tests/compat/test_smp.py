@@ -21,9 +21,9 @@ def one_rank():
     octavo.shutdown()
 
 
-def test_layouts_strategies_and_sequences_in_parts_give_the_numbers_of_one_rank():
+def test_layouts_strategies_and_sequences_in_parts_give_the_numbers_of_one_rank(tmp_path):
     wanted = fsdp_ranks.on_one_rank()
-    results = ranks.run(4, fsdp_ranks.layouts)
+    results = ranks.run(4, fsdp_ranks.layouts, str(tmp_path))
     found = results[3]
     for name in ("hybrid", "zero2", "none", "overridden"):
         for kind in ("whole", "parts"):
@@ -53,6 +53,7 @@ def test_checkpoints_wrappers_fine_tuning_and_pytorchs_own_fsdp(tmp_path):
         assert found["local"]
         assert found["full"]
         assert found["all"]
+        assert found["file"]
         assert found["extra"] == ({"total_steps": 7}, 1)
         assert found["rate"] == 1e-2
         assert found["rank 0"]
@@ -61,6 +62,8 @@ def test_checkpoints_wrappers_fine_tuning_and_pytorchs_own_fsdp(tmp_path):
         for name, text in {
             "weights": "hold different weights", "meta": "are on the meta device", "own init": "DelayedParamIniter",
             "sync": "sync_module_states=True", "around": "in which 0 is transformed", "summon": "FULL_STATE_DICT",
+            "strategy": "give ShardingStrategy.FULL_SHARD", "dtype": "float64) is not supported", "parts": "of which this rank",
+            "position": "ignored_modules",
         }.items():  # fmt: skip
             assert text in found[f"refusal {name}"], name
     mean = sum(found["hugging face"][0] for found in results) / 2

@@ -115,6 +115,10 @@ def test_masks_exclude(te):
             found, expected if rows is ... else expected[:, rows], msg=lambda text, n=name: f"{n}: {text}"
         )
     assert core(q, k, v, padding, attn_mask_type="padding").isfinite().all()
+    first = (x.transpose(0, 1) for x in (q, k, v))  # another order in one call
+    found = core(*first, arbitrary, "sbhd", attn_mask_type="arbitrary")
+    torch.testing.assert_close(found.transpose(0, 1), by_hand(q, k, v, arbitrary))
+    torch.testing.assert_close(core(q, k, v, qkv_format="bshd"), by_hand(q, k, v, above))
     with pytest.warns(UserWarning, match="no effect beside 'causal'"):
         torch.testing.assert_close(core(q, k, v, arbitrary), by_hand(q, k, v, above))
     with pytest.raises(InputError, match="bool tensor, True where nothing is"):
@@ -295,6 +299,8 @@ def test_what_is_not_here_is_refused_by_name(te):
     with pytest.raises(InputError, match="tp_size=2"):
         te.Linear(8, 8, tp_size=2)
     assert te.Linear(8, 8, sequence_parallel=True, parallel_mode="column").weight.shape == (8, 8)  # one rank
+    with pytest.raises(InputError, match="attn_input_format='thd'"):
+        te.TransformerLayer(32, 64, 4, attn_input_format="thd")
     with pytest.raises(TypeError, match="out_features"):
         te.Linear(8)
     with pytest.raises(InputError, match="interleaved"):

@@ -17,7 +17,7 @@ from octavo.nn import attention as _attention
 from octavo.nn import block as _block
 from octavo.nn.linear import Linear, compute_dtype
 from octavo.nn.rotary import Rotation, rotate
-from octavo.nn.te_arguments import check, cos_and_sin
+from octavo.nn.te_arguments import check, check_format, cos_and_sin
 
 
 class _Masked:
@@ -90,6 +90,7 @@ class DotProductAttention(_Masked, _attention.DotProductAttention, metaclass=Kin
         key_layer: Tensor,
         value_layer: Tensor,
         attention_mask: Any = None,
+        qkv_format: str | None = None,
         *,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
@@ -98,8 +99,13 @@ class DotProductAttention(_Masked, _attention.DotProductAttention, metaclass=Kin
     ) -> Tensor:
         """query [T, B, H, D], key and value [T, B, G, D], or with "bshd" B first → [T, B, H·D].
 
-        attention_mask: bool, True where nothing is attended to; for mask types with "padding" and "arbitrary".
+        attention_mask: bool, True where nothing is attended to; for mask types with "padding" and "arbitrary". qkv_format: of
+        this call.
         """
+        if qkv_format is not None and check_format("qkv_format", qkv_format) != self.sequence_first:
+            q, k, v = (x.transpose(0, 1) for x in (query_layer, key_layer, value_layer))
+            options = {"attn_mask_type": attn_mask_type, "window_size": window_size, **te_arguments}
+            return self.forward(q, k, v, attention_mask, **options).transpose(0, 1)
         dim = 0 if self.sequence_first else 1
         others = query_layer.shape[dim] != key_layer.shape[dim]
         if others and ((attn_mask_type or self.mask_type) != "no_mask" or window_size or self.window_size):
