@@ -1,6 +1,7 @@
 """SMP's names: configuration, state, and transformed models in FSDP over real ranks, beside one rank and Hugging Face."""
 
 import json
+import pickle
 
 import fsdp_ranks
 import pytest
@@ -224,8 +225,18 @@ def test_attention_modules_are_softmax_by_hand(tsm):
         FlashSelfAttention(use_alibi=True)
     from torch.sagemaker.nn.huggingface.llama_flashattn import LlamaFlashAttention
 
-    attention = LlamaFlashAttention(LlamaConfig(**fsdp_ranks.TINY))
-    assert attention.q_proj.weight.shape == (32, 32)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**fsdp_ranks.TINY)).eval()
+    ids, weights = torch.randint(1, 64, (2, 8)), model.state_dict()
+    expected = model(ids).logits
+    written = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    for layers in (model.model.layers[1:], model.model.layers):  # with the cache that a config has by default
+        for layer in layers:
+            layer.self_attn = LlamaFlashAttention(model.config)
+        model.load_state_dict(weights)
+        torch.testing.assert_close(model(ids).logits, expected)
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0), written)
+    twin = pickle.loads(pickle.dumps(model))  # noqa: S301
+    assert torch.equal(twin(ids).logits, model(ids).logits)
 
 
 def test_checkpoint_folders_are_limited(tsm, tmp_path):

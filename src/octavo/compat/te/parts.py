@@ -25,7 +25,7 @@ class _State(ModuleState):
     def weight(self) -> Tensor | None:
         """The first part."""
         module = self._module()
-        return None if module is None else module._parameters["query_weight"]
+        return None if module is None else getattr(module, "query_weight", None)
 
 
 class Parts(nn.Module):
@@ -37,8 +37,8 @@ class Parts(nn.Module):
     """Weight and bias during a forward."""
 
     def parts(self, kind: str) -> list[Any]:
-        """The three parameters of a kind, "weight" or "bias"; of absent biases None."""
-        return [self._parameters.get(f"{part}_{kind}") for part in PARTS]
+        """The three parameters of a kind, "weight" or "bias"; of absent biases None. FSDP1 puts tensors in their place."""
+        return [getattr(self, f"{part}_{kind}") for part in PARTS]
 
     def _join(self, kind: str) -> Tensor | None:
         query, key, value = self.parts(kind)
