@@ -301,6 +301,17 @@ def test_what_is_not_here_is_refused_by_name(te):
     assert te.Linear(8, 8, sequence_parallel=True, parallel_mode="column").weight.shape == (8, 8)  # one rank
     with pytest.raises(InputError, match="attn_input_format='thd'"):
         te.TransformerLayer(32, 64, 4, attn_input_format="thd")
+    for window in (5, (1, 2, 3), (-2, 0), ("1", 0)):
+        with pytest.raises(InputError, match=r"window_size=.* give \(left, right\)"):
+            te.DotProductAttention(4, 8, window_size=window)
+    with pytest.raises(InputError, match=r"preserve_high_precision"), te.fp8_model_init(True, None, True):
+        pass
+    with te.fp8_model_init(False, preserve_high_precision_init_val=True):
+        layer = te.Linear(8, 8)
+    layer.set_tensor_parallel_group(None)
+    with pytest.raises(AttributeError, match=r"Linear.fp8_meta is not in .* octavo.fp8.inspect"):
+        layer.fp8_meta  # noqa: B018
+    assert not hasattr(layer, "primary_weights_in_fp8")
     with pytest.raises(TypeError, match="out_features"):
         te.Linear(8)
     with pytest.raises(InputError, match="interleaved"):

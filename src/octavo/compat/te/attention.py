@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.compat.te.layers import Kind
-from octavo.compat.te.masks import PLAIN, TYPES, mask_and_type
+from octavo.compat.te.masks import PLAIN, TYPES, mask_and_type, window_pair
 from octavo.compat.te.parts import separate
 from octavo.compat.te.signatures import SIGNATURES, bound, normal
 from octavo.compat.te.state import Stateful
@@ -35,7 +35,7 @@ class _Masked:
         values.pop("bottom_right_diagonal")  # queries and keys are the same tokens
         if kind not in TYPES:
             raise unknown(name, str(kind), TYPES)
-        window = None if window is None or tuple(window) in ((-1, -1), (-1, 0)) else (int(window[0]), int(window[1]))
+        window = window_pair(window)
         causal = "causal" in kind
         native = (window[0], 0) if window is not None and causal else None
         vars(self).update(mask_type=kind, window_size=window, native_window=native)
@@ -45,7 +45,7 @@ class _Masked:
         """The mask for the layer of `octavo.nn`, and its type. x: [T, B, …] if the sequence is `first`, or [B, T, …]."""
         shape = (x.shape[1], x.shape[0]) if first else (x.shape[0], x.shape[1])
         kind = kind or self.mask_type
-        window = tuple(window) if window is not None else self.window_size
+        window = window_pair(window) if window is not None else self.window_size
         if self.native_window is None or kind not in PLAIN:
             return mask_and_type(kind, mask, window, shape, x.device)
         if "causal" in kind and window is not None and window[0] == self.native_window[0]:

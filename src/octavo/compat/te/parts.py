@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.fp8.scaling import ModuleState
+from octavo.nn import linear as _linear
 from octavo.nn.attention import merge_qkv, split_qkv
-from octavo.nn.linear import LayerNormLinear, Linear, init_linear_
+from octavo.nn.linear import init_linear_
 from octavo.nn.te_arguments import Init
 
 PARTS = ("query", "key", "value")
@@ -65,18 +66,18 @@ class Parts(nn.Module):
                 init_linear_(weight, bias, self.init_method)
 
 
-class PartsLinear(Parts, Linear):
+class Linear(Parts, _linear.Linear):
     """`octavo.nn.Linear` of three parameters."""
 
 
-class PartsLayerNormLinear(Parts, LayerNormLinear):
+class LayerNormLinear(Parts, _linear.LayerNormLinear):
     """`octavo.nn.LayerNormLinear` of three parameters."""
 
 
 def separate(layer: Any, heads: int, groups: int, init_method: Init | None = None) -> None:
     """Make a layer of a joint product one of three parameters, where it stands; `init_method` fills each of them anew."""
     own = {kind: layer._parameters.pop(kind, None) for kind in ("weight", "bias")}
-    layer.__class__ = PartsLayerNormLinear if isinstance(layer, LayerNormLinear) else PartsLinear
+    layer.__class__ = LayerNormLinear if isinstance(layer, _linear.LayerNormLinear) else Linear
     layer.groups, layer.joined = groups, None
     for kind, parameter in own.items():
         parts = [None] * 3 if parameter is None else split_qkv(parameter.detach(), heads, groups)

@@ -11,12 +11,14 @@ import json
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load as _load
 from safetensors.torch import save as _save
 from torch import Tensor, nn
 
+from octavo.compat.missing import MissingName, way_of
 from octavo.compat.te.parts import rejoined
-from octavo.errors import warn
+from octavo.errors import InputError, warn
 from octavo.fp8.formats import Format
 from octavo.fp8.recipe import DelayedScaling
 from octavo.fp8.scaling import load_state_records, state_records, states_of
@@ -58,8 +60,35 @@ def decode(module: nn.Module, state: Tensor) -> None:
     load_state_records(module, _load(data[4 + size :]), recipe)
 
 
+WAYS = {
+    **dict.fromkeys(("fp8_meta", "quantizers", "fp8_initialized"), "octavo.fp8.inspect(layer) shows scales and histories."),
+    **dict.fromkeys(("fp8", "fp8_calibration"), "Whether FP8 is on is known inside of fp8_autocast alone."),
+    "primary_weights_in_fp8": "Parameters keep their own dtype.",
+    **dict.fromkeys(("backward_dw", "need_backward_dw"), "Gradients of weights are made in backward."),
+    "get_weight_workspace": "FP8 weights live in a forward, or with is_first_microbatch in those of a step.",
+}
+"""Attribute of Transformer Engine's layers that is not here → the way."""
+
+
 class Stateful(nn.Module):
     """Base of the layers that have FP8 state."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in WAYS:
+            raise MissingName(way_of(f"{type(self).__name__}.{name}", WAYS))
+        return super().__getattr__(name)
+
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        """Nothing, for a group of one rank.
+
+        Raises:
+            InputError: it has several.
+        """
+        if tp_group is not None and dist.get_world_size(tp_group) > 1:
+            raise InputError(
+                f"set_tensor_parallel_group with a group of {dist.get_world_size(tp_group)} ranks: there is no tensor "
+                "parallelism here. Leave it out, and shard the model over these ranks."
+            )
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
