@@ -239,6 +239,29 @@ def test_attention_modules_are_softmax_by_hand(tsm):
     assert torch.equal(twin(ids).logits, model(ids).logits)
 
 
+def test_values_of_every_kind_are_read_back_and_other_state_dicts_refused(tsm, tmp_path):
+    from torch.sagemaker.distributed.checkpoint.async_utils import AsyncCallsQueue
+    from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
+    from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save
+
+    queue = AsyncCallsQueue()
+    saved = {"a": torch.randn(3), "n": 5, "betas": (0.9, 0.95), "l": [1, {"k": ("v", 2)}, (3,)], "none": None}
+    async_save(saved, checkpoint_id=tmp_path / "step", queue=queue)
+    assert queue.maybe_finalize_async_calls(blocking=True, skip_sync=True) == [0]
+    found = {"a": torch.zeros(3), "n": 0, "betas": (0.0, 0.0), "l": [0, {"k": ("", 0)}, (0,)], "none": 1}
+    tensor = found["a"]
+    load(found, checkpoint_id=tmp_path / "step")
+    assert found["a"] is tensor
+    assert torch.equal(found.pop("a"), saved.pop("a"))
+    assert found == saved
+    for other, words in (
+        ({"b": torch.ones(2)}, "does not fit this state dict: Missing key .* b. Load"),
+        ({"a": torch.ones(4)}, r"does not fit this state dict: Size mismatch .*\[3\]"),
+    ):
+        with pytest.raises(InputError, match=words):
+            load(other, checkpoint_id=tmp_path / "step")
+
+
 def test_checkpoint_folders_are_limited(tsm, tmp_path):
     from torch.sagemaker.checkpoint.utils import SORT_BY_LAST_INT, limit_num_subdirs
 
