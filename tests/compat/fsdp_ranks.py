@@ -86,8 +86,9 @@ def on_one_rank():
     return rows
 
 
-def layouts():
+def layouts(folder):
     """Losses and groups under degrees and strategies, over four ranks that take two samples each step and sequence."""
+    from torch.distributed import checkpoint
     from torch.distributed.fsdp import ShardingStrategy
 
     tsm = names()
@@ -112,6 +113,13 @@ def layouts():
             rows, _ = steps(model, samples, part=cut)
             found[name, kind] = rows
         ranker = tsm.state.ranker
+        if name == "hybrid":  # as scripts of PyTorch 2.0 to 2.5: the coordinator's rank among all ranks
+            members = dist.get_process_group_ranks(model.process_group)
+            state = {"rank": rank, "row": model.module.layers[0].self_attention.proj.weight.detach()}
+            path = Path(folder) / str(members[0])
+            how = {"process_group": model.process_group, "coordinator_rank": min(members)}
+            checkpoint.save_state_dict(state, checkpoint.FileSystemWriter(path), **how)
+            checkpoint.load_state_dict(state, checkpoint.FileSystemReader(path), **how)
         found[name] = {
             "group": dist.get_process_group_ranks(model.process_group),
             "strategy": model.sharding_strategy.name,
@@ -136,7 +144,7 @@ def checkpoints(folder):
         offload_wrapper,
     )
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp import ShardingStrategy, StateDictType
+    from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 
     tsm = names()
     tsm.init({"hybrid_shard_degree": 2})
@@ -214,12 +222,19 @@ def checkpoints(folder):
         init_optim_state(fresh, skip_empty_param=True)
         state["optimizer"] = fresh.state_dict()
     load(state, checkpoint_id=path, process_group=own)
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):  # a file of each rank
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{path}.pt")
+    fifth = sharded(tsm)
+    filed = torch.optim.AdamW(fifth.parameters(), lr=5.0)
+    state = torch.load(f"{path}.pt")
+    fifth.load_state_dict(state["model"])
+    filed.load_state_dict(state["optimizer"])
     third = sharded(tsm)
     third.load_state_dict(full)
     again = torch.optim.AdamW(third.parameters(), lr=5.0)
     again.load_state_dict(FSDP.optim_state_dict_to_load(third, again, states))
     found["rate"] = again.param_groups[0]["lr"]
-    for name, one, opt in (("local", other, fresh), ("full", third, again), ("all", fourth, last)):
+    for name, one, opt in (("local", other, fresh), ("full", third, again), ("all", fourth, last), ("file", fifth, filed)):
         same = all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(model.parameters(), one.parameters(), strict=True))
         moments = [
             torch.equal(optimizer.state[a]["exp_avg_sq"].to_local(), opt.state[b]["exp_avg_sq"].to_local())
@@ -260,6 +275,10 @@ def checkpoints(folder):
         ("sync", lambda: FSDP(tsm.transform(AutoModelForCausalLM.from_config(LlamaConfig(**TINY)), None, None, None, True))),
         ("around", lambda: FSDP(nn.Sequential(tsm.transform(empty())))),
         ("summon", lambda: FSDP.summon_full_params(model)),
+        ("strategy", lambda: FSDP(tsm.transform(empty()), sharding_strategy="FULL_SHARD")),
+        ("dtype", lambda: FSDP(tsm.transform(empty()), mixed_precision=MixedPrecision(torch.float64))),
+        ("parts", lambda: model.load_state_dict({name: value[:1] for name, value in full.items()})),
+        ("position", lambda: FSDP(tsm.transform(empty()), None, None, None, None, None, None, [nn.Linear(1, 1)])),
     ):
         try:
             torch.manual_seed(rank)

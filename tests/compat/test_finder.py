@@ -35,6 +35,10 @@ def test_every_name_of_the_tables_is_there_with_a_real_spec(shim):
         assert importlib.util.find_spec(f"{shim.root}.nothing") is None
         with pytest.raises(ModuleNotFoundError, match=f"{shim.root}.nothing is not in Octavo's"):
             importlib.import_module(f"{shim.root}.nothing")
+        for name in shim.absent:
+            assert importlib.util.find_spec(name) is None
+            with pytest.raises(ModuleNotFoundError, match=rf"{name} is not in Octavo's .* use "):
+                importlib.import_module(f"{name}.inside")
     finally:
         finder.uninstall(shim)
     assert importlib.util.find_spec(shim.root) is None

@@ -1,6 +1,7 @@
 """SMP's names: configuration, state, and transformed models in FSDP over real ranks, beside one rank and Hugging Face."""
 
 import json
+import pickle
 
 import fsdp_ranks
 import pytest
@@ -21,9 +22,9 @@ def one_rank():
     octavo.shutdown()
 
 
-def test_layouts_strategies_and_sequences_in_parts_give_the_numbers_of_one_rank():
+def test_layouts_strategies_and_sequences_in_parts_give_the_numbers_of_one_rank(tmp_path):
     wanted = fsdp_ranks.on_one_rank()
-    results = ranks.run(4, fsdp_ranks.layouts)
+    results = ranks.run(4, fsdp_ranks.layouts, str(tmp_path))
     found = results[3]
     for name in ("hybrid", "zero2", "none", "overridden"):
         for kind in ("whole", "parts"):
@@ -53,6 +54,7 @@ def test_checkpoints_wrappers_fine_tuning_and_pytorchs_own_fsdp(tmp_path):
         assert found["local"]
         assert found["full"]
         assert found["all"]
+        assert found["file"]
         assert found["extra"] == ({"total_steps": 7}, 1)
         assert found["rate"] == 1e-2
         assert found["rank 0"]
@@ -61,6 +63,8 @@ def test_checkpoints_wrappers_fine_tuning_and_pytorchs_own_fsdp(tmp_path):
         for name, text in {
             "weights": "hold different weights", "meta": "are on the meta device", "own init": "DelayedParamIniter",
             "sync": "sync_module_states=True", "around": "in which 0 is transformed", "summon": "FULL_STATE_DICT",
+            "strategy": "give ShardingStrategy.FULL_SHARD", "dtype": "float64) is not supported", "parts": "of which this rank",
+            "position": "ignored_modules",
         }.items():  # fmt: skip
             assert text in found[f"refusal {name}"], name
     mean = sum(found["hugging face"][0] for found in results) / 2
@@ -221,8 +225,41 @@ def test_attention_modules_are_softmax_by_hand(tsm):
         FlashSelfAttention(use_alibi=True)
     from torch.sagemaker.nn.huggingface.llama_flashattn import LlamaFlashAttention
 
-    attention = LlamaFlashAttention(LlamaConfig(**fsdp_ranks.TINY))
-    assert attention.q_proj.weight.shape == (32, 32)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**fsdp_ranks.TINY)).eval()
+    ids, weights = torch.randint(1, 64, (2, 8)), model.state_dict()
+    expected = model(ids).logits
+    written = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    for layers in (model.model.layers[1:], model.model.layers):  # with the cache that a config has by default
+        for layer in layers:
+            layer.self_attn = LlamaFlashAttention(model.config)
+        model.load_state_dict(weights)
+        torch.testing.assert_close(model(ids).logits, expected)
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0), written)
+    twin = pickle.loads(pickle.dumps(model))  # noqa: S301
+    assert torch.equal(twin(ids).logits, model(ids).logits)
+
+
+def test_values_of_every_kind_are_read_back_and_other_state_dicts_refused(tsm, tmp_path):
+    from torch.sagemaker.distributed.checkpoint.async_utils import AsyncCallsQueue
+    from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
+    from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save
+
+    queue = AsyncCallsQueue()
+    saved = {"a": torch.randn(3), "n": 5, "betas": (0.9, 0.95), "l": [1, {"k": ("v", 2)}, (3,)], "none": None}
+    async_save(saved, checkpoint_id=tmp_path / "step", queue=queue)
+    assert queue.maybe_finalize_async_calls(blocking=True, skip_sync=True) == [0]
+    found = {"a": torch.zeros(3), "n": 0, "betas": (0.0, 0.0), "l": [0, {"k": ("", 0)}, (0,)], "none": 1}
+    tensor = found["a"]
+    load(found, checkpoint_id=tmp_path / "step")
+    assert found["a"] is tensor
+    assert torch.equal(found.pop("a"), saved.pop("a"))
+    assert found == saved
+    for other, words in (
+        ({"b": torch.ones(2)}, "does not fit this state dict: Missing key .* b. Load"),
+        ({"a": torch.ones(4)}, r"does not fit this state dict: Size mismatch .*\[3\]"),
+    ):
+        with pytest.raises(InputError, match=words):
+            load(other, checkpoint_id=tmp_path / "step")
 
 
 def test_checkpoint_folders_are_limited(tsm, tmp_path):

@@ -1,5 +1,6 @@
 """Transformer Engine's names: layers beside octavo.nn's with masks made by hand, recipes, contexts, state dicts."""
 
+import copy
 import inspect
 import pickle
 
@@ -8,17 +9,25 @@ import torch
 from test_te_arguments import CALLS, CONSTRUCTORS
 
 import octavo.nn
+from octavo.compat.te import state
 from octavo.errors import InputError
 from octavo.fp8.recipe import coerce
-from octavo.nn.attention import split_qkv
-from octavo.nn.mlp import deinterleave
+from octavo.nn.attention import merge_qkv
+from octavo.nn.mlp import interleave
 
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
 def twin(layer, own):
     """The layer of octavo.nn with the same parameters."""
-    own.load_state_dict({name: tensor for name, tensor in layer.state_dict().items() if not name.endswith("_extra_state")})
+    state = {name: tensor for name, tensor in layer.state_dict().items() if not name.endswith("_extra_state")}
+    attention = getattr(own, "self_attention", None)
+    for kind in ("weight", "bias") if attention else ():
+        names = [f"self_attention.layernorm_qkv.{part}_{kind}" for part in ("query", "key", "value")]
+        state[f"self_attention.layernorm_qkv.{kind}"] = merge_qkv(*map(state.pop, names), attention.groups)
+        fc1 = state[f"layernorm_mlp.fc1_{kind}"]
+        state[f"layernorm_mlp.fc1_{kind}"] = interleave(*fc1.chunk(2))
+    own.load_state_dict(state)
     return own
 
 
@@ -106,6 +115,10 @@ def test_masks_exclude(te):
             found, expected if rows is ... else expected[:, rows], msg=lambda text, n=name: f"{n}: {text}"
         )
     assert core(q, k, v, padding, attn_mask_type="padding").isfinite().all()
+    first = (x.transpose(0, 1) for x in (q, k, v))  # another order in one call
+    found = core(*first, arbitrary, "sbhd", attn_mask_type="arbitrary")
+    torch.testing.assert_close(found.transpose(0, 1), by_hand(q, k, v, arbitrary))
+    torch.testing.assert_close(core(q, k, v, qkv_format="bshd"), by_hand(q, k, v, above))
     with pytest.warns(UserWarning, match="no effect beside 'causal'"):
         torch.testing.assert_close(core(q, k, v, arbitrary), by_hand(q, k, v, above))
     with pytest.raises(InputError, match="bool tensor, True where nothing is"):
@@ -193,24 +206,70 @@ def test_a_state_dict_keeps_the_fp8_state(te):
     assert torch.equal(step(first), step(second))
 
 
-def test_transformer_engines_own_state_dicts_load(te, capsys):
-    layer = te.TransformerLayer(32, 64, 4, 2, activation="swiglu", **QUIET)
-    state = layer.state_dict()
-    theirs = {name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
-    for kind in ("weight", "bias"):  # three parameters, and gate above up
-        parts = split_qkv(theirs.pop(f"self_attention.layernorm_qkv.{kind}"), 4, 2)
-        names = ("query", "key", "value")
-        theirs |= {f"self_attention.layernorm_qkv.{n}_{kind}": part for n, part in zip(names, parts, strict=True)}
-        theirs[f"layernorm_mlp.fc1_{kind}"] = torch.cat(deinterleave(theirs[f"layernorm_mlp.fc1_{kind}"]))
+@pytest.mark.parametrize("fused", [False, True], ids=["three", "one"])
+def test_transformer_engines_own_state_dicts_load(te, capsys, fused):
+    torch.manual_seed(0)
+    kinds = {"activation": "swiglu", **QUIET}
+    layers = [te.TransformerLayer(32, 64, 4, 2, fuse_qkv_params=one, **kinds) for one in (fused, not fused, fused)]
+    theirs = layers[0].state_dict()
     for name in ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp"):
         theirs[f"{name}._extra_state"] = torch.randint(0, 255, (64,), dtype=torch.uint8)
-    other = te.TransformerLayer(32, 64, 4, 2, activation="swiglu", **QUIET)
-    other.load_state_dict(theirs)
-    for (name, one), two in zip(layer.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, two), name
-    assert "pickled and not read" in capsys.readouterr().err
-    with pytest.raises(InputError, match="in Transformer Engine's order or in Octavo's"):
-        other.load_state_dict({name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")})
+    theirs.pop("_extra_state")
+    x = torch.randn(6, 2, 32)
+    state._said.clear()
+    for layer in layers[1:]:
+        layer.load_state_dict(dict(theirs))
+        torch.testing.assert_close(layer(x), layers[0](x))
+    assert capsys.readouterr().err.count("pickled and not read") == 1
+    plain = {name: tensor for name, tensor in layers[0].state_dict().items() if not name.endswith("_extra_state")}
+    other = te.TransformerLayer(32, 64, 4, 2, fuse_qkv_params=fused, **kinds)
+    other.load_state_dict(plain)  # of a script that keeps parameters alone
+    assert torch.equal(other(x), layers[0](x))
+
+
+def test_parameters_filled_by_name_as_in_transformer_engines_tutorial_give_hugging_faces_layer(te):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+    config._attn_implementation = "sdpa"
+    theirs = LlamaDecoderLayer(config, 0)
+    ours = te.TransformerLayer(
+        32, 48, 4, 2, layernorm_epsilon=config.rms_norm_eps, bias=False, normalization="RMSNorm", activation="swiglu",
+        attn_input_format="bshd", init_method=torch.nn.init.xavier_uniform_, **QUIET,
+    )  # fmt: skip
+    assert ours.self_attention.layernorm_qkv.key_weight.abs().max() <= (6 / (16 + 32)) ** 0.5  # of each by itself
+    attention, mlp = theirs.self_attn, theirs.mlp
+    names = {
+        "self_attention.layernorm_qkv.layer_norm_weight": theirs.input_layernorm.weight,
+        "self_attention.layernorm_qkv.query_weight": attention.q_proj.weight,
+        "self_attention.layernorm_qkv.key_weight": attention.k_proj.weight,
+        "self_attention.layernorm_qkv.value_weight": attention.v_proj.weight,
+        "self_attention.proj.weight": attention.o_proj.weight,
+        "layernorm_mlp.layer_norm_weight": theirs.post_attention_layernorm.weight,
+        "layernorm_mlp.fc2_weight": mlp.down_proj.weight,
+    }
+    state = ours.state_dict()
+    for name, parameter in names.items():
+        state[name].data[:] = parameter.data
+    state["layernorm_mlp.fc1_weight"].data[:48] = mlp.gate_proj.weight.data
+    state["layernorm_mlp.fc1_weight"].data[48:] = mlp.up_proj.weight.data
+    x, dy = torch.randn(2, 6, 32), torch.randn(2, 6, 32)
+    angles = te.RotaryPositionEmbedding(8)(6)
+    rotary = angles[None, :, 0, 0].cos(), angles[None, :, 0, 0].sin()
+    expected = theirs(x, position_embeddings=rotary)
+    for layer in (ours, copy.deepcopy(ours)):
+        found = layer(x, rotary_pos_emb=angles)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        found.backward(dy)
+        theirs.zero_grad()
+        theirs(x, position_embeddings=rotary).backward(dy)
+        parameters = dict(layer.named_parameters())
+        assert parameters.keys() == {*names, "layernorm_mlp.fc1_weight"}
+        for name, parameter in names.items():
+            torch.testing.assert_close(parameters[name].grad, parameter.grad, rtol=1e-3, atol=1e-4)
+        gate_up = torch.cat((mlp.gate_proj.weight.grad, mlp.up_proj.weight.grad))
+        torch.testing.assert_close(parameters["layernorm_mlp.fc1_weight"].grad, gate_up, rtol=1e-3, atol=1e-4)
 
 
 def test_checkpoint_repeats_its_forward(te):
@@ -240,6 +299,19 @@ def test_what_is_not_here_is_refused_by_name(te):
     with pytest.raises(InputError, match="tp_size=2"):
         te.Linear(8, 8, tp_size=2)
     assert te.Linear(8, 8, sequence_parallel=True, parallel_mode="column").weight.shape == (8, 8)  # one rank
+    with pytest.raises(InputError, match="attn_input_format='thd'"):
+        te.TransformerLayer(32, 64, 4, attn_input_format="thd")
+    for window in (5, (1, 2, 3), (-2, 0), ("1", 0)):
+        with pytest.raises(InputError, match=r"window_size=.* give \(left, right\)"):
+            te.DotProductAttention(4, 8, window_size=window)
+    with pytest.raises(InputError, match=r"preserve_high_precision"), te.fp8_model_init(True, None, True):
+        pass
+    with te.fp8_model_init(False, preserve_high_precision_init_val=True):
+        layer = te.Linear(8, 8)
+    layer.set_tensor_parallel_group(None)
+    with pytest.raises(AttributeError, match=r"Linear.fp8_meta is not in .* octavo.fp8.inspect"):
+        layer.fp8_meta  # noqa: B018
+    assert not hasattr(layer, "primary_weights_in_fp8")
     with pytest.raises(TypeError, match="out_features"):
         te.Linear(8)
     with pytest.raises(InputError, match="interleaved"):

@@ -7,6 +7,7 @@ import copy
 import enum
 import functools
 import itertools
+import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -274,10 +275,11 @@ def test_recomputation_of_micro_batches_uses_the_kept_weight(by, way, order):
     assert all(itertools.starmap(same_bits, zip(found[1][0], found[0][0], strict=True)))
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["deep", "pickled"])  # noqa: S301
 @pytest.mark.parametrize("kind", [0, 1, 2], ids=["Linear", "LayerNormLinear", "LayerNormMLP"])
-def test_a_copy_has_the_same_scales_and_moves_on_by_itself(kind):
+def test_a_copy_has_the_same_scales_and_moves_on_by_itself(kind, copied):
     layer = warmed(layers()[kind], delayed())
-    twin = copy.deepcopy(layer)
+    twin = copied(layer)
     before = snapshot(layer)
     assert snapshot(twin) == before
     (x, g), (other_x, other_g), _ = batches()

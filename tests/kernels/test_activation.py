@@ -23,9 +23,9 @@ CURVES = {
     "geglu": functional.gelu,
     "geglu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
-SHAPES = [(70, 48, 16), (129, 112, 16), (1, 16, 16), (70, 200, 8), (65, 20, 4), (3, 7, 1)]
-"""Rows, activation columns, block."""
-SMALL = [(70, 48, 16), (65, 20, 4), (3, 7, 1)]
+SHAPES = [(70, 48, 16), (129, 112, 16), (1, 16, 16), (70, 200, 8), (65, 20, 4), (3, 7, 1), (33, 48, 48), (5, 20, 20)]
+"""Rows, activation columns, block; with all columns in one, gates stand before ups."""
+SMALL = [(70, 48, 16), (65, 20, 4), (3, 7, 1), (33, 48, 48)]
 EXTREMES = [0.0, -0.0, 1e4, -1e4, 1e-30, 12.0, -12.0, 90.0, -90.0, 1e13, -1e13, 1e20, -1e20, torch.inf, -torch.inf, torch.nan]
 
 
@@ -189,7 +189,7 @@ def test_any_tiles(exact_casts, name, tiles):
 
 @interpreted
 @pytest.mark.parametrize("name", reference.ACTIVATIONS)
-@pytest.mark.parametrize(("rows", "columns", "block"), [(68, 48, 16), (4, 20, 4), (132, 7, 1)])
+@pytest.mark.parametrize(("rows", "columns", "block"), [(68, 48, 16), (4, 20, 4), (132, 7, 1), (8, 48, 48)])
 def test_packed_rows_equal_single_ones(exact_casts, name, rows, columns, block):
     dy, x = case(name, rows, columns, torch.bfloat16)
     put_unusual(name, x, block)

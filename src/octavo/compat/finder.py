@@ -36,6 +36,7 @@ class Shim:
         library: its name in messages.
         modules: every old module → the names in it.
         ways: missing name → the way to the same end; dotted names count for all below.
+        absent: other packages of the library, none of which is here; their ways are in `ways`.
         begin: a module whose `apply` runs when the root is imported, and returns the function that undoes it.
         before: modules that the root imports, so that they are its attributes.
     """
@@ -44,6 +45,7 @@ class Shim:
     library: str
     modules: Mapping[str, Names]
     ways: Mapping[str, str]
+    absent: Sequence[str] = ()
     begin: str | None = None
     before: Sequence[str] = ()
 
@@ -81,13 +83,16 @@ class Finder(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The spec of an old module; MissingModule for another name below the root that is imported."""
-        if fullname != self.shim.root and not fullname.startswith(f"{self.shim.root}."):
+        absent = fullname in self.shim.absent
+        if not absent and fullname != self.shim.root and not fullname.startswith(f"{self.shim.root}."):
             return None
         if fullname in self.shim.modules:
             return self._spec(fullname)
         # `importlib.util.find_spec` asks whether a module is there, and None is the answer; all else is an import.
-        if sys._getframe(2).f_code.co_name == "find_spec":
+        if sys._getframe(2).f_code.co_name == "find_spec" or (absent and PathFinder.find_spec(fullname) is not None):
             return None
+        if absent:
+            raise MissingModule(way_of(fullname, self.shim.ways), fullname)
         known = [name.rpartition(".")[2] for name in self.shim.modules] + self._names(fullname.rpartition(".")[0])
         # The name of the root: `from module import name` goes on to its own message if it is the missing name.
         raise MissingModule(way_of(fullname, self.shim.ways, known), self.shim.root)

@@ -185,6 +185,10 @@ class BufferSet:
         """Amaxes of forwards in evaluation mode, which count if a backward follows."""
         _sets[next(_numbers)] = self
 
+    def __reduce__(self) -> Any:
+        """Pickled, a set without slots: each `ModuleState` brings its own. That of all layers is the other process's."""
+        return (_default, ()) if self is default else (BufferSet, ())
+
     def buffer(self, operand: Operand, device: torch.device, policy: History) -> ScaleBuffer:
         """The buffer of an operand's slots, made on first use."""
         buffers = self.backward if operand is Operand.GRAD_OUTPUT else self.forward
@@ -295,6 +299,10 @@ class _State:
 _state = _State()
 default = BufferSet()
 """Of layers outside of `transform`."""
+
+
+def _default() -> BufferSet:
+    return default
 
 
 def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:

@@ -5,7 +5,6 @@ Training alone changes it: an evaluation, under whatever recipe, reads the scale
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import weakref
@@ -135,8 +134,29 @@ class ModuleState:
                 slot.scale.copy_(scale_from_amax(largest, slot.fp8_max / 2.0**slot.buffer.policy.margin, False))
             slot.begun = torch.is_grad_enabled()  # an evaluation leaves the choice to training
 
+    def __getstate__(self) -> dict[str, Any]:
+        passing = ("_module", "slots", "indices", "observed", "weight_cache", "gathered", "context_group")
+        kept = {name: value for name, value in vars(self).items() if name not in passing}
+        values = {
+            operand: (slot.buffer.policy, slot.fp8_max, slot.scale.clone(), slot.history.clone())
+            for operand, slot in self.slots.items()
+        }
+        return kept | {"module": self._module(), "values": values}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        values, module = state.pop("values"), state.pop("module")
+        vars(self).update(state, slots={}, indices={}, observed={}, weight_cache=None, gathered=None, context_group=None)
+        self._module = weakref.ref(module)
+        for operand, (policy, fp8_max, scale, history) in values.items():
+            self.indices[operand] = self.buffers.new_index(self, operand, self.experts or 1)
+            buffer = self.buffers.buffer(operand, scale.device, policy)
+            self.slots[operand] = buffer.allocate(fp8_max, self.indices[operand], self.experts)
+            fill(self.slots[operand], scale, history)
+        self._register()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
-        twin = copy.copy(self)
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
         twin.slots, twin.indices, twin.observed = {}, {}, {}
         twin.weight_cache = twin.gathered = None
         module = self._module()

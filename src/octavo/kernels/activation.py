@@ -340,6 +340,7 @@ def launch(name: str, x: Tensor, block: int, quantizer: Quantizer, *, tiles: Til
     x = adjacent_columns(x)
     rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
     out = allocate(quantizer, rows, columns, x.device)
+    block = 0 if block == columns else block
     if x.numel() == 0:
         return without_elements(quantizer, out)
     tiles = tiles or (FORWARD_ROWS if not quantizer.columnwise else FORWARD_GATED if gated else FORWARD)
@@ -366,6 +367,7 @@ def launch_backward(
     curve, gated = reference.ACTIVATIONS[name]
     x, dy = adjacent_columns(x), adjacent_columns(dy)
     (rows, columns), width = dy.shape, x.shape[1]
+    block = 0 if block == columns else block
     y_quantizer = recompute or Quantizer(torch.float32, rowwise=False)
     dx = allocate(quantizer, rows, width, x.device)
     y = allocate(y_quantizer, rows, columns, x.device)
@@ -391,7 +393,7 @@ def activation(name: str, x: Tensor, block: int, quantizer: Quantizer) -> Quanti
     """An activation [R, F], computed in float32 and stored as `quantizer` says.
 
     name: of `reference.ACTIVATIONS`. x: [R, F], or for gated ones [R, 2F]: gate and up interleaved in blocks of `block` columns
-    (a power of two), gate first.
+    (a power of two, or F for all gates before all ups), gate first.
     """
     if gemm.is_native(x.device):
         return launch(name, x, block, quantizer)

@@ -17,7 +17,7 @@ from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.moe import Experts, LayerNormMoE
 from octavo.nn.norm import ResidualLayer
 from octavo.nn.rotary import Angles
-from octavo.nn.te_arguments import Init, Tracker, check, check_dropout
+from octavo.nn.te_arguments import Init, Tracker, check, check_dropout, check_format
 
 RunBlock = Callable[..., tuple[Any, ...]]
 """Runs a layer in a stack: (layer, residual, delta, …) → (residual, delta) and of experts their `routing`, as
@@ -73,6 +73,7 @@ class TransformerLayer(ResidualLayer):
         super().__init__()
         check("TransformerLayer", te_arguments, TransformerLayer.__init__)
         check_dropout("hidden_dropout", hidden_dropout)
+        check_format("attn_input_format", attn_input_format)
         self.hidden_dropout, self.parallel, self.layer_number = hidden_dropout, parallel_attention_mlp, layer_number
         make: dict[str, Any] = {
             "normalization": normalization, "init_method": init_method, "output_layer_init_method": output_layer_init_method,

@@ -149,7 +149,8 @@ class LayerNormMLP(NormedLayer):
     where "gelu" is Transformer Engine's, with the tanh. `return_bias` (of fc2) and `return_layernorm_output` are as in
     `LayerNormLinear`, and `output_layer_init_method` is the `init_method` of fc2. `checkpoint`: the first product is not saved
     for backward but computed again, to the same bits; under `torch.compile` the compiler decides on what is saved. The
-    attribute `chunks`: so many parts of the tokens run one after the other, in forward and in backward, with the temporaries of
+    attribute `gate_rows`: so many rows of gate stand before as many of up, ffn_hidden_size for all. The attribute `chunks`: so
+    many parts of the tokens run one after the other, in forward and in backward, with the temporaries of
     one part. Several imply `checkpoint`; each is a tensor of its own for the scales of current and rowwise scaling, and the
     gradients of weights are summed in their dtype.
 
@@ -190,6 +191,7 @@ class LayerNormMLP(NormedLayer):
         self.return_bias, self.return_layernorm_output, self.checkpoint = return_bias, return_layernorm_output, checkpoint
         self.init_methods, self.draws = (init_method, output_layer_init_method), Draws(get_rng_state_tracker)
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
+        self.gate_rows = gate_up_block(ffn_hidden_size)
         fc1_rows = ffn_hidden_size * (2 if is_gated(activation) else 1)
         self.fc1_weight = nn.Parameter(torch.empty(fc1_rows, hidden_size, **make))
         self.fc1_bias = nn.Parameter(torch.empty(fc1_rows, **make)) if bias else None
@@ -226,7 +228,7 @@ class LayerNormMLP(NormedLayer):
 
     def _products(self, normed: Tensor, dtype: torch.dtype, first: bool | None, bias: Tensor | None) -> tuple[Tensor, ...]:
         hidden = product(normed, self.fc1_weight, self.fc1_bias, self.fc1_fp8_state, dtype, first)
-        activated = reference.activation(self.activation, hidden, gate_up_block(self.ffn_hidden_size))
+        activated = reference.activation(self.activation, hidden, self.gate_rows)
         return (product(activated, self.fc2_weight, bias, self.fc2_fp8_state, dtype, first),)
 
     def _fused(
@@ -242,7 +244,7 @@ class LayerNormMLP(NormedLayer):
         fc1, fc2 = (LinearGemms(state, weight, active_recipe(state, residual.device), dtype, first) for state, weight in pairs)
         return _NormMlpFunction.apply(
             residual, delta, norm.weight, norm.bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, bias,
-            norm.kind, norm.eps, fc1, fc2, self.activation, gate_up_block(self.ffn_hidden_size),
+            norm.kind, norm.eps, fc1, fc2, self.activation, self.gate_rows,
             self.checkpoint or self.chunks > 1,
         )  # fmt: skip
 

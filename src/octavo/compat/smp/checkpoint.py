@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
@@ -72,7 +73,7 @@ class AsyncCallsQueue:
         self._count += 1
         return self._count - 1
 
-    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = True) -> list[int]:
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = True, *, skip_sync: bool = False) -> list[int]:
         """The numbers of the saves that have ended, of all if `blocking`; raises the error of a failed one."""
         ended = []
         while self._calls and (blocking or self._calls[0][1].done()):
@@ -167,7 +168,7 @@ def load(
     """Fill the tensors of a state dict, and replace its other values, from a checkpoint of `save`. Collective.
 
     Raises:
-        InputError: no folder, or one without a checkpoint.
+        InputError: no folder, one without a checkpoint, or one of another state dict.
     """
     reader = storage_reader
     if reader is None:
@@ -179,8 +180,20 @@ def load(
         raise InputError(f"load: there is no checkpoint in {str(path)!r}: give the folder that save or async_save wrote.")
     # Rows share the memory of the tensors; other values are put back by hand.
     rows = _of_group(state_dict, process_group)
-    state_dict_loader.load(rows, storage_reader=reader, planner=planner, process_group=process_group)
-    _put_back(state_dict, rows)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a script of one process
+            state_dict_loader.load(rows, storage_reader=reader, planner=planner, process_group=process_group)
+    except CheckpointException as error:
+        fault = next(iter(error.failures.values()))[0]
+        if not isinstance(fault, RuntimeError | ValueError | KeyError):
+            raise
+        raise InputError(
+            f"load: the checkpoint {str(path)!r} does not fit this state dict: {str(fault).rstrip('.')}. Load into the "
+            "model, and under the keys, that saved it."
+        ) from None
+    for key in state_dict:
+        state_dict[key] = _loaded(state_dict[key], rows[key])
     for value in state_dict.values():
         if isinstance(value, ModelState):
             value.loaded()
@@ -249,14 +262,15 @@ def _mapped(function: Any, value: Any) -> Any:
     return function(value)
 
 
-def _put_back(into: Any, loaded: Any) -> None:
-    """Values that are no tensors, from the loaded copy; tensors were filled in place."""
-    for key in list(into) if isinstance(into, dict) else range(len(into)):
-        old, new = into[key], loaded[key]
-        if isinstance(old, dict | list):
-            _put_back(old, new)
-        elif not isinstance(old, Tensor) and not isinstance(old, tuple):
-            into[key] = new
+def _loaded(old: Any, new: Any) -> Any:
+    """The value that takes the place of `old`: itself if it is a tensor, which was filled in place, or has some inside."""
+    if isinstance(old, Mapping | list):
+        for key in list(old) if isinstance(old, Mapping) else range(len(old)):
+            old[key] = _loaded(old[key], new[key])  # type: ignore[index]
+        return old
+    if type(old) is tuple and len(old) == len(new):
+        return tuple(_loaded(*pair) for pair in zip(old, new, strict=True))
+    return old if isinstance(old, Tensor) else new
 
 
 def _copied(value: Any) -> Any:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from octavo.build import place
-from octavo.compat.smp import slices, state_dicts
+from octavo.compat.smp import arguments, slices, state_dicts
 from octavo.compat.smp.checkpoint import make_background_groups
 from octavo.compat.smp.delayed import ParamInit
 from octavo.compat.smp.init import state as smp_state
@@ -48,15 +48,6 @@ from octavo.train.optimizer import clip_grad_norm_
 
 _ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _IN_HOST = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-_NEUTRAL = [
-    "auto_wrap_policy",
-    "backward_prefetch",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "use_orig_params",
-    "post_param_init_fn",
-]
-"""Arguments without effect on results: Octavo shards by blocks, gathers ahead, and keeps parameters apart."""
 
 
 class ShardedModel(FullyShardedDataParallel):
@@ -68,34 +59,20 @@ class ShardedModel(FullyShardedDataParallel):
         sharding_strategy: what holds.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: Any = None,
-        sharding_strategy: ShardingStrategy | None = None,
-        cpu_offload: Any = None,
-        *others: Any,
-        mixed_precision: MixedPrecision | None = None,
-        param_init_fn: Any = None,
-        device_id: Any = None,
-        sync_module_states: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         nn.Module.__init__(self)
-        if others:
-            raise InputError("FullyShardedDataParallel: give the arguments after cpu_offload by name.")
-        _check(process_group, cpu_offload, options)
+        given = arguments.given(args, kwargs)
         noted = transformed(module)
         assert noted is not None
-        degree, strategy = resolved(smp_state.hybrid_shard_degree, sharding_strategy)
-        sharding = _sharding(module, noted, mixed_precision, degree, strategy)
-        values = _values(module, noted, param_init_fn, sync=sync_module_states)
+        degree, strategy = resolved(smp_state.hybrid_shard_degree, given.sharding_strategy)
+        sharding = _sharding(module, noted, given.mixed_precision, degree, strategy)
+        values = _values(module, noted, given.param_init_fn, sync=given.sync_module_states)
         training = module.training
-        place(module, _device(device_id), sharding, values, averaged=True).train(training)
+        place(module, _device(given.device_id), sharding, values, averaged=True).train(training)
         if sharding is not None and sharding.context is not None:
             slices.join_inputs(module, sharding.context)
         self._fsdp_wrapped_module = module
-        self.sharding_strategy, self.mixed_precision = strategy, mixed_precision or MixedPrecision()
+        self.sharding_strategy, self.mixed_precision = strategy, given.mixed_precision
         self.process_group = _shard_group(sharding)
         self.rank = 0 if self.process_group is None else dist.get_rank(self.process_group)
         self.world_size = 1 if self.process_group is None else dist.get_world_size(self.process_group)
@@ -224,26 +201,6 @@ def _overridden(degree: int, given: ShardingStrategy | None, strategy: ShardingS
     return strategy
 
 
-def _check(process_group: Any, cpu_offload: Any, options: dict[str, Any]) -> None:
-    if process_group is not None and process_group is not dist.group.WORLD:
-        raise InputError(
-            "FullyShardedDataParallel(process_group=…): the ranks are those of torch.sagemaker.init. Leave it out, and set "
-            "hybrid_shard_degree there."
-        )
-    if getattr(cpu_offload, "offload_params", bool(cpu_offload)):
-        raise InputError(
-            "FullyShardedDataParallel(cpu_offload=…): parameters stay on their device here. Leave it out; offload_wrapper "
-            "keeps activations in host memory."
-        )
-    for name in _NEUTRAL:
-        options.pop(name, None)
-    for name in ("ignored_modules", "ignored_states", "device_mesh"):
-        if options.pop(name, None) is not None:
-            raise InputError(f"FullyShardedDataParallel({name}=…) is not supported for a transformed model: leave it out.")
-    if options:
-        raise TypeError(f"FullyShardedDataParallel() got an unexpected keyword argument {next(iter(options))!r}")
-
-
 def _device(device_id: Any) -> torch.device:
     if device_id is None:
         return ranks.device
@@ -251,18 +208,11 @@ def _device(device_id: Any) -> torch.device:
 
 
 def _sharding(
-    model: nn.Module, noted: Transformed, precision: MixedPrecision | None, degree: int, strategy: ShardingStrategy
+    model: nn.Module, noted: Transformed, precision: MixedPrecision, degree: int, strategy: ShardingStrategy
 ) -> Sharding | None:
     """Ranks and dtypes; also sets the dtype that the model computes in."""
     own = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    precision = precision or MixedPrecision()
     compute = precision.param_dtype or own
-    if precision.keep_low_precision_grads:
-        raise InputError("MixedPrecision(keep_low_precision_grads=True): gradients have their parameters' dtype. Leave it out.")
-    if precision.buffer_dtype not in (None, torch.float32):
-        say_once(
-            "buffers", f"MixedPrecision(buffer_dtype={precision.buffer_dtype}): rotary tables and other buffers stay float32."
-        )
     if isinstance(model, Decoder):
         model.dtype = compute
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -76,8 +78,25 @@ class FlashSelfAttention(FlashGroupedQueryAttention):
         return super().forward(q, (k, v), causal, cast_dtype, layout)
 
 
-class LlamaFlashAttention(LlamaAttention):
-    """Llama's attention of transformers, whose kernel PyTorch chooses."""
+_parts: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[nn.Module, int]] = weakref.WeakKeyDictionary()
+"""Cache → the part of each layer that has no number."""
 
-    def __init__(self, config: Any, layer_idx: int = 0) -> None:
-        super().__init__(config, layer_idx)
+
+class LlamaFlashAttention(LlamaAttention):
+    """Llama's attention of transformers, whose kernel PyTorch chooses.
+
+    Scripts give every layer `LlamaFlashAttention(config)`. Without `layer_idx` it takes the first part of a cache of keys and
+    values that the layers before have left empty.
+    """
+
+    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
+        super().__init__(config, layer_idx or 0)
+        self._numbered = layer_idx is not None
+
+    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        """That of transformers."""
+        if past_key_values is not None and not self._numbered:
+            parts = _parts.setdefault(past_key_values, weakref.WeakKeyDictionary())
+            empty = (index for index in itertools.count() if not past_key_values.get_seq_length(index))
+            self.layer_idx = parts[self] if self in parts else parts.setdefault(self, next(empty))
+        return super().forward(*args, past_key_values=past_key_values, **kwargs)

@@ -5,7 +5,8 @@
 * `FullStateDictConfig` takes SMP's `translate_on_save`.
 * Wrappers for recomputation and offloading around Octavo's blocks do it as Octavo does: with the scales of the forward, and
   ahead of backward.
-* `load_sharded_optimizer_state_dict` reads a state for a `ShardedModel`; `destroy_process_group` waits for saves.
+* `load_sharded_optimizer_state_dict` reads a state for a `ShardedModel`; `destroy_process_group` waits for saves; functions of
+  checkpoints take the `coordinator_rank` among all ranks.
 
 Classes are changed in place, since a script may have taken them from torch before it imports torch.sagemaker.
 """
@@ -23,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.checkpoint import optimizer as dcp_optimizer
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 from torch.distributed.tensor import DTensor
@@ -277,6 +279,17 @@ def _checkpoints(changes: _Changes) -> None:
         checkpoints.maybe_finalize_async_calls(blocking=True)
         destroy(*args, **kwargs)
 
+    init = _DistWrapper.__init__
+
+    @functools.wraps(init)
+    def coordinated(self: Any, group: Any, use_dist: bool, coordinator_rank: int) -> None:
+        """The coordinator's rank among all ranks, which PyTorch took before it took that of the group."""
+        if use_dist and group is not None and coordinator_rank >= dist.get_world_size(group):
+            members = dist.get_process_group_ranks(group)
+            coordinator_rank = members.index(coordinator_rank) if coordinator_rank in members else coordinator_rank
+        init(self, group, use_dist, coordinator_rank)
+
+    changes.set(_DistWrapper, "__init__", coordinated)
     changes.set(dcp_optimizer, "load_sharded_optimizer_state_dict", load_optimizer)
     if hasattr(dcp, "load_sharded_optimizer_state_dict"):
         changes.set(dcp, "load_sharded_optimizer_state_dict", load_optimizer)

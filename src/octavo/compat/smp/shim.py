@@ -60,11 +60,14 @@ WAYS = {
     "context_parallel": "transform(model) splits sequences over the ranks of context_parallel_degree by itself.",
     "DistributedModel": "It is of SMP version 1: use torch.sagemaker.transform, and FullyShardedDataParallel around it.",
     "step": "It is of SMP version 1: write the loop without it.",
+    "smdistributed": 'For collectives of SageMaker\'s own use the backend "nccl"; SMP version 1 became torch.sagemaker.',
     "dp_rank": "Data-parallel ranks are state.rank // (cp_size * tp_size).",
 }
 
 
-SHIM = Shim("torch.sagemaker", "SageMaker's model parallel library", MODULES, WAYS, begin=f"{_HERE}.patches")
+SHIM = Shim(
+    "torch.sagemaker", "SageMaker's model parallel library", MODULES, WAYS, absent=("smdistributed",), begin=f"{_HERE}.patches"
+)
 
 
 def install(*, replace_installed: bool = False) -> None:

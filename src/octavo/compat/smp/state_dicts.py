@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -65,12 +66,19 @@ class Settings:
         return self.optim
 
 
+class WrongState(InputError, RuntimeError):
+    """A state dict of another model, as `load_state_dict` of PyTorch's refuses it."""
+
+
 class ModelState(dict[str, Any]):
     """A state dict that shares memory with its model: reading a checkpoint into it is loading, the FP8 state included."""
 
     def __init__(self, model: nn.Module, values: Mapping[str, Any]) -> None:
         super().__init__(values)
         self._model = weakref.ref(model)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), None, None, iter(self.items())  # a file is read without this class, and by weights_only
 
     def loaded(self) -> None:
         """After its tensors were filled in place."""
@@ -156,7 +164,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
     tied = set() if way is None else {one for name in way.tied for one in (name, *way.names(name))}
     unexpected = [name for name in given if name not in used and name not in tied]
     if strict and (missing or unexpected):
-        raise RuntimeError(
+        raise WrongState(
             f"Error(s) in loading state_dict for {type(model).__name__}: missing keys: {missing[:6]}, unexpected keys: "
             f"{unexpected[:6]}"
         )
@@ -195,4 +203,8 @@ def _copy(name: str, tensor: Tensor, value: Tensor) -> None:
     elif tuple(value.shape) == part.shape:
         part.copy_from(value)
     else:
-        raise RuntimeError(f"{name}: the state has shape {list(value.shape)}, and the model {list(part.shape)}")
+        local = " A local state loads at the ranks and hybrid_shard_degree that saved it; sharded and full ones load at any."
+        raise WrongState(
+            f"{name}: the state has the shape {list(value.shape)}, and the model {list(part.shape)}, of which this rank has "
+            f"{part.local.shape[0] if part.shape else 1} rows.{local if value.shape[1:] == part.local.shape[1:] else ''}"
+        )

@@ -8,15 +8,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.compat.te.layers import Kind
-from octavo.compat.te.masks import PLAIN, TYPES, mask_and_type
-from octavo.compat.te.signatures import SIGNATURES, bound
+from octavo.compat.te.masks import PLAIN, TYPES, mask_and_type, window_pair
+from octavo.compat.te.parts import separate
+from octavo.compat.te.signatures import SIGNATURES, bound, normal
 from octavo.compat.te.state import Stateful
 from octavo.errors import InputError, unknown
 from octavo.nn import attention as _attention
 from octavo.nn import block as _block
 from octavo.nn.linear import Linear, compute_dtype
 from octavo.nn.rotary import Rotation, rotate
-from octavo.nn.te_arguments import check, cos_and_sin
+from octavo.nn.te_arguments import check, check_format, cos_and_sin
 
 
 class _Masked:
@@ -34,7 +35,7 @@ class _Masked:
         values.pop("bottom_right_diagonal")  # queries and keys are the same tokens
         if kind not in TYPES:
             raise unknown(name, str(kind), TYPES)
-        window = None if window is None or tuple(window) in ((-1, -1), (-1, 0)) else (int(window[0]), int(window[1]))
+        window = window_pair(window)
         causal = "causal" in kind
         native = (window[0], 0) if window is not None and causal else None
         vars(self).update(mask_type=kind, window_size=window, native_window=native)
@@ -44,13 +45,26 @@ class _Masked:
         """The mask for the layer of `octavo.nn`, and its type. x: [T, B, …] if the sequence is `first`, or [B, T, …]."""
         shape = (x.shape[1], x.shape[0]) if first else (x.shape[0], x.shape[1])
         kind = kind or self.mask_type
-        window = tuple(window) if window is not None else self.window_size
+        window = window_pair(window) if window is not None else self.window_size
         if self.native_window is None or kind not in PLAIN:
             return mask_and_type(kind, mask, window, shape, x.device)
         if "causal" in kind and window is not None and window[0] == self.native_window[0]:
             return None, "causal"
         found, base = mask_and_type(kind, mask, window, shape, x.device)
         return (found if found is not None else mask_and_type(kind, mask, (shape[1], shape[1]), shape, x.device)[0]), base
+
+
+def _apart(values: dict[str, Any]) -> bool:
+    """True if query, key and value are three parameters; takes what `octavo.nn` has no choice of."""
+    if values.pop("fuse_qkv_params"):
+        return False
+    values.pop("qkv_weight_interleaved")  # of the one joint parameter
+    return True
+
+
+def _given(values: dict[str, Any]) -> Any:
+    """The script's own function for initial values, if there is one."""
+    return None if values["init_method"] is normal else values["init_method"]
 
 
 class DotProductAttention(_Masked, _attention.DotProductAttention, metaclass=Kind):
@@ -76,6 +90,7 @@ class DotProductAttention(_Masked, _attention.DotProductAttention, metaclass=Kin
         key_layer: Tensor,
         value_layer: Tensor,
         attention_mask: Any = None,
+        qkv_format: str | None = None,
         *,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
@@ -84,8 +99,13 @@ class DotProductAttention(_Masked, _attention.DotProductAttention, metaclass=Kin
     ) -> Tensor:
         """query [T, B, H, D], key and value [T, B, G, D], or with "bshd" B first → [T, B, H·D].
 
-        attention_mask: bool, True where nothing is attended to; for mask types with "padding" and "arbitrary".
+        attention_mask: bool, True where nothing is attended to; for mask types with "padding" and "arbitrary". qkv_format: of
+        this call.
         """
+        if qkv_format is not None and check_format("qkv_format", qkv_format) != self.sequence_first:
+            q, k, v = (x.transpose(0, 1) for x in (query_layer, key_layer, value_layer))
+            options = {"attn_mask_type": attn_mask_type, "window_size": window_size, **te_arguments}
+            return self.forward(q, k, v, attention_mask, **options).transpose(0, 1)
         dim = 0 if self.sequence_first else 1
         others = query_layer.shape[dim] != key_layer.shape[dim]
         if others and ((attn_mask_type or self.mask_type) != "no_mask" or window_size or self.window_size):
@@ -106,14 +126,15 @@ class MultiheadAttention(_Masked, Stateful, _attention.MultiheadAttention, metac
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = self._take(bound("MultiheadAttention", args, kwargs), "attn_mask_type")
         self.input_layernorm = values.pop("input_layernorm")
-        if not values.pop("fuse_qkv_params"):
-            values.pop("qkv_weight_interleaved")  # of the one joint parameter
+        apart = _apart(values)
         super().__init__(**values)
         if not self.input_layernorm:
             first: Any = self.layernorm_qkv
             make = {name: values[name] for name in ("init_method", "get_rng_state_tracker", "params_dtype", "device")}
             self.qkv = Linear(first.in_features, first.out_features, first.bias is not None, **make)
             del self.layernorm_qkv
+        if apart:
+            separate(self.layernorm_qkv if self.input_layernorm else self.qkv, self.heads, self.groups, _given(values))
 
     def forward(
         self,
@@ -163,9 +184,12 @@ class TransformerLayer(_Masked, Stateful, _block.TransformerLayer, metaclass=Kin
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = self._take(bound("TransformerLayer", args, kwargs), "self_attn_mask_type")
-        if not values.pop("fuse_qkv_params"):
-            values.pop("qkv_weight_interleaved")
+        apart = _apart(values)
         super().__init__(**values)
+        attention: Any = self.self_attention
+        if apart:
+            separate(attention.layernorm_qkv, attention.heads, attention.groups, _given(values))
+        self.layernorm_mlp.gate_rows = self.layernorm_mlp.ffn_hidden_size  # all of them
 
     def forward(
         self,

@@ -66,7 +66,7 @@ def quantized_model_init(
     Raises:
         InputError: `preserve_high_precision_init_val`: the parameters themselves are in high precision.
     """
-    if preserve_high_precision_init_val:
+    if enabled and preserve_high_precision_init_val:
         raise InputError(
             "fp8_model_init(preserve_high_precision_init_val=True): parameters are in high precision here and have no "
             "get_high_precision_init_val(). Leave it out, and read the parameter itself."

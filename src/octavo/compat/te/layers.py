@@ -69,6 +69,7 @@ class LayerNormMLP(Stateful, _mlp.LayerNormMLP, metaclass=Kind):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(**bound("LayerNormMLP", args, kwargs))
+        self.gate_rows = self.ffn_hidden_size  # all of gate before all of up
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **residual: Any) -> Any:
         """inp [..., hidden_size] → the same shape."""

@@ -18,6 +18,20 @@ PLAIN = {"causal": "causal", "causal_bottom_right": "causal", "no_mask": "no_mas
 TYPES = (*PLAIN, "padding", "padding_causal", "padding_causal_bottom_right", "arbitrary")
 
 
+def window_pair(window: Any) -> tuple[int, int] | None:
+    """(left, right) keys around each query; None for all.
+
+    Raises:
+        InputError: it is no such pair.
+    """
+    if window is None:
+        return None
+    pair = tuple(window) if isinstance(window, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(part, int) and part >= -1 for part in pair):
+        raise InputError(f"window_size={window!r}: give (left, right), the keys before and after a query, -1 for all; or None.")
+    return None if pair in ((-1, -1), (-1, 0)) else pair
+
+
 def mask_and_type(
     kind: str, mask: Any, window: tuple[int, int] | None, shape: tuple[int, int], device: torch.device
 ) -> tuple[Tensor | None, str]:

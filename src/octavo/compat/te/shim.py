@@ -73,10 +73,13 @@ WAYS = {
     "moe_unpermute": "Use torch.index_add.",
     "prepare_te_modules_for_fsdp": "Leave it out: it saves memory of Transformer Engine's own activations.",
     "onnx_export": "octavo.export(model, folder) writes Hugging Face's files.",
-    "transformer_engine_torch": "It is Transformer Engine's compiled extension.",
+    "transformer_engine_torch": "It is Transformer Engine's compiled extension: use its layers.",
 }
 
-SHIM = Shim("transformer_engine", "Transformer Engine", MODULES, WAYS, before=("transformer_engine.pytorch",))
+SHIM = Shim(
+    "transformer_engine", "Transformer Engine", MODULES, WAYS, absent=("transformer_engine_torch",),
+    before=("transformer_engine.pytorch",),
+)  # fmt: skip
 
 
 def install(*, replace_installed: bool = False) -> None:

@@ -108,7 +108,7 @@ def bound(layer: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
         values["device"] = default_device()
     for name in _INIT:
         if name in values and values[name] is None:
-            values[name] = _normal
+            values[name] = normal
     return values
 
 
@@ -117,5 +117,6 @@ def _ranks(values: Mapping[str, Any]) -> int:
     return dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else int(values.get("tp_size") or 1)
 
 
-def _normal(weight: torch.Tensor) -> None:
+def normal(weight: torch.Tensor) -> None:
+    """Transformer Engine's initial values where a layer is given no `init_method`."""
     nn.init.normal_(weight, mean=0.0, std=0.023)

@@ -1,8 +1,7 @@
 """What the layers keep in a state dict besides parameters: FP8 scales and histories, under Transformer Engine's `_extra_state`.
 
-It also says whose state dict it is. Transformer Engine's has gate and up one below the other where Octavo's has them in blocks
-of rows (`octavo.nn.mlp.interleave`), under the same name and in the same shape, and perhaps query, key and value apart: these
-are converted on loading. The entry is bytes in a uint8 tensor, never unpickled.
+Parameters have Transformer Engine's names and order of rows: gate above up, and query, key and value as one or as three
+parameters, which load either way. The entry is bytes in a uint8 tensor, never unpickled.
 """
 
 from __future__ import annotations
@@ -12,17 +11,18 @@ import json
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load as _load
 from safetensors.torch import save as _save
 from torch import Tensor, nn
 
+from octavo.compat.missing import MissingName, way_of
+from octavo.compat.te.parts import rejoined
 from octavo.errors import InputError, warn
 from octavo.fp8.formats import Format
 from octavo.fp8.recipe import DelayedScaling
 from octavo.fp8.scaling import load_state_records, state_records, states_of
-from octavo.kernels.activation import is_gated
-from octavo.nn.attention import MultiheadAttention, merge_qkv
-from octavo.nn.mlp import LayerNormMLP, interleave
+from octavo.nn.attention import MultiheadAttention
 
 KEY = "_extra_state"
 _MAGIC = b"octavo-fp8:"
@@ -60,8 +60,35 @@ def decode(module: nn.Module, state: Tensor) -> None:
     load_state_records(module, _load(data[4 + size :]), recipe)
 
 
+WAYS = {
+    **dict.fromkeys(("fp8_meta", "quantizers", "fp8_initialized"), "octavo.fp8.inspect(layer) shows scales and histories."),
+    **dict.fromkeys(("fp8", "fp8_calibration"), "Whether FP8 is on is known inside of fp8_autocast alone."),
+    "primary_weights_in_fp8": "Parameters keep their own dtype.",
+    **dict.fromkeys(("backward_dw", "need_backward_dw"), "Gradients of weights are made in backward."),
+    "get_weight_workspace": "FP8 weights live in a forward, or with is_first_microbatch in those of a step.",
+}
+"""Attribute of Transformer Engine's layers that is not here → the way."""
+
+
 class Stateful(nn.Module):
     """Base of the layers that have FP8 state."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in WAYS:
+            raise MissingName(way_of(f"{type(self).__name__}.{name}", WAYS))
+        return super().__getattr__(name)
+
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        """Nothing, for a group of one rank.
+
+        Raises:
+            InputError: it has several.
+        """
+        if tp_group is not None and dist.get_world_size(tp_group) > 1:
+            raise InputError(
+                f"set_tensor_parallel_group with a group of {dist.get_world_size(tp_group)} ranks: there is no tensor "
+                "parallelism here. Leave it out, and shard the model over these ranks."
+            )
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -84,36 +111,17 @@ class Stateful(nn.Module):
 
 
 def _before_loading(module: Stateful, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Bring Transformer Engine's state dict of a layer to Octavo's names and order of rows."""
+    """Bring a state dict of Transformer Engine's, or of this layer, to the entries that the layer has."""
     keys = [key for key in state if key.startswith(prefix) and key.rpartition(".")[2] == KEY]
-    ours = is_ours(state.get(f"{prefix}{KEY}"))
-    theirs = bool(keys) and not ours
-    foreign = next((state[key] for key in keys if isinstance(state[key], Tensor) and state[key].numel()), None)
+    if not is_ours(state.get(f"{prefix}{KEY}")):
+        foreign = next((state[key] for key in keys if isinstance(state[key], Tensor) and state[key].numel()), None)
+        state[f"{prefix}{KEY}"] = torch.empty(0, dtype=torch.uint8) if foreign is None else foreign
     for key in keys:
         if key != f"{prefix}{KEY}":
             state.pop(key)
-    if not ours:
-        state[f"{prefix}{KEY}"] = torch.empty(0, dtype=torch.uint8) if foreign is None else foreign
     for name, child in module.named_modules():
-        at = f"{prefix}{name}." if name else prefix
         if isinstance(child, MultiheadAttention):
             for layer in ("layernorm_qkv", "qkv"):
-                _join_qkv(state, f"{at}{layer}.", child.groups)
-        if isinstance(child, LayerNormMLP) and is_gated(child.activation) and f"{at}fc1_weight" in state and not ours:
-            if not theirs:
-                raise InputError(
-                    f"{at}fc1_weight: this state dict has no {KEY} entries, and so does not say whether the rows of gate and "
-                    "up are in Transformer Engine's order or in Octavo's. Keep these entries where the state dict is made; an "
-                    f'empty one, state["{at}{KEY}"] = torch.empty(0, dtype=torch.uint8), stands for Transformer Engine\'s.'
-                )
-            for key in (f"{at}fc1_weight", f"{at}fc1_bias"):
-                if isinstance(state.get(key), Tensor):
-                    state[key] = interleave(*state[key].chunk(2))
-
-
-def _join_qkv(state: dict[str, Any], at: str, groups: int) -> None:
-    for kind in ("weight", "bias"):
-        names = [f"{at}{part}_{kind}" for part in ("query", "key", "value")]
-        if all(isinstance(state.get(name), Tensor) for name in names):
-            q, k, v = (state.pop(name) for name in names)
-            state[f"{at}{kind}"] = merge_qkv(q, k, v, groups)
+                if hasattr(child, layer):
+                    at = f"{prefix}{name}.{layer}." if name else f"{prefix}{layer}."
+                    rejoined(state, at, getattr(child, layer), child.heads, child.groups)

@@ -1,0 +1,100 @@
+"""Query, key and value as three parameters: Transformer Engine's layers have them without `fuse_qkv_params`, its default.
+
+Scripts fill them by name, as from a Hugging Face model. A layer of `octavo.nn` reads one matrix grouped by key-value head,
+which each forward joins from the three: a copy of the weight, which stays until backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.fp8.scaling import ModuleState
+from octavo.nn import linear as _linear
+from octavo.nn.attention import merge_qkv, split_qkv
+from octavo.nn.linear import init_linear_
+from octavo.nn.te_arguments import Init
+
+PARTS = ("query", "key", "value")
+
+
+class _State(ModuleState):
+    """FP8 state of the joint matrix, on the device of its parts."""
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The first part."""
+        module = self._module()
+        return None if module is None else getattr(module, "query_weight", None)
+
+
+class Parts(nn.Module):
+    """Base of layers with query_weight, key_weight, value_weight, and biases; `weight` and `bias` are joined from these."""
+
+    groups: int
+    init_method: Init | None
+    joined: tuple[Tensor, Tensor | None] | None
+    """Weight and bias during a forward."""
+
+    def parts(self, kind: str) -> list[Any]:
+        """The three parameters of a kind, "weight" or "bias"; of absent biases None. FSDP1 puts tensors in their place."""
+        return [getattr(self, f"{part}_{kind}") for part in PARTS]
+
+    def _join(self, kind: str) -> Tensor | None:
+        query, key, value = self.parts(kind)
+        return None if query is None else merge_qkv(query, key, value, self.groups)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias"):
+            joined = vars(self).get("joined")
+            return self._join(name) if joined is None else joined[name == "bias"]
+        return super().__getattr__(name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own, with its parameters joined once."""
+        self.joined = self._join("weight"), self._join("bias")  # type: ignore[assignment]
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.joined = None
+
+    def reset_parameters(self) -> None:
+        """Initial values for each part by itself."""
+        with self.draws():
+            for weight, bias in zip(self.parts("weight"), self.parts("bias"), strict=True):
+                init_linear_(weight, bias, self.init_method)
+
+
+class Linear(Parts, _linear.Linear):
+    """`octavo.nn.Linear` of three parameters."""
+
+
+class LayerNormLinear(Parts, _linear.LayerNormLinear):
+    """`octavo.nn.LayerNormLinear` of three parameters."""
+
+
+def separate(layer: Any, heads: int, groups: int, init_method: Init | None = None) -> None:
+    """Make a layer of a joint product one of three parameters, where it stands; `init_method` fills each of them anew."""
+    own = {kind: layer._parameters.pop(kind, None) for kind in ("weight", "bias")}
+    layer.__class__ = LayerNormLinear if isinstance(layer, _linear.LayerNormLinear) else Linear
+    layer.groups, layer.joined = groups, None
+    for kind, parameter in own.items():
+        parts = [None] * 3 if parameter is None else split_qkv(parameter.detach(), heads, groups)
+        for name, part in zip(PARTS, parts, strict=True):
+            layer.register_parameter(f"{name}_{kind}", None if part is None else nn.Parameter(part.clone()))
+    layer.fp8_state = _State(layer)
+    if init_method is not None:
+        layer.reset_parameters()
+
+
+def rejoined(state: dict[str, Any], at: str, layer: Any, heads: int, groups: int) -> None:
+    """Bring query, key and value of a state dict to the form of a layer, whose names begin with `at`: one, or three."""
+    for kind in ("weight", "bias"):
+        names, joint = [f"{at}{part}_{kind}" for part in PARTS], f"{at}{kind}"
+        if isinstance(layer, Parts):
+            if isinstance(state.get(joint), Tensor):
+                state |= zip(names, split_qkv(state.pop(joint), heads, groups), strict=True)
+        elif all(isinstance(state.get(name), Tensor) for name in names):
+            query, key, value = (state.pop(name) for name in names)
+            state[joint] = merge_qkv(query, key, value, groups)
