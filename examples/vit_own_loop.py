@@ -119,11 +119,12 @@ def train(rank: int, options: argparse.Namespace, port: int) -> None:
 
 
 def digest(model: nn.Module) -> str:
-    """A hash of all weights and scales."""
+    """A hash of all weights, and of delayed scaling's scales and histories; other scales are of a rank's own images."""
+    entries = [entry for layer in octavo.fp8.inspect(model).values() for entry in layer.values()]
+    delayed = [entry[key] for entry in entries if entry["amax_history"] is not None for key in ("scale", "amax_history")]
     found = hashlib.sha256()
-    for value in model.state_dict().values():
-        if isinstance(value, Tensor):
-            found.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for value in (*model.state_dict().values(), *delayed):
+        found.update(value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
