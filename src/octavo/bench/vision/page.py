@@ -34,7 +34,7 @@ _TITLES = ("figures", "GPUs", "workload", "entry", "batch", "images/s a GPU", "i
 
 
 def generated(results: Path) -> str:
-    """The part between the markers: the table, links of the plots, and the published conclusions beside those of the published figures."""
+    """The part between the markers: the table, the plots, and the published conclusions beside those of the figures."""
     lines = [f"| {' | '.join(_TITLES)} |", "|---" * len(_TITLES) + "|"]
     lines += [_line("published", row) for row in PUBLISHED]
     pictures = []
