@@ -91,7 +91,7 @@ def train(rank: int, options: argparse.Namespace, port: int) -> None:
         print(f"{torch.cuda.get_device_name(device)} has no FP8 units: bf16", flush=True)
     model = build(options, device)
     gradients = averaged(model, options, device, fp8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
     side, classes = (224, 1000) if on_gpu else (TINY["img_size"], TINY["num_classes"])
     torch.manual_seed(1 + rank)  # every rank has other images
     seconds = []
@@ -119,11 +119,12 @@ def train(rank: int, options: argparse.Namespace, port: int) -> None:
 
 
 def digest(model: nn.Module) -> str:
-    """A hash of all weights and scales."""
+    """A hash of all weights, and of delayed scaling's scales and histories; other scales are of a rank's own images."""
+    entries = [entry for layer in octavo.fp8.inspect(model).values() for entry in layer.values()]
+    delayed = [entry[key] for entry in entries if entry["amax_history"] is not None for key in ("scale", "amax_history")]
     found = hashlib.sha256()
-    for value in model.state_dict().values():
-        if isinstance(value, Tensor):
-            found.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for value in (*model.state_dict().values(), *delayed):
+        found.update(value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -134,6 +135,8 @@ if __name__ == "__main__":
     parser.add_argument("--bf16", action="store_true", help="no FP8")
     parser.add_argument("--graph", action="store_true", help="octavo.graphed in place of DistributedDataParallel")
     parser.add_argument("--batch", type=int, default=64 if torch.cuda.is_available() else 4, help="images a rank")
+    parser.add_argument("--lr", type=float, default=0.001)
+    parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="ranks")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=10, help="steps before the measured ones")

@@ -34,6 +34,7 @@ alone = pytest.mark.xdist_group("ranks")
 context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 multiprocessing.set_forkserver_preload(
     [
+        "tests.torchvision_shim",  # before transformers; the server finds it from the root of the repository
         *("torch", "torch.distributed.fsdp", "torch.distributed.launcher.api"),
         *("transformers", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"),
         *("pytest", "torch.profiler"),  # `ranks` itself imports pytest: 0.1 to 0.5 seconds a rank

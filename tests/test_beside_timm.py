@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import octavo
+
 ROOT = Path(__file__).parent.parent
 timm = pytest.importorskip("timm", exc_type=ImportError)
 
@@ -55,3 +57,16 @@ def test_what_the_block_does_not_compute_is_refused(monkeypatch):
     for change in ({"qkv_bias": False}, {"qk_norm": True}, {"drop_path": 0.1}, {"init_values": 1e-5}, {"scale_mlp_norm": True}):
         with pytest.raises(ValueError, match=f"{next(iter(change))}: this block does not have it"):
             Block(64, 4, **{"qkv_bias": True, **change})
+
+
+def test_the_hash_of_a_replica_has_its_scales(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from vit_own_loop import TINY, Block, VisionTransformer, digest
+
+    model, before = VisionTransformer(**TINY, block_fn=Block), set()
+    for size in (1, 100):
+        before.add(digest(model))
+        with octavo.fp8_autocast():
+            loss = model(size * torch.randn(2, 3, 32, 32)).sum()
+        loss.backward()
+    assert len({*before, digest(model)}) == 3

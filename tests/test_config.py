@@ -685,3 +685,11 @@ def test_false_asks_for_nothing_where_a_key_is_unset_by_default():
     assert "head" not in tomllib.loads(config.to_toml())["fp8"]
     with pytest.raises(InputError, match=r"fp8\.head = \"backward\" has no effect with fp8\.enabled = false"):
         RunConfig.from_dict(values(fp8__enabled=False, fp8__head="backward"))
+
+
+@pytest.mark.parametrize("given", ["train__epochs", "train__tokens"])
+def test_two_lengths_of_a_run_are_refused_with_the_one_that_is_set(given):
+    key = given.replace("__", ".")
+    words = rf"train\.steps = 4 has no effect with {key} = 3[.0]*: it needs a run without train\.tokens and train\.epochs"
+    with pytest.raises(InputError, match=words):
+        RunConfig.from_dict(values(train__steps=4, **{given: 3}))

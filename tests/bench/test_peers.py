@@ -308,29 +308,41 @@ from octavo.bench import te
 from octavo.nn import TransformerLayer
 
 cpu, case = torch.device("cpu"), VISION_CASES["tiny-vit"]
-theirs = te.VisionLayer(case, 1e-6, cpu)
+parts, block = te.VisionLayer(case, 1e-6, cpu), te.vision_block(case, 1e-6, cpu)
 whole = TransformerLayer(
     case.hidden_size, case.intermediate_size, case.heads, layernorm_epsilon=1e-6, self_attn_mask_type="no_mask"
 )
-whole.load_state_dict(theirs.state_dict())
+for layer in (block, whole):
+    layer.load_state_dict(parts.state_dict())
 x, grad = torch.randn(2, 2, case.sequence_length, case.hidden_size)
 outputs = []
-for layer in (theirs, whole):
+for layer in (parts, block, whole):
     leaf = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(leaf.bfloat16())
     y.backward(grad.bfloat16())
     assert y.dtype == torch.bfloat16
     outputs.append([y, leaf.grad, *(p.grad for _, p in sorted(layer.named_parameters()))])
-for found, expected in zip(*outputs, strict=True):
-    assert (found - expected).norm() <= 0.02 * expected.norm()
+for first, second, expected in zip(*outputs, strict=True):
+    assert all((found - expected).norm() <= 0.02 * expected.norm() for found in (first, second))
 """
 
 
-def test_transformer_engines_vision_block_is_its_layer(tmp_path, transformer_engine):
+def test_transformer_engines_vision_blocks_are_its_layer(tmp_path, transformer_engine):
     # A process of its own: the package that stands in for Transformer Engine must not stay.
     process = command_lines.CommandLine(command_lines.python, tmp_path / "vision", ["-c", VISION])
     assert process.wait(timeout=120) == 0, process.stderr
+
+
+def test_both_ways_to_its_vision_block_are_measured_in_one_run(tmp_path, with_torchvision, transformer_engine):
+    pytest.importorskip("timm", exc_type=ImportError)
+    results = run_suite(
+        "vision", entries=["te-delayed-block", "te-delayed"], steps=2, warmup=1, output=tmp_path, device="cpu", gpus=1,
+        command="octavo bench vision",
+    )  # fmt: skip
+    rows = results["rows"]
+    assert [(row["entry"], row.get("error")) for row in rows] == [("te-delayed-block", None), ("te-delayed", None)]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=5e-3)
 
 
 def compared(monkeypatch, installed, suite=ONE_GPU, entries=None, peers=None):
@@ -345,13 +357,13 @@ def test_peers_that_are_installed_stand_beside_octavo(monkeypatch):
     assert names == [*OWN, "torch-bf16", "torch-huggingface-bf16"]
     assert said == [
         "torchao is not installed: without ao-tensorwise, ao-rowwise",
-        "transformer-engine is not installed: without te-bf16, te-delayed, te-delayed-fp8-head, te-current",
+        "transformer-engine is not installed: without te-bf16, te-delayed, te-delayed-block, te-delayed-fp8-head, te-current",
     ]
 
 
 def test_peers_are_chosen_by_group(monkeypatch):
     # What is asked for and not installed has a row, which says so.
-    te = ["te-bf16", "te-delayed", "te-delayed-fp8-head", "te-current"]
+    te = ["te-bf16", "te-delayed", "te-delayed-block", "te-delayed-fp8-head", "te-current"]
     assert compared(monkeypatch, set(), peers=["te"]) == ([*OWN, *te], [])
     plain = ["torch-bf16", "torch-huggingface-bf16"]
     assert compared(monkeypatch, set(), peers=["torchao", "bf16"])[0] == [*OWN, *plain, "ao-tensorwise", "ao-rowwise"]

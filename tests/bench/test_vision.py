@@ -108,13 +108,15 @@ def test_a_run_of_images_is_measured(timm, tmp_path, with_torchvision):
 
 def test_the_suite_of_replicas():
     suite = SUITES["vision"]
-    assert list(suite.entries) == ["octavo-delayed", "octavo-bf16", "torch-bf16", "te-bf16", "te-delayed"]
+    assert list(suite.entries) == ["octavo-delayed", "octavo-bf16", "torch-bf16", "te-bf16", "te-delayed", "te-delayed-block"]
     assert suite.cases == ("vit-huge-patch16", "vit-huge-patch16-b64", "vit-huge")
     assert all(case in VISION_CASES for case in (*suite.cases, suite.tiny))
     for name, entry in suite.entries.items():
         same = ("name", "layers", "head", "package", "vision", "group")
         assert all(getattr(entry, key) == getattr(ENTRIES[name], key) for key in same)
         assert entry.build.keywords["build"] is ENTRIES[name].build
+    block = ENTRIES["te-delayed-block"]
+    assert (block.trains(TINY), block.trains(CASES["tiny"])) == (True, False)
 
 
 def replicated(graph):

@@ -182,6 +182,9 @@ def test_the_page_has_a_row_for_each_result(tmp_path):
     assert cells in text
     assert "its figures give 31.3% worse" in text.replace("\n", " ")
     assert page.rewrite(text, tmp_path) == text
+    assert "Plots" not in text
+    (tmp_path / "vision-b.png").touch()
+    assert f"\n\nPlots: [vision-b](../{tmp_path.name}/vision-b.png).\n\n" in page.rewrite(text, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", page.BEGIN, f"{page.END}{page.BEGIN}", f"{page.BEGIN}{page.BEGIN}{page.END}"])

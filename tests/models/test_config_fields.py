@@ -151,7 +151,9 @@ def test_a_field_beyond_the_decoder_keeps_the_models_own_code(kind, changes, rea
     ("kind", "changes", "words"),
     [
         ("llama", {"attention_dropout": None}, "attention_dropout = None: use 0.0"),
-        ("llama", {"num_key_value_heads": 3}, "3 key-value heads"),
+        ("phi3", {"resid_pdrop": 1.0}, "resid_pdrop = 1.0: a dropout rate"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads = 3: 4 attention heads"),
+        ("llama", {"num_key_value_heads": 8}, "Use a divisor, such as 4."),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts = 0"),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}, "visits 5 of 4 experts"),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 0}, "visits 0 of 4 experts"),

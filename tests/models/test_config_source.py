@@ -116,6 +116,9 @@ def test_an_override_of_one_rotary_key_keeps_the_others():
     [
         ({"rope_parameters": {"factor": 2.0}}, ("rope_parameters.factor = 2.0", "no effect", 'rope_type = "default"')),
         ({"rope_parameters": {"rope_theta": -1.0}}, ("rope_theta = -1.0", "above 0")),
+        ({"rope_parameters": {"rope_theta": None}}, ("rope_theta = None", "above 0")),
+        ({"rope_parameters": {"rope_theta": 0}}, ("rope_theta = 0", "above 0")),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, ("rope_parameters.factor = '2'", "above 0")),
         ({"num_hidden_layers": 0}, ("num_hidden_layers = 0", "at least 1")),
         ({"num_key_value_heads": -1}, ("num_key_value_heads = -1",)),
         ({"hidden_size": 0}, ("hidden_size = 0",)),

@@ -1,10 +1,10 @@
-"""GPT-2's `Conv1D` in FP8 is a linear layer with the transposed weight; names, layout, high precision stay Hugging Face's."""
+"""In a model's own code: GPT-2's `Conv1D` is a linear layer with the transposed weight; Falcon's linear layers; other heads."""
 
 import copy
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BioGptConfig, BioGptForCausalLM, FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 import octavo
@@ -86,3 +86,27 @@ def test_skip_save_load_and_export_keep_hugging_face_s_names(tmp_path):
     assert [step(second, other) for _ in range(3)] == [step(first, optimizer) for _ in range(3)]
     history = octavo.fp8.inspect(first)["transformer.h.1.mlp.c_fc"]["weight"]["amax_history"]
     assert history.count_nonzero() == 3
+
+
+def test_falcons_linear_layers_are_linear_layers():
+    torch.manual_seed(0)
+    size = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "bias": True}
+    plain = FalconForCausalLM(FalconConfig(**size, hidden_dropout=0.0, attention_dropout=0.0)).train()
+    for name, parameter in plain.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model = octavo.transform(copy.deepcopy(plain), dtype=torch.float32)
+    ids = torch.randint(61, (2, 16))
+    for each in (plain, model):
+        each(input_ids=ids, labels=ids).loss.backward()
+    expected = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert octavo.describe(model).fp8_layers == 8
+
+
+def test_an_output_head_of_another_name_is_called_one():
+    size = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    found = octavo.describe(octavo.transform(BioGptForCausalLM(BioGptConfig(**size))))
+    (reason,) = (layer.reason for layer in found.layers if layer.name == "output_projection")
+    assert reason.startswith("the output head stays in high precision")

@@ -1,5 +1,7 @@
 """Small vision transformers of timm with weights that matter."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -19,6 +21,8 @@ def vit(seed=0, **changes):
     pytest.importorskip("timm", exc_type=ImportError)
     from timm.models.vision_transformer import VisionTransformer
 
+    if missing := changes.keys() - inspect.signature(VisionTransformer).parameters.keys():
+        pytest.skip(f"this timm has no {', '.join(missing)}")
     model = VisionTransformer(**SIZES | changes)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():

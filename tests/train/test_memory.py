@@ -45,6 +45,12 @@ def test_a_dry_run_plans_ranks_of_a_gpu_that_is_not_there(tiny_run, capsys):
     assert memory["options"] == []
 
 
+def test_a_dry_run_before_the_preparation_has_the_epochs_and_no_steps(tiny_run, capsys):
+    run = tiny_run()
+    assert main(["train", str(run.file), "--dry-run", "train.epochs=2", f"data.folder={run.folder / 'fresh'}"]) == 0
+    assert "epochs      2; the number of steps is unknown until the data is prepared" in capsys.readouterr().out
+
+
 def test_settings_that_fit_are_named_and_really_fit(tiny_run, capsys):
     run, batch = tiny_run(), ["train.global_batch=8", "train.micro_batch=8"]
     memory = dry(run, capsys, "--world-size", "1", "--gpu", "h200", *SHAPE_8B, *batch)["memory"]

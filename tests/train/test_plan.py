@@ -142,8 +142,16 @@ def test_a_model_that_is_not_causal_is_refused_by_name_and_kind(tiny_run, kind, 
     [
         ("[]", 'has no "model_type"'),
         ('{"model_type": ["llama"]}', 'has no "model_type"'),
-        ('{"model_type": "llama", "hidden_size": "x"}', "could not be read: .*hidden_size"),
-        ('{"model_type": "llama", "num_attention_heads": 0}', "could not be read"),
+        (
+            '{"model_type": "llama", "hidden_size": "x"}',
+            r"refused by transformers: Field 'hidden_size' expected int, got str .*'x'\)\. Correct",
+        ),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "refused by transformers"),
+        ('{"model_type": "llama", "rope_theta": null}', "rope_parameters.rope_theta = None: use a number above 0"),
+        (
+            '{"model_type": "gpt_neox", "rope_parameters": {"partial_rotary_factor": null}}',
+            "partial_rotary_factor = None: the share",
+        ),
         ('{"model_type": "llama", "hidden_act": "foo"}', "the value 'foo', which transformers"),
     ],
 )
@@ -151,7 +159,7 @@ def test_a_broken_config_is_named(tiny_run, content, words):
     run = tiny_run()
     (run.folder / "model").mkdir()
     (run.folder / "model" / "config.json").write_text(content)
-    with pytest.raises(InputError, match=f"model.source.*{words}"):
+    with pytest.raises(InputError, match=f"model.(source|config).*{words}"):
         plan(run, f"model.source={run.folder / 'model'}", "model.config={}")
 
 

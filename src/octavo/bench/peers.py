@@ -72,6 +72,7 @@ class Entry:
         build: makes the `Training` for (case, device, compiled); keyword `seed` of the weights.
         package: the distribution, for its version; None: Octavo or PyTorch itself.
         vision: it trains vision cases too.
+        text: it trains decoders.
         families: of the decoders it trains these alone; empty: all.
         head_forward: precision of the head's forward product, if another.
         exchanges: it differs from another entry by the exchange of keys and values alone: it trains shared sequences alone.
@@ -83,6 +84,7 @@ class Entry:
     build: Callable[..., Training]
     package: str | None = None
     vision: bool = False
+    text: bool = True
     head_forward: str | None = None
     families: tuple[str, ...] = ()
     exchanges: bool = False
@@ -91,7 +93,7 @@ class Entry:
         """True if it has a model of this case."""
         if isinstance(case, VisionCase):
             return self.vision
-        if self.exchanges and case.context == 1:
+        if not self.text or (self.exchanges and case.context == 1):
             return False
         return not self.families or case.spec.family in self.families
 
@@ -208,18 +210,21 @@ def build_te(
     *,
     recipe: str | None = None,
     fp8_head: bool = False,
+    whole_block: bool = False,
     seed: int = SEED,
 ) -> Training:
     """Transformer Engine's layers, as blocks of timm's model too; in FP8 by a recipe of `octavo.bench.te.RECIPES`.
 
-    With `fp8_head` the output head of the decoder is its layer too.
+    With `fp8_head` the output head of the decoder is its layer too. With `whole_block` a block of timm's model is its
+    `TransformerLayer`, as a `block_fn` that is a subclass of it; else a faster one of its parts.
     """
     os.environ.update(ENVIRONMENT)
     from octavo.bench import te
 
     if isinstance(case, VisionCase):
         model = timm_model(case, device, seed)
-        replace_blocks(model, lambda eps: te.VisionLayer(case, eps, device))
+        block = te.vision_block if whole_block else te.VisionLayer
+        replace_blocks(model, lambda eps: block(case, eps, device))
         return Training(model, Classifier(model), under_autocast(device, te.autocast(recipe)), _sgd(model))
     torch.manual_seed(seed)
     how: dict[str, Any] = {"compiled": compiled, "fp8": recipe is not None, "fp8_head": fp8_head}
@@ -336,7 +341,11 @@ ENTRIES: dict[str, Entry] = {
         _torchao("ao-rowwise", "rowwise"),
         Entry("te-bf16", "bf16", "bf16", build_te, "transformer-engine", vision=True),
         Entry("te-delayed", "fp8", "bf16", partial(build_te, recipe="delayed"), "transformer-engine", vision=True),
+        Entry(
+            "te-delayed-block", "fp8", "bf16", partial(build_te, recipe="delayed", whole_block=True), "transformer-engine",
+            vision=True, text=False,
+        ),
         Entry("te-delayed-fp8-head", "fp8", "fp8", partial(build_te, recipe="delayed", fp8_head=True), "transformer-engine"),
         Entry("te-current", "fp8", "bf16", partial(build_te, recipe="current"), "transformer-engine", vision=True),
     )
-}
+}  # fmt: skip

@@ -89,6 +89,24 @@ class VisionLayer(nn.Module):
         return h_BTD + self.layernorm_mlp(h_BTD)
 
 
+def vision_block(case: VisionCase, eps: float, device: torch.device) -> nn.Module:
+    """`te.TransformerLayer` as such a block: what a `block_fn` makes that is a subclass of it."""
+    layer: nn.Module = te.TransformerLayer(
+        case.hidden_size,
+        case.intermediate_size,
+        case.heads,
+        layernorm_epsilon=eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        self_attn_mask_type="no_mask",
+        fuse_qkv_params=True,
+        attn_input_format="bshd",
+        params_dtype=torch.float32,
+        device=device,
+    )
+    return layer
+
+
 class Mixture(nn.Module):
     """Norm, router, experts in two `GroupedLinear`s, the sum of each token's; without the residual.
 

@@ -78,12 +78,12 @@ _NEEDS = (
         lambda config: config.optimizer.schedule == "wsd",
         'optimizer.schedule = "wsd"',
     ),
-    _Need(("train.epochs",), ("train.tokens",), lambda config: config.train.tokens is None, "no train.tokens"),
+    _Need(("train.epochs",), ("train.tokens",), lambda config: config.train.tokens is None, "a run without train.tokens"),
     _Need(
         ("train.steps",),
         ("train.tokens", "train.epochs"),
         lambda config: config.train.tokens is None and config.train.epochs is None,
-        "neither train.tokens nor train.epochs",
+        "a run without train.tokens and train.epochs",
     ),
     _Need(
         ("parallel.activation_loading_horizon",),
@@ -177,7 +177,8 @@ def without_effect(config: RunConfig) -> Iterator[Idle]:
     seen: set[str] = set()
     for need in _NEEDS:
         if not need.met(config):
-            given = [key for key in need.by if value_of(config, key) != {}]
+            keys = [key for key in need.by if value_of(config, key) != {}]
+            given = [key for key in keys if value_of(config, key) is not None] or keys
             now = " and ".join(f"no {key}" if value_of(config, key) is None else shown(config, key) for key in given)
             for key in need.keys:
                 if key not in seen:

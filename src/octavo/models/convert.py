@@ -143,6 +143,11 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
         for theirs, part in ({name: shape} if way is None else way.split(name, shape)).items():
             if theirs not in weights.optional:
                 wanted[theirs] = tuple(part.shape), tensor.dtype
+    if [name for name in wanted if name not in weights.shapes] == ["lm_head.weight"]:
+        raise InputError(
+            f"{weights.owner} has no weight 'lm_head.weight'. If the output head is the embedding, set tie_word_embeddings ="
+            " true (model.config); else copy the whole model folder again."
+        )
     weights.check_present(list(wanted))
     for theirs, (asked, dtype) in wanted.items():
         found = weights.shape(theirs)

@@ -61,6 +61,8 @@ class Description:
 def describe(model: nn.Module) -> Description:
     """The matrices of a transformed model in FP8, the others with the reason, and the kernels that run."""
     states = dict(states_of(model))
+    find_head = getattr(model, "get_output_embeddings", None)  # of Hugging Face's models, whose names for it differ
+    head = find_head() if callable(find_head) else None
     layers: list[LayerReport] = []
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
@@ -71,7 +73,7 @@ def describe(model: nn.Module) -> Description:
             kind, shape = type(module).__name__, tuple(parameter.shape)
             frozen = "" if parameter.requires_grad else "not trained"
             if state is None or state.skipped:
-                reason = _reason(module, name) if state is None else state.skipped
+                reason = _reason(module, _is_head(module, name) or module is head) if state is None else state.skipped
                 reason = "; ".join(part for part in (reason, frozen) if part)
                 layers.append(LayerReport(label, kind, shape, False, reason))
             else:
@@ -116,20 +118,23 @@ def kernels_on(
 
 def _head_note(model: nn.Module, state: ModuleState) -> str:
     tensorwise = state.override is None or state.override.casts[Operand.INPUT].granularity is Granularity.TENSOR
-    logits = [] if getattr(model, "fp8_head", True) is True else ["logits in high precision"]
+    whole = getattr(model, "fp8_head", True) is True
+    products = (
+        "gradients accumulate precisely" if whole else "logits in high precision; gradients in FP8, accumulated precisely"
+    )
     scales = [] if tensorwise else ["one scale a tensor (current scaling)"]
-    theirs = [] if getattr(model, "fp8_head_asked", True) else ["none in FP8 under Transformer Engine's recipes"]
-    return "; ".join([*logits, "gradients accumulate precisely", *scales, *theirs])
+    theirs = [] if getattr(model, "fp8_head_asked", True) else ["under Transformer Engine's recipes all in high precision"]
+    return "; ".join([products, *scales, *theirs])
 
 
 def _is_head(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and (name == "head" or name.endswith("lm_head"))
 
 
-def _reason(module: nn.Module, name: str) -> str:
+def _reason(module: nn.Module, is_head: bool) -> str:
     if isinstance(module, nn.Embedding):
         return "an embedding looks up rows and multiplies nothing"
-    if _is_head(module, name):
+    if is_head:
         return "the output head stays in high precision: its logits feed the loss"
     if isinstance(module, LayerNormMoE):
         return "a router: its choice of experts is made in float32"

@@ -392,6 +392,18 @@ def _refuse_impossible(config: Any, spec: ModelSpec) -> None:
         )
     if spec.attention_dropout is None:
         raise InputError("attention_dropout = None: use 0.0, which drops nothing.")
+    keys = FAMILIES[spec.family].keys
+    for key in (keys[name] for name in ("attention_dropout", "hidden_dropout") if name in keys):
+        if not 0 <= (rate := getattr(config, key)) < 1:
+            raise InputError(f"{key} = {rate}: a dropout rate is at least 0 and below 1; 0 drops nothing.")
+    if spec.kv_heads < 1 or spec.heads % spec.kv_heads:
+        fitting = max(
+            groups for groups in range(1, spec.heads + 1) if spec.heads % groups == 0 and groups <= max(1, spec.kv_heads)
+        )
+        raise InputError(
+            f"num_key_value_heads = {spec.kv_heads}: {spec.heads} attention heads (num_attention_heads) cannot share"
+            f" {spec.kv_heads} key-value heads. Use a divisor, such as {fitting}."
+        )
     if FAMILIES[spec.family].experts is not None and spec.experts < 1:
         raise InputError(f"num_local_experts = {spec.experts}: a model of {spec.family} has at least one expert.")
     if FAMILIES[spec.family].windows != "lists":

@@ -20,17 +20,24 @@ from octavo.nn.linear import Linear
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.moe import LayerNormMoE
 
+_LINEARS = ("torch.nn.modules.linear.Linear", "transformers.models.falcon.modeling_falcon.FalconLinear")
+"""Classes that compute `nn.Linear`'s product; Falcon's rounds it before the bias."""
+
 
 def replace_linears(model: nn.Module) -> None:
-    """Turn each plain `nn.Linear`, and Hugging Face's `Conv1D`, into Octavo's, in place; an output head stays as it is."""
+    """Turn each module of `_LINEARS`, and Hugging Face's `Conv1D`, into Octavo's, in place; an output head stays as it is."""
     find_head = getattr(model, "get_output_embeddings", None)  # of Hugging Face's models, and of PEFT's around them
     head = find_head() if callable(find_head) else None
     heads = set() if head is None else set(head.modules())  # an adapter on the head has the matrix inside
     for module in model.modules():
-        if type(module) is nn.Linear and module not in heads:
+        if isinstance(module, nn.Linear) and _class(module) in _LINEARS and module not in heads:
             Linear.from_linear(module)
         elif type(module) is PlainConv1D:
             Conv1D.from_conv1d(module)
+
+
+def _class(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> None:

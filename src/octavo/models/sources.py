@@ -6,7 +6,8 @@ import contextlib
 import copy
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ from transformers import AutoConfig, GenerationConfig
 
 from octavo import hub
 from octavo.errors import InputError, is_unreachable, unknown, unreachable
-from octavo.models.families import DECODER_FAMILIES, outside, spec_of
+from octavo.models.families import DECODER_FAMILIES, FAMILIES, outside, spec_of
 from octavo.models.shapes import SHAPES, check_source
 from octavo.models.weight_files import INDEX, QUANTIZED_KEYS
 from octavo.storage import why_unusable
+
+
+def _above_0(value: float) -> bool:
+    return 0 < value < math.inf
+
 
 _SIZES = frozenset(
     (
@@ -31,6 +37,18 @@ _LIMITS = dict.fromkeys(_SIZES - {"max_position_embeddings"}, 2**24) | dict.from
     ("num_hidden_layers", "num_layers", "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"), 2**14
 )
 """Sizes that no machine holds: a number with too many digits is a typing error, and PyTorch overflows or never ends."""
+_ROTATION: dict[str, tuple[Callable[[float], bool], str]] = {
+    "rope_theta": (_above_0, "use a number above 0, such as 10000.0"),
+    "partial_rotary_factor": (
+        lambda value: 0 <= value <= 1,
+        "the share of a head's columns that rotate is from 0 to 1, such as 0.25",
+    ),
+    "factor": (_above_0, "use a number above 0, such as 8.0"),
+    "attention_factor": (_above_0, "use a number above 0, such as 1.0"),
+    "original_max_position_embeddings": (_above_0, "use the number of positions before the scaling, such as 8192"),
+}
+"""Numbers of `rope_parameters`: the values that rotate, and the remedy for others."""
+_OF_SCALINGS = frozenset(("factor", "attention_factor", "original_max_position_embeddings"))
 _DTYPE = "model.dtype and model.params_dtype are the dtypes of a run"
 _NOT_OF_THE_MODEL = {
     "model_type": "model.source is of one family, and other keys belong to another",
@@ -45,6 +63,9 @@ _NOT_OF_THE_MODEL = {
     "it has no effect on a causal language model in training",
 )
 """Keys of a Hugging Face config without effect on the model, or with another one than expected, each with the reason."""
+
+_VALIDATOR = re.compile(r"(Class v|V)alidation error for ")
+_ERROR_TYPE = re.compile(r"^\w+Error: ")
 
 
 def load_config(source: str, overrides: Mapping[str, Any] | None = None) -> Any:
@@ -80,7 +101,7 @@ def _overridden(config: Any, overrides: Mapping[str, Any]) -> Any:
     try:
         found = AutoConfig.for_model(model_type, **values)
     except Exception as error:  # transformers validates with several exception types of its own
-        raise InputError(f"model.config: {_first_lines(error)}") from None
+        raise InputError(f"model.config: {_reason(error)}") from None
     rope = overrides.get("rope_parameters")
     if isinstance(rope, dict):
         _check_rope(rope, found.rope_parameters)
@@ -127,9 +148,6 @@ def _check_rope(asked: Mapping[str, Any], found: Mapping[str, Any]) -> None:
             f'model.config.rope_parameters.{key} = {asked[key]!r} has no effect with rope_type = "default", which scales '
             'nothing. Set model.config.rope_parameters.rope_type too, such as to "linear" or "yarn".'
         )
-    theta = found.get("rope_theta")
-    if theta is not None and not (0 < theta < math.inf):
-        raise InputError(f"model.config.rope_parameters.rope_theta = {theta}: use a number above 0, such as 10000.0.")
 
 
 def _check_sizes(config: Any) -> None:
@@ -155,12 +173,22 @@ def _check_sizes(config: Any) -> None:
             " them; JSON's null, in config.json, for none."
         )
     rope = getattr(config, "rope_parameters", None)
-    fraction = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
-    if isinstance(fraction, int | float) and not 0 <= fraction <= 1:
-        raise InputError(
-            f"model.config.rope_parameters.partial_rotary_factor = {fraction}: the share of a head's columns that rotate is"
-            " from 0 to 1, such as 0.25."
-        )
+    if isinstance(rope, dict):
+        _check_rotation(rope, config.model_type)
+
+
+def _check_rotation(rope: Mapping[str, Any], family: str) -> None:
+    """Refuse numbers of `rope_parameters` that make no rotation, of which transformers warns at most."""
+    kind, known = rope.get("rope_type"), FAMILIES.get(family)
+    unread = () if known is None or known.partial_rotary else ("partial_rotary_factor",)
+    for key, (allowed, remedy) in _ROTATION.items():
+        if key not in rope or (kind == "default" and key in _OF_SCALINGS):
+            continue
+        value = rope[key]
+        if value is None and (key in unread or key == "attention_factor" or (kind == "yarn" and key == "factor")):
+            continue  # transformers computes it
+        if isinstance(value, bool) or not isinstance(value, int | float) or not allowed(value):
+            raise InputError(f"model.config.rope_parameters.{key} = {value!r}: {remedy}.")
 
 
 def _read_config(source: str) -> Any:
@@ -188,8 +216,10 @@ def _read_config(source: str) -> Any:
     except Exception as error:  # transformers validates with several exception types of its own
         if is_unreachable(error):
             raise unreachable("model.source", source, "model", f"a built-in shape: {', '.join(SHAPES)}") from None
+        if path.is_file():
+            raise InputError(f"model.source: {path} is refused by transformers: {_reason(error)} Correct it there.") from None
         raise InputError(
-            f"model.source = {source!r} could not be read: {_first_lines(error)} Give a folder on disk, or a built-in shape: "
+            f"model.source = {source!r} could not be read: {_reason(error)} Give a folder on disk, or a built-in shape: "
             f"{', '.join(SHAPES)}."
         ) from None
     config.__dict__.pop("auto_map", None)  # names Python files of the source, which transformers would offer to run
@@ -228,14 +258,16 @@ def weights_folder(source: str) -> Path:
         with hub.bounded():
             folder = Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX, "*.json"]))
     except Exception as error:  # huggingface_hub raises its own types, and those of the HTTP library below it
-        raise InputError(
-            f"model.source = {source!r}: the weights could not be fetched: {_first_lines(error)} {remedy}"
-        ) from None
+        raise InputError(f"model.source = {source!r}: the weights could not be fetched: {_reason(error)} {remedy}") from None
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"model.source = {source!r}: no .safetensors file is there or in the local cache. {remedy}")
     return folder
 
 
-def _first_lines(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    """The first two lines of an error as a sentence; of a validator's error the second, which has the field and the value."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) if lines else type(error).__name__
+    if len(lines) > 1 and _VALIDATOR.match(lines[0]):
+        lines = [_ERROR_TYPE.sub("", lines[1])]
+    reason = " ".join(lines[:2]) if lines else type(error).__name__
+    return reason if reason.endswith((".", "!", "?")) else f"{reason}."

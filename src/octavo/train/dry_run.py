@@ -54,6 +54,8 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
     steps = train.steps  # None: train.epochs, of data that is not prepared yet
     tokens = None if steps is None else tokens_per_step * steps
     epochs, text_of_epochs, by_source = None, "unknown until the data is prepared (octavo prepare)", {}
+    if steps is None:
+        text_of_epochs = f"{train.epochs:g}; the number of steps is {text_of_epochs}"
     prepared = prepared_or_none(config.data)
     samples = 0 if steps is None else steps * train.global_batch
     if prepared is not None and samples and (each_source := passes(prepared, config.data, samples)):
@@ -92,8 +94,8 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         *([f"sequences   {plan.shared_sequences}"] if plan.shared_sequences else []),
         f"batch       {train.global_batch} sequences = {plan.degrees.data} data-parallel x {plan.micro_batch} micro-batch "
         f"x {plan.accumulation} accumulation",
-        f"tokens      {tokens_per_step:,} a step ({train.global_batch} x {config.data.sequence_length}) "
-        + ("" if steps is None else f"x {steps:,} steps = {tokens:,}"),
+        f"tokens      {tokens_per_step:,} a step ({train.global_batch} x {config.data.sequence_length})"
+        + ("" if steps is None else f" x {steps:,} steps = {tokens:,}"),
         f"epochs      {text_of_epochs}",
         *([f"unused      {unused}"] if unused else []),
         f"output      {config.output}",

@@ -303,8 +303,8 @@ def _without_fp8_layers(model: torch.nn.Module, recipe: Recipe, hf_config: Any) 
         return ""
     if not states:
         return (
-            f"the model ({hf_config.model_type}) has no linear layer that Octavo replaces: only nn.Linear itself and GPT-2's "
-            "Conv1D, not subclasses with code of their own"
+            f"the model ({hf_config.model_type}) has no linear layer that Octavo replaces: only nn.Linear itself, GPT-2's "
+            "Conv1D and Falcon's, not subclasses with code of their own"
         )
     return f"fp8.skip and fp8.layers leave out all {len(states)} matrices that could run in FP8"
 

@@ -34,13 +34,17 @@ _TITLES = ("figures", "GPUs", "workload", "entry", "batch", "images/s a GPU", "i
 
 
 def generated(results: Path) -> str:
-    """The part between the markers: the table, and the published conclusions beside those of the published figures."""
+    """The part between the markers: the table, the plots, and the published conclusions beside those of the figures."""
     lines = [f"| {' | '.join(_TITLES)} |", "|---" * len(_TITLES) + "|"]
     lines += [_line("published", row) for row in PUBLISHED]
+    pictures = []
     for path in sorted(results.glob("vision-*.json")):
         link = f"[measured](../{results.name}/{path.name})"
+        if (picture := path.with_suffix(".png")).is_file():
+            pictures.append(f"[{picture.stem}](../{results.name}/{picture.name})")
         lines += [_line(link, row) for row in measured(json.loads(path.read_text(encoding="utf-8")))]
-    return "\n".join([*lines, "", fill(_assumptions(), WIDTH), "", fill(_conclusions(), WIDTH)])
+    plots = [f"Plots: {', '.join(pictures)}.", ""] if pictures else []
+    return "\n".join([*lines, "", *plots, fill(_assumptions(), WIDTH), "", fill(_conclusions(), WIDTH)])
 
 
 def rewrite(page: str, results: Path) -> str:

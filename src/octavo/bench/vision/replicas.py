@@ -32,5 +32,6 @@ def _replica(entry: Entry) -> Entry:
 
 
 REPLICAS: dict[str, Entry] = {
-    name: _replica(ENTRIES[name]) for name in ("octavo-delayed", "octavo-bf16", "torch-bf16", "te-bf16", "te-delayed")
+    name: _replica(ENTRIES[name])
+    for name in ("octavo-delayed", "octavo-bf16", "torch-bf16", "te-bf16", "te-delayed", "te-delayed-block")
 }
