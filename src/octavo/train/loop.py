@@ -139,7 +139,7 @@ def train_one(
         if plan.recipe is not None:
             found = describe(context.model)
             share = f"{found.fp8_layers} of {len(found.layers)} matrices"
-            say(console, f"{label}: {share} run in FP8 (octavo.describe names them)")
+            say(console, f"{label}: {share} run in FP8 (octavo describe names them)")
         _restore(context, latest, config.train.seed)
         metrics = MetricsFile(folder.metrics, done) if first_rank else None
         if metrics is not None:
