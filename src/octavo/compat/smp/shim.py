@@ -15,7 +15,7 @@ MODULES: dict[str, Names] = {
     "torch.sagemaker": {_INIT: "init is_initialized state", f"{_HERE}.transform": "transform"},
     "torch.sagemaker.state_handler": {_INIT: "state"},
     "torch.sagemaker.delayed_param": {f"{_HERE}.delayed": "DelayedParamIniter"},
-    "torch.sagemaker.grad_norm": {f"{_HERE}.norm": "clip_grad_norm_"},
+    "torch.sagemaker.grad_norm": {f"{_HERE}.utils": "clip_grad_norm_"},
     "torch.sagemaker.logger": {f"{_HERE}.utils": "get_logger"},
     "torch.sagemaker.utils": {},
     "torch.sagemaker.utils.utils": {f"{_HERE}.utils": "timeit"},

@@ -1,4 +1,4 @@
-"""SMP's small helpers: a timer, ranks of a group, a logger, and empty parameters for delayed initialisation."""
+"""SMP's small helpers: a timer, ranks of a group, a logger, clipping, and empty parameters for delayed initialisation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from octavo.errors import warn
 from octavo.parallel.world import state
@@ -64,6 +66,17 @@ def move_buffers_to_device(module: nn.Module, device: torch.device | int | str, 
         for child in module.children():
             move_buffers_to_device(child, device, recurse=True)
     return module
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, **others: Any) -> Tensor:
+    """Scale the gradients of a sharded model, PyTorch's FSDP, or any other to a norm of at most `max_norm`.
+
+    Returns the norm before.
+    """
+    found = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
+    if found is not None:
+        return found.clip_grad_norm_(max_norm, norm_type)
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
 
 
 def say_once(key: str, message: str) -> None:
