@@ -34,7 +34,7 @@ from octavo.fp8.scaling import states_of, use_own_buffers
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.description import describe
-from octavo.models.exact import difference
+from octavo.models.exact import difference, tie_again
 from octavo.models.families import decoder_spec, with_moe
 from octavo.models.own_code import (
     cast,
@@ -219,6 +219,8 @@ def build_model(
     _check_settings(blocks, recompute, mlp_chunks, offload)
     device = torch.device(device)
     original = source if isinstance(source, nn.Module) else None
+    if original is not None:
+        tie_again(original)
     config = source if original is None else config or getattr(original, "config", None)
     load_from = None if device.type == "meta" else load_from
     spec, vision, reason = _replacement(original, config, blocks, can_fill=bool(load_from or from_rank0))

@@ -3,6 +3,7 @@
 import json
 import pickle
 
+import accelerate
 import fsdp_ranks
 import pytest
 import torch
@@ -126,6 +127,22 @@ def test_transform_says_what_is_not_there(tsm):
     with pytest.raises(AttributeError):
         new(input_ids=ids, labels=ids).sum()
     assert next(new.parameters()).dtype == torch.float32
+
+
+def test_a_tie_that_accelerate_parts_is_the_configs_again(tsm):
+    from transformers import GPT2Config
+
+    tsm.init()
+    model = fsdp_ranks.empty(tie_word_embeddings=True)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    names = [name for name, _ in tsm.transform(model).named_parameters()]
+    assert "embedding.weight" in names
+    assert "head.weight" not in names
+    with accelerate.init_empty_weights():  # a model's own code, transformed inside
+        other = tsm.transform(AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)))
+    assert other.lm_head.weight is other.transformer.wte.weight
+    parted = fsdp_ranks.empty(tie_word_embeddings=False)
+    assert "head.weight" in [name for name, _ in tsm.transform(parted).named_parameters()]
 
 
 def mixtral(**changes):

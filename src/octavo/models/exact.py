@@ -25,6 +25,18 @@ _STATES = ("training", "gradient_checkpointing", "name_or_path", "vocab_size")
 """Attributes without effect on the forward; checkpointing is looked at by name, and the vocabulary is in the shapes."""
 
 
+def tie_again(model: nn.Module) -> None:
+    """Tie head and embedding on the meta device as the config says: accelerate's `init_empty_weights` parts them."""
+    own: Any = model
+    if not getattr(getattr(own, "config", None), "tie_word_embeddings", False) or not hasattr(own, "get_output_embeddings"):
+        return
+    head, embedding = (getattr(module, "weight", None) for module in (own.get_output_embeddings(), own.get_input_embeddings()))
+    if not isinstance(head, nn.Parameter) or not isinstance(embedding, nn.Parameter) or head.shape != embedding.shape:
+        return
+    if head.is_meta and embedding.is_meta:
+        own.get_output_embeddings()._parameters["weight"] = embedding  # an assignment would part them again in that context
+
+
 def difference(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> str:
     """The first thing in which a model differs from `reference`, built from its config; empty if there is none."""
     if type(model) is not type(reference):

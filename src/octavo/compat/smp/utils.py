@@ -1,4 +1,4 @@
-"""SMP's small helpers: a timer, ranks of a group, a logger, the norm of gradients, and empty parameters."""
+"""SMP's small helpers: a timer, ranks of a group, a logger, clipping, and empty parameters for delayed initialisation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ def move_buffers_to_device(module: nn.Module, device: torch.device | int | str, 
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, **others: Any) -> Tensor:
-    """Scale the gradients of `model` to a norm of at most `max_norm`; returns the norm before."""
+    """Scale the gradients of a sharded model, PyTorch's FSDP, or any other to a norm of at most `max_norm`.
+
+    Returns the norm before.
+    """
     found = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
     if found is not None:
         return found.clip_grad_norm_(max_norm, norm_type)
