@@ -272,7 +272,7 @@ def test_ranks_of_the_command_say_a_wrong_input_once(started, tiny_run):
     """One that the launcher finds, and one that every rank does."""
     for override, fault in (
         ("train.global_batch=5", "train.global_batch = 5 sequences cannot be shared equally by 2 data-parallel ranks"),
-        ("model.config.num_key_value_heads=3", "2 attention heads cannot share 3 key-value heads"),
+        ("model.config.num_key_value_heads=3", "num_key_value_heads = 3: 2 attention heads"),
     ):
         process = started(train(tiny_run(override, steps=STEPS), override))
         _, said = process.communicate(timeout=300)
