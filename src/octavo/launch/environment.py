@@ -50,10 +50,10 @@ def check_hyperparameters(values: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_variables(values: Mapping[str, Any]) -> dict[str, str]:
-    """Further variables of a script, as text.
+    """Variables of a script's environment, as text.
 
     Raises:
-        InputError: a name or a value that no variable can have.
+        InputError: a name or a value that no process can be given.
     """
     found = {str(name): str(value) for name, value in values.items()}
     for name, value in found.items():

@@ -417,7 +417,7 @@ def _left_behind(checkpoints: Checkpointer) -> str:
 
 
 def _layout(plan: RunPlan) -> dict[str, Any]:
-    """Device, threads and ranks, by which sums have their order; and the sequences over which experts are balanced."""
+    """Device, threads and ranks, which set the order of sums; and the sequences over which experts are balanced."""
     spec = decoder_spec(plan.hf_config)[0] if plan.blocks == "auto" else None
     spec = with_moe(spec, plan.hf_config, plan.config.moe)
     balances = spec is not None and spec.mixtures and spec.balance
