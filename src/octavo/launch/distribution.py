@@ -1,4 +1,4 @@
-"""What an estimator's `instance_type` and `distribution` mean on this machine: the ranks, and SMP's configuration.
+"""An estimator's `instance_type` and `distribution` on this machine: the ranks, and SMP's configuration.
 
 Contradictions are refused here, before a folder is made: degrees that do not divide the ranks, FP8 on GPUs without it, keys of
 other libraries. A job runs on this host: a note names GPUs of the type that it lacks.

@@ -1,4 +1,4 @@
-"""What a script is told about its job: SageMaker's variables, arguments and files, as its training toolkit makes them.
+"""A script's view of its job: SageMaker's variables, arguments and files, as its training toolkit makes them.
 
 Hyperparameters keep their types: SageMaker carries them as JSON. As arguments they are `str(value)`, sorted by name; in
 variables JSON, and text as it is. SMP's configuration is the hyperparameter `mp_parameters`; it becomes an argument only for a

@@ -280,7 +280,7 @@ class PyTorch:
         return command, variables
 
     def _record(self) -> dict[str, Any]:
-        """What `attach` restores; no variables, which may be secrets."""
+        """The fields that `attach` restores, without variables, which may be secrets."""
         kept = ("entry_point", "source_dir", "instance_type", "instance_count", "output_path", "base_job_name", "dependencies")
         values = {name: getattr(self, name) for name in kept}
         return values | {

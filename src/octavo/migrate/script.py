@@ -58,7 +58,7 @@ class Use:
 
 @dataclass
 class Script:
-    """What was read from a script.
+    """Findings in a script.
 
     Attributes:
         uses: in order of lines, each name of a line once.

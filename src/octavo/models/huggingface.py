@@ -96,7 +96,7 @@ def refuse_other_balancing(config: Any, made_with: bool | None, argument: bool |
 
 
 class PretrainedInterface(nn.Module):
-    """What Octavo's decoder has of `transformers.PreTrainedModel`."""
+    """Octavo's decoder as a `transformers.PreTrainedModel`: its names that work, and errors for the others."""
 
     accepts_loss_kwargs = True
     """Trainer passes `num_items_in_batch`, so that micro-batches with different numbers of targets count by their targets."""

@@ -1,4 +1,4 @@
-"""What a model is sharded over: ranks, dtypes and the exchange of context parallelism, from `octavo.init`."""
+"""Sharding of a model: ranks, dtypes and the exchange of context parallelism, from `octavo.init`."""
 
 from __future__ import annotations
 

@@ -408,7 +408,7 @@ def _train_step(
 
 
 def _left_behind(checkpoints: Checkpointer) -> str:
-    """What a run that ends without a save has on disk, and where it may start again. Collective."""
+    """Text for a run that ends without a save: its checkpoint on disk, and where it may start again. Collective."""
     checkpoints.wait()
     newest = next(iter(step_folders(checkpoints.folder)), None)
     if newest is None:

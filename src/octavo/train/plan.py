@@ -71,7 +71,7 @@ class RunPlan:
 
     @property
     def shared_sequences(self) -> str:
-        """How ranks share each sequence, in words; empty if they do not."""
+        """The exchange of context parallelism in words; empty without it."""
         degree = self.degrees.context
         return f"{degree} ranks share each sequence ({self.config.parallel.cp_comm_type})" if degree > 1 else ""
 

@@ -1,4 +1,4 @@
-"""What the first import of torch.sagemaker changes in PyTorch, in this process: each a name of a class or module, and undone.
+"""Changes to PyTorch by the first import of torch.sagemaker, in this process: names of classes and modules, all undone later.
 
 * `FullyShardedDataParallel(transformed model, …)` makes a `ShardedModel`; its static functions know one. Any other model gets
   PyTorch's own, with `post_param_init_fn`, which SMP's has.
