@@ -47,7 +47,7 @@ def attention(
         [B, T / n, H, D], of this rank's tokens.
 
     Raises:
-        InputError: the exchange cannot split these heads, or compute this mask.
+        InputError: shapes or dtypes do not fit, or the exchange cannot split these heads or compute this mask.
     """
     check_shapes(q, k, v)
     context = _context(group, cp_comm_type).resolved(q.shape[2], k.shape[2])

@@ -1,8 +1,8 @@
 """Kernel times of a step by kind, from the names of the kernels.
 
 A profile has only the names of the kernels of cuBLAS, cuDNN, Transformer Engine and torch.compile. A row also lists the largest
-kernels with their kinds, to reveal a wrong pattern. Kernels of several streams overlap, so the sum can exceed the step; the
-time of collectives that nothing hides is apart.
+kernels with their kinds, to reveal a wrong pattern. Kernels of several streams overlap, so the sum can exceed the step.
+Collectives that no computation hides have a figure of their own (`exposed_ms`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in KINDS)
 _SPAN = re.compile(r"^(Optimizer\.|ProfilerStep|Torch-Compiled|## |nccl:|autograd::|FSDP::)")
 
 
-# Copies between host and device are no computation that hides a collective.
+# Copies between host and device are no computation.
 _TRANSFER = re.compile(r"memcpy (dtoh|htod)", re.IGNORECASE)
 
 Interval = tuple[str, float, float]
@@ -91,7 +91,7 @@ def summarise(kernels: Iterable[KernelTime], steps: int) -> dict[str, Any]:
 
 
 def exposed_ms(calls: Iterable[Interval]) -> float:
-    """Milliseconds in which a collective runs and no kernel that computes does; on any stream."""
+    """Milliseconds in which, over all streams, collectives run and no computation does."""
     collective: list[tuple[float, float]] = []
     computing: list[tuple[float, float]] = []
     for name, start, end in calls:
@@ -114,7 +114,7 @@ def _covered(intervals: Iterable[tuple[float, float]]) -> float:
 def record(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, Any]:
     """Profile `steps` calls of `step` and summarise the kernels; on a CPU PyTorch's operators.
 
-    Of a GPU with collectives also `exposed_communication_ms` of a step, which a rank that waits for another lengthens.
+    On a GPU with collectives also `exposed_communication_ms` of a step; waiting for other ranks is included.
     """
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU

@@ -1,7 +1,7 @@
-"""The attention kernel of an entry, in words, for its row: a speed says little about a library without it.
+"""The attention kernel of an entry, in words, for its row of results.
 
-An entry runs in a process of its own, with its own environment, and only there its choice is known. Octavo's is that of
-`octavo.describe`; PyTorch is asked for the case's heads; Transformer Engine takes what its environment names.
+It depends on the environment of the entry's process. Octavo's is that of `octavo.describe`, PyTorch's its choice for the
+case's heads; for Transformer Engine the row has the variables that choose.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m octavo.bench.lengths benchmarks/context-*.json --entry octavo-delayed --plot benchmarks/context-lengths.png
 
-prints the table, from the rows of one entry. A cell without a row has a dash, one that failed says so, with its reason below.
+prints the table of one entry. A dash: no such row. Reasons of failed rows stand below the table.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Entry:
         text: it trains decoders.
         families: of the decoders it trains these alone; empty: all.
         head_forward: precision of the head's forward product, if another.
-        exchanges: it differs from another entry by the exchange of keys and values alone: it trains shared sequences alone.
+        exchanges: differs from another entry only in the exchange of keys and values, so trains shared sequences alone.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Training:
         loss: function of inputs (token ids or images) and labels.
         around: makes the context manager around a forward.
         graph: forward and backward are one CUDA graph.
-        settle: runs behind the optimizer in every step.
+        settle: called after the optimizer in every step.
     """
 
     def __init__(
@@ -215,8 +215,8 @@ def build_te(
 ) -> Training:
     """Transformer Engine's layers, as blocks of timm's model too; in FP8 by a recipe of `octavo.bench.te.RECIPES`.
 
-    With `fp8_head` the output head of the decoder is its layer too. With `whole_block` a block of timm's model is its
-    `TransformerLayer`, as a `block_fn` that is a subclass of it; else a faster one of its parts.
+    With `fp8_head` the output head of the decoder is its layer too. With `whole_block` a block of timm's model is one
+    `TransformerLayer`, as in the published script; else a faster block of its parts.
     """
     os.environ.update(ENVIRONMENT)
     from octavo.bench import te

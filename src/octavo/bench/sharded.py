@@ -35,9 +35,9 @@ def build_plain_sharded(case: Case, device: torch.device, compiled: bool, *, see
 
 
 def build_torchao_sharded(case: Case, device: torch.device, compiled: bool, *, seed: int = SEED) -> Training:
-    """The plain model with torchao's tensorwise FP8 in its blocks, weights gathered in FP8, their amaxes joined at once.
+    """The plain model with torchao's tensorwise FP8 in its blocks, weights gathered in FP8, all their amaxes in one reduction.
 
-    Every rank makes the whole model and keeps its shard: torchao's weights are no plain tensors, which could be filled later.
+    Every rank makes the whole model and keeps its shard: torchao's weights are tensor subclasses, which cannot be filled later.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
@@ -121,6 +121,9 @@ SHARDED: dict[str, Entry] = {
     )
 }
 
+_EXCHANGES = (("", "all_gather"), ("-p2p", "p2p"), ("-a2a", "a2a"))
+"""(suffix of an entry's name, exchange of keys and values)"""
+
 CONTEXT: dict[str, Entry] = {
     entry.name: entry
     for entry in (
@@ -134,7 +137,7 @@ CONTEXT: dict[str, Entry] = {
                 head_forward="bf16",
                 exchanges=bool(suffix),
             )
-            for suffix, strategy in (("", "all_gather"), ("-p2p", "p2p"), ("-a2a", "a2a"))
+            for suffix, strategy in _EXCHANGES
         ),
         *(
             Entry(
@@ -145,7 +148,7 @@ CONTEXT: dict[str, Entry] = {
                 "transformer-engine",
                 exchanges=bool(suffix),
             )
-            for suffix, strategy in (("", "all_gather"), ("-p2p", "p2p"), ("-a2a", "a2a"))
+            for suffix, strategy in _EXCHANGES
         ),
     )
 }

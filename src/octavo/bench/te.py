@@ -90,7 +90,7 @@ class VisionLayer(nn.Module):
 
 
 def vision_block(case: VisionCase, eps: float, device: torch.device) -> nn.Module:
-    """`te.TransformerLayer` as such a block: what a `block_fn` makes that is a subclass of it."""
+    """`te.TransformerLayer` as a block of timm's model, as in the published script."""
     layer: nn.Module = te.TransformerLayer(
         case.hidden_size,
         case.intermediate_size,

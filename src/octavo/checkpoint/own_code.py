@@ -133,7 +133,7 @@ class Converted:
         return _Source(theirs, "rows", name)
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a part in rows: experts' matrices are stacked in the model's own code, [E, N, K]."""
+        """The shape [rows, K] of a part; the model's own code stacks experts' matrices, [E, N, K]."""
         stacked = self._way.table.join(name) is Join.EXPERTS and len(shape) == 3
         return (shape[0] * shape[1], shape[2]) if stacked else shape
 

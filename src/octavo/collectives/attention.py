@@ -65,7 +65,7 @@ def context_attention(
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise an InputError unless these are queries, keys and values of attention."""
+    """Raise an InputError unless q is [B, L, H, D], and k and v [B, L, G, D] in its dtype, where G divides H."""
     shapes = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True))
     fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[:2] + q.shape[3:] == k.shape[:2] + k.shape[3:]
     if not fits or not k.shape[2] or q.shape[2] % k.shape[2]:
@@ -376,7 +376,7 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
 def _to_tokens(context: ContextGroup, x: Tensor) -> Tensor:
     """The inverse of `_to_heads`: [B, T, h, D] → a view of [B, 2, C, n, h, D], this rank's two chunks of all heads.
 
-    One pass before the exchange; behind it the caller's, who flattens or splits the view.
+    One pass over the memory before the exchange; the caller's copy of the view is the one behind it.
     """
     split = context.split_of(x.shape[1])
     chunks = x.unflatten(1, (2 * split.size, split.chunk)).unbind(1)

@@ -39,7 +39,7 @@ class ContextGroup:
     """The ranks of a context group and their exchange of keys and values; "auto" is decided by `resolved`.
 
     Raises:
-        InputError: an unknown `strategy`, or no group of this rank's.
+        InputError: an unknown `strategy`, or a `group` without this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, strategy: str = "all_gather") -> None:
@@ -89,7 +89,7 @@ class ContextGroup:
         In backward each rank takes its own part of the gradient: all compute the same from the whole.
 
         Raises:
-            InputError: `x` has no two equal chunks along `dim`.
+            InputError: `x` has no dimension `dim`, or no two equal chunks along it.
         """
         _check_dim(x, dim)
         tokens = x.shape[dim]

@@ -103,7 +103,7 @@ def ring(pattern: Pattern, batch: int, split: Split, source: int) -> tuple[Span,
 
 
 def _at(split: Split, position: int) -> int:
-    """How many of this rank's tokens stand before a position of the sequence."""
+    """Number of this rank's tokens before a position of the sequence."""
     return sum(min(max(position - number * split.chunk, 0), split.chunk) for number in split.chunks())
 
 

@@ -36,7 +36,7 @@ class Shim:
         library: its name in messages.
         modules: every old module → the names in it.
         ways: missing name → the way to the same end; dotted names count for all below.
-        absent: other packages of the library, none of which is here; their ways are in `ways`.
+        absent: other packages of the library, of which nothing is here; `ways` has the way for each.
         begin: a module whose `apply` runs when the root is imported, and returns the function that undoes it.
         before: modules that the root imports, so that they are its attributes.
     """

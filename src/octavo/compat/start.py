@@ -1,4 +1,4 @@
-"""What happens in a Python that `python -m octavo.compat` has started: the shims, and errors as one message.
+"""Start of a Python process under `python -m octavo.compat`: the shims, and errors as one message.
 
 Loads no torch: it runs in every process that a script starts.
 """

@@ -133,7 +133,7 @@ class Passes(NamedTuple):
 
 
 def passes(prepared: PreparedData, config: DataConfig, samples: int) -> list[Passes]:
-    """How often each source is repeated in a run of this many samples; empty if there is no sequence to train on."""
+    """Epochs of each source in a run of this many samples; empty if there is no sequence to train on."""
     sequences = sequences_of(prepared, "train", sequence_length=config.sequence_length, packing=config.packing)
     if not all(sequences.of_source):
         return []
@@ -143,7 +143,7 @@ def passes(prepared: PreparedData, config: DataConfig, samples: int) -> list[Pas
 
 
 def unused_sources(config: DataConfig, samples: int) -> str:
-    """A notice of the sources that no sample of a run of this many comes from, by their weights; empty if there is none."""
+    """Notice of the sources without a sample in a run of this many, by their weights; empty if there is none."""
     if not config.weights:
         return ""
     each = zip(config.sources, config.weights, Mixture(config.weights).counts(samples), strict=True)

@@ -186,7 +186,7 @@ class BufferSet:
         _sets[next(_numbers)] = self
 
     def __reduce__(self) -> Any:
-        """Pickled, a set without slots: each `ModuleState` brings its own. That of all layers is the other process's."""
+        """Pickled as a set without slots: each `ModuleState` allocates its own. `default` becomes the reading process's."""
         return (_default, ()) if self is default else (BufferSet, ())
 
     def buffer(self, operand: Operand, device: torch.device, policy: History) -> ScaleBuffer:
@@ -302,6 +302,7 @@ default = BufferSet()
 
 
 def _default() -> BufferSet:
+    """For `pickle`."""
     return default
 
 

@@ -22,7 +22,7 @@ __all__ = [
 
 
 class Granularity(Enum):
-    """How many elements share a scale. A row runs along the dimension that the product sums over."""
+    """Elements that share a scale. A row runs along the dimension that the product sums over."""
 
     TENSOR = "tensor"
     ROW = "row"
@@ -40,7 +40,7 @@ class Operand(Enum):
 
 @dataclass(frozen=True)
 class Cast:
-    """How one operand becomes FP8."""
+    """Format and granularity of one operand's cast to FP8."""
 
     format: FloatFormat
     granularity: Granularity
@@ -52,7 +52,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class History:
-    """How a delayed scale follows from amaxes: steps kept, the choice among them, and powers of two of headroom."""
+    """Delayed scale from amaxes: steps kept, the choice among them, and powers of two of headroom."""
 
     length: int
     algo: Literal["max", "most_recent"]
@@ -62,7 +62,7 @@ class History:
 Gradient = Literal["input_gradient", "weight_gradient"]
 """A product of backward."""
 FastAccumulation = bool | Literal["input_gradient"]
-"""Which products of a layer's backward take Hopper's fast mode: both, none, or input gradients."""
+"""Products of a layer's backward in Hopper's fast mode: both, none, or input gradients."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Jobs from the scripts and calls that were written for SageMaker: the estimator, and the process that minds a job.
+"""Jobs from the scripts and calls that were written for SageMaker: the estimator, and the supervisor of a job.
 
 May import config and the levels above, but not _version, dtypes, hub. Nothing imports torch: an estimator answers in
 milliseconds, and runs on a machine without it.

@@ -1,6 +1,6 @@
-"""Code of a job: the files of `source_dir`, and its dependencies, copied into the job's folder.
+"""Code of a job: `source_dir` and dependencies, copied into the job's folder.
 
-Left out: version control, caches, and folders of jobs, whose channels are links to data.
+Version control, caches, and folders of jobs, whose channels are links to data, are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def files_of(folder: Path, jobs: Path) -> list[Path]:
     """The files of a folder of code, without those of version control, caches and jobs.
 
     Raises:
-        InputError: they are too large for a copy in every job.
+        InputError: more than 512 MiB.
     """
     found, total, skipped = [], 0, jobs.absolute()
     seen: set[Path] = set()
@@ -57,10 +57,10 @@ def copy(paths: Iterable[Path], root: Path, target: Path) -> None:
 
 
 def check_dependencies(names: Sequence[str]) -> None:
-    """Check that dependencies are there.
+    """Check that dependencies exist.
 
     Raises:
-        InputError: one is not.
+        InputError: one does not.
     """
     for name in names:
         if not expanded(name, "dependencies").exists():
@@ -71,7 +71,7 @@ def copy_dependencies(names: Sequence[str], target: Path) -> None:
     """Copy files and folders beside the script.
 
     Raises:
-        InputError: a file of this name is there already.
+        InputError: the job's code has a file of this name already.
     """
 
     def copy_new(source: str, to: str) -> None:

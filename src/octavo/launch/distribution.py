@@ -1,7 +1,7 @@
-"""What an estimator's `instance_type` and `distribution` mean on this machine: the ranks, and SMP's configuration.
+"""An estimator's `instance_type` and `distribution` on this machine: the ranks, and SMP's configuration.
 
 Contradictions are refused here, before a folder is made: degrees that do not divide the ranks, FP8 on GPUs without it, keys of
-other libraries. A job runs on this host: machines that the type does not have here are said.
+other libraries. A job runs on this host: a note names GPUs of the type that it lacks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KEYS = {
     "modelparallel": ("enabled", "parameters"),
     "dataparallel": ("enabled", "custom_mpi_options"),
 }
-"""What each library's dictionary may say; MPI's options have no meaning without MPI."""
+"""Keys of each library's dictionary; MPI's options have no effect."""
 _SWITCHES = ("sm_activation_offloading", "fsdp_cache_flush_warnings", "allow_empty_shards", "delayed_parameter_initialization")
 _TRUE = ("1", "1.0", "true", "yes", "on", "t", "y")
 _RANK_GIB = 0.5
@@ -105,7 +105,7 @@ def layout_of(
 
 
 def _without_ranks(instance_type: str, instance_count: int, instance: Instance | None, here: list[str]) -> Iterator[str]:
-    """What a job without `distribution` lacks of what was asked for."""
+    """Notes on a job without `distribution`: missing GPUs, and instances without ranks."""
     if instance is not None and not here:
         yield f"{instance_type} has {instance.gpus} x {instance.gpu}; this machine has no GPU: the script runs on its CPU."
     elif instance is not None and len(here) < instance.gpus:

@@ -1,4 +1,4 @@
-"""What a script is told about its job: SageMaker's variables, arguments and files, as its training toolkit makes them.
+"""A script's view of its job: SageMaker's variables, arguments and files, as its training toolkit makes them.
 
 Hyperparameters keep their types: SageMaker carries them as JSON. As arguments they are `str(value)`, sorted by name; in
 variables JSON, and text as it is. SMP's configuration is the hyperparameter `mp_parameters`; it becomes an argument only for a
@@ -50,10 +50,10 @@ def check_hyperparameters(values: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_variables(values: Mapping[str, Any]) -> dict[str, str]:
-    """Further variables of a script, as text.
+    """Variables of a script's environment, as text.
 
     Raises:
-        InputError: a name or a value that no variable can have.
+        InputError: a name or a value that no process can be given.
     """
     found = {str(name): str(value) for name, value in values.items()}
     for name, value in found.items():

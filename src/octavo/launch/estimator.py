@@ -80,7 +80,7 @@ class PyTorch:
             raise InputError(f"max_run = {max_run!r} is no number of seconds above 0.")
         self._script()
         self._layout()
-        self._target()
+        _jobs_of(self.output_path)
         code.check_dependencies(self.dependencies)
         ignored = [name for name in sdk if name in MEANINGLESS and sdk[name] is not None]
         if ignored:
@@ -201,13 +201,9 @@ class PyTorch:
     def _layout(self) -> Layout:
         return layout_of(str(self.instance_type), self.instance_count, self.distribution, self._hyperparameters)
 
-    def _target(self) -> tuple[Path, str | None]:
-        """The folder of jobs, and the remote address for results."""
-        return _jobs_of(self.output_path)
-
     def _start(self, given: Any, job_name: str | None, *, waits: bool) -> Job:
         folder_of_code, script = self._script()
-        layout, (jobs, remote) = self._layout(), self._target()
+        layout, (jobs, remote) = self._layout(), _jobs_of(self.output_path)
         channels = inputs.addresses(given)
         for name, address in channels.items():
             if inputs.local_path(address, name) is None:
@@ -284,7 +280,7 @@ class PyTorch:
         return command, variables
 
     def _record(self) -> dict[str, Any]:
-        """What `attach` restores; no variables, which may be secrets."""
+        """The fields that `attach` restores, without variables, which may be secrets."""
         kept = ("entry_point", "source_dir", "instance_type", "instance_count", "output_path", "base_job_name", "dependencies")
         values = {name: getattr(self, name) for name in kept}
         return values | {
@@ -295,7 +291,7 @@ class PyTorch:
 
 
 def _jobs_of(output_path: str | Path | None) -> tuple[Path, str | None]:
-    """The folder of jobs of an `output_path`, and the remote address that it may be."""
+    """The folder of jobs for an `output_path`, and its remote address for results, or None."""
     if output_path is None:
         return JOBS, None
     address = str(output_path)

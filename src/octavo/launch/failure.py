@@ -44,7 +44,7 @@ def reason(log: Path, exit_code: int, job: Mapping[str, Any]) -> str:
 
 
 def _last(line: str) -> str:
-    """The last line of a log: a script that ends by `sys.exit("…")` has its reason there."""
+    """The last line of a log, up to 400 characters: the reason of a script that ends by `sys.exit("…")`."""
     shown = line if len(line) <= 400 else f"{line[:400]} …"
     return f"the log ends with: {shown.rstrip('.')}"
 

@@ -103,7 +103,11 @@ def local_path(address: str, key: str) -> Path | None:
 
 
 def expanded(path: str, key: str) -> Path:
-    """A path with the home folder for ~. key: for the message."""
+    """A path with ~ as the home folder. key: for the message.
+
+    Raises:
+        InputError: there is no such user.
+    """
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -202,7 +202,7 @@ def read(path: Path) -> dict[str, Any]:
     """A JSON file; empty if there is none.
 
     Raises:
-        InputError: it is no JSON object, which a job never writes.
+        InputError: it is no JSON object.
     """
     try:
         found = json.loads(path.read_bytes())

@@ -11,10 +11,10 @@ from octavo.launch import estimator
 
 
 class PyTorch(estimator.PyTorch):
-    """`octavo.launch.PyTorch`, which has fewer arguments in another order.
+    """`octavo.launch.PyTorch` with the SDK's order of positional arguments.
 
     Raises:
-        InputError: as there, or there is no entry_point.
+        InputError: as there, or no entry_point.
     """
 
     def __init__(

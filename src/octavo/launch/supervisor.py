@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.05
 
 
 class _Stop:
-    """Who asked for the end, and when."""
+    """A request to stop: its reason and time."""
 
     def __init__(self) -> None:
         self.asked, self.at = "", 0.0

@@ -1,4 +1,4 @@
-"""Arguments of SMP's example script, with its defaults, and which of them a run file has keys for."""
+"""Arguments of SMP's example script, with its defaults, by what becomes of them in a run file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULTS: dict[str, Any] = {
     "data_num_workers": 0, "use_smp_implementation": 0, "moe": 0, "moe_load_balancing": "sinkhorn", "moe_aux_loss_coeff": 0.001,
     "moe_z_loss_coeff": 0.001, "num_local_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
-"""Arguments of SMP's example script that a run file has keys for, with the example's defaults."""
+"""Arguments of SMP's example script with keys in a run file, and the example's defaults."""
 
 OPTIONAL = (
     "hf_pretrained_model_name_or_dir", "validation_freq", "num_key_value_heads", "sliding_window", "training_dir", "test_dir",
@@ -23,6 +23,7 @@ OPTIONAL = (
     "tensor_parallel_degree", "expert_parallel_degree", "sm_activation_offloading", "activation_loading_horizon", "random_seed",
     "model_dir",
 )  # fmt: skip
+"""Further arguments with keys, without defaults."""
 NUMBERS = (
     "validation_freq", "num_key_value_heads", "sliding_window", "hybrid_shard_degree", "context_parallel_degree",
     "tensor_parallel_degree", "expert_parallel_degree", "activation_loading_horizon", "random_seed",
@@ -37,7 +38,7 @@ NO_KEY = (
     "use_synthetic_data", "zipped_data", "checkpoint_type", "do_train", "do_eval", "delayed_parameter_initialization",
     "fsdp_cache_flush_warnings", "allow_empty_shards", "moe_all_to_all_dispatcher", "global_token_shuffle",
 )  # fmt: skip
-"""Arguments that need no key: what they ask for always happens, or has no counterpart."""
+"""Arguments without a key: always on, or without counterpart."""
 SHAPES = {
     "llama_v2": "llama2-7b",
     "llama_v3": "llama-8b",
@@ -45,4 +46,4 @@ SHAPES = {
     "mistral": "mistral-7b",
     "mixtral": "mixtral-8x7b",
 }
-"""`model_type` → the built-in shape that gets its sizes."""
+"""`model_type` → the built-in shape whose sizes the arguments replace."""

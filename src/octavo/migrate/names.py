@@ -356,7 +356,7 @@ def find(dotted: str) -> Name | None:
 
 
 def names_of(module: str) -> list[str]:
-    """The names that a module of the table has here."""
+    """The names that Octavo has of a module of the table."""
     shim = next((shim for root, shim in _ROOTS.items() if module == root or module.startswith(f"{root}.")), None)
     if shim is not None:
         inner = [name.rpartition(".")[2] for name in shim.modules if name.rpartition(".")[0] == module]

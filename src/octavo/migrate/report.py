@@ -131,7 +131,7 @@ def _estimator(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_known(value: Any) -> bool:
-    """True for a value without a part that only a run would tell."""
+    """True for a value of which every part is known without a run."""
     return all(map(_is_known, value.values())) if isinstance(value, dict) else value is not UNKNOWN
 
 

@@ -1,7 +1,7 @@
 """A run file for the arguments of SMP's example scripts and the dictionaries of an estimator.
 
 Arguments that neither the script nor the estimator gives have the defaults of SMP's example. Where units differ the value is
-computed, and the line says from what; what no key says is named on top of the file.
+computed, with its source in a comment; arguments without a key are listed on top of the file.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _collect(scripts: Sequence[Script]) -> tuple[dict[str, Any], set[str], dict[
 
 
 def _tables(call: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
-    """What is said of an estimator's arguments, hyperparameters and parameters of SMP → their known values."""
+    """Subject of a message → known entries: an estimator's arguments, its hyperparameters, and SMP's parameters."""
     arguments = {REST: UNKNOWN} if REST in call and not {"hyperparameters", "distribution"} <= set(call) else {}
     hyperparameters, parameters = call.get("hyperparameters"), call.get("distribution")
     for key in ("smdistributed", "modelparallel", "parameters"):
@@ -136,7 +136,11 @@ def _tables(call: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
 
 
 def _number(name: str, value: Any) -> Any:
-    """The number in the text of an argument that is one: argparse, and SageMaker, take both."""
+    """A numeric argument as a number, given as text too, as argparse and SageMaker take it; others as they are.
+
+    Raises:
+        InputError: text that is no number.
+    """
     counts = isinstance(DEFAULTS.get(name), int | float) or name in NUMBERS
     if isinstance(value, bool) and isinstance(DEFAULTS.get(name), int):
         return int(value)

@@ -58,7 +58,7 @@ class Use:
 
 @dataclass
 class Script:
-    """What was read from a script.
+    """Findings in a script.
 
     Attributes:
         uses: in order of lines, each name of a line once.
@@ -78,7 +78,7 @@ class Script:
     cells: list[int] = field(default_factory=list)
 
     def place(self, line: int) -> str:
-        """A line for the reader; of a notebook the code cell and the line in it."""
+        """A line number as text; in a notebook the code cell and its line, "cell:line"."""
         cell = bisect_right(self.cells, line)
         return f"{cell}:{line - self.cells[cell - 1] + 1}" if cell else str(line)
 
@@ -118,7 +118,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _notebook(path: Path, notes: list[str], first: list[int]) -> str:
-    """The Python of a notebook's cells, one line for each of theirs; notes what was left out, and their first lines."""
+    """The Python of a notebook's cells, line for line. Adds cells left out to `notes`, the first line of each to `first`."""
     try:
         cells = json.loads(_bytes(path).decode("utf-8-sig"))["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -129,7 +129,8 @@ def _notebook(path: Path, notes: list[str], first: list[int]) -> str:
         lines = source.splitlines()
         first.append(len(found) + 1)
         if source.startswith("%%"):
-            if lines[0][2:].split()[:1] not in [[name] for name in _PYTHON_CELLS]:
+            magic = lines[0][2:].split()
+            if not magic or magic[0] not in _PYTHON_CELLS:
                 notes.append(f"code cell {number} is not read: {lines[0].strip()}")
                 found += [""] * len(lines)
                 continue
@@ -165,7 +166,7 @@ class _Reader:
         self._instances: dict[str, dict[str, Any]] = {}
         self._seen: set[tuple[int, str]] = set()
         self._parts: set[int] = set()  # attributes that belong to a longer one
-        self._spared: set[str] = set()  # absent names whose import the script does without
+        self._spared: set[str] = set()  # absent names that the script's own `except` does without
         spared = _spared_imports(tree)
         nodes = sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno)
         for node in nodes:
@@ -182,7 +183,7 @@ class _Reader:
         self.script.uses.sort(key=lambda use: use.line)
 
     def _import(self, node: ast.Import | ast.ImportFrom, *, spared: bool) -> None:
-        """spared: the script has a way of its own without these names."""
+        """spared: the script's own `except` goes on without these names."""
         for alias in node.names:
             if isinstance(node, ast.Import):
                 first, dotted = alias.name.partition(".")[0], alias.name
@@ -320,7 +321,7 @@ def _spared_imports(tree: ast.AST) -> set[int]:
 
 
 def _caught(handler: ast.ExceptHandler) -> list[str]:
-    """Names of the exceptions that a handler takes."""
+    """Names of the exceptions that a handler catches."""
     if handler.type is None:
         return ["BaseException"]
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 UNKNOWN = object()
-"""A value that only a run would tell."""
+"""A value known only at run time."""
 REST = "**"
-"""Key of a dictionary, with the value UNKNOWN: it has further entries that only a run would tell."""
+"""Key of a dictionary, with the value UNKNOWN, for further entries known only at run time."""
 _LARGEST = 10**12
 _LONGEST = 10_000
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -81,7 +81,7 @@ class Values:
             return UNKNOWN
 
     def is_unsure(self, node: ast.AST) -> bool:
-        """True for a node that a condition, a loop or an exception decides about."""
+        """True for a statement that depends on a condition, a loop or an exception."""
         return id(node) in self._unsure
 
     def keywords(self, call: ast.Call) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Values:
             return
         if isinstance(node, ast.AnnAssign) and node.value is None:
             return
-        unsure = id(node) in self._unsure
+        unsure = self.is_unsure(node)
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             value = self.of(node.value)
             if isinstance(node, ast.AugAssign):
@@ -115,24 +115,24 @@ class Values:
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "update"):
             return
         given = (entries(self.of(call.args[0])) if call.args else {}) | self.keywords(call)
-        self._put(self.of(call.func.value), given, unsure=id(node) in self._unsure)
+        self._put(self.of(call.func.value), given, unsure=self.is_unsure(node))
 
-    def _put(self, table: Any, entries: dict[Any, Any], *, unsure: bool) -> None:
-        """Entries of a known dictionary, which may be put there or not if `unsure`."""
+    def _put(self, table: Any, given: dict[Any, Any], *, unsure: bool) -> None:
+        """Set entries of a known dictionary; `unsure`: a run may or may not set them."""
         if not isinstance(table, dict):
             return
-        for key, value in entries.items():
+        for key, value in given.items():
             changed = unsure and (key not in table or table[key] != value)
             table[key] = UNKNOWN if changed or key == REST else value
 
 
 def entries(value: Any) -> dict[Any, Any]:
-    """The entries of a dictionary; of an unknown one that it has some."""
+    """The entries of a dictionary; for an unknown value `REST`."""
     return value if isinstance(value, dict) else {REST: UNKNOWN}
 
 
 def _maybe_run(tree: ast.AST) -> set[int]:
-    """The statements (`id`) that a condition, a loop or an exception decides about."""
+    """The nodes (`id`) that depend on a condition, a loop or an exception."""
     found: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and not _is_main(node.test):

@@ -246,7 +246,7 @@ def _qwen3_experts(config: Any) -> dict[str, Any]:
     layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
     if step == 0:
         raise InputError(
-            "decoder_sparse_step = 0: every so many layers have experts. Use 1 for all layers, 2 for every second."
+            "decoder_sparse_step = 0: the interval between layers with experts. Use 1 for all layers, 2 for every second."
         )
     dense = tuple(i for i in layers if i in config.mlp_only_layers or (i + 1) % step)
     return {

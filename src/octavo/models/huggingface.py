@@ -77,7 +77,7 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_other_balancing(config: Any, made_with: bool | None, argument: bool | None, balance: float) -> None:
-    """Raise an InputError for a balancing loss that was asked for, or not, after the decoder was made, and so would not change.
+    """Raise an InputError if the config or a forward now asks for another balancing loss than the decoder was made with.
 
     made_with: the config's `output_router_logits` when it was made. argument: a forward's. balance: the loss's coefficient.
     """
@@ -96,7 +96,7 @@ def refuse_other_balancing(config: Any, made_with: bool | None, argument: bool |
 
 
 class PretrainedInterface(nn.Module):
-    """What Octavo's decoder has of `transformers.PreTrainedModel`."""
+    """Octavo's decoder as a `transformers.PreTrainedModel`: its names that work, and errors for the others."""
 
     accepts_loss_kwargs = True
     """Trainer passes `num_items_in_batch`, so that micro-batches with different numbers of targets count by their targets."""

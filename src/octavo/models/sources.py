@@ -47,7 +47,7 @@ _ROTATION: dict[str, tuple[Callable[[float], bool], str]] = {
     "attention_factor": (_above_0, "use a number above 0, such as 1.0"),
     "original_max_position_embeddings": (_above_0, "use the number of positions before the scaling, such as 8192"),
 }
-"""Numbers of `rope_parameters`: the values that rotate, and the remedy for others."""
+"""Key of `rope_parameters` → the check of its number, and the remedy."""
 _OF_SCALINGS = frozenset(("factor", "attention_factor", "original_max_position_embeddings"))
 _DTYPE = "model.dtype and model.params_dtype are the dtypes of a run"
 _NOT_OF_THE_MODEL = {
@@ -109,9 +109,12 @@ def _overridden(config: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def _by_stored_names(overrides: Mapping[str, Any], known: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Overrides by the names of `known`. Beside a value by that name one by a second name has an effect in some families only.
+    """Overrides under the stored names of `known`: some families ignore an alias beside the stored name.
 
-    names: second names of a config's keys, such as Qwen3-MoE's num_experts → num_local_experts.
+    names: alias → stored name, such as Qwen3-MoE's num_experts → num_local_experts.
+
+    Raises:
+        InputError: both names of a key, with different values.
     """
     found: dict[str, Any] = {}
     for key, value in overrides.items():
@@ -178,7 +181,7 @@ def _check_sizes(config: Any) -> None:
 
 
 def _check_rotation(rope: Mapping[str, Any], family: str) -> None:
-    """Refuse numbers of `rope_parameters` that make no rotation, of which transformers warns at most."""
+    """Refuse numbers of `rope_parameters` that make no rotation; transformers only warns."""
     kind, known = rope.get("rope_type"), FAMILIES.get(family)
     unread = () if known is None or known.partial_rotary else ("partial_rotary_factor",)
     for key, (allowed, remedy) in _ROTATION.items():
@@ -265,7 +268,7 @@ def weights_folder(source: str) -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """The first two lines of an error as a sentence; of a validator's error the second, which has the field and the value."""
+    """The first two lines of an error as a sentence; of a validator's error the second, with field and value."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and _VALIDATOR.match(lines[0]):
         lines = [_ERROR_TYPE.sub("", lines[1])]

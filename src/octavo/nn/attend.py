@@ -1,9 +1,9 @@
 """softmax(q · kᵀ · scale) · v by a pattern, through the first of these that computes it:
 
 ranks that share the sequence   `octavo.collectives.attention`
-padding inside a sequence, without window and dropout
+padding between tokens, without window and dropout
                                 `octavo.nn.holes`: pieces by the kernels below, without a mask
-a mask of the caller's, padding inside a sequence, or a window with dropout
+a mask of the caller's, other padding between tokens, or a window with dropout
                                 PyTorch's `scaled_dot_product_attention` with a boolean mask of T × T
 without dropout, where FlashAttention-4 is there or bits are to repeat on a GPU
                                 FlashAttention-4, or the reference

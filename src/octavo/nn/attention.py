@@ -243,7 +243,7 @@ class MultiheadAttention(ResidualLayer):
         cp_stream: Any = None,
         cp_comm_type: str = "all_gather",
     ) -> None:
-        """As that of `DotProductAttention`: hidden states are then this rank's tokens, as are their rotary angles."""
+        """As that of `DotProductAttention`. Hidden states and rotary angles are then those of this rank's tokens."""
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(

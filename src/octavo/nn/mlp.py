@@ -149,9 +149,9 @@ class LayerNormMLP(NormedLayer):
     where "gelu" is Transformer Engine's, with the tanh. `return_bias` (of fc2) and `return_layernorm_output` are as in
     `LayerNormLinear`, and `output_layer_init_method` is the `init_method` of fc2. `checkpoint`: the first product is not saved
     for backward but computed again, to the same bits; under `torch.compile` the compiler decides on what is saved. The
-    attribute `gate_rows`: so many rows of gate stand before as many of up, ffn_hidden_size for all. The attribute `chunks`: so
-    many parts of the tokens run one after the other, in forward and in backward, with the temporaries of
-    one part. Several imply `checkpoint`; each is a tensor of its own for the scales of current and rowwise scaling, and the
+    attribute `gate_rows`: gate and up alternate in blocks of so many rows; ffn_hidden_size: all of gate, then all of up. The
+    attribute `chunks`: the tokens run in so many chunks, one after the other, in forward and in backward, with the temporaries
+    of one. Several imply `checkpoint`; each is a tensor of its own for the scales of current and rowwise scaling, and the
     gradients of weights are summed in their dtype.
 
     Raises:

@@ -154,7 +154,7 @@ def router_z_loss(routing: Tensor, visits: Tensor, visited: int) -> Tensor:
 
 
 def routing_metrics(routing: Tensor, visited: int) -> dict[str, Any]:
-    """What a run records of its experts: over all layers, from sums [layers, 2E + 2] over all tokens.
+    """Figures of experts in a run's records: over all layers, from sums [layers, 2E + 2] over all tokens.
 
     `expert_load` has the tokens of each expert relative to the mean, `largest_expert_load` the largest in any layer,
     `router_entropy` the mean of a token and layer in nats; no token is dropped.

@@ -21,7 +21,7 @@ Angles = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, bool]
 
 
 class Rotation(NamedTuple):
-    """How a joint query/key/value product is split; cos and sin float32 [B or 1, T, Dr], None to rotate nothing.
+    """Split of a joint query/key/value product; cos and sin float32 [B or 1, T, Dr], None to rotate nothing.
 
     Of each head the first Dr columns rotate, an even number of them or all. mirrored: a promise that the second halves of both
     tables repeat their first, so that only those are read.

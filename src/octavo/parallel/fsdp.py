@@ -28,7 +28,7 @@ from octavo.parallel.fp8_gather import gather_in_fp8
 from octavo.parallel.sharding import Sharding
 
 Unit = list[nn.Module]
-"""What is gathered for a block: its experts if it has some, and the block."""
+"""The FSDP modules of a block: its experts, if it has some, and the block."""
 
 
 def _travels(part: nn.Module, recipe: Recipe | None) -> bool:

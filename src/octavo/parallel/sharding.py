@@ -1,4 +1,4 @@
-"""What a model is sharded over: ranks, dtypes and the exchange of context parallelism, from `octavo.init`."""
+"""Sharding of a model: ranks, dtypes and the exchange of context parallelism, from `octavo.init`."""
 
 from __future__ import annotations
 
@@ -74,10 +74,9 @@ def sharding_of(
 
 
 def check_experts(experts: int, degree: int, shards: int, name: str) -> None:
-    """Raise an InputError where ranks of an expert group would not hold equal numbers of experts.
+    """Raise an InputError unless all ranks of an expert group hold equal numbers of experts.
 
-    experts: of a mixture, 0 for none. degree: the ranks of the group. shards: those of the FSDP group around it. name: of the
-    model.
+    experts: of a mixture, 0 for none. degree: ranks of the expert group. shards: ranks of its FSDP group. name: of the model.
     """
     if degree == 1 or (experts and not experts % degree):
         return

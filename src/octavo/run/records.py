@@ -1,4 +1,4 @@
-"""What the folder of a run says of itself, read without torch: JSON files, and the state of the newest checkpoint.
+"""Records in the folder of a run, read without torch: JSON files, and the state of the newest checkpoint.
 
 A file that is absent or damaged is no fault here: these figures label a plot or a table, and nothing continues from them.
 """

@@ -50,7 +50,7 @@ _OLDER_DEFAULTS = {"fp8.head": False, "fp8.fast_accumulation": False}
 """Defaults of older versions, whose run files leave these keys out."""
 
 BALANCED = "the number of sequences over which experts are balanced"
-"""In the layout of a checkpoint."""
+"""Key of a checkpoint's layout."""
 
 _PROVENANCE = {
     *("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache"),
@@ -236,6 +236,6 @@ def warn_of_other_layout(checkpoint: Path, saved: Mapping[str, Any], now: Mappin
         )
     if balanced is not None:
         warn(
-            f"{checkpoint} continues, but {balanced} (micro-batch x data-parallel ranks): the losses from here on are others "
-            "than those of an uninterrupted run."
+            f"{checkpoint} continues, but {balanced} (micro-batch x data-parallel ranks): the losses from here on "
+            "differ from those of an uninterrupted run."
         )

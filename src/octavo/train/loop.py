@@ -408,7 +408,7 @@ def _train_step(
 
 
 def _left_behind(checkpoints: Checkpointer) -> str:
-    """What a run that ends without a save has on disk, and where it may start again. Collective."""
+    """Text for a run that ends without a save: its checkpoint on disk, and where it may start again. Collective."""
     checkpoints.wait()
     newest = next(iter(step_folders(checkpoints.folder)), None)
     if newest is None:
@@ -417,7 +417,7 @@ def _left_behind(checkpoints: Checkpointer) -> str:
 
 
 def _layout(plan: RunPlan) -> dict[str, Any]:
-    """Device, threads and ranks, by which sums have their order; and the sequences over which experts are balanced."""
+    """Device, threads and ranks, which set the order of sums; and the sequences over which experts are balanced."""
     spec = decoder_spec(plan.hf_config)[0] if plan.blocks == "auto" else None
     spec = with_moe(spec, plan.hf_config, plan.config.moe)
     balances = spec is not None and spec.mixtures and spec.balance

@@ -71,7 +71,7 @@ class RunPlan:
 
     @property
     def shared_sequences(self) -> str:
-        """How ranks share each sequence, in words; empty if they do not."""
+        """The exchange of context parallelism in words; empty without it."""
         degree = self.degrees.context
         return f"{degree} ranks share each sequence ({self.config.parallel.cp_comm_type})" if degree > 1 else ""
 
@@ -109,7 +109,7 @@ class RunPlan:
 
     @property
     def _fp8_share(self) -> float:
-        """Share of FP8 in the FLOPs of all layers; in a mixture's own code experts are none of `layers`."""
+        """Share of FP8 in the FLOPs of all layers; a mixture's own code has no experts in `layers`."""
         assert self.flops is not None
         layers = (layer for name, layer in self.layers.items() if layer.recipe is not None and name not in self.excluded)
         return min(1.0, 6 * sum(layer.visits * math.prod(layer.shape) for layer in layers) / self.flops.layers)
@@ -119,7 +119,7 @@ class RunPlan:
 class Fp8Layer:
     """A layer that can run in FP8: shape [N, K] of its weight, and its recipe; None where the run file excludes it.
 
-    Of experts the shape is that of one, and `visits` are those of a token.
+    Of experts: the shape of one, and in `visits` how many a token visits.
     """
 
     shape: tuple[int, int]
@@ -392,7 +392,7 @@ def _check_context(config: RunConfig, degrees: Degrees, model: torch.nn.Module) 
 
 
 def _check_dispatch(config: RunConfig, model: torch.nn.Module, recipe: Recipe) -> None:
-    """Refuse tokens that travel in FP8 to experts of which none multiplies them in FP8."""
+    """Refuse `expert_dispatch_fp8` where no expert multiplies tokens in FP8."""
     experts = [state for name, state in states_of(model) if name.endswith("experts.fc1")]
     if config.parallel.expert_dispatch_fp8 and all(state.under(recipe) is None for state in experts):
         raise InputError(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
@@ -28,7 +29,7 @@ _NEUTRAL = [
 
 @dataclass
 class Given:
-    """What has an effect."""
+    """The arguments with an effect."""
 
     sharding_strategy: ShardingStrategy | None = None
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
@@ -41,7 +42,7 @@ def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     """The arguments behind the module.
 
     Raises:
-        InputError: one asks for what Octavo does not have, or is of the wrong kind.
+        InputError: a value that Octavo does not support, or of the wrong type.
         TypeError: PyTorch has no such argument either.
     """
     if len(args) > len(_ORDER) or (twice := set(_ORDER[: len(args)]) & kwargs.keys()):
@@ -95,7 +96,7 @@ def _check_precision(precision: Any) -> None:
             raise InputError(f"MixedPrecision({name}={dtype}) is not supported: use {', '.join(map(str, FLOATS))}, or None.")
     if precision.keep_low_precision_grads:
         raise InputError("MixedPrecision(keep_low_precision_grads=True): gradients have their parameters' dtype. Leave it out.")
-    if precision.buffer_dtype not in (None, *FLOATS[-1:]):
+    if precision.buffer_dtype not in (None, torch.float32):
         say_once(
             "buffers", f"MixedPrecision(buffer_dtype={precision.buffer_dtype}): rotary tables and other buffers stay float32."
         )

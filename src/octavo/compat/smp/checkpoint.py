@@ -168,7 +168,7 @@ def load(
     """Fill the tensors of a state dict, and replace its other values, from a checkpoint of `save`. Collective.
 
     Raises:
-        InputError: no folder, one without a checkpoint, or one of another state dict.
+        InputError: no folder, no checkpoint in it, or the checkpoint of another state dict.
     """
     reader = storage_reader
     if reader is None:
@@ -263,7 +263,7 @@ def _mapped(function: Any, value: Any) -> Any:
 
 
 def _loaded(old: Any, new: Any) -> Any:
-    """The value that takes the place of `old`: itself if it is a tensor, which was filled in place, or has some inside."""
+    """The loaded form of `old`: its own tensors, dictionaries and lists, filled in place; tuples anew; else `new`."""
     if isinstance(old, Mapping | list):
         for key in list(old) if isinstance(old, Mapping) else range(len(old)):
             old[key] = _loaded(old[key], new[key])  # type: ignore[index]

@@ -39,7 +39,7 @@ class SmpConfig(Section):
 
 
 class _Given:
-    """What `init` was given; None before."""
+    """The configuration given to `init`; None before."""
 
     config: SmpConfig | None = None
 

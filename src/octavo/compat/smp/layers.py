@@ -79,14 +79,14 @@ class FlashSelfAttention(FlashGroupedQueryAttention):
 
 
 _parts: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[nn.Module, int]] = weakref.WeakKeyDictionary()
-"""Cache → the part of each layer that has no number."""
+"""Cache → the index in it of each attention layer without `layer_idx`."""
 
 
 class LlamaFlashAttention(LlamaAttention):
     """Llama's attention of transformers, whose kernel PyTorch chooses.
 
-    Scripts give every layer `LlamaFlashAttention(config)`. Without `layer_idx` it takes the first part of a cache of keys and
-    values that the layers before have left empty.
+    Scripts give every layer `LlamaFlashAttention(config)`. Without `layer_idx` a layer takes the first layer of the
+    cache that is still empty.
     """
 
     def __init__(self, config: Any, layer_idx: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What the first import of torch.sagemaker changes in PyTorch, in this process: each a name of a class or module, and undone.
+"""Changes to PyTorch by the first import of torch.sagemaker, in this process: names of classes and modules, all undone later.
 
 * `FullyShardedDataParallel(transformed model, …)` makes a `ShardedModel`; its static functions know one. Any other model gets
   PyTorch's own, with `post_param_init_fn`, which SMP's has.
@@ -6,7 +6,7 @@
 * Wrappers for recomputation and offloading around Octavo's blocks do it as Octavo does: with the scales of the forward, and
   ahead of backward.
 * `load_sharded_optimizer_state_dict` reads a state for a `ShardedModel`; `destroy_process_group` waits for saves; functions of
-  checkpoints take the `coordinator_rank` among all ranks.
+  checkpoints take `coordinator_rank` as a global rank.
 
 Classes are changed in place, since a script may have taken them from torch before it imports torch.sagemaker.
 """
@@ -283,7 +283,7 @@ def _checkpoints(changes: _Changes) -> None:
 
     @functools.wraps(init)
     def coordinated(self: Any, group: Any, use_dist: bool, coordinator_rank: int) -> None:
-        """The coordinator's rank among all ranks, which PyTorch took before it took that of the group."""
+        """Takes the coordinator's global rank too, as older versions of PyTorch did."""
         if use_dist and group is not None and coordinator_rank >= dist.get_world_size(group):
             members = dist.get_process_group_ranks(group)
             coordinator_rank = members.index(coordinator_rank) if coordinator_rank in members else coordinator_rank

@@ -67,7 +67,7 @@ class Settings:
 
 
 class WrongState(InputError, RuntimeError):
-    """A state dict of another model, as `load_state_dict` of PyTorch's refuses it."""
+    """A state dict of another model; a RuntimeError too, as from PyTorch's `load_state_dict`."""
 
 
 class ModelState(dict[str, Any]):

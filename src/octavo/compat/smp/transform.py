@@ -22,7 +22,7 @@ _MARK = "octavo_smp"
 
 @dataclass
 class Transformed:
-    """What the sharding of a transformed model has to know.
+    """Settings of `transform` for the later sharding of its model.
 
     Attributes:
         cp_comm_type: exchange of keys and values.
@@ -34,7 +34,7 @@ class Transformed:
 
 
 def transformed(model: nn.Module) -> Transformed | None:
-    """What `transform` has noted on a model; None on any other."""
+    """The note of `transform` on a model; None on any other."""
     found: Transformed | None = vars(model).get(_MARK)
     return found
 

@@ -55,7 +55,7 @@ class _Masked:
 
 
 def _apart(values: dict[str, Any]) -> bool:
-    """True if query, key and value are three parameters; takes what `octavo.nn` has no choice of."""
+    """True if query, key and value are three parameters; removes the arguments that `octavo.nn` lacks."""
     if values.pop("fuse_qkv_params"):
         return False
     values.pop("qkv_weight_interleaved")  # of the one joint parameter
@@ -63,7 +63,7 @@ def _apart(values: dict[str, Any]) -> bool:
 
 
 def _given(values: dict[str, Any]) -> Any:
-    """The script's own function for initial values, if there is one."""
+    """The script's own `init_method`, or None."""
     return None if values["init_method"] is normal else values["init_method"]
 
 
@@ -99,8 +99,8 @@ class DotProductAttention(_Masked, _attention.DotProductAttention, metaclass=Kin
     ) -> Tensor:
         """query [T, B, H, D], key and value [T, B, G, D], or with "bshd" B first → [T, B, H·D].
 
-        attention_mask: bool, True where nothing is attended to; for mask types with "padding" and "arbitrary". qkv_format: of
-        this call.
+        attention_mask: bool, True where nothing is attended to; for mask types with "padding" and "arbitrary". qkv_format:
+        "sbhd" or "bshd", of this call; None for the layer's.
         """
         if qkv_format is not None and check_format("qkv_format", qkv_format) != self.sequence_first:
             q, k, v = (x.transpose(0, 1) for x in (query_layer, key_layer, value_layer))

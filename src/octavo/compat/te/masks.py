@@ -22,7 +22,7 @@ def window_pair(window: Any) -> tuple[int, int] | None:
     """(left, right) keys around each query; None for all.
 
     Raises:
-        InputError: it is no such pair.
+        InputError: not two whole numbers of at least -1.
     """
     if window is None:
         return None

@@ -1,7 +1,7 @@
 """Query, key and value as three parameters: Transformer Engine's layers have them without `fuse_qkv_params`, its default.
 
-Scripts fill them by name, as from a Hugging Face model. A layer of `octavo.nn` reads one matrix grouped by key-value head,
-which each forward joins from the three: a copy of the weight, which stays until backward.
+Scripts fill them by name, as from a Hugging Face model. A layer of `octavo.nn` reads one matrix grouped by key-value head:
+each forward joins it from the three, a copy that stays until backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _State(ModuleState):
 
     @property
     def weight(self) -> Tensor | None:
-        """The first part."""
+        """The query's weight."""
         module = self._module()
         return None if module is None else getattr(module, "query_weight", None)
 
@@ -38,7 +38,7 @@ class Parts(nn.Module):
     """Weight and bias during a forward."""
 
     def parts(self, kind: str) -> list[Any]:
-        """The three parameters of a kind, "weight" or "bias"; of absent biases None. FSDP1 puts tensors in their place."""
+        """Query, key and value of a kind, "weight" or "bias": parameters, under FSDP1 tensors, None for absent biases."""
         return [getattr(self, f"{part}_{kind}") for part in PARTS]
 
     def _join(self, kind: str) -> Tensor | None:
@@ -75,7 +75,7 @@ class LayerNormLinear(Parts, _linear.LayerNormLinear):
 
 
 def separate(layer: Any, heads: int, groups: int, init_method: Init | None = None) -> None:
-    """Make a layer of a joint product one of three parameters, where it stands; `init_method` fills each of them anew."""
+    """Give a layer with one joint parameter three, in place; `init_method` fills each anew."""
     own = {kind: layer._parameters.pop(kind, None) for kind in ("weight", "bias")}
     layer.__class__ = LayerNormLinear if isinstance(layer, _linear.LayerNormLinear) else Linear
     layer.groups, layer.joined = groups, None
@@ -89,7 +89,7 @@ def separate(layer: Any, heads: int, groups: int, init_method: Init | None = Non
 
 
 def rejoined(state: dict[str, Any], at: str, layer: Any, heads: int, groups: int) -> None:
-    """Bring query, key and value of a state dict to the form of a layer, whose names begin with `at`: one, or three."""
+    """Convert query, key and value of a state dict, in place, to the one or three parameters of `layer`. at: its prefix."""
     for kind in ("weight", "bias"):
         names, joint = [f"{at}{part}_{kind}" for part in PARTS], f"{at}{kind}"
         if isinstance(layer, Parts):

@@ -34,14 +34,14 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """How a product sums."""
+    """Accumulation of a product."""
 
     use_split_accumulator: bool = True
 
 
 @dataclass(frozen=True, repr=False)
 class QParams:
-    """How a tensor is quantised."""
+    """Quantisation of a tensor."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0

@@ -1,4 +1,4 @@
-"""What the layers keep in a state dict besides parameters: FP8 scales and histories, under Transformer Engine's `_extra_state`.
+"""FP8 scales and histories of the layers in a state dict, under Transformer Engine's `_extra_state`.
 
 Parameters have Transformer Engine's names and order of rows: gate above up, and query, key and value as one or as three
 parameters, which load either way. The entry is bytes in a uint8 tensor, never unpickled.
@@ -67,7 +67,7 @@ WAYS = {
     **dict.fromkeys(("backward_dw", "need_backward_dw"), "Gradients of weights are made in backward."),
     "get_weight_workspace": "FP8 weights live in a forward, or with is_first_microbatch in those of a step.",
 }
-"""Attribute of Transformer Engine's layers that is not here → the way."""
+"""Absent attribute of Transformer Engine's layers → the remedy."""
 
 
 class Stateful(nn.Module):
@@ -79,10 +79,10 @@ class Stateful(nn.Module):
         return super().__getattr__(name)
 
     def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
-        """Nothing, for a group of one rank.
+        """Accepted without effect for a group of one rank.
 
         Raises:
-            InputError: it has several.
+            InputError: a group of several ranks.
         """
         if tp_group is not None and dist.get_world_size(tp_group) > 1:
             raise InputError(
@@ -111,7 +111,7 @@ class Stateful(nn.Module):
 
 
 def _before_loading(module: Stateful, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Bring a state dict of Transformer Engine's, or of this layer, to the entries that the layer has."""
+    """Convert a state dict of Transformer Engine's layer, or of this one, to the entries of this layer."""
     keys = [key for key in state if key.startswith(prefix) and key.rpartition(".")[2] == KEY]
     if not is_ours(state.get(f"{prefix}{KEY}")):
         foreign = next((state[key] for key in keys if isinstance(state[key], Tensor) and state[key].numel()), None)

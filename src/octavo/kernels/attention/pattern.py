@@ -38,10 +38,10 @@ class Span(NamedTuple):
 
 
 class RealFirst(NamedTuple):
-    """A causal pattern with its real tokens in front.
+    """A causal pattern with its real tokens in front and padding behind.
 
-    order: int64 [B, T], the tokens' places, the padding behind. padded: bool [B, T] in that order, True for padding.
-    spans: in that order, all pairs but those of padding with itself.
+    order: int64 [B, T], places of the tokens. padded: bool [B, T] in that order, True for padding. spans: in that order, all
+    pairs but those of a padding token with itself.
     """
 
     order: Tensor
@@ -145,7 +145,7 @@ def pattern_of(
         padded_to: tokens of the pattern, if more; each of the further ones is a document of its own.
 
     Raises:
-        InputError: the mask has negative numbers, as one that is added to logits.
+        InputError: an additive mask (with negative numbers).
     """
     whole = padded_to or tokens
     if position_ids is None and attention_mask is None and whole == tokens:
