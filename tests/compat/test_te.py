@@ -135,11 +135,9 @@ def test_attention_without_a_norm_and_with(te):
     x = torch.randn(5, 2, 32)
     plain, normed = te.MultiheadAttention(32, 4), te.MultiheadAttention(32, 4, input_layernorm=True)
     assert "layernorm_qkv.layer_norm_weight" not in plain.state_dict()
-    normed.load_state_dict({**plain.state_dict(), **{
-        f"layernorm_qkv.{name}": value for name, value in
-        {"layer_norm_weight": torch.ones(32), "layer_norm_bias": torch.zeros(32),
-         "weight": plain.qkv.weight, "bias": plain.qkv.bias}.items()
-    }}, strict=False)  # fmt: skip
+    state = {name.replace("qkv.", "layernorm_qkv."): tensor for name, tensor in plain.state_dict().items()}
+    norm = {"layernorm_qkv.layer_norm_weight": torch.ones(32), "layernorm_qkv.layer_norm_bias": torch.zeros(32)}
+    normed.load_state_dict(state | norm)
     plain.eval(), normed.eval()
     torch.testing.assert_close(normed(x), plain(torch.nn.functional.layer_norm(x, (32,))))
     assert isinstance(te.TransformerLayer(32, 64, 4).self_attention, te.MultiheadAttention)
@@ -270,6 +268,53 @@ def test_parameters_filled_by_name_as_in_transformer_engines_tutorial_give_huggi
             torch.testing.assert_close(parameters[name].grad, parameter.grad, rtol=1e-3, atol=1e-4)
         gate_up = torch.cat((mlp.gate_proj.weight.grad, mlp.up_proj.weight.grad))
         torch.testing.assert_close(parameters["layernorm_mlp.fc1_weight"].grad, gate_up, rtol=1e-3, atol=1e-4)
+
+
+def test_parameters_stand_in_transformer_engines_order(te):
+    norms, last = ["q_norm.weight", "k_norm.weight"], ["proj.weight", "proj.bias"]
+    parts = [f"{part}_{kind}" for kind in ("weight", "bias") for part in ("query", "key", "value")]
+    for arguments, first, expected in (
+        ({}, "qkv", parts),
+        ({"input_layernorm": True}, "layernorm_qkv", ["layer_norm_weight", "layer_norm_bias", *parts]),
+        ({"fuse_qkv_params": True}, "qkv", ["weight", "bias"]),
+    ):
+        attention = te.MultiheadAttention(32, 4, qk_norm_type="RMSNorm", **arguments)
+        names = [name for name, _ in attention.named_parameters()]
+        assert names == [*norms, *(f"{first}.{name}" for name in expected), *last]
+    layer = te.TransformerLayer(32, 64, 4, qk_norm_type="RMSNorm")
+    assert [name.partition(".")[2] for name, _ in layer.named_parameters()][:2] == norms
+
+
+def test_the_joint_matrix_of_three_parameters_is_not_there_to_be_written(te):
+    attention = te.MultiheadAttention(32, 4)
+    attention.apply(lambda module: module.weight.data.zero_() if isinstance(module, torch.nn.Linear) else None)
+    assert isinstance(attention.qkv, te.Linear)
+    assert attention.qkv.query_weight.any()
+    assert "out_features=96" in repr(attention)
+    assert not hasattr(attention.qkv, "weight")
+    with pytest.raises(AttributeError, match=r"LayerNormLinear.bias is not .* The layer has query_bias, key_bias, value_bias"):
+        te.TransformerLayer(32, 64, 4).self_attention.layernorm_qkv.bias.zero_()
+
+
+def test_parameters_from_the_meta_device_get_initial_values(te):
+    layer = te.TransformerLayer(32, 64, 4, device="meta").to_empty(device="cpu")
+    for parameter in layer.parameters():
+        parameter.data.fill_(7)
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for name, parameter in layer.named_parameters():
+        if name.endswith("weight") and "norm_weight" not in name:
+            assert parameter.std().item() == pytest.approx(0.023, rel=0.15), name
+        else:
+            assert (parameter == (1 if name.endswith("weight") else 0)).all(), name
+
+
+def test_a_joint_matrix_of_other_rows_is_refused_by_name(te):
+    state = te.MultiheadAttention(32, 4, fuse_qkv_params=True).state_dict()
+    state["qkv.weight"] = torch.randn(94, 32)
+    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*qkv.query_weight.*Unexpected key.*qkv.weight"):
+        te.MultiheadAttention(32, 4).load_state_dict(state)
 
 
 def test_checkpoint_repeats_its_forward(te):

@@ -6,8 +6,11 @@ import contextlib
 import copy
 import enum
 import functools
+import gc
+import io
 import itertools
 import pickle
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -292,6 +295,23 @@ def test_a_copy_has_the_same_scales_and_moves_on_by_itself(kind, copied):
     step(twin, other_x, other_g, delayed())
     assert snapshot(twin) != after
     assert snapshot(layer) == after
+
+
+def test_tensors_of_a_pickle_outlive_it():
+    """A model that goes to a process by `mp.spawn` gives it memory, not values."""
+    layer, found = warmed(layers()[2], delayed()), []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, thing):
+            if isinstance(thing, torch.Tensor):
+                found.append(weakref.ref(thing))
+                return "memory"
+            return None
+
+    Pickler(io.BytesIO()).dump(layer)
+    gc.collect()
+    assert len(found) > len(list(layer.parameters()))
+    assert all(tensor() is not None for tensor in found)
 
 
 def test_a_copy_of_a_layer_that_never_ran_in_fp8_starts_anew():

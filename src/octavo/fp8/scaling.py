@@ -60,6 +60,7 @@ class ModuleState:
         self.override_by = ""  # the reason
         self._module = weakref.ref(module)
         self.weight_name = weight_name
+        self.pickled: dict[Operand, Any] = {}  # in the last pickle: a process that is started reads these tensors themselves
         self._register()
 
     def _register(self) -> None:
@@ -135,29 +136,30 @@ class ModuleState:
             slot.begun = torch.is_grad_enabled()  # an evaluation leaves the choice to training
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("_module", "slots", "indices", "observed", "weight_cache", "gathered", "context_group")
+        passing = ("_module", "slots", "indices", "observed", "weight_cache", "gathered", "context_group", "pickled")
         kept = {name: value for name, value in vars(self).items() if name not in passing}
-        values = {
-            operand: (slot.buffer.policy, slot.fp8_max, slot.scale.clone(), slot.history.clone())
+        self.pickled = {
+            operand: (slot.buffer.policy, slot.fp8_max, torch.cat((slot.scale[None], slot.history)))
             for operand, slot in self.slots.items()
         }
-        return kept | {"module": self._module(), "values": values}
+        return kept | {"module": self._module(), "values": self.pickled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         values, module = state.pop("values"), state.pop("module")
         vars(self).update(state, slots={}, indices={}, observed={}, weight_cache=None, gathered=None, context_group=None)
+        self.pickled = {}
         self._module = weakref.ref(module)
-        for operand, (policy, fp8_max, scale, history) in values.items():
+        for operand, (policy, fp8_max, numbers) in values.items():
             self.indices[operand] = self.buffers.new_index(self, operand, self.experts or 1)
-            buffer = self.buffers.buffer(operand, scale.device, policy)
+            buffer = self.buffers.buffer(operand, numbers.device, policy)
             self.slots[operand] = buffer.allocate(fp8_max, self.indices[operand], self.experts)
-            fill(self.slots[operand], scale, history)
+            fill(self.slots[operand], numbers[0], numbers[1:])
         self._register()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
-        twin.slots, twin.indices, twin.observed = {}, {}, {}
+        twin.slots, twin.indices, twin.observed, twin.pickled = {}, {}, {}, {}
         twin.weight_cache = twin.gathered = None
         module = self._module()
         if module is not None:

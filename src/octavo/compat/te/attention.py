@@ -62,6 +62,14 @@ def _apart(values: dict[str, Any]) -> bool:
     return True
 
 
+def _order(attention: Any) -> None:
+    """Put parts in Transformer Engine's order, by which an optimizer's state numbers parameters: norms of heads first."""
+    modules = attention._modules
+    for name in ("layernorm_qkv", "qkv", "core_attention", "proj"):
+        if name in modules:
+            modules[name] = modules.pop(name)
+
+
 def _given(values: dict[str, Any]) -> Any:
     """The script's own `init_method`, or None."""
     return None if values["init_method"] is normal else values["init_method"]
@@ -133,6 +141,7 @@ class MultiheadAttention(_Masked, Stateful, _attention.MultiheadAttention, metac
             make = {name: values[name] for name in ("init_method", "get_rng_state_tracker", "params_dtype", "device")}
             self.qkv = Linear(first.in_features, first.out_features, first.bias is not None, **make)
             del self.layernorm_qkv
+        _order(self)
         if apart:
             separate(self.layernorm_qkv if self.input_layernorm else self.qkv, self.heads, self.groups, _given(values))
 
@@ -187,6 +196,7 @@ class TransformerLayer(_Masked, Stateful, _block.TransformerLayer, metaclass=Kin
         apart = _apart(values)
         super().__init__(**values)
         attention: Any = self.self_attention
+        _order(attention)
         if apart:
             separate(attention.layernorm_qkv, attention.heads, attention.groups, _given(values))
         self.layernorm_mlp.gate_rows = self.layernorm_mlp.ffn_hidden_size  # all of them

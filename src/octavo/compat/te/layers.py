@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from octavo.compat.te import parts
 from octavo.compat.te.signatures import SIGNATURES, bound
 from octavo.compat.te.state import Stateful
 from octavo.errors import InputError
@@ -18,7 +19,7 @@ from octavo.nn import norm as _norm
 class Kind(type):
     """Metaclass of the layers: the layers of `octavo.nn` inside of other layers are instances too."""
 
-    octavo: type[nn.Module] | None = None
+    octavo: type[nn.Module] | tuple[type[nn.Module], ...] | None = None
 
     def __instancecheck__(cls, instance: Any) -> bool:
         own = vars(cls).get("octavo")
@@ -34,7 +35,7 @@ def refuse_fp8_output(fp8_output: bool) -> None:
 class Linear(Stateful, _linear.Linear, metaclass=Kind):
     """y = x · weightᵀ + bias."""
 
-    octavo = _linear.Linear
+    octavo = (_linear.Linear, parts.Linear)
     __signature__ = SIGNATURES["Linear"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -10,13 +10,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from octavo.compat.missing import MissingName, way_of
 from octavo.fp8.scaling import ModuleState
 from octavo.nn import linear as _linear
 from octavo.nn.attention import merge_qkv, split_qkv
 from octavo.nn.linear import init_linear_
+from octavo.nn.norm import reset_norm_
 from octavo.nn.te_arguments import Init
 
 PARTS = ("query", "key", "value")
+WAYS = {
+    kind: f"The layer has {', '.join(f'{part}_{kind}' for part in PARTS)}; with fuse_qkv_params=True it has {kind}."
+    for kind in ("weight", "bias")
+}
+"""Parameter of a layer of one that a layer of three does not have → the way."""
 
 
 class _State(ModuleState):
@@ -30,7 +37,7 @@ class _State(ModuleState):
 
 
 class Parts(nn.Module):
-    """Base of layers with query_weight, key_weight, value_weight, and biases; `weight` and `bias` are joined from these."""
+    """Base of layers with query_weight, key_weight, value_weight, and biases; `weight` and `bias` are there in a forward."""
 
     groups: int
     init_method: Init | None
@@ -48,7 +55,9 @@ class Parts(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias"):
             joined = vars(self).get("joined")
-            return self._join(name) if joined is None else joined[name == "bias"]
+            if joined is None:  # what a script wrote there would be lost
+                raise MissingName(way_of(f"{type(self).__name__}.{name}", WAYS))
+            return joined[name == "bias"]
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,13 +70,23 @@ class Parts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initial values for each part by itself."""
+        if isinstance(self, LayerNormLinear):
+            reset_norm_(self.layer_norm_weight, self.layer_norm_bias)
         with self.draws():
             for weight, bias in zip(self.parts("weight"), self.parts("bias"), strict=True):
                 init_linear_(weight, bias, self.init_method)
 
 
-class Linear(Parts, _linear.Linear):
-    """`octavo.nn.Linear` of three parameters."""
+class _Product(nn.Module):
+    forward = _linear.Linear.forward
+
+    def extra_repr(self) -> str:
+        """Shape, for `print(model)`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class Linear(Parts, _Product):
+    """`octavo.nn.Linear` of three parameters; no `nn.Linear`, whose weight code for all of these would fill."""
 
 
 class LayerNormLinear(Parts, _linear.LayerNormLinear):
@@ -93,8 +112,9 @@ def rejoined(state: dict[str, Any], at: str, layer: Any, heads: int, groups: int
     for kind in ("weight", "bias"):
         names, joint = [f"{at}{part}_{kind}" for part in PARTS], f"{at}{kind}"
         if isinstance(layer, Parts):
-            if isinstance(state.get(joint), Tensor):
+            rows = getattr(state.get(joint), "shape", ())[:1]
+            if rows and rows[0] % (heads + 2 * groups) == 0:
                 state |= zip(names, split_qkv(state.pop(joint), heads, groups), strict=True)
-        elif all(isinstance(state.get(name), Tensor) for name in names):
+        elif all(isinstance(state.get(name), Tensor) and state[name].shape[0] % groups == 0 for name in names):
             query, key, value = (state.pop(name) for name in names)
             state[joint] = merge_qkv(query, key, value, groups)
