@@ -94,7 +94,7 @@ class LlamaFlashAttention(LlamaAttention):
         self._numbered = layer_idx is not None
 
     def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        """That of transformers."""
+        """transformers' forward; a layer without `layer_idx` takes its own part of the cache first."""
         if past_key_values is not None and not self._numbered:
             parts = _parts.setdefault(past_key_values, weakref.WeakKeyDictionary())
             empty = (index for index in itertools.count() if not past_key_values.get_seq_length(index))
