@@ -187,6 +187,26 @@ def test_a_job_whose_folder_is_removed_has_failed_and_ends(place):
     ends(pids)
 
 
+@pytest.mark.parametrize("mode", ["removes", "ok"])
+def test_a_job_may_have_ended_before_it_is_looked_at(place, monkeypatch, mode):
+    processes, until = [], Job.until
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            processes.append(self)
+
+    def late(job, reached, seconds):
+        processes[0].wait(60)
+        return until(job, reached, seconds)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setattr(Job, "until", late)
+    one = estimator(mode)
+    one.fit(wait=False)
+    assert one.latest_training_job.status == {"removes": "Failed", "ok": "Completed"}[mode]
+
+
 def test_an_interrupt_while_a_job_starts_leaves_nothing_of_it(place, monkeypatch):
     started = []
 

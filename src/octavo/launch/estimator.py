@@ -336,12 +336,16 @@ def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool) -> Jo
             start_new_session=True,
         )
     found = Job(folder)
+
+    def in_hand() -> bool:
+        return (folder / "state.json").is_file() or not folder.is_dir()  # a script may remove its own folder at once
+
     try:
-        while not (folder / "state.json").is_file():
-            if process.poll() is not None:
+        while not in_hand():
+            if process.poll() is not None and not in_hand():  # asked again: a short job may have run in between
                 text = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
                 raise InputError(f"the job could not be started: {text[-1] if text else 'its supervisor ended'}.")
-            found.until(lambda: (folder / "state.json").is_file() or process.poll() is not None, 1.0)
+            found.until(lambda: in_hand() or process.poll() is not None, 1.0)
     except BaseException:  # such as Ctrl-C: its folder will be removed
         process.kill()
         process.wait()
