@@ -11,7 +11,7 @@ from octavo.collectives.whole import whole_tensor
 from octavo.fp8 import scaling
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
-from octavo.parallel import world
+from octavo.parallel import fp8_gather, world
 from octavo.parallel.fsdp import accumulate
 from octavo.parallel.sharding import Sharding
 from octavo.train.optimizer import clip_grad_norm_
@@ -90,3 +90,15 @@ def train(degrees, dtype, recipe, micro_batches, *, steps=10, settings=None, siz
         digest = hashlib.sha256(b"".join(record.numpy().tobytes() for record in records.values())).hexdigest()
         found.append((loss.item(), norm.item(), gradients, digest))
     return found, records, {name: full(p) for name, p in model.named_parameters()}
+
+
+def weights_in_fp8(model):
+    """The weights that hooks of blocks keep alive."""
+    hooks = [hook for part in model.layers.modules() for hook in part._forward_pre_hooks.values()]
+    cells = [cell.cell_contents for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]
+    return [one for cell in cells if isinstance(cell, list) for one in cell if isinstance(one, fp8_gather._SharedWeight)]
+
+
+def bytes_held(weights):
+    """Bytes of shards in FP8 that wait to be gathered again."""
+    return sum(0 if weight.shard_rows is None else weight.shard_rows.nbytes for weight in weights)

@@ -12,7 +12,7 @@ import ranks
 from octavo.fp8 import scaling
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling
-from octavo.parallel import world
+from octavo.parallel import fp8_gather, world
 from octavo.parallel.fsdp import accumulate
 
 pytestmark = ranks.alone
@@ -23,12 +23,13 @@ SIZES = {"llama": None, "mixtral": {"model_type": "mixtral", "num_local_experts"
 """Of three experts on two ranks one has rows on both."""
 
 
-def start(keep=False, sizes=None):
+def start(keep=False, sizes=None, **options):
     """This rank's model, and its samples."""
     if dist.is_initialized():
         world.init({})
     settings = {"settings": {"reshard_after_forward": not keep}} if world.state.world_size > 1 else {}
-    return sharded.build(torch.float32, RECIPE, sizes=sizes, **settings), IDS.chunk(world.state.dp_size)[world.state.dp_rank]
+    model = sharded.build(torch.float32, RECIPE, sizes=sizes, **settings, **options)
+    return model, IDS.chunk(world.state.dp_size)[world.state.dp_rank]
 
 
 def evaluated_before_backward(keep, sizes, evaluation):
@@ -124,6 +125,42 @@ def test_two_ranks_equal_one(function, arguments, keep, sizes):
         assert found == pytest.approx(losses, rel=1e-5)
         for name, value in values.items():
             assert (others[name] - value).norm() <= 1e-2 * value.norm(), name
+
+
+def casts_of_a_step(keep, sizes, recipe, micro_batches, recompute):
+    """How often each step casts a matrix of this rank's shards, matrices there, and bytes that a step leaves and held."""
+    model, ids = start(keep, sizes, recompute=recompute)
+    weights = sharded.weights_in_fp8(model)
+    found, bytes_of_rows = [], []
+    cast = fp8_gather.cast
+    for _ in range(2):
+        calls = []
+        fp8_gather.cast = lambda rows, how: calls.append(rows.shape) or cast(rows, how)  # noqa: B023 - in this step
+        try:
+            for index in range(micro_batches):
+                accumulate(model, last=index == micro_batches - 1)
+                first = index == 0 if micro_batches > 1 else None
+                with fp8_autocast(fp8_recipe=recipe):
+                    loss = model(input_ids=ids, labels=ids, is_first_microbatch=first).loss
+                bytes_of_rows.append(sharded.bytes_held(weights))
+                loss.backward()
+        finally:
+            fp8_gather.cast = cast
+        found.append((len(calls), sharded.bytes_held(weights)))
+    there = sum(rows.stop > rows.start for weight in weights for rows in weight.matrices.values())
+    return found, there, bytes_of_rows, sum(weight.shard.numel() for weight in weights)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("recipe", [RECIPE, CurrentScaling()], ids=["delayed", "current"])
+@pytest.mark.parametrize(("micro_batches", "recompute"), [(1, False), (1, True), (3, False)])
+def test_no_shard_is_cast_twice_in_a_step(keep, sizes, recipe, micro_batches, recompute):
+    for found, there, held, elements in ranks.run(2, casts_of_a_step, keep, sizes, recipe, micro_batches, recompute):
+        assert there > 8
+        assert found == [(there, 0)] * 2
+        later = 0 if keep else elements
+        assert held == ([elements] * (micro_batches - 1) + [later]) * 2
 
 
 def without_joined_amaxes(kind, sizes):

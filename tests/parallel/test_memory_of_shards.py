@@ -3,7 +3,7 @@
 import pytest
 import torch
 from llamas import llama_config
-from sharded import build
+from sharded import build, bytes_held, weights_in_fp8
 
 import ranks
 from octavo.fp8.autocast import fp8_autocast, microbatch
@@ -23,7 +23,7 @@ EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": No
 
 
 def held_by_fsdp(recipe_name, sizes):
-    """Bytes on this rank: of a gathered block, of gathered embedding, norm and head, of whole gradients of a micro-batch."""
+    """Bytes on this rank: of a gathered block, shards in FP8, gathered embedding, norm and head, a micro-batch's gradients."""
     world.init({})
     recipe = None if recipe_name is None else RECIPES[recipe_name]()
     model = build(torch.bfloat16, recipe, sizes=sizes)
@@ -52,6 +52,7 @@ def held_by_fsdp(recipe_name, sizes):
     accumulate(model, last=False)
     with microbatch(first=True), fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
         loss = model(input_ids=ids, labels=ids, num_items_in_batch=30).loss
+    found["cast shards"] = bytes_held(weights_in_fp8(model))
     found["root"] = sum(gathered(end) for end in ends)
     loss.backward()
     whole = 0
@@ -75,6 +76,7 @@ def test_gathered_weights_and_whole_gradients(recipe, experts):
     setup = Setup(spec, saved.parameters(spec), 1, 16, blocks=blocks, world=2, shard=2, accumulates=True)
     for found in ranks.run(2, held_by_fsdp, recipe, sizes):
         assert found["block"] == pytest.approx(memory._gathered_block(setup, spec), rel=0.01)
+        assert found["cast shards"] == memory._cast_shards(setup, spec)
         assert found["root"] == pytest.approx(saved.root_parameters(spec) * 2, rel=0.01)
         assert found["whole gradients"] == memory._whole_gradients(setup, spec) == 4 * saved.parameters(spec)
         assert found["shards"] == memory.exact_bytes(saved.parameters(spec), 4, 2) // 4

@@ -2,6 +2,7 @@
 
 Each rank casts its shard of a master weight by the scale of the whole tensor, so that the gathered weight is bit for bit the
 cast of the whole. Forward uses the gathered rows; backward, after a second all-gather, transposes them for the input gradient.
+A shard is cast once a step: its bytes stay until the last gathering of the step.
 The stacked matrices of experts have a scale each, and a shard may have rows of several.
 
 FSDP2 lets a sharded tensor replace the data that is gathered (`fsdp_pre_all_gather`, `fsdp_post_all_gather`). Autograd then
@@ -76,7 +77,8 @@ def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module], *, keep: bool) -
             weight.largest = None
 
     for block in blocks:
-        weights = [_shared(parameter, forward, keep) for parameter in _group(block).fsdp_params]
+        group = _group(block)
+        weights = [_shared(parameter, group, forward, keep) for parameter in group.fsdp_params]
         if found := [weight for weight in weights if weight is not None]:
             block.register_forward_pre_hook(_gather_again(block, found), prepend=True)
             shared += found
@@ -99,12 +101,12 @@ def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
             weight.largest = found.view(part.shape)
 
 
-def _shared(parameter: Any, forward: _Forward, keep: bool) -> _SharedWeight | None:
+def _shared(parameter: Any, group: Any, forward: _Forward, keep: bool) -> _SharedWeight | None:
     state = _state_of(parameter._module_info.module, parameter._module_info.param_name)
     if state is None:
         return None
     parameter.reset_sharded_param()  # a local tensor with room for padding, which then stays the same object
-    weight = _SharedWeight(parameter, state, forward, keep)
+    weight = _SharedWeight(parameter, group, state, forward, keep)
     # A weak reference: Python's garbage collector does not see a tensor that has views, so one that held the model would never
     # be freed. The hook of the block keeps the object alive.
     proxy = weakref.proxy(weight)
@@ -131,12 +133,13 @@ def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight]) -> Callabl
 class _SharedWeight:
     """One FP8 weight of a sharded module: a matrix [N, K], or those of E experts one after the other, [E · N, K]."""
 
-    def __init__(self, parameter: Any, state: ModuleState, forward: _Forward, keep: bool) -> None:
-        self.parameter, self.state, self.forward, self.keep = parameter, state, forward, keep
+    def __init__(self, parameter: Any, group: Any, state: ModuleState, forward: _Forward, keep: bool) -> None:
+        self.parameter, self.group, self.state, self.forward, self.keep = parameter, group, state, forward, keep
         self.how: Cast | None = None  # of the current gathering; None: in the parameter's dtype
         self.backward_how: Cast | None = None  # of the last forward with gradients
         self.chosen: Cast | None = None  # of the scale that this forward chose
         self.columnwise: Tensor | None = None
+        self.shard_rows: Tensor | None = None  # this rank's, in FP8, where the step gathers them again
         self.largest: Tensor | None = None  # amax of the whole weight, during a forward of the root that casts by it
         self.others: dict[Cast | None, _Form] = {}
         self.matrices = _matrices(parameter, state)
@@ -177,16 +180,21 @@ class _SharedWeight:
         how = None if recipe is None else recipe.casts[Operand.WEIGHT]
         if backward:
             how = self.backward_how
-        if not backward and self.forward.grads:
-            self.backward_how = how
+        trains = backward or self.forward.grads
+        held = self.shard_rows if backward or (how is not None and self._is_chosen(how)) else None
+        if trains:
+            self.backward_how, self.shard_rows = how, None
         if how != self.how:
             self._change(how)
         if how is None:
             return (own,), False
-        self.scale, self.scale_inv = self.scales[backward or self.forward.grads]
-        amax = None if recipe is None else self._choose_scale(own, recipe, how, mesh)
-        q = self._cast(own, amax, how, mesh)
-        return (q,), backward
+        self.scale, self.scale_inv = self.scales[trains]
+        if held is None:
+            amax = None if recipe is None else self._choose_scale(own, recipe, how, mesh)
+            held = self._cast(own, amax, how, mesh)
+        if trains and self._is_gathered_again(backward):
+            self.shard_rows = held
+        return (held,), backward
 
     def after(self, gathered: tuple[Tensor, ...], backward: bool, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
         """Give the module the whole weight, and autograd a parameter without values."""
@@ -212,6 +220,11 @@ class _SharedWeight:
         """The recipe of this forward, if it casts weights with one scale a tensor."""
         recipe = self.state.under(autocast.current_recipe(self.parameter.device))
         return recipe if has_one_scale(recipe) else None
+
+    def _is_gathered_again(self, backward: bool) -> bool:
+        """True if this step gathers the weight after this time: for its backward, or for a later micro-batch."""
+        micro_batch_follows = self.forward.first is not None and not self.group.reduce_grads
+        return micro_batch_follows or not (backward or self.keep)
 
     def _is_chosen(self, how: Cast) -> bool:
         """True in a later micro-batch, which casts by the scale of the first."""

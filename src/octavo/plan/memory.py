@@ -125,6 +125,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     counts = Counter(setup.recipes)
     activations = ends + sum(times * _sum(stays[recipes], "activations") for recipes, times in counts.items())
     copies = kept + sum(times * _sum(stays[recipes], "weight copies") for recipes, times in counts.items())
+    copies += _cast_shards(setup, spec)
     away = {recipes: _away(setup, spec, recipes) for recipes in set(setup.recipes)}
     ahead = sum(away[recipes] for recipes in setup.recipes[-1 - setup.horizon : -1])
     # The last norm's result, and the last block's, which that norm adds to the residual stream if the block has not.
@@ -296,19 +297,25 @@ def _elsewhere(setup: Setup, spec: ModelSpec) -> int:
     return 0 if setup.frozen_of_block >= others else others
 
 
-def _fp8_sizes(setup: Setup, spec: ModelSpec) -> list[int]:
-    """Elements of each weight of the last block that is gathered in FP8."""
+def _fp8_sizes(recipes: BlockRecipes, spec: ModelSpec, experts: int) -> list[int]:
+    """Elements of each weight of a block that is gathered in FP8."""
     qkv, attended, ffn = widths(spec)
     d = spec.hidden_size
-    experts = own_experts(setup, spec)
     sizes = (qkv * d, d * attended, experts * ffn * d, experts * d * spec.ffn_size)
-    pairs = zip(setup.recipes[-1], sizes, strict=True)
-    return [size for name, size in pairs if granularity_of(name) == "tensor"]
+    return [size for name, size in zip(recipes, sizes, strict=True) if granularity_of(name) == "tensor"]
+
+
+def _cast_shards(setup: Setup, spec: ModelSpec) -> int:
+    """Bytes of a rank's shards in FP8, which stay from forward until backward gathers them again."""
+    if not (setup.sharded and setup.reshard):
+        return 0
+    whole = (sum(_fp8_sizes(recipes, spec, max(1, spec.experts))) for recipes in setup.recipes)
+    return math.ceil(sum(whole) / setup.shard)
 
 
 def _gathered_block(setup: Setup, spec: ModelSpec) -> int:
     """Bytes of a gathered block: FP8 weights with one scale in both layouts."""
-    fp8 = sum(_fp8_sizes(setup, spec))
+    fp8 = sum(_fp8_sizes(setup.recipes[-1], spec, own_experts(setup, spec)))
     return 2 * fp8 + (own_block_parameters(setup, spec) - fp8) * block_bytes(setup)
 
 
@@ -318,5 +325,6 @@ def _gathered(setup: Setup, spec: ModelSpec) -> tuple[int, int]:
         return 0, 0
     root, block = root_parameters(spec) * setup.gather_bytes, _gathered_block(setup, spec)
     if travels(setup):  # autograd's parameter of an FP8 weight, one for all
-        root += max(_fp8_sizes(setup, spec), default=0) * setup.params_bytes
+        sizes = _fp8_sizes(setup.recipes[-1], spec, own_experts(setup, spec))
+        root += max(sizes, default=0) * setup.params_bytes
     return (root, 2 * block) if setup.reshard else (root + spec.layers * block, 0)
