@@ -3,8 +3,9 @@
 ranks that share the sequence   `octavo.collectives.attention`
 padding between tokens, without window and dropout
                                 `octavo.nn.holes`: pieces by the kernels below, without a mask
-a mask of the caller's, other padding between tokens, or a window with dropout
-                                PyTorch's `scaled_dot_product_attention` with a boolean mask of T × T
+a mask of the caller's          PyTorch's `scaled_dot_product_attention`
+other padding between tokens, or a window with dropout
+                                the same with a mask of 2²⁴ pairs at a time, made again in backward
 without dropout, where FlashAttention-4 is there or bits are to repeat on a GPU
                                 FlashAttention-4, or the reference
 a window, or without dropout a result that a recomputation reads
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from octavo.collectives.attention import context_attention
 from octavo.collectives.context import ContextGroup
@@ -36,6 +38,9 @@ from octavo.kernels.attention.kept import is_keeping
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import SMALLEST_WINDOW, attention, gradients
 from octavo.nn.holes import around_holes
+
+MASKED_PAIRS = 1 << 24
+"""Pairs of a query and a key of a sample whose mask is there at a time; all of 4,096 tokens."""
 
 
 def attend(
@@ -76,7 +81,7 @@ def attend(
     if pattern.holes is not None and pattern.causal and pattern.window is None and not dropout:
         return around_holes(q, k, v, pattern, scale_)
     if pattern.holes is not None or (pattern.window is not None and dropout):
-        return _sdpa(q, k, v, pattern.mask(q.shape[0], q.device), False, scale, dropout)
+        return _masked(q, k, v, pattern, scale, dropout)
     if pattern.window is not None or (not dropout and (is_keeping() or _prefers_pieces(q, k, pattern))):
         out: Tensor = _Pieces.apply(q, k, v, pattern, scale_)
         return out
@@ -108,6 +113,20 @@ def backend(q: Tensor, k: Tensor, pattern: Pattern) -> str:
     q_, k_ = q.transpose(1, 2), k.transpose(1, 2)
     choice = torch._fused_sdp_choice(q_, k_, k_, is_causal=pattern.causal, enable_gqa=q.shape[2] != k.shape[2])
     return f"PyTorch's {SDPBackend(choice).name.lower().replace('_', ' ')}"
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None, dropout: float) -> Tensor:
+    """Band by band of the queries, so that no mask of T × T is there, nor saved for backward."""
+
+    def of_band(q: Tensor, k: Tensor, v: Tensor, queries: slice, keys: slice) -> Tensor:
+        return _sdpa(q, k, v, pattern.mask(q.shape[0], q.device, queries, keys), False, scale, dropout)
+
+    parts = []
+    for queries, keys in pattern.bands(MASKED_PAIRS):
+        band = q[:, queries], k[:, keys], v[:, keys], queries, keys
+        alone = queries.stop - queries.start == pattern.tokens
+        parts.append(of_band(*band) if alone else checkpoint(of_band, *band, use_reentrant=False))
+    return torch.cat(parts, 1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, dropout: float) -> Tensor:

@@ -113,24 +113,34 @@ class Pattern:
         order = (~self.holes).to(torch.int8).argsort(dim=1, stable=True)
         return RealFirst(order, (~self.holes).gather(1, order), tuple(spans))
 
-    def mask(self, batch: int, device: torch.device) -> Tensor:
-        """bool [B, 1, T, T], True where a query attends to a key."""
-        rows = torch.arange(self.tokens, device=device)
-        seen = torch.ones(batch, 1, self.tokens, self.tokens, dtype=torch.bool, device=device)
+    def mask(self, batch: int, device: torch.device, queries: slice | None = None, keys: slice | None = None) -> Tensor:
+        """bool [B, 1, queries, keys], True where a query attends to a key; all T of both by default."""
+        queries, keys = (slice(0, self.tokens) if part is None else part for part in (queries, keys))
+        rows, columns = (torch.arange(part.start, part.stop, device=device) for part in (queries, keys))
+        ahead = rows[:, None] - columns
+        seen = torch.ones(batch, 1, *ahead.shape, dtype=torch.bool, device=device)
         if self.causal:
-            seen &= rows[:, None] >= rows
+            seen &= ahead >= 0
         if self.window is not None:
-            seen &= rows[:, None] - rows < self.window
+            seen &= ahead < self.window
         if self.documents:
             starts = torch.zeros(batch, self.tokens, dtype=torch.int64)
             for sample, firsts in enumerate(self.documents):
                 starts[sample, list(firsts)] = 1
             number = starts.cumsum(1).to(device)
-            seen &= number[:, None, :, None] == number[:, None, None, :]
+            seen &= number[:, None, queries, None] == number[:, None, None, keys]
         if self.holes is not None:
             # A padded query sees itself, so that no row of the softmax is empty.
-            seen &= self.holes.to(device)[:, None, None, :] | (rows[:, None] == rows)
+            seen &= self.holes.to(device)[:, None, None, keys] | (ahead == 0)
         return seen
+
+    def bands(self, pairs: int) -> Iterator[tuple[slice, slice]]:
+        """Parts of the queries, and all keys that they may see: some `pairs` of both at a time."""
+        rows = max(128, pairs // self.tokens)
+        for first in range(0, self.tokens, rows):
+            end = min(first + rows, self.tokens)
+            begin = 0 if self.window is None else max(0, first - self.window + 1)
+            yield slice(first, end), slice(begin, end if self.causal else self.tokens)
 
 
 def pattern_of(
