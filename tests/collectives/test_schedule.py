@@ -105,6 +105,16 @@ def test_positions_and_padding_make_documents():
     assert pattern_of(None, None, 2, 6, padded_to=8).documents == ((0, 6, 7), (0, 6, 7))
 
 
+def test_positions_and_padding_cost_one_copy_to_the_host(monkeypatch):
+    copies, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copies.append(x.shape) or cpu(x))
+    positions, padding = torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 0, 1, 1, 1]])
+    for pair in ((positions, padding), (positions, None), (None, padding)):
+        pattern_of(*pair, 2, 6)
+        assert copies.pop()
+        assert not copies
+
+
 @pytest.mark.parametrize("row", [[1, 0, 1, 1], [1, 0, 0, 1], [0, 1, 0, 1]])
 def test_padding_inside_a_sequence_is_no_interval(row):
     real = torch.tensor([row])

@@ -160,30 +160,44 @@ def pattern_of(
     whole = padded_to or tokens
     if position_ids is None and attention_mask is None and whole == tokens:
         return Pattern(whole)
+    begins, real, negative = _on_host(position_ids, attention_mask, batch, tokens)
+    if bool(negative.any()):
+        assert attention_mask is not None
+        raise InputError(
+            f"attention_mask has the value {attention_mask.min().item():g}, as a mask that is added to logits: give 1 for "
+            "tokens, and 0 for padding."
+        )
     cuts = torch.zeros(batch, whole, dtype=torch.bool)
+    cuts[:, :tokens] = begins
     holes = None
-    if position_ids is not None and tokens > 1:
-        cuts[:, 1:tokens] |= (position_ids[:, 1:] != position_ids[:, :-1] + 1).cpu()
-    if attention_mask is not None:
-        given = attention_mask.cpu()
-        if given.is_floating_point() and bool((given < 0).any()):
-            raise InputError(
-                f"attention_mask has the value {given.min().item():g}, as a mask that is added to logits: give 1 for tokens, "
-                "and 0 for padding."
-            )
-        real = given.bool()
-        edges = real[:, 1:] != real[:, :-1]
-        if bool((edges.sum(1) > 2).any()) or bool(((edges.sum(1) == 2) & real[:, 0]).any()):
-            holes = torch.ones(batch, whole, dtype=torch.bool)
-            holes[:, :tokens] = real
-        else:
-            cuts[:, 1:tokens] |= edges
+    edges = real[:, 1:] != real[:, :-1]
+    if bool((edges.sum(1) > 2).any()) or bool(((edges.sum(1) == 2) & real[:, 0]).any()):
+        holes = torch.ones(batch, whole, dtype=torch.bool)
+        holes[:, :tokens] = real
+    else:
+        cuts[:, 1:tokens] |= edges
     cuts[:, tokens:] = True
     if not bool(cuts.any()):
         return Pattern(whole, holes=holes)
     cuts[:, 0] = True
     documents = tuple(tuple(row.nonzero().flatten().tolist()) for row in cuts)
     return Pattern(whole, documents=documents, holes=holes)
+
+
+def _on_host(
+    position_ids: Tensor | None, attention_mask: Tensor | None, batch: int, tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """bool [B, T] on the host: a document begins, not padding, negative in the mask. A GPU that has both is waited for once."""
+    given = next(x for x in (position_ids, attention_mask, torch.empty(0)) if x is not None)
+    begins = torch.zeros(batch, tokens, dtype=torch.bool, device=given.device)
+    if position_ids is not None:
+        begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    mask = begins.new_ones(batch, tokens) if attention_mask is None else attention_mask
+    rows = [begins, *(x.expand(batch, tokens) for x in (mask.bool(), mask < 0))]
+    if len({row.device for row in rows}) > 1:
+        rows = [row.cpu() for row in rows]
+    begins, real, negative = torch.stack(rows).cpu()
+    return begins, real, negative
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
