@@ -89,6 +89,8 @@ def test_a_run_is_described_in_the_words_of_its_model(tiny_run, capsys):
     text = capsys.readouterr().out
     assert "products: FP8 units, cuBLAS" in text
     assert "attention: cuDNN's kernel through scaled_dot_product_attention" in text
+    assert main(["describe", str(run.file), "train.deterministic=true", "--gpu", "h200"]) == 0
+    assert "attention: plain PyTorch, whose bits repeat" in capsys.readouterr().out
     assert main(["describe", str(run.file), "fp8.enabled=false"]) == 0
     assert "products: FP8 is off" in capsys.readouterr().out
 

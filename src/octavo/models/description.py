@@ -87,20 +87,24 @@ def describe(model: nn.Module) -> Description:
 
 
 def kernels_on(
-    kind: str, capability: tuple[int, int] | None, model: nn.Module, *, native: bool, shared: str = ""
+    kind: str,
+    capability: tuple[int, int] | None,
+    model: nn.Module,
+    *,
+    native: bool,
+    shared: str = "",
+    repeats: bool | None = None,
 ) -> tuple[str, str, str]:
     """(attention, products in FP8, reason for the model's own code) in words.
 
-    kind: type of the device, such as "cuda", with its `capability`. native: it has FP8 units. shared: how ranks share each
-    sequence, for a model that is only planned.
+    kind: type of the device, such as "cuda", with its `capability`. native: it has FP8 units. shared, repeats: how ranks share
+    each sequence, and `train.deterministic`, for a model that is only planned.
     """
+    repeats = torch.are_deterministic_algorithms_enabled() if repeats is None else repeats
     products = "FP8 units, cuBLAS" if native else f"emulated exactly on {kind}, without FP8 units"
-    kernel = f"PyTorch's kernel on {kind}" if capability is None else "PyTorch's kernel, flash or memory-efficient"
-    if capability is not None and torch.backends.cuda.cudnn_sdp_enabled() and capability >= (9, 0):
-        kernel = "cuDNN's kernel"
     own_code: str = getattr(model, "octavo_own_code", "")
     cores = [layer for layer in model.modules() if isinstance(layer, DotProductAttention)]
-    parts = [f"{kernel} through scaled_dot_product_attention"]
+    parts = [_library_kernel(kind, capability, repeats=repeats)]
     if cores:  # by the rule of `octavo.nn.attend`
         by_flash = all(flash.serves(capability, core.head_dim) for core in cores)
         causal = any(core.causal for core in cores)
@@ -114,6 +118,19 @@ def kernels_on(
         shared = shared if context is None else f"{context.size} ranks share each sequence ({context.strategy})"
         parts += [shared] if shared else []
     return "; ".join(parts), products, own_code
+
+
+def _library_kernel(kind: str, capability: tuple[int, int] | None, *, repeats: bool) -> str:
+    """PyTorch's attention on a device, in words."""
+    if capability is None:
+        kernel = f"PyTorch's kernel on {kind}"
+    elif repeats:
+        return "plain PyTorch, whose bits repeat"
+    elif torch.backends.cuda.cudnn_sdp_enabled() and capability >= (9, 0):
+        kernel = "cuDNN's kernel"
+    else:
+        kernel = "PyTorch's kernel, flash or memory-efficient"
+    return f"{kernel} through scaled_dot_product_attention"
 
 
 def _head_note(model: nn.Module, state: ModuleState) -> str:

@@ -189,7 +189,8 @@ def _description(plan: RunPlan) -> Description:
         )
     capability = plan.hardware.capability
     native = capability is not None and capability >= FP8_CAPABILITY
-    shared = plan.shared_sequences
-    attention, products, _ = kernels_on(plan.hardware.kind, capability, model, native=native, shared=shared)
+    shared, repeats = plan.shared_sequences, plan.config.train.deterministic
+    kind = plan.hardware.kind
+    attention, products, _ = kernels_on(kind, capability, model, native=native, shared=shared, repeats=repeats)
     products = products if plan.recipe is not None else plan.fp8_note
     return dataclasses.replace(found, layers=layers, products=products, attention=attention)
