@@ -279,7 +279,7 @@ def test_ranks_of_the_command_say_a_wrong_input_once(started, tiny_run):
         assert process.returncode == 2
         assert said.startswith("octavo: ")
         assert fault in said
-        assert said.count("\n") == 1
+        assert said.count("\n") == 1, said
 
 
 def test_ranks_of_the_command_save_at_a_signal_and_continue_exactly(started, tiny_run, of_two_ranks, tmp_path):

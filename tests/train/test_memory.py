@@ -75,7 +75,7 @@ def test_settings_that_fit_are_named_and_really_fit(tiny_run, capsys):
         ("h200", None),
         ("h100 sxm", {"train.micro_batch": 8}),
         ("L40S", {"train.micro_batch": 4}),
-        ("RTX 4090", {"ranks": 2, "train.micro_batch": 2}),  # no setting of one rank fits beside 18 GiB of states
+        ("RTX 4090", {"ranks": 2, "train.micro_batch": 1}),  # no setting of one rank fits beside 18 GiB of states
     ],
 )
 def test_the_setting_with_the_least_cost_in_speed_comes_first(gpu, first, tiny_run):

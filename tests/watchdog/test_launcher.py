@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError
+from octavo.watchdog import launcher
 from octavo.watchdog.launcher import launch
 
 SLEEPS = "import time; time.sleep(300)"
@@ -44,6 +45,31 @@ def test_the_code_is_that_of_the_first_that_failed_and_the_others_are_ended(code
     began = time.monotonic()
     assert run(3, f"sys.exit({code}) if rank == 1 else time.sleep(250)", grace=grace) == code
     assert time.monotonic() - began < 200
+
+
+def test_ranks_are_minded_while_the_store_is_being_made(monkeypatch, tmp_path):
+    """Its import of torch takes long on a busy host; a rank that waits for rank 0 to say a fault would say it again."""
+    keep_store, ended = launcher._keep_store, threading.Event()
+
+    def slow(*arguments):
+        assert ended.wait(100)
+        return keep_store(*arguments)
+
+    kill = launcher._Job._kill
+    monkeypatch.setattr(launcher, "_keep_store", slow)
+    monkeypatch.setattr(launcher._Job, "_kill", lambda job: (kill(job), ended.set()))
+    script = f"sys.exit(2) if rank == 0 else time.sleep(50)\nopen({str(tmp_path / 'said')!r}, 'w').close()"
+    assert run(2, script) == 2
+    assert not (tmp_path / "said").exists()
+
+
+def test_a_store_that_cannot_be_made_ends_the_ranks(monkeypatch):
+    def fails(*_):
+        raise OSError("no more files")
+
+    monkeypatch.setattr(launcher, "_keep_store", fails)
+    with pytest.raises(OSError, match="no more files"):
+        run(2, "time.sleep(250)")
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 40)", "sys.exit(1)"])

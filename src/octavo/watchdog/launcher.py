@@ -15,6 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -55,9 +56,9 @@ def launch(
         port = listening.getsockname()[1]
         for rank in range(ranks):
             job.start(command, _environment(rank, ranks, port))
-        store = _keep_store(listening, port)  # after the ranks: its import takes as long as theirs
-        code = job.wait(timeout=timeout, grace=grace)
-        del store
+        with ThreadPoolExecutor(1) as thread:  # its import takes as long as theirs, and one may fail before
+            store = thread.submit(_keep_store, listening, port)
+            code = job.wait(store, timeout=timeout, grace=grace)
     return code
 
 
@@ -106,11 +107,13 @@ class _Job:
             yield
         finally:
             self._kill()
+            for each in self._ranks:
+                each.process.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def wait(self, *, timeout: float, grace: float) -> int:
-        """The job's exit code, once every rank has ended."""
+    def wait(self, store: Future[object], *, timeout: float, grace: float) -> int:
+        """The job's exit code, once every rank has ended; raises what has kept the store from being made."""
         ended: dict[int, int] = {}  # in order of time
         deadline = math.inf
         while len(ended) < len(self._ranks):
@@ -120,6 +123,8 @@ class _Job:
                     deadline = min(deadline, time.monotonic() + self._patience(code, timeout, grace))
             if time.monotonic() >= deadline:
                 self._kill()
+            elif store.done():
+                store.result()
             time.sleep(_POLL_SECONDS)
         failed = {rank: code for rank, code in ended.items() if code != 0}
         reported = [code for code in failed.values() if code > 0]
