@@ -421,11 +421,11 @@ def _is_joined() -> bool:
 def _print_error(message: str) -> None:
     """Print an error on stderr; ranks other than 0 wait first."""
     # All ranks find the same fault in the input: after rank 0 has printed it and exited, the launcher ends the others. A fault
-    # of one rank alone is printed by that rank, late enough for a rank 0 on a busy host.
+    # of one rank alone is printed by that rank.
     if rank := _rank():
         from octavo.watchdog.processes import wait_for_rank_0
 
-        wait_for_rank_0(10)
+        wait_for_rank_0(3)
         message = f"rank {rank}: {message}"
     warn(message)
 

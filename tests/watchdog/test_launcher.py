@@ -63,6 +63,20 @@ def test_ranks_are_minded_while_the_store_is_being_made(monkeypatch, tmp_path):
     assert not (tmp_path / "said").exists()
 
 
+@pytest.mark.parametrize("rank_0", ["while time.monotonic() < began + 5: pass\n    sys.exit(2)", "time.sleep(250)"])
+def test_a_rank_waits_while_rank_0_is_busy(rank_0, tmp_path):
+    script = f"""
+from octavo.watchdog.processes import wait_for_rank_0
+began = time.monotonic()
+if rank == 0:
+    {rank_0}
+wait_for_rank_0(1)
+open({str(tmp_path / "said")!r}, "w").close()
+sys.exit(2)"""
+    assert run(2, script) == 2
+    assert (tmp_path / "said").exists() == ("sleep" in rank_0)
+
+
 def test_a_store_that_cannot_be_made_ends_the_ranks(monkeypatch):
     def fails(*_):
         raise OSError("no more files")

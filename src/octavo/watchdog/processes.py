@@ -27,6 +27,7 @@ from typing import NoReturn
 _PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("python", "torchrun", "octavo")
 _PAGE_BYTES = 4096
+_LONGEST_WAIT_SECONDS = 300.0
 
 _launcher: int | None = None
 
@@ -101,13 +102,41 @@ def tell_launcher(message: str, code: int) -> None:
 
 
 def wait_for_rank_0(seconds: float) -> None:
-    """Wait, so that rank 0 reports a fault that all ranks find.
+    """Wait until rank 0 has done nothing for some seconds, so that it reports a fault that all ranks find.
 
-    A rank that torchrun ends meanwhile exits with 0: torchrun's report has eight lines for each rank with another code.
+    On a busy host it may come to the fault much later. The launcher ends this rank once rank 0 has reported and exited. A rank
+    that torchrun ends exits with 0: torchrun's report has eight lines for each rank with another code.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    time.sleep(seconds)
+    rank_0, began = _sibling_of_rank_0(), time.monotonic()
+    used, idle_since = 0, began
+    while time.monotonic() - idle_since < seconds and time.monotonic() - began < _LONGEST_WAIT_SECONDS:
+        time.sleep(min(seconds, 0.5))
+        before, (used, runs) = used, _main_thread(rank_0)
+        if runs or used > before + 1:
+            idle_since = time.monotonic()
+
+
+def _sibling_of_rank_0() -> int | None:
+    """The process of rank 0, if the launcher of this one has started it on this host."""
+    children: list[str] = []
+    with contextlib.suppress(OSError):
+        for file in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+            children += file.read_text().split()
+    for pid in children:
+        with contextlib.suppress(OSError):
+            if b"RANK=0" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return int(pid)
+    return None
+
+
+def _main_thread(pid: int | None) -> tuple[int, bool]:
+    """Time on a processor in the kernel's ticks, and True while it runs or waits for a processor or a disk."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return int(fields[11]) + int(fields[12]), fields[0] in (b"R", b"D")
+    return 0, False
 
 
 def orphaned() -> bool:
