@@ -243,14 +243,15 @@ class FromRank0:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Fill this rank's part of every parameter and buffer."""
+        """Fill this rank's part of every parameter and buffer; every rank raises an error of rank 0's."""
         for name, tensor in named_tensors(model):
             part = local_shard(tensor)
             whole = torch.empty(part.shape, dtype=tensor.dtype, device=part.local.device)
-            if self.load is not None and name in self.load.names:
-                self.load(name, whole, 0)
-            elif self.ranks.rank == 0:
-                whole.copy_(tensor)
+            with self.ranks.sharing_errors():
+                if self.load is not None and name in self.load.names:
+                    self.load(name, whole, 0)
+                elif self.ranks.rank == 0:
+                    whole.copy_(tensor)
             dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # bytes: no backend knows every dtype
             part.copy_from(whole)
 
