@@ -34,6 +34,13 @@ def test_layer_norm_linear(shape, kind, bias):
     plain.assert_equals_float64(layer, by_hand, plain.fresh(*shape) + 0.5)
 
 
+def test_a_returned_norm_is_that_of_the_sum():
+    layer = plain.randomise(octavo.nn.LayerNormLinear(12, 7, return_layernorm_output=True))
+    x, delta = plain.fresh(5, 12), plain.fresh(5, 12)
+    for found, wanted in zip(layer(x, delta=delta), layer(x + delta), strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms(shape, kind):

@@ -305,7 +305,7 @@ class NormedLayer(ResidualLayer):
         how = (compute_dtype(x), first, added)
         norm = NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         if self.return_layernorm_output and not return_residual:
-            normed = normalize(norm, x).to(compute_dtype(x))
+            normed = normalize(norm, x if delta is None else x + delta).to(compute_dtype(x))
             return results(self._products(normed, *how, **options)[0], bias, normed, return_bias=self.return_bias)
         if torch.compiler.is_compiling():
             h = x if delta is None else x + delta
