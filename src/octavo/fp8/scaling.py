@@ -336,3 +336,4 @@ def reset_states(model: nn.Module) -> None:
         state.weight_cache = None
         for slot in state.slots.values():
             fill(slot, torch.ones(()), torch.zeros(1))
+            slot.buffer.saturated[slot.entries] = False
