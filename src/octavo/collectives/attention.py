@@ -25,6 +25,7 @@ from octavo.errors import InputError, unknown
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import Attended, Gradients, attention
+from octavo.kernels.autograd import refuse_second_derivative
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -128,7 +129,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
+        refuse_second_derivative("these attention kernels")
         q, k, v, out, lse = ctx.saved_tensors
         context, pattern, split, scale = ctx.call
         batch, chunk = q.shape[0], split.chunk
@@ -281,7 +282,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
+        refuse_second_derivative("these attention kernels")
         q, k, v, out, lse = ctx.saved_tensors
         context, pattern, split, scale = ctx.call
         grads = Gradients(d_out, q, out, lse, scale=scale)
@@ -339,7 +340,7 @@ class _HeadsForTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
+        refuse_second_derivative("these attention kernels")
         q, k, v, out, lse = ctx.saved_tensors
         context, pattern, _, scale, groups = ctx.call
         grads = Gradients(_to_heads(context, d_out), q, out, lse, scale=scale, window=pattern.window)
@@ -391,8 +392,3 @@ def _to_tokens(context: ContextGroup, x: Tensor) -> Tensor:
 def _of_rank(x: Tensor) -> Tensor:
     """[B, 2, C, n, h, D] → [B, L, heads, D]."""
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], x.shape[3] * x.shape[4], x.shape[5])
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError("attention over ranks has no second derivative: call backward without create_graph=True.")

@@ -228,11 +228,6 @@ class LinearQuantizer:
         """Cast with scales of rows or blocks, or in compiled code with one."""
         return quantize(matrix, how, rowwise=rowwise, columnwise=columnwise)
 
-    def begin_backward(self) -> None:
-        """Call first in a backward; a RuntimeError if a gradient of a gradient is asked for."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            raise RuntimeError("these layers have no second derivative: call backward without create_graph=True.")
-
     def _cast(
         self, operand: Operand, producer: Producer, *, rowwise: bool, columnwise: bool, slot_index: Tensor | None = None
     ) -> tuple[QuantizedTensor, Tensor | None]:

@@ -37,6 +37,7 @@ from octavo.kernels.attention import flash, library
 from octavo.kernels.attention.kept import is_keeping
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import SMALLEST_WINDOW, attention, gradients
+from octavo.kernels.autograd import refuse_second_derivative
 from octavo.nn.holes import around_holes
 
 MASKED_PAIRS = 1 << 24
@@ -162,8 +163,7 @@ class _Pieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("attention in pieces has no second derivative: call backward without create_graph=True.")
+        refuse_second_derivative("these attention kernels")
         q, k, v, out, lse = ctx.saved_tensors
         pattern, scale = ctx.call
         spans = pattern.spans(q.shape[0])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from octavo.errors import InputError
 from octavo.kernels import reference
+from octavo.kernels.autograd import refuse_second_derivative
 from octavo.kernels.norm import norm, norm_backward
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.nn.te_arguments import check
@@ -106,6 +107,7 @@ def backward_through_norm(
     d_normed: of the norm's result. h: residual + delta. d_residual: of h by other paths.
     """
     _, want_delta, want_weight, want_bias = ctx.needs_input_grad[:4]
+    refuse_second_derivative("norms")
     d_residual = None if d_residual is None else flat(d_residual)
     dx, d_weight, d_bias = norm_backward(
         kind, d_normed, flat(h), weight, stats, d_residual, want_weight=want_weight or want_bias
@@ -128,8 +130,6 @@ class _NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, stats, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            raise RuntimeError("norms have no second derivative: call backward without create_graph=True.")
         return *backward_through_norm(ctx, ctx.kind, flat(dy), h, weight, stats, None), None, None
 
 
