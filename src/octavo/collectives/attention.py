@@ -39,7 +39,7 @@ def context_attention(
         q: [B, L, H, D], this rank's tokens by `ContextGroup.split`, rotated by their positions in the sequence.
         k, v: [B, L, G, D].
         context: the ranks and their exchange.
-        pattern: what attends to what in the whole sequence, the same on every rank; causal.
+        pattern: of whole sequences, the same on every rank; causal.
         scale: of the logits; None for D^-½.
 
     Returns:
@@ -179,8 +179,8 @@ class _Fetching:
 class _Chunks:
     """The exchange of chunks of keys and values among the ranks of a context group, there and back.
 
-    Without window and documents every rank but the first reads nearly all chunks, so all are gathered. Else each rank sends
-    each other one the chunks which that reads.
+    Without window and documents every rank but the first reads nearly all chunks, so all are gathered. Otherwise a rank
+    receives only the chunks that it reads.
     """
 
     def __init__(self, context: ContextGroup, pattern: Pattern, batch: int, split: Split) -> None:
@@ -241,7 +241,7 @@ class _Chunks:
         return _Fetching(work, summed)
 
     def _exchange(self, sent: list[list[Tensor]], received: list[list[int]], like: dict[int, Tensor]) -> tuple[Any, Any]:
-        """Send each rank its tensors; the work, and what gives (numbers, tensors) of each rank once it is done."""
+        """Send each rank its tensors. Returns the work, and a function for the (numbers, tensors) received from each rank."""
         some = next(iter(like.values()))
         if self.idle:
             return None, list

@@ -52,7 +52,7 @@ def attend(
 
     Args:
         q, k, v: with a `context` this rank's tokens.
-        pattern: what attends to what; or a mask, bool [B or 1, H or 1, T, T], True where a query attends to a key.
+        pattern: the keys of each query; or a mask, bool [B or 1, H or 1, T, T], True where a query attends to a key.
         scale: None for D^-½.
         dropout: the probability with which a softmax's value is dropped.
         context: the ranks that share each sequence.
@@ -99,7 +99,7 @@ def attend(
 
 
 def backend(q: Tensor, k: Tensor, pattern: Pattern) -> str:
-    """The name of what `attend` computes these by, without dropout: for reports."""
+    """Name of the kernel that `attend` takes without dropout, for reports."""
     if not q.is_cuda:
         return "PyTorch on the CPU"
     if pattern.holes is not None and pattern.window is not None:

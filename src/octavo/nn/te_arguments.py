@@ -138,7 +138,7 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
 def check(layer: str, given: Mapping[str, Any], method: Callable[..., Any]) -> None:
     """Raise an InputError unless all arguments are known and have no-op values.
 
-    method: the receiver of the arguments, whose own ones complete the suggestions for an unknown name.
+    method: takes the arguments; its own parameters complete the suggestions for an unknown name.
     """
     arguments = ARGUMENTS[layer]
     for name, value in given.items():
