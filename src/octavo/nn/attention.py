@@ -269,7 +269,7 @@ class MultiheadAttention(ResidualLayer):
         x = hidden_states
         if self.sequence_first:
             x, delta = x.transpose(0, 1), None if delta is None else delta.transpose(0, 1)
-        angles = cos_and_sin(rotary_pos_emb, x.shape[1], self.head_dim)
+        angles = cos_and_sin(rotary_pos_emb, x.shape[:2], self.head_dim)
         if angles is None and attention_mask is None and self._is_short(x, attn_mask_type):
             h, qkv = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch)
             context = short_attention(qkv, self.heads, self.groups, self.core_attention.softmax_scale)

@@ -28,10 +28,12 @@ FLOATS_OF_PYTORCH = (*FLOATS, torch.float64)
 def check_input(
     layer: nn.Module, *inputs: Tensor | None, size: int | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS
 ) -> None:
-    """Raise an InputError for an input of another dtype or another size of the last dimension."""
-    for x in inputs:
-        if x is None:
-            continue
+    """Raise an InputError for an input of another dtype or another size of the last dimension.
+
+    With `size` all inputs have one shape: a kernel would read beyond a smaller one.
+    """
+    given = [x for x in inputs if x is not None]
+    for x in given:
         if x.dtype not in dtypes:
             raise InputError(
                 f"{type(layer).__name__} got an input of {x.dtype}: use {', '.join(map(str, dtypes))}. Token ids go through an "
@@ -40,6 +42,9 @@ def check_input(
         if size is not None and x.shape[-1] != size:
             name = type(layer).__name__
             raise InputError(f"{name} got an input of shape {tuple(x.shape)}: its last dimension must be {size}.")
+        if size is not None and x.shape != given[0].shape:
+            shapes = f"{tuple(given[0].shape)} and a delta of shape {tuple(x.shape)}"
+            raise InputError(f"{type(layer).__name__} got an input of shape {shapes}: give both the same.")
 
 
 class NormParameters(NamedTuple):
