@@ -51,14 +51,15 @@ def attend(
     """q [B, T, H, D], k and v [B, T, G, D] → [B, T, H, D]; differentiable once.
 
     Args:
-        q, k, v: with a `context` this rank's tokens.
+        q, k, v: with a `context` this rank's tokens. A full pattern may have any number of queries.
         pattern: the keys of each query; or a mask, bool [B or 1, H or 1, T, T], True where a query attends to a key.
         scale: None for D^-½.
         dropout: the probability with which a softmax's value is dropped.
         context: the ranks that share each sequence.
 
     Raises:
-        InputError: the pattern is of another number of tokens, or these ranks cannot compute it.
+        InputError: the pattern is of another number of tokens, these ranks cannot compute it, or causal attention has other
+            numbers of queries and keys.
     """
     if context is not None:
         if isinstance(pattern, Tensor):
@@ -78,6 +79,13 @@ def attend(
         raise InputError(
             f"the attention pattern is made for {pattern.tokens} tokens, and there are {k.shape[1]}: make another."
         )
+    if q.shape[1] != k.shape[1]:
+        if pattern.causal or pattern.documents or pattern.holes is not None:
+            raise InputError(
+                f"causal attention of {q.shape[1]} queries over {k.shape[1]} keys: kernels align these differently. Give as "
+                'many of both, or attn_mask_type="no_mask".'
+            )
+        return _sdpa(q, k, v, None, False, scale, dropout)
     scale_ = q.shape[-1] ** -0.5 if scale is None else scale
     if pattern.holes is not None and pattern.causal and pattern.window is None and not dropout:
         return around_holes(q, k, v, pattern, scale_)
