@@ -95,6 +95,9 @@ class LinearQuantizer:
     and False in the others; None casts the weight anew.
     """
 
+    _scales: tuple[int, ...] = ()
+    """Shape of the scales of a tensor."""
+
     def __init__(
         self, state: ModuleState, device: torch.device, recipe: Recipe | None, out_dtype: torch.dtype, first: bool | None
     ) -> None:
@@ -206,9 +209,6 @@ class LinearQuantizer:
         if self.recipe is None or not self.recipe.casts[Operand.GRAD_OUTPUT].delayed:
             return None
         return self.state.slot(Operand.GRAD_OUTPUT, self.recipe, self.device).position
-
-    _scales: tuple[int, ...] = ()
-    """Shape of the scales of a tensor."""
 
     def _of_operand(self, entries: Tensor) -> Tensor:
         """The entries of a slot that belong to this operand."""
