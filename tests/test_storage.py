@@ -213,3 +213,17 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
             os.kill(child, 0)  # it lives
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_folder_that_its_last_holder_removes_is_locked_without_waiting(tmp_path, monkeypatch):
+    lock = storage.FolderLock(tmp_path / "run")
+    acquire, faults = lock._lock.acquire, [FileNotFoundError]
+
+    def once(*arguments):
+        if faults:
+            raise faults.pop()
+        return acquire(*arguments)
+
+    monkeypatch.setattr(lock._lock, "acquire", once)
+    with lock:
+        assert (tmp_path / "run" / ".lock").is_file()

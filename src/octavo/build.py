@@ -56,8 +56,8 @@ from octavo.models.replace import (
 )
 from octavo.models.spec import ModelSpec
 from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
-from octavo.models.weight_files import DEQUANTISE, InMemoryWeights, Weights
-from octavo.models.weight_loader import WeightLoader, folder_weights
+from octavo.models.weight_files import DEQUANTISE, Weights
+from octavo.models.weight_loader import WeightLoader, folder_weights, own_weights
 from octavo.nn.norm import FLOATS
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
@@ -227,7 +227,7 @@ def build_model(
     spec = with_moe(spec, config, moe)
     if params_dtype is None and (spec is not None or vision or sharding is not None):
         raise InputError(f"{type(original).__name__} has parameters of several dtypes: set params_dtype, to torch.float32.")
-    weights = _weights(original, config, load_from, needed=vision or spec is not None or from_rank0 is not None)
+    weights = _weights(original, config, load_from, from_rank0, replaced=vision or spec is not None)
     trains = {} if original is None else {n: p.requires_grad for n, p in original.named_parameters(remove_duplicate=False)}
 
     # 1. Replace.
@@ -406,13 +406,14 @@ def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None,
     return CounterInit(seed, model.spec.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
 
 
-def _weights(original: nn.Module | None, config: Any, load_from: str | Path | None, *, needed: bool) -> Weights | None:
-    """A folder of weights, or a model's own tensors where they are `needed` to fill others; None for neither."""
+def _weights(
+    original: nn.Module | None, config: Any, load_from: str | Path | None, from_rank0: Ranks | None, *, replaced: bool
+) -> Weights | None:
+    """A folder of weights, or a model's own tensors that fill others, of `replaced` blocks or of other ranks; else None."""
+    needed = replaced or from_rank0 is not None
     if load_from is not None:
         return folder_weights(load_from, original, config)
-    if original is None or not needed or any(parameter.is_meta for parameter in original.parameters()):
-        return None
-    return InMemoryWeights(dict(original.state_dict()))
+    return None if original is None or not needed else own_weights(original, received=from_rank0 is not None)
 
 
 def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:

@@ -65,6 +65,9 @@ def split(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Te
     """This rank's tokens of `x`, which has T tokens along `dim`, a multiple of 2n; differentiable.
 
     Shift labels before: a chunk's last label is the next chunk's first token.
+
+    Raises:
+        InputError: there is no group, no dimension `dim`, or another number of tokens.
     """
     return _context(group).split(x, dim)
 
@@ -73,6 +76,9 @@ def gather(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> T
     """The inverse of `split`, on every rank: whole sequences along `dim`. Collective.
 
     In backward each rank takes its own part of the gradient, since all compute the same from the whole.
+
+    Raises:
+        InputError: there is no group, no dimension `dim`, or an odd number of tokens along it.
     """
     return _context(group).gather(x, dim)
 

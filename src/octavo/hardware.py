@@ -134,10 +134,10 @@ def installed_gpus() -> list[str]:
     if visible is None:
         return found
     chosen = list(takewhile(lambda name: name not in ("", "-1"), (name.strip() for name in visible.split(","))))
-    numbers = [int(name) for name in chosen if name.isdecimal()]
-    if len(numbers) < len(chosen):  # identifiers, of whole GPUs or of their slices
+    if not all(name.isdecimal() for name in chosen):  # identifiers, of whole GPUs or of their slices
         return found[: len(chosen)]
-    return [found[number] for number in numbers if number < len(found)]
+    # CUDA leaves out the first number without a GPU, and all behind it.
+    return [found[number] for number in takewhile(lambda number: number < len(found), map(int, chosen))]
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ class FolderLock:
         self._lock = FileLock(self._file, thread_local=False, poll_interval=_POLL_SECONDS, on_acquired=_write_holder)
 
     def __enter__(self) -> FolderLock:
-        deadline = time.monotonic() + self._wait_seconds
+        deadline, removed = time.monotonic() + self._wait_seconds, False
         while True:
             try:
                 self._lock.acquire(max(0.0, deadline - time.monotonic()))
@@ -250,8 +250,9 @@ class FolderLock:
                 raise InputError(self._in_use()) from None
             except FileNotFoundError:  # the last holder has just removed the folder; the next acquire creates it
                 self.path.mkdir(parents=True, exist_ok=True)  # raises where no folder can be made, as in /proc
-                if time.monotonic() > deadline:
+                if removed and time.monotonic() > deadline:
                     raise
+                removed = True
             else:
                 return self
 

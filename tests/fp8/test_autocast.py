@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from driving import RECIPES, array, check_state, check_states, delayed, gradient
 from restatement import delayed_states, operands, round_trip
 
 import octavo
+from octavo.fp8 import buffers, scaling
 
 ROWS, INNER, OUTER = 6, 12, 10
 
@@ -367,3 +369,20 @@ def test_a_training_inside_of_one_context_is_warned_of(layer, draw):
         with octavo.fp8_autocast(fp8_recipe=delayed()):
             y = layer(batch(draw)).sum()
         y.backward()
+
+
+def test_an_entry_that_fails_leaves_the_context_closed(layer, draw, monkeypatch):
+    monkeypatch.setattr(scaling, "prepare_all", mock.Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError), octavo.fp8_autocast():
+        pass
+    assert not buffers.is_open()
+
+
+def test_a_reset_layer_has_not_saturated(draw):
+    layer = octavo.nn.Linear(INNER, OUTER)
+    for size in (1, 1000):
+        with octavo.fp8_autocast(fp8_recipe=delayed()):
+            layer(batch(draw, size)).sum().backward()
+    assert octavo.fp8.inspect(layer)["input"]["saturated"]
+    scaling.reset_states(layer)
+    assert not octavo.fp8.inspect(layer)["input"]["saturated"]

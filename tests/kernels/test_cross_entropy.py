@@ -30,6 +30,18 @@ def test_kernel_equals_float64(monkeypatch, rows, columns):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter, for -∞ - -∞ that `where` replaces
+def test_excluded_words_may_fill_a_block(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "_BLOCK", 128)
+    logits, target = torch.randn(2, 300), torch.tensor([200, 299])
+    logits[:, :128] = -torch.inf
+    want_loss, want = reference.cross_entropy(logits, target, torch.tensor(1.0))
+    loss, grad = cross_entropy.launch(logits, target, torch.tensor(1.0), cross_entropy.Objective())
+    torch.testing.assert_close(loss, want_loss)
+    torch.testing.assert_close(grad.high_precision, want)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(5, 17), (3, 300), (2, 1024)])
 def test_gradient_in_fp8(exact_casts, monkeypatch, rows, columns, dtype):

@@ -59,6 +59,7 @@ def test_gpus_are_those_of_nvidia_smi_that_are_visible(tmp_path, monkeypatch):
         "": [],
         "-1": [],
         "0,-1,1": ["NVIDIA H200"],
+        "2,9,0": ["NVIDIA A100-SXM4-40GB"],
     }.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert installed_gpus() == found

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPTNeoConfig
+from transformers import AutoModelForCausalLM, GPTNeoConfig
 
 import octavo
 from octavo.build import build_model, describe
@@ -59,6 +59,14 @@ def test_layers_start_from_the_same_weights_in_a_deeper_model():
     deeper = weights(build(load_config("llama-tiny", SIZES | {"num_hidden_layers": 5})))
     shallow = weights(build(load_config("llama-tiny", SIZES | {"num_hidden_layers": 2})))
     assert all(torch.equal(tensor, deeper[name]) for name, tensor in shallow.items())
+
+
+def test_a_model_with_some_of_its_weights_is_refused():
+    with octavo.delayed_init():
+        model = AutoModelForCausalLM.from_config(CONFIG)
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(48))
+    with pytest.raises(InputError, match=r"values for some parameters, and none for model\.embed_tokens\.weight"):
+        octavo.transform(model)
 
 
 def test_initial_weights_are_as_the_config_asks():

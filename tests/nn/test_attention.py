@@ -6,6 +6,7 @@ import torch
 
 import octavo
 from octavo.errors import InputError
+from octavo.kernels.attention.kept import keeping
 from octavo.nn import attention
 from octavo.nn.attention import merge_qkv, split_qkv
 from octavo.nn.mlp import deinterleave
@@ -57,6 +58,19 @@ def test_attention_dropout_applies_in_training_only():
     assert not torch.equal(dropped[0], wanted)
     torch.testing.assert_close(dropped.mean(0), wanted, rtol=0, atol=0.4)
     assert torch.equal(module.eval()(q, k, v), wanted)
+
+
+def test_other_numbers_of_queries_and_keys_are_for_full_attention_alone():
+    q, k, v = torch.randn(2, 6, 2, 8), torch.randn(2, 4, 2, 8), torch.randn(2, 4, 2, 8)
+    for window in (None, (1, 0)):
+        with pytest.raises(InputError, match="causal attention of 6 queries over 4 keys"):
+            octavo.nn.DotProductAttention(2, 8, window_size=window)(q, k, v)
+    layer = octavo.nn.DotProductAttention(2, 8, attn_mask_type="no_mask")
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5
+    wanted = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v).flatten(2)
+    torch.testing.assert_close(layer(q, k, v), wanted)
+    with keeping()[0]:  # of a block that is recomputed in part
+        torch.testing.assert_close(layer(q, k, v), wanted)
 
 
 def test_heads_that_cannot_share_are_refused():

@@ -34,6 +34,20 @@ def test_layer_norm_linear(shape, kind, bias):
     plain.assert_equals_float64(layer, by_hand, plain.fresh(*shape) + 0.5)
 
 
+def test_a_delta_of_another_shape_is_refused():
+    x = torch.randn(2, 3, 12)
+    for shape in ((12,), (1, 3, 12), (3, 2, 12)):
+        with pytest.raises(InputError, match="give both the same"):
+            octavo.nn.RMSNorm(12)(x, torch.randn(shape))
+
+
+def test_a_returned_norm_is_that_of_the_sum():
+    layer = plain.randomise(octavo.nn.LayerNormLinear(12, 7, return_layernorm_output=True))
+    x, delta = plain.fresh(5, 12), plain.fresh(5, 12)
+    for found, wanted in zip(layer(x, delta=delta), layer(x + delta), strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms(shape, kind):

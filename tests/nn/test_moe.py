@@ -205,6 +205,12 @@ def test_no_tokens():
     assert not routed.any()
 
 
+def test_the_routing_has_no_second_derivative():
+    x = torch.randn(12, HIDDEN, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(layer(Experts(4, 2))(x)[2].square().sum(), x, create_graph=True)
+
+
 def test_jitter_is_of_training_alone():
     module = layer(Experts(4, 2, jitter=0.1))
     x = torch.randn(12, HIDDEN)

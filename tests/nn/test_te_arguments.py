@@ -439,7 +439,8 @@ def test_rotary_angles_as_transformer_engine_makes_them():
     assert not torch.equal(part, want)
     assert not torch.equal(layer(x), want)
     wide, odd = tuple(torch.cat([t, t], -1) for t in tables), tuple(t[..., :3] for t in tables)
-    for wrong in (angles[:5], angles[..., :3], torch.cat([angles, angles], -1), (angles, angles.clone()), wide, odd):
+    sizes = [tuple(torch.ones(size) for _ in "cs") for size in ((1, 1, 4), (2, 8, 4), (3, 9, 4))]
+    for wrong in (angles[:5], angles[..., :3], torch.cat([angles, angles], -1), (angles, angles.clone()), wide, odd, *sizes):
         with pytest.raises(InputError, match="rotary_pos_emb"):
             layer(x, rotary_pos_emb=wrong)
 

@@ -178,6 +178,18 @@ def refused_by_all(case):
     return None
 
 
+def beyond_float16():
+    """What each rank says when a weight of rank 0 does not fit into the model's dtype."""
+    world.init({})
+    model = shard(decoder(dtype=torch.float16))
+    held = InMemoryWeights({name: tensor + 1e6 for name, tensor in weights(model).items()})
+    try:
+        materialise(model, "cpu", FromRank0(None if world.state.rank else WeightLoader(model, held), all_ranks()))
+    except InputError as error:
+        return str(error)
+    return None
+
+
 def weights(model):
     """Zeros under Hugging Face's names, for a decoder."""
     shapes = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}

@@ -477,6 +477,11 @@ def test_every_rank_hears_that_rank_0_cannot_send(case, message):
         assert untouched
 
 
+def test_every_rank_hears_that_rank_0_cannot_convert_a_weight():
+    for said in ranks.run(2, delayed.beyond_float16, timeout=60):
+        assert "has a value of 1e+06, and the largest of fp16" in said
+
+
 @pytest.mark.parametrize("kind", ["decoder", "plain"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_cover_the_whole_once(layout, kind):

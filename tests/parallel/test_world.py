@@ -1,9 +1,11 @@
 """The network interface of one host or several, and generators beside the default one."""
 
+from unittest import mock
+
 import pytest
 import torch
 
-from octavo.errors import InputError
+from octavo.errors import InputError, OctavoError
 from octavo.parallel import world
 
 
@@ -47,3 +49,14 @@ def test_tokens_in_fp8_without_expert_ranks_are_refused_and_nothing_starts():
     with pytest.raises(InputError, match="expert_dispatch_fp8 = True has no effect with expert_parallel_degree = 1"):
         world.init({"expert_dispatch_fp8": True})
     assert world.state.mesh is None
+
+
+def test_ranks_that_do_not_meet_leave_the_state_of_one(monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in world._INTERFACES:  # which `init` sets
+        monkeypatch.setenv(name, "lo")
+    monkeypatch.setattr(world, "round_store", mock.Mock(side_effect=OctavoError("rank 0 of 2 has waited")))
+    with pytest.raises(OctavoError, match="has waited"):
+        world.init({})
+    assert (world.state.world_size, world.state.mesh) == (1, None)

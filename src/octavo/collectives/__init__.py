@@ -1,4 +1,4 @@
-"""Exchanges of tensors over process groups that compute with them: context parallelism.
+"""Collectives of context and expert parallelism, with the attention that overlaps them.
 
 May import kernels and the levels above, but not config.
 """

@@ -25,6 +25,7 @@ from octavo.errors import InputError, unknown
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import Attended, Gradients, attention
+from octavo.kernels.autograd import refuse_second_derivative
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -38,7 +39,7 @@ def context_attention(
         q: [B, L, H, D], this rank's tokens by `ContextGroup.split`, rotated by their positions in the sequence.
         k, v: [B, L, G, D].
         context: the ranks and their exchange.
-        pattern: what attends to what in the whole sequence, the same on every rank; causal.
+        pattern: of whole sequences, the same on every rank; causal.
         scale: of the logits; None for D^-½.
 
     Returns:
@@ -128,7 +129,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
+        refuse_second_derivative("these attention kernels")
         q, k, v, out, lse = ctx.saved_tensors
         context, pattern, split, scale = ctx.call
         batch, chunk = q.shape[0], split.chunk
@@ -178,8 +179,8 @@ class _Fetching:
 class _Chunks:
     """The exchange of chunks of keys and values among the ranks of a context group, there and back.
 
-    Without window and documents every rank but the first reads nearly all chunks, so all are gathered. Else each rank sends
-    each other one the chunks which that reads.
+    Without window and documents every rank but the first reads nearly all chunks, so all are gathered. Otherwise a rank
+    receives only the chunks that it reads.
     """
 
     def __init__(self, context: ContextGroup, pattern: Pattern, batch: int, split: Split) -> None:
@@ -240,7 +241,7 @@ class _Chunks:
         return _Fetching(work, summed)
 
     def _exchange(self, sent: list[list[Tensor]], received: list[list[int]], like: dict[int, Tensor]) -> tuple[Any, Any]:
-        """Send each rank its tensors; the work, and what gives (numbers, tensors) of each rank once it is done."""
+        """Send each rank its tensors. Returns the work, and a function for the (numbers, tensors) received from each rank."""
         some = next(iter(like.values()))
         if self.idle:
             return None, list
@@ -281,7 +282,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
+        refuse_second_derivative("these attention kernels")
         q, k, v, out, lse = ctx.saved_tensors
         context, pattern, split, scale = ctx.call
         grads = Gradients(d_out, q, out, lse, scale=scale)
@@ -304,6 +305,8 @@ class _Ring(torch.autograd.Function):
 
 def _pass_on(context: ContextGroup, x: Tensor) -> _Fetching:
     """Send `x` to the next rank of the ring and get the one before's."""
+    if context.size == 1:  # gloo connects no rank with itself
+        return _Fetching(None, lambda: x)
     out = torch.empty_like(x)
     following, before = ((context.rank + step) % context.size for step in (1, -1))
     works = dist.batch_isend_irecv(
@@ -337,7 +340,7 @@ class _HeadsForTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
+        refuse_second_derivative("these attention kernels")
         q, k, v, out, lse = ctx.saved_tensors
         context, pattern, _, scale, groups = ctx.call
         grads = Gradients(_to_heads(context, d_out), q, out, lse, scale=scale, window=pattern.window)
@@ -389,8 +392,3 @@ def _to_tokens(context: ContextGroup, x: Tensor) -> Tensor:
 def _of_rank(x: Tensor) -> Tensor:
     """[B, 2, C, n, h, D] → [B, L, heads, D]."""
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], x.shape[3] * x.shape[4], x.shape[5])
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError("attention over ranks has no second derivative: call backward without create_graph=True.")

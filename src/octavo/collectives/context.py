@@ -24,13 +24,13 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 def start_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
-    """Begin to gather `x`, contiguous, of all ranks: the work, and where they will be, [n, *x.shape]."""
+    """Begin to gather `x`, contiguous, of all ranks: the work, and its result, [n, *x.shape]."""
     out = x.new_empty(dist.get_world_size(group), *x.shape)
     return _all_gather(out.view(-1), x.view(-1), group=group, async_op=True), out
 
 
 def start_reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
-    """Begin to sum `parts` [n, …], contiguous, over the ranks: the work, and where this rank's sum will be, […]."""
+    """Begin to sum `parts` [n, …], contiguous, over the ranks: the work, and its result, this rank's sum […]."""
     out = parts.new_empty(parts.shape[1:])
     return _reduce_scatter(out.view(-1), parts.view(-1), group=group, async_op=True), out
 
@@ -78,7 +78,11 @@ class ContextGroup:
         return Split(self.rank, self.size, tokens)
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of `x`, which has whole sequences along `dim`; differentiable."""
+        """This rank's tokens of `x`, which has whole sequences along `dim`; differentiable.
+
+        Raises:
+            InputError: `x` has no dimension `dim`, or no 2n equal chunks along it.
+        """
         _check_dim(x, dim)
         split = self.split_of(x.shape[dim])
         return torch.cat([x.narrow(dim, number * split.chunk, split.chunk) for number in split.chunks()], dim)

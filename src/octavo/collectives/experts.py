@@ -23,8 +23,8 @@ class InFlight:
     """Rows on their way: `wait` gives them when they have arrived.
 
     Attributes:
-        parts: where they will be; in FP8 the inverse scales too.
-        sent: what must live until it has left.
+        parts: the rows, valid after `wait`; in FP8 the inverse scales too.
+        sent: the source, alive until it is sent.
         dtype: of the rows, where they travel in FP8.
     """
 

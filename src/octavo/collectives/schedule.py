@@ -42,7 +42,7 @@ class Earlier(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def diagonal(pattern: Pattern, batch: int, split: Split) -> tuple[Span, ...]:
-    """Pairs within each of this rank's chunks; keys count among this rank's tokens. Rows of `earlier` causal spans excepted."""
+    """Pairs within each of this rank's chunks; keys count among this rank's tokens. Under a window without `earlier`'s rows."""
     spans = []
     for half, b0, b1, first, end, start in _documents(pattern, batch, split):
         if pattern.window is not None and start < first:

@@ -88,10 +88,10 @@ def fp8_autocast(
     outermost = before is None and task == -1  # in a backward it is part of a recomputation
     if outermost:
         buffers.begin(fp8_group, getattr(recipe, "reduce_amax", True))
-    if recipe is not None:
-        scaling.prepare_all(recipe)
-    _state.active = active
     try:
+        if recipe is not None:
+            scaling.prepare_all(recipe)
+        _state.active = active
         yield
         if outermost and (torch.is_grad_enabled() or buffers.has_recorded()):
             _state.last = _Forward(active, buffers.snapshot(), _state.first_microbatch)

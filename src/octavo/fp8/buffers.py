@@ -38,7 +38,7 @@ _LONG = 100
 
 
 class Slot:
-    """One tensor's scale and history in a buffer, or those of as many experts as `count` says."""
+    """Scale and history of one tensor in a buffer, or of `count` experts."""
 
     def __init__(self, buffer: ScaleBuffer, index: int, fp8_max: float, count: int | None = None) -> None:
         self.buffer = buffer

@@ -95,6 +95,9 @@ class LinearQuantizer:
     and False in the others; None casts the weight anew.
     """
 
+    _scales: tuple[int, ...] = ()
+    """Shape of the scales of a tensor."""
+
     def __init__(
         self, state: ModuleState, device: torch.device, recipe: Recipe | None, out_dtype: torch.dtype, first: bool | None
     ) -> None:
@@ -207,9 +210,6 @@ class LinearQuantizer:
             return None
         return self.state.slot(Operand.GRAD_OUTPUT, self.recipe, self.device).position
 
-    _scales: tuple[int, ...] = ()
-    """Shape of the scales of a tensor."""
-
     def _of_operand(self, entries: Tensor) -> Tensor:
         """The entries of a slot that belong to this operand."""
         return entries
@@ -227,11 +227,6 @@ class LinearQuantizer:
     ) -> tuple[QuantizedTensor, Tensor | None]:
         """Cast with scales of rows or blocks, or in compiled code with one."""
         return quantize(matrix, how, rowwise=rowwise, columnwise=columnwise)
-
-    def begin_backward(self) -> None:
-        """Call first in a backward; a RuntimeError if a gradient of a gradient is asked for."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            raise RuntimeError("these layers have no second derivative: call backward without create_graph=True.")
 
     def _cast(
         self, operand: Operand, producer: Producer, *, rowwise: bool, columnwise: bool, slot_index: Tensor | None = None

@@ -47,9 +47,7 @@ class ModuleState:
         self.indices: dict[Operand, int] = {}  # of the slots in any buffer
         self.weight_cache: QuantizedTensor | None = None
         self.gathered: QuantizedTensor | None = None  # the weight of a sharded parameter, gathered in FP8
-        self.context_group: dist.ProcessGroup | None = (
-            None  # ranks that share each sequence, for one current scale of all tokens
-        )
+        self.context_group: dist.ProcessGroup | None = None  # shares each sequence, whose tokens have one current scale
         self.observed: dict[Operand, Tensor] = {}
         self.buffers = buffers.default
         self.recipe: Recipe | None = None  # of the last use in training; before the first, of the last evaluation
@@ -60,7 +58,7 @@ class ModuleState:
         self.override_by = ""  # the reason
         self._module = weakref.ref(module)
         self.weight_name = weight_name
-        self.pickled: dict[Operand, Any] = {}  # in the last pickle: a process that is started reads these tensors themselves
+        self.pickled: dict[Operand, Any] = {}  # kept alive: a started process reads the memory of the last pickle's tensors
         self._register()
 
     def _register(self) -> None:
@@ -336,3 +334,4 @@ def reset_states(model: nn.Module) -> None:
         state.weight_cache = None
         for slot in state.slots.values():
             fill(slot, torch.ones(()), torch.zeros(1))
+            slot.buffer.saturated[slot.entries] = False

@@ -152,8 +152,10 @@ def _measured(shape: ProductShape, operands: _Operands, out: Tensor | None) -> T
         sample = out[:: max(1, shape.rows // _SAMPLED_ROWS)].float()
         if bool(sample.isfinite().all() & (2 * sample.count_nonzero() > sample.numel())):
             _chosen[shape] = None
-            with contextlib.suppress(torch.OutOfMemoryError):  # the product itself has room
+            try:
                 _chosen[shape] = _fastest(shape, operands, out)
+            except torch.OutOfMemoryError:  # `out` may have another algorithm's bits; the product itself has room
+                operands.by_pytorch(out)
             _uses.pop(shape, None)
     return out
 

@@ -53,7 +53,8 @@ def _cross_entropy(
         c = first + tl.arange(0, BLOCK)
         x = tl.load(start + c, mask=c < columns, other=-float("inf")).to(tl.float32)
         new_top = tl.maximum(top, tl.max(x) * LOG2_E)
-        total = total * exp2(top - new_top) + tl.sum(exp2(tl.fma(x, LOG2_E, -new_top)))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a first block of nothing but -∞ adds 0, not NaN
+        total = total * exp2(top - base) + tl.sum(exp2(tl.fma(x, LOG2_E, -base)))
         top = new_top
         if SMOOTH:
             summed += tl.sum(tl.where(c < columns, x, 0.0))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from octavo.hardware import FP8_CAPABILITY
 from octavo.kernels import algorithms, reference
 
 ALIGNMENT = 16
@@ -26,10 +27,10 @@ Operand = tuple[Tensor, Tensor]
 
 @torch.compiler.assume_constant_result
 def is_native(device: torch.device) -> bool:
-    """True if products of FP8 matrices run in FP8 units on this device (compute capability 8.9 or more)."""
+    """True if products of FP8 matrices run in FP8 units on this device."""
     if device.type != "cuda" or torch.version.hip:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 @functools.cache

@@ -8,7 +8,6 @@ a fixed order, so they repeat bit for bit on the same GPU.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from octavo.kernels.norm_rows import (
 )
 from octavo.kernels.quantize.cast import load_scale, record_amax, store_layouts, transpose
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, of_one_scale, quantize, without_elements
-from octavo.kernels.tiles import adjacent_columns, load_tile
+from octavo.kernels.tiles import adjacent_columns, load_tile, processors
 
 _CENTRED = {"RMSNorm": False, "LayerNorm": True}
 
@@ -44,11 +43,6 @@ class Tile(NamedTuple):
 
 
 _TILE = Tile(16, 512)
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @triton.jit
@@ -173,12 +167,12 @@ def launch(
         )  # fmt: skip
         if tile is None and columns <= WIDEST_ROW:
             shape = forward_shape(columns)
-            norm_rows[(shape.grid(rows, _processors(device)),)](
+            norm_rows[(shape.grid(rows, processors(device)),)](
                 *arguments, CENTRE=centre, BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps
             )
         else:
             tile = tile or _TILE
-            _norm_tiles[(min(triton.cdiv(rows, tile.rows), _processors(device)),)](
+            _norm_tiles[(min(triton.cdiv(rows, tile.rows), processors(device)),)](
                 *arguments, h.stride(0), CENTRE=centre, TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps
             )
     if quantizer.columnwise:
@@ -197,7 +191,7 @@ def launch_backward(
     dh = torch.empty(rows, columns, dtype=h.dtype, device=device)
     shape = backward_shape(columns, centred=centre) if tile is None and columns <= WIDEST_ROW else None
     tile = tile or _TILE
-    parts = triton.cdiv(rows, tile.rows) if shape is None else shape.grid(rows, _processors(device))
+    parts = triton.cdiv(rows, tile.rows) if shape is None else shape.grid(rows, processors(device))
     partial = torch.empty(1 + centre, parts, columns, dtype=torch.float32, device=device) if want_weight else None
     if h.numel():
         dy, read = adjacent_columns(dy), adjacent_columns(h)
@@ -210,7 +204,7 @@ def launch_backward(
         if shape is not None:
             backward_rows[(parts,)](*arguments, CENTRE=centre, BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps)
         else:
-            _backward_tiles[(min(parts, _processors(device)),)](
+            _backward_tiles[(min(parts, processors(device)),)](
                 *arguments, CENTRE=centre, TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps
             )
     if partial is None:

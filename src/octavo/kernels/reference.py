@@ -36,12 +36,12 @@ def divide(dividend: Tensor | float, divisor: Tensor) -> Tensor:
     return (dividend.double() / divisor.double()).clamp(max=FLOAT32_MAX).float()
 
 
-def scale_from_amax(largest: Tensor, fp8_max: float, *, margin: int = 0, power_of_two: bool = False) -> Tensor:
-    """max · 2^-margin / amax in float32; an infinite scale becomes the largest float, and an amax of 0, inf or NaN gives 1.
+def scale_from_amax(largest: Tensor, fp8_max: float, *, power_of_two: bool = False) -> Tensor:
+    """fp8_max / amax in float32; an infinite scale becomes the largest float, and an amax of 0, inf or NaN gives 1.
 
     power_of_two: rounded down to one, so that scaling is exact.
     """
-    scale = divide(fp8_max * 2.0**-margin, largest)
+    scale = divide(fp8_max, largest)
     if power_of_two:
         _, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.ones_like(scale), exponent - 1)

@@ -1,7 +1,10 @@
-"""Tiles of a row-major matrix in Triton: their indices and loads, and the strides that kernels accept."""
+"""Tiles of a row-major matrix in Triton: their indices and loads, the strides that kernels accept, and a GPU's processors."""
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,6 +23,12 @@ def tile_of(tile, rows, columns, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
 def load_tile(x_ptr, r, c, stride, inside):
     """The tile [r, c] in float32, 0 outside."""
     return tl.load(x_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 2 for Triton's interpreter on a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def adjacent_columns(x: Tensor) -> Tensor:

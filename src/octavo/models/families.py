@@ -32,9 +32,7 @@ class Join(Enum):
 
     QKV = auto()  # the queries that share a key-value head, its key, its value; then the next key-value head
     GATE_UP = auto()  # a block of rows of the gate, as many of the up projection; then the next block
-    EXPERTS = (
-        auto()
-    )  # the rows of one expert's matrix, then the next expert's, which the source stacks: [E, N, K] as [E · N, K]
+    EXPERTS = auto()  # the rows of one expert's matrix, then the next expert's: the source's [E, N, K] as [E · N, K]
 
 
 @dataclass(frozen=True)

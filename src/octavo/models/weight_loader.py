@@ -19,7 +19,7 @@ from octavo.models.convert import check_names_and_shapes, conversion_of
 from octavo.models.decoder import Decoder
 from octavo.models.published import PublishedWeights, causal_lm_on_meta
 from octavo.models.sources import load_config
-from octavo.models.weight_files import LISTED, WeightFiles, Weights
+from octavo.models.weight_files import LISTED, InMemoryWeights, WeightFiles, Weights
 
 _NO_PART = re.compile(
     r"^_|_token_id$|dropout|pdrop|^(use_cache|dtype|architectures|transformers_version|initializer_range|pretraining_tp|output_.*"
@@ -53,6 +53,23 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
     if weights.unused:
         _warn_once(f"{folder}: {some(weights.unused, LISTED)}: not part of {type(model).__name__}, and not loaded.")
     return weights
+
+
+def own_weights(model: nn.Module, *, received: bool) -> InMemoryWeights | None:
+    """The tensors of a model whose parameters all have values; else None. received: rank 0 sends the values.
+
+    Raises:
+        InputError: only some parameters have values, which initial ones would replace.
+    """
+    absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if not absent:
+        return InMemoryWeights(dict(model.state_dict()))
+    if not received and len(absent) < sum(1 for _ in model.parameters()):
+        raise InputError(
+            f"{type(model).__name__} has values for some parameters, and none for {some(absent)}: initial values would replace "
+            "all of them. Give the weights of all (load_from), or build all of it under octavo.delayed_init()."
+        )
+    return None
 
 
 @functools.cache

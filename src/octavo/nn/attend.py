@@ -37,6 +37,7 @@ from octavo.kernels.attention import flash, library
 from octavo.kernels.attention.kept import is_keeping
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import SMALLEST_WINDOW, attention, gradients
+from octavo.kernels.autograd import refuse_second_derivative
 from octavo.nn.holes import around_holes
 
 MASKED_PAIRS = 1 << 24
@@ -50,14 +51,15 @@ def attend(
     """q [B, T, H, D], k and v [B, T, G, D] → [B, T, H, D]; differentiable once.
 
     Args:
-        q, k, v: with a `context` this rank's tokens.
-        pattern: what attends to what; or a mask, bool [B or 1, H or 1, T, T], True where a query attends to a key.
+        q, k, v: with a `context` this rank's tokens. A full pattern may have any number of queries.
+        pattern: the keys of each query; or a mask, bool [B or 1, H or 1, T, T], True where a query attends to a key.
         scale: None for D^-½.
         dropout: the probability with which a softmax's value is dropped.
         context: the ranks that share each sequence.
 
     Raises:
-        InputError: the pattern is of another number of tokens, or these ranks cannot compute it.
+        InputError: the pattern is of another number of tokens, these ranks cannot compute it, or causal attention has other
+            numbers of queries and keys.
     """
     if context is not None:
         if isinstance(pattern, Tensor):
@@ -77,6 +79,13 @@ def attend(
         raise InputError(
             f"the attention pattern is made for {pattern.tokens} tokens, and there are {k.shape[1]}: make another."
         )
+    if q.shape[1] != k.shape[1]:
+        if pattern.causal or pattern.documents or pattern.holes is not None:
+            raise InputError(
+                f"causal attention of {q.shape[1]} queries over {k.shape[1]} keys: kernels align these differently. Give as "
+                'many of both, or attn_mask_type="no_mask".'
+            )
+        return _sdpa(q, k, v, None, False, scale, dropout)
     scale_ = q.shape[-1] ** -0.5 if scale is None else scale
     if pattern.holes is not None and pattern.causal and pattern.window is None and not dropout:
         return around_holes(q, k, v, pattern, scale_)
@@ -98,7 +107,7 @@ def attend(
 
 
 def backend(q: Tensor, k: Tensor, pattern: Pattern) -> str:
-    """The name of what `attend` computes these by, without dropout: for reports."""
+    """Name of the kernel that `attend` takes without dropout, for reports."""
     if not q.is_cuda:
         return "PyTorch on the CPU"
     if pattern.holes is not None and pattern.window is not None:
@@ -162,8 +171,7 @@ class _Pieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("attention in pieces has no second derivative: call backward without create_graph=True.")
+        refuse_second_derivative("these attention kernels")
         q, k, v, out, lse = ctx.saved_tensors
         pattern, scale = ctx.call
         spans = pattern.spans(q.shape[0])

@@ -18,6 +18,7 @@ from octavo.errors import InputError, unknown
 from octavo.kernels.attention import short
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
+from octavo.kernels.autograd import refuse_second_derivative
 from octavo.nn.attend import attend
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
 from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, ResidualLayer, check_input
@@ -58,8 +59,7 @@ class _ShortAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("short attention has no second derivative: call backward without create_graph=True.")
+        refuse_second_derivative("these attention kernels")
         qkv, out, lse = ctx.saved_tensors
         return short.backward(d_out, qkv, out, lse, *ctx.call), None, None, None
 
@@ -269,7 +269,7 @@ class MultiheadAttention(ResidualLayer):
         x = hidden_states
         if self.sequence_first:
             x, delta = x.transpose(0, 1), None if delta is None else delta.transpose(0, 1)
-        angles = cos_and_sin(rotary_pos_emb, x.shape[1], self.head_dim)
+        angles = cos_and_sin(rotary_pos_emb, x.shape[:2], self.head_dim)
         if angles is None and attention_mask is None and self._is_short(x, attn_mask_type):
             h, qkv = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch)
             context = short_attention(qkv, self.heads, self.groups, self.core_attention.softmax_scale)

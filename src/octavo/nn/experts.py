@@ -18,6 +18,7 @@ from octavo.fp8.experts import ExpertsGemms, PermutedRows
 from octavo.fp8.quantizer import active_recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.activation import is_gated
+from octavo.kernels.autograd import refuse_second_derivative
 from octavo.kernels.experts.activation import expert_activation, expert_activation_backward
 from octavo.kernels.experts.permute import add_copies
 from octavo.kernels.experts.routes import Routes, make_routes
@@ -159,9 +160,8 @@ class _ExpertsFunction(torch.autograd.Function):
         tokens, rows, experts, ends, weights, x, hidden, *saved = ctx.saved_tensors
         x_q, activated, w1, w2 = (QuantizedTensor(*saved[i : i + 4]) for i in (0, 4, 8, 12))
         routes = Routes(tokens, rows, experts, ends, tile, splits)
-        for gemms in (fc1, fc2):
-            gemms.quantizer.begin_backward()
-            gemms.quantizer.routes = routes
+        refuse_second_derivative("these layers")
+        fc1.quantizer.routes = fc2.quantizer.routes = routes
         want_x, want_scores, want_w1, want_w2 = ctx.needs_input_grad[:4]
         want_hidden = want_x or want_scores or want_w1
         flight = None if exchange is None else exchange.dispatch(dy[exchange.tokens], fp8=fp8)

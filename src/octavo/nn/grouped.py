@@ -22,6 +22,7 @@ from octavo.fp8.quantizer import active_recipe
 from octavo.fp8.recipe import Granularity
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
+from octavo.kernels.autograd import refuse_second_derivative
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
 from octavo.nn.linear import compute_dtype, init_linear_, product
 from octavo.nn.norm import check_input
@@ -163,8 +164,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
         gemms: GroupedGemms = ctx.gemms
         n = len(gemms.splits)
         want_x, want_w, want_b = ctx.needs_input_grad[0], ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n :]
-        for quantizer in gemms.quantizers:
-            quantizer.begin_backward()
+        refuse_second_derivative("these layers")
         tensors = ctx.saved_tensors
         saved = [QuantizedTensor(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
         xs, ws = saved[:-n], saved[-n:]

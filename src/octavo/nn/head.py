@@ -20,6 +20,7 @@ from octavo.fp8.formats import E5M2
 from octavo.fp8.linear import LinearGemms
 from octavo.fp8.quantizer import DenseOperand
 from octavo.kernels import gemm
+from octavo.kernels.autograd import refuse_second_derivative
 from octavo.kernels.cross_entropy import Gradient, Objective, cross_entropy_, scale_
 from octavo.kernels.quantize.cast import transpose
 from octavo.kernels.quantize.quantized import QuantizedTensor
@@ -244,8 +245,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("the output head has no second derivative: call backward without create_graph=True.")
+        refuse_second_derivative("losses of the output head")
         *gradients, factor = ctx.saved_tensors
         if factor is None:
             # A gradient as large as the vocabulary is not worth a copy, nor a pass over it where the loss is not scaled.

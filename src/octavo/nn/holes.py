@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import Attended, Gradients
+from octavo.kernels.autograd import refuse_second_derivative
 
 
 def around_holes(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> Tensor:
@@ -44,8 +45,7 @@ class _AroundHoles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("attention in pieces has no second derivative: call backward without create_graph=True.")
+        refuse_second_derivative("these attention kernels")
         q, k, v, out, lse, order, padded = ctx.saved_tensors
         pattern, scale = ctx.call
         d_out = _taken(d_out, order)

@@ -21,6 +21,7 @@ from octavo.fp8.linear import LinearGemms, saved_input
 from octavo.fp8.quantizer import DenseOperand, Producer, active_recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
+from octavo.kernels.autograd import refuse_second_derivative
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.norm import (
     FLOATS,
@@ -135,7 +136,7 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gemms: LinearGemms = ctx.gemms
         quantizer = gemms.quantizer
-        quantizer.begin_backward()
+        refuse_second_derivative("these layers")
         want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
         *saved, slot = ctx.saved_tensors
         x, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
@@ -173,7 +174,7 @@ class _NormLinearFunction(torch.autograd.Function):
         gemms: LinearGemms = ctx.gemms
         rotation: Rotation | None = ctx.rotation
         quantizer = gemms.quantizer
-        quantizer.begin_backward()
+        refuse_second_derivative("these layers")
         h, stats, norm_weight, *saved, cos, sin = ctx.saved_tensors
         x, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
         want_x, (want_weight, want_bias) = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4:6]
@@ -305,7 +306,7 @@ class NormedLayer(ResidualLayer):
         how = (compute_dtype(x), first, added)
         norm = NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         if self.return_layernorm_output and not return_residual:
-            normed = normalize(norm, x).to(compute_dtype(x))
+            normed = normalize(norm, x if delta is None else x + delta).to(compute_dtype(x))
             return results(self._products(normed, *how, **options)[0], bias, normed, return_bias=self.return_bias)
         if torch.compiler.is_compiling():
             h = x if delta is None else x + delta

@@ -19,6 +19,7 @@ from octavo.fp8.quantizer import DenseOperand, active_recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
 from octavo.kernels.activation import activation, activation_backward, is_gated
+from octavo.kernels.autograd import refuse_second_derivative
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.linear import NormedLayer, product
 from octavo.nn.norm import NormParameters, NormProducer, backward_through_norm, check_input, flat, unflat
@@ -87,8 +88,7 @@ class _NormMlpFunction(torch.autograd.Function):
     def backward(ctx: Any, d_residual: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         call: tuple[str, LinearGemms, LinearGemms, str, int] = ctx.call
         kind, fc1, fc2, curve, block = call
-        for gemms in (fc1, fc2):  # either may stay out of FP8
-            gemms.quantizer.begin_backward()
+        refuse_second_derivative("these layers")
         if dy is None:
             return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 13
         h, stats, norm_weight, hidden, bias_1, *saved = ctx.saved_tensors

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from octavo.errors import InputError
 from octavo.kernels import reference
+from octavo.kernels.autograd import refuse_second_derivative
 from octavo.kernels.norm import norm, norm_backward
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.nn.te_arguments import check
@@ -27,10 +28,12 @@ FLOATS_OF_PYTORCH = (*FLOATS, torch.float64)
 def check_input(
     layer: nn.Module, *inputs: Tensor | None, size: int | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS
 ) -> None:
-    """Raise an InputError for an input of another dtype or another size of the last dimension."""
-    for x in inputs:
-        if x is None:
-            continue
+    """Raise an InputError for an input of another dtype or another size of the last dimension.
+
+    With `size` all inputs have one shape: a kernel would read beyond a smaller one.
+    """
+    given = [x for x in inputs if x is not None]
+    for x in given:
         if x.dtype not in dtypes:
             raise InputError(
                 f"{type(layer).__name__} got an input of {x.dtype}: use {', '.join(map(str, dtypes))}. Token ids go through an "
@@ -39,6 +42,9 @@ def check_input(
         if size is not None and x.shape[-1] != size:
             name = type(layer).__name__
             raise InputError(f"{name} got an input of shape {tuple(x.shape)}: its last dimension must be {size}.")
+        if size is not None and x.shape != given[0].shape:
+            shapes = f"{tuple(given[0].shape)} and a delta of shape {tuple(x.shape)}"
+            raise InputError(f"{type(layer).__name__} got an input of shape {shapes}: give both the same.")
 
 
 class NormParameters(NamedTuple):
@@ -106,6 +112,7 @@ def backward_through_norm(
     d_normed: of the norm's result. h: residual + delta. d_residual: of h by other paths.
     """
     _, want_delta, want_weight, want_bias = ctx.needs_input_grad[:4]
+    refuse_second_derivative("norms")
     d_residual = None if d_residual is None else flat(d_residual)
     dx, d_weight, d_bias = norm_backward(
         kind, d_normed, flat(h), weight, stats, d_residual, want_weight=want_weight or want_bias
@@ -128,8 +135,6 @@ class _NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, stats, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            raise RuntimeError("norms have no second derivative: call backward without create_graph=True.")
         return *backward_through_norm(ctx, ctx.kind, flat(dy), h, weight, stats, None), None, None
 
 

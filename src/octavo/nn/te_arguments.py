@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -138,7 +138,7 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
 def check(layer: str, given: Mapping[str, Any], method: Callable[..., Any]) -> None:
     """Raise an InputError unless all arguments are known and have no-op values.
 
-    method: the receiver of the arguments, whose own ones complete the suggestions for an unknown name.
+    method: takes the arguments; its own parameters complete the suggestions for an unknown name.
     """
     arguments = ARGUMENTS[layer]
     for name, value in given.items():
@@ -207,13 +207,13 @@ def window_of(size: Any, *, causal: bool) -> int | None:
     return int(pair[0]) + 1
 
 
-def cos_and_sin(rotary: Any, tokens: int, head_dim: int) -> Any:
-    """cos and sin for the first `tokens` positions of Transformer Engine's angles, float32 [T, 1, 1, Dr]; others as they are.
+def cos_and_sin(rotary: Any, shape: Sequence[int], head_dim: int) -> Any:
+    """cos and sin for the first positions of Transformer Engine's angles, float32 [T, 1, 1, Dr]; others as they are.
 
-    Dr: the columns of each head that rotate, the first; an even number of at most `head_dim`.
+    shape: [B, T]. Dr: the columns of each head that rotate, the first; an even number of at most `head_dim`.
 
     Raises:
-        InputError: the angles are too few, do not fit the heads, or are different for queries and keys.
+        InputError: the angles do not fit samples, tokens or heads, or are different for queries and keys.
     """
     if isinstance(rotary, tuple) and rotary[0] is rotary[1]:
         rotary = rotary[0]  # the angles of queries and of keys
@@ -229,7 +229,13 @@ def cos_and_sin(rotary: Any, tokens: int, head_dim: int) -> Any:
             )
         if not fits:
             raise InputError(f"rotary_pos_emb has (cos, sin) of {columns} columns: give {how}.")
+        batch, tokens = shape
+        for table in rotary[:2]:  # a kernel would read beyond a smaller one
+            if tuple(table.shape) not in ((1, tokens, columns), (batch, tokens, columns)):
+                wanted = f"[{batch} or 1, {tokens}, {columns}]"
+                raise InputError(f"rotary_pos_emb has a table of shape {list(table.shape)}: give (cos, sin), each {wanted}.")
         return rotary
+    tokens = shape[1]
     if rotary.dim() != 4 or rotary.shape[0] < tokens or rotary.shape[1:3] != (1, 1) or not fits:
         raise InputError(
             f"rotary_pos_emb has the shape {list(rotary.shape)}: angles are [{tokens} or more, 1, 1, columns], {how}. Or pass"

@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from octavo.errors import InputError
+from octavo.errors import InputError, some
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.shards import local_shard, named_tensors
 
@@ -137,15 +137,11 @@ def _give_storage(model: nn.Module, device: torch.device) -> None:
         slots[name]._local_tensor.__dict__.update(attributes)
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def refuse_buffers(model: nn.Module, names: Collection[str]) -> None:
     """Raise an InputError if one of the names is a buffer, since only the model's constructor can compute it."""
     if lost := [name for name, _ in model.named_buffers() if name in names]:
         raise InputError(
-            f"buffers {_some(lost)} are computed when {type(model).__name__} is built and have no value on the meta device:"
+            f"buffers {some(lost, 3)} are computed when {type(model).__name__} is built and have no value on the meta device:"
             " build the model under octavo.delayed_init(), which leaves buffers alone."
         )
 
@@ -196,7 +192,7 @@ class Loaded:
         missing = [name for name in names if name not in self.load.names]
         refuse_buffers(model, missing)
         if missing:
-            raise InputError(f"{_some(missing)} of {type(model).__name__} is not among the weights that are loaded.")
+            raise InputError(f"{some(missing, 3)} of {type(model).__name__} is not among the weights that are loaded.")
 
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -238,19 +234,20 @@ class FromRank0:
         refuse_buffers(model, missing)
         if missing:
             raise InputError(
-                f"load_state_dict_from_rank0: rank 0 has no value for {_some(missing)}. Build its model with weights."
+                f"load_state_dict_from_rank0: rank 0 has no value for {some(missing, 3)}. Build its model with weights."
             )
 
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Fill this rank's part of every parameter and buffer."""
+        """Fill this rank's part of every parameter and buffer; every rank raises an error of rank 0's."""
         for name, tensor in named_tensors(model):
             part = local_shard(tensor)
             whole = torch.empty(part.shape, dtype=tensor.dtype, device=part.local.device)
-            if self.load is not None and name in self.load.names:
-                self.load(name, whole, 0)
-            elif self.ranks.rank == 0:
-                whole.copy_(tensor)
+            with self.ranks.sharing_errors():
+                if self.load is not None and name in self.load.names:
+                    self.load(name, whole, 0)
+                elif self.ranks.rank == 0:
+                    whole.copy_(tensor)
             dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # bytes: no backend knows every dtype
             part.copy_from(whole)
 

@@ -37,7 +37,7 @@ _placeholders: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 @dataclass
-class _Forward:
+class _Mode:
     """Gradient mode and micro-batch of the current forward: FSDP2 calls the casts without either."""
 
     grads: bool = False
@@ -62,8 +62,7 @@ def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module], *, keep: bool) -
 
     keep: gathered weights stay from forward to backward.
     """
-    forward = _Forward()
-
+    forward = _Mode()
     shared: list[_SharedWeight] = []
 
     def note(_: nn.Module, args: Any, options: dict[str, Any]) -> None:
@@ -101,7 +100,7 @@ def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
             weight.largest = found.view(part.shape)
 
 
-def _shared(parameter: Any, group: Any, forward: _Forward, keep: bool) -> _SharedWeight | None:
+def _shared(parameter: Any, group: Any, forward: _Mode, keep: bool) -> _SharedWeight | None:
     state = _state_of(parameter._module_info.module, parameter._module_info.param_name)
     if state is None:
         return None
@@ -133,7 +132,7 @@ def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight]) -> Callabl
 class _SharedWeight:
     """One FP8 weight of a sharded module: a matrix [N, K], or those of E experts one after the other, [E · N, K]."""
 
-    def __init__(self, parameter: Any, group: Any, state: ModuleState, forward: _Forward, keep: bool) -> None:
+    def __init__(self, parameter: Any, group: Any, state: ModuleState, forward: _Mode, keep: bool) -> None:
         self.parameter, self.group, self.state, self.forward, self.keep = parameter, group, state, forward, keep
         self.how: Cast | None = None  # of the current gathering; None: in the parameter's dtype
         self.backward_how: Cast | None = None  # of the last forward with gradients

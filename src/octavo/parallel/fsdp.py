@@ -122,7 +122,7 @@ def shard(
 def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Unit]) -> None:
     """Gather each part while the part before runs, in backward too, where FSDP2 does that for blocks without experts.
 
-    While the head's backward runs FSDP2 would gather the part in front of the head, which is there.
+    During the head's backward FSDP2 would gather the part in front of the head, although it is gathered.
     """
     order = [*front, *blocks, *behind]
     for unit, following in itertools.pairwise(order):
@@ -166,7 +166,7 @@ def accumulate(model: nn.Module, *, last: bool) -> None:
 
 
 def settle(model: nn.Module) -> None:
-    """Outside of a forward and a backward, free what an abandoned forward left gathered: the next one reads present shards.
+    """Outside of a forward and a backward, free weights that an abandoned forward left: the next one reads present shards.
 
     A forward without a backward leaves embedding, norm and head gathered, and one that an exception ended any part. FSDP2 would
     compute with these weights after the optimizer has changed their shards, and `parameters()` would be the gathered ones,

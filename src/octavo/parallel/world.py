@@ -194,7 +194,12 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
         torch.cuda.set_device(state.device)
     seed_everything(chosen.random_seed + state.token_rank)
     if state.mesh is None and (world > 1 or dist.is_initialized()):
-        _connect(degrees, timeout)
+        try:
+            _connect(degrees, timeout)
+        except BaseException:
+            if not dist.is_initialized():  # the ranks did not meet
+                state._reset()
+            raise
 
 
 def shutdown() -> None:

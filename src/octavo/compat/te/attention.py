@@ -169,7 +169,7 @@ class MultiheadAttention(_Masked, Stateful, _attention.MultiheadAttention, metac
             return super().forward(hidden_states, mask, rotary_pos_emb, is_first_microbatch, attn_mask_type=base, **others)
         check("MultiheadAttention.forward", others, MultiheadAttention.forward)
         x = hidden_states.transpose(0, 1) if self.sequence_first else hidden_states
-        angles = cos_and_sin(rotary_pos_emb, x.shape[1], self.head_dim)
+        angles = cos_and_sin(rotary_pos_emb, x.shape[:2], self.head_dim)
         rotation = Rotation(self.heads, self.groups, *((not self.norm_first and angles) or (None, None)))
         q, k, v = rotation.composed(self.qkv(x, is_first_microbatch))
         if self.q_norm is not None and self.k_norm is not None:

@@ -76,5 +76,5 @@ def apply_rotary_pos_emb(
         raise InputError("apply_rotary_pos_emb takes whole sequences from position 0: leave the other arguments out.")
     first = check_format("tensor_format", tensor_format)
     x = t.transpose(0, 1) if first else t
-    out = rotate(x, cos_and_sin(freqs, x.shape[1], x.shape[-1]))
+    out = rotate(x, cos_and_sin(freqs, x.shape[:2], x.shape[-1]))
     return out.transpose(0, 1) if first else out

@@ -1,1 +1,1 @@
-"""Attention of short sequences in Triton: forward, backward, and their launches."""
+"""Attention: its patterns, libraries' kernels joined piece by piece, and Triton kernels of short sequences."""

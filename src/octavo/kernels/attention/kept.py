@@ -62,7 +62,7 @@ def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None
 
 @contextmanager
 def moved(away: Move, back: Move) -> Iterator[None]:
-    """Results that are kept here wait as `away` gives them, until `back` brings them."""
+    """In this context a kept result is stored as `away(result)`, and `back` restores it."""
     before = getattr(_thread, "moves", None)
     _thread.moves = away, back
     try:
@@ -81,6 +81,6 @@ def is_keeping() -> bool:
 
 
 def once(compute: Callable[[], Result]) -> Result:
-    """`compute()`; in a context of `keeping` that of the forward."""
+    """`compute()`; in a recomputation under `keeping` the forward's result."""
     take = getattr(_thread, "take", None)
     return compute() if take is None else take(compute)

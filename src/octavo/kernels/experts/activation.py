@@ -13,9 +13,9 @@ import triton
 from torch import Tensor
 
 from octavo.kernels import activation, reference
-from octavo.kernels.experts.permute import inverse, quantize_rows
+from octavo.kernels.experts.permute import allocate_rows, quantize_rows
 from octavo.kernels.experts.routes import TILE, Routes
-from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.kernels.tiles import adjacent_columns
 
 
@@ -27,15 +27,6 @@ def _arguments(name: str, columns: int, weights: Tensor, routes: Routes, tiles: 
     }  # fmt: skip
 
 
-def _allocate(quantizer: Quantizer, rows: int, columns: int, device: torch.device) -> QuantizedTensor:
-    """Memory for the layouts of `quantizer`, with an inverse scale an expert."""
-    out, scale_inv = allocate(quantizer, rows, columns, device), inverse(quantizer.scale)
-    return QuantizedTensor(
-        out.rowwise_data, scale_inv if quantizer.rowwise else None,
-        out.columnwise_data, scale_inv if quantizer.columnwise else None,
-    )  # fmt: skip
-
-
 def launch(name: str, x: Tensor, weights: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
     """Run the kernel; see `expert_activation`."""
     x = adjacent_columns(x)
@@ -44,9 +35,9 @@ def launch(name: str, x: Tensor, weights: Tensor, routes: Routes, quantizer: Qua
         tiles = activation.FORWARD_GATED if activation.is_gated(name) else activation.FORWARD
     else:
         tiles = activation.FORWARD_ROWS
-    out = _allocate(quantizer, rows, columns, x.device)
+    out = allocate_rows(quantizer, rows, columns, x.device)
     activation.activation_tiles[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
-        x, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data, inverse(quantizer.scale),
+        x, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data, out.scale_inv,
         rows, columns, x.stride(0), 1.0, **_arguments(name, columns, weights, routes, tiles),
     )  # fmt: skip
     return out
@@ -59,7 +50,7 @@ def launch_backward(
     x, dy = adjacent_columns(x), adjacent_columns(dy)
     (rows, columns), width = dy.shape, x.shape[1]
     again = recompute or Quantizer(torch.float32, rowwise=False)
-    dx, y = _allocate(quantizer, rows, width, x.device), _allocate(again, rows, columns, x.device)
+    dx, y = allocate_rows(quantizer, rows, width, x.device), allocate_rows(again, rows, columns, x.device)
     packed = activation.packs(quantizer, recompute)
     tiles = activation.BACKWARD_GATED if activation.is_gated(name) else activation.BACKWARD
     tiles = activation.PACKED if packed else tiles
@@ -67,8 +58,8 @@ def launch_backward(
     d_weights = torch.empty(rows, across, dtype=torch.float32, device=x.device)
     run, one = (activation.activation_backward_packed, {}) if packed else (activation.activation_backward_tiles, {"one": 1.0})
     run[(triton.cdiv(rows, tiles.rows) * across,)](
-        dy, x, quantizer.scale, quantizer.amax, dx.rowwise_data, dx.columnwise_data, inverse(quantizer.scale),
-        again.scale, again.amax, y.rowwise_data, y.columnwise_data, inverse(again.scale), None,
+        dy, x, quantizer.scale, quantizer.amax, dx.rowwise_data, dx.columnwise_data, dx.scale_inv,
+        again.scale, again.amax, y.rowwise_data, y.columnwise_data, y.scale_inv, None,
         rows, columns, dy.stride(0), x.stride(0), **one,
         d_weights_ptr=d_weights, **_arguments(name, columns, weights, routes, tiles),
     )  # fmt: skip

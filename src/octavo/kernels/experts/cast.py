@@ -51,20 +51,9 @@ def _cast_stacked(
         )
     else:
         one.cast_tiles(
-            x_ptr,
-            scale_ptr,
-            amax_ptr,
-            rowwise_ptr,
-            columnwise_ptr,
-            scale_inv_ptr,
-            rows,
-            columns,
-            columns,
-            1.0,
-            True,
-            HIGH,
-            TILE_C,
-        )
+            x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
+            rows, columns, columns, 1.0, True, HIGH, TILE_C,
+        )  # fmt: skip
 
 
 def launch(weight: Tensor, quantizer: Quantizer) -> QuantizedTensor:

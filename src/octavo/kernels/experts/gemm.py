@@ -10,7 +10,6 @@ product an expert.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels import gemm, reference
 from octavo.kernels.experts.routes import TILE, Routes
+from octavo.kernels.tiles import processors
 
 
 class Tiles(NamedTuple):
@@ -44,11 +44,6 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 
 Operand = tuple[Tensor, Tensor | None]
 """FP8 with the inverses of its scales, as in `octavo.kernels.experts.cast`; or a matrix in high precision and None."""
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @triton.jit
@@ -169,7 +164,7 @@ def launch_rows(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtype, 
     tiles = _tiles(kind, out_dtype)
     if kind == "block" and x_scale.stride(0) != 1:
         x_scale = x_scale.t().contiguous().t()
-    programs = _processors(x.device)
+    programs = processors(x.device)
     _products_of_rows[(programs,)](
         _descriptor(x, TILE, tiles.depth), _descriptor(w.reshape(-1, k), tiles.columns, tiles.depth),
         _descriptor(out, TILE, tiles.columns), x_scale, w_scale, routes.experts, routes.ends, rows, n, k, experts, programs,
@@ -190,7 +185,7 @@ def launch_weights(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtyp
     tiles = _tiles(kind, out_dtype)
     if kind == "block":
         dy_scale, x_scale = (scale if scale.stride(0) == 1 else scale.t().contiguous().t() for scale in (dy_scale, x_scale))
-    programs = _processors(x.device)
+    programs = processors(x.device)
     _products_of_weights[(programs,)](
         _descriptor(dy, TILE, tiles.depth), _descriptor(x, tiles.columns, tiles.depth),
         _descriptor(out, 1, TILE, tiles.columns), dy_scale, x_scale, routes.ends, rows, n, k, experts, programs,

@@ -5,8 +5,6 @@ A copy of bf16 rows and a cast after it would write and read them once more: 8 b
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ from octavo.kernels import reference
 from octavo.kernels.experts.routes import TILE, Routes
 from octavo.kernels.quantize.cast import larger, record_amax, store_layouts
 from octavo.kernels.quantize.packed_transpose import packed_row, store_packed
-from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
+from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, allocate, of_one_scale
 from octavo.kernels.tiles import adjacent_columns
 
 _GROUPS, _GROUP_COLUMNS, _WARPS = TILE // 4, 64, 4
@@ -113,22 +111,26 @@ def launch(x: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
     """Run the kernel; see `permute`."""
     x = adjacent_columns(x)
     rows, columns = len(routes.tokens), x.shape[1]
-    make: dict[str, Any] = {"dtype": quantizer.dtype, "device": x.device}
-    rowwise = torch.empty(rows, columns, **make) if quantizer.rowwise else None
-    columnwise = torch.empty(columns, rows, **make) if quantizer.columnwise else None
-    if columnwise is not None:
+    out = allocate_rows(quantizer, rows, columns, x.device)
+    if quantizer.columnwise:
         _gather_packed[(rows // TILE * triton.cdiv(columns, _GROUP_COLUMNS),)](
-            x, routes.tokens, routes.experts, quantizer.scale, quantizer.amax, rowwise, columnwise,
+            x, routes.tokens, routes.experts, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data,
             rows, columns, x.stride(0), len(routes.ends), GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
-    elif rowwise is not None or quantizer.amax is not None:
+    elif quantizer.rowwise or quantizer.amax is not None:
         # Without a scale all rows are written: products of other kinds read those behind the last expert.
         _gather_tiles[(rows // _TILE_ROWS * triton.cdiv(columns, _TILE_COLUMNS),)](
-            x, routes.tokens, routes.experts, quantizer.scale, quantizer.amax, rowwise, columns, x.stride(0), len(routes.ends),
-            SKIPS=quantizer.scale is not None or rowwise is None,
+            x, routes.tokens, routes.experts, quantizer.scale, quantizer.amax, out.rowwise_data,
+            columns, x.stride(0), len(routes.ends), SKIPS=quantizer.scale is not None or not quantizer.rowwise,
             TILE_ROWS=TILE, TILE_R=_TILE_ROWS, TILE_C=_TILE_COLUMNS, num_warps=_ROW_WARPS,
         )  # fmt: skip
-    return of_one_scale(rowwise, columnwise, inverse(quantizer.scale))
+    return out
+
+
+def allocate_rows(quantizer: Quantizer, rows: int, columns: int, device: torch.device) -> QuantizedTensor:
+    """Memory for the layouts of `quantizer`, with an inverse scale an expert."""
+    out = allocate(quantizer._replace(scale=None), rows, columns, device)
+    return of_one_scale(out.rowwise_data, out.columnwise_data, inverse(quantizer.scale))
 
 
 def inverse(scale: Tensor | None) -> Tensor | None:
