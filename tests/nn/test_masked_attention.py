@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from octavo.errors import InputError
 from octavo.kernels.attention.pattern import Pattern, pattern_of
 from octavo.nn import attend as attention
 from octavo.nn.attend import attend
@@ -79,3 +80,10 @@ def test_one_band_makes_its_mask_once(monkeypatch):
     monkeypatch.setattr(Pattern, "mask", lambda *arguments: made.append(1) or mask(*arguments))
     attend(*inputs(), patterns()["window"], scale=None).sum().backward()
     assert made == [1]
+
+
+@pytest.mark.parametrize("pattern", [Pattern(4, documents=((0, 2),)), Pattern(4, holes=torch.ones(3, 4).bool()), Pattern(5)])
+def test_a_pattern_of_another_batch_is_refused(pattern):
+    x = torch.randn(2, 4, 2, 8)
+    with pytest.raises(InputError, match=r"made for \d (samples|tokens), and there are [24]: make another"):
+        attend(x, x, x, pattern, scale=None)

@@ -4,8 +4,14 @@ import itertools
 
 import pytest
 import split_sequences
+import torch
+import torch.distributed as dist
 
+import octavo
 import ranks
+from octavo.fp8.autocast import fp8_autocast
+from octavo.fp8.recipe import CurrentScaling
+from octavo.parallel import world
 
 pytestmark = ranks.alone
 
@@ -136,3 +142,25 @@ def test_ranks_that_are_given_different_sequences_are_refused():
     for said in ranks.run(2, split_sequences.different_samples, *changes):
         assert len(said) == len(changes)
         assert all("were given different ones: give all of them the samples of octavo.state.dp_rank" in one for one in said)
+
+
+def current_scaling(compiled):
+    """The second output of a layer and its gradient; the tokens of rank 1 are larger."""
+    world.init({"context_parallel_degree": 2})
+    torch.manual_seed(0)
+    layer = octavo.nn.Linear(32, 32, params_dtype=torch.float32)
+    layer.fp8_state.context_group = dist.group.WORLD
+    x = torch.randn(16, 32) * (1 + 9 * world.state.rank)
+    run = torch.compile(layer, backend="aot_eager") if compiled else layer
+    for _ in range(2):
+        layer.zero_grad()
+        with fp8_autocast(fp8_recipe=CurrentScaling()):
+            y = run(x)
+        y.sum().backward()
+    return y.detach(), layer.weight.grad
+
+
+def test_a_compiled_layer_joins_its_amax_too():
+    eager, compiled = (ranks.run(2, current_scaling, how) for how in (False, True))
+    for wanted, found in zip(eager, compiled, strict=True):
+        assert all(map(torch.equal, wanted, found))

@@ -75,10 +75,10 @@ def attend(
         return context_attention(q, k, v, context, pattern, scale)
     if isinstance(pattern, Tensor):
         return _sdpa(q, k, v, pattern, False, scale, dropout)
-    if pattern.tokens != k.shape[1]:
-        raise InputError(
-            f"the attention pattern is made for {pattern.tokens} tokens, and there are {k.shape[1]}: make another."
-        )
+    samples_of = pattern.documents if pattern.holes is None else pattern.holes
+    for what, made, there in (("tokens", pattern.tokens, k.shape[1]), ("samples", len(samples_of) or len(q), len(q))):
+        if made != there:
+            raise InputError(f"the attention pattern is made for {made} {what}, and there are {there}: make another.")
     if q.shape[1] != k.shape[1]:
         if pattern.causal or pattern.documents or pattern.holes is not None:
             raise InputError(
