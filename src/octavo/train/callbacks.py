@@ -17,6 +17,7 @@ from torch import nn
 
 from octavo.checkpoint.rng_state import random_scalars, random_tensors, restore_random
 from octavo.errors import InputError
+from octavo.run.sample import evaluating
 from octavo.run.summary import Result
 
 Evaluation = Callable[[nn.Module, int], Mapping[str, float]]
@@ -101,13 +102,8 @@ class CallbackEvents(Events):
         """
         if self._evaluation is None:
             return {}
-        training = model.training
-        model.eval()
-        try:
-            with _same_random_numbers(), torch.no_grad():
-                found = self._evaluation(model, step)
-        finally:
-            model.train(training)
+        with evaluating(model), _same_random_numbers(), torch.no_grad():
+            found = self._evaluation(model, step)
         if not isinstance(found, Mapping):
             raise InputError(
                 f"Trainer(evaluate=…) returned {type(found).__name__}: return a dict of names and numbers, such as "
