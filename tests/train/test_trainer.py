@@ -192,6 +192,20 @@ def test_a_users_error_loses_no_step(tiny_run, tmp_path, user):
     assert losses(run.output) == losses(tmp_path / "whole")
 
 
+def test_a_finished_run_has_its_last_step_and_nothing_to_stop(tiny_run):
+    run = tiny_run(steps=3)
+    trainer = trainer_of(run, callbacks=[Failing()])
+    with pytest.raises(KeyError, match="typing error"):
+        trainer.train()
+    with pytest.raises(InputError, match="no training is running"):
+        trainer.stop()
+    again = trainer_of(run)
+    again.train()
+    assert again.step == 3
+    with pytest.raises(InputError, match="no training is running"):
+        again.stop()
+
+
 def test_gradients_of_an_evaluation_enter_no_step(tiny_run, tmp_path):
     run = tiny_run(steps=3)
     given = {"validate_every": 1}

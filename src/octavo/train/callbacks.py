@@ -91,7 +91,8 @@ class CallbackEvents(Events):
         self._tell("on_checkpoint", path)
 
     def ended(self, result: Result) -> None:
-        """The training has ended."""
+        """The training has ended, in this start or in an earlier one."""
+        self._trainer.step = result.summary.steps
         self._tell("on_end", result)
 
     def evaluate(self, model: nn.Module, step: int) -> dict[str, float]:
