@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,31 @@ from octavo.models.decoder import Decoder
 from octavo.parallel.world import state
 from octavo.run.sample import evaluating, sample_text
 from octavo.train.step import TrainContext, count_targets, loss_of
+
+
+@dataclass
+class BestValidation:
+    """The lowest validation loss so far, and the validations since."""
+
+    step: int = 0
+    loss: float = math.inf
+    since: int = 0
+
+    @classmethod
+    def of(cls, records: Iterable[Mapping[str, Any]]) -> BestValidation:
+        """From the lines of metrics.jsonl."""
+        best = cls()
+        for record in records:
+            if "validation_loss" in record:
+                best.add(record["step"], record["validation_loss"])
+        return best
+
+    def add(self, step: int, loss: float) -> None:
+        """Count a validation; NaN is never lower."""
+        if loss < self.loss:
+            self.step, self.loss, self.since = step, loss, 0
+        else:
+            self.since += 1
 
 
 class Validation(NamedTuple):
