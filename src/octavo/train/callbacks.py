@@ -41,7 +41,7 @@ class Callback:
 
 
 class Events:
-    """The events of one training, without anybody to tell: those of the twin without FP8."""
+    """Events of a training without listeners, such as the twin without FP8."""
 
     samples = False
     """Samples of text are shown."""
