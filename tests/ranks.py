@@ -44,7 +44,7 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-def run(ranks, function, *arguments, timeout=120, **keywords):
+def run(ranks, function, *arguments, timeout=300, **keywords):
     """`[function(*arguments, **keywords) on rank 0, on rank 1, …]`; all but the function's name is pickled.
 
     The first rank that raises makes this raise, with its traceback.
@@ -67,7 +67,7 @@ def run(ranks, function, *arguments, timeout=120, **keywords):
                 process.join()
 
 
-def exit_codes(ranks, function, *arguments, timeout=120):
+def exit_codes(ranks, function, *arguments, timeout=300):
     """Exit codes of processes with torchrun's environment that have not joined yet: for a command, which joins and leaves."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

@@ -514,6 +514,13 @@ def test_every_name_of_other_trainers_leads_to_a_known_key_and_is_none_itself():
     assert closest("xyzzy", known) == (None, "")
 
 
+def test_a_section_that_is_a_value_is_refused_beside_keywords_too(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(f"optimizer = 3\n{MINIMAL}")
+    with pytest.raises(InputError, match=r"optimizer = 3: Input should be"):
+        RunConfig.from_file(file, sections={"optimizer": {"lr": 1e-4}})
+
+
 def test_a_key_outside_of_all_sections_is_answered_with_its_section(run_file):
     run_file.write_text("learning_rate = 3\n" + MINIMAL)
     assert "learning_rate outside of all sections. Did you mean optimizer.lr?" in message(RunConfig.from_file, run_file)

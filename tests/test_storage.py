@@ -24,7 +24,7 @@ from pathlib import Path
 from octavo.storage import FolderLock
 with FolderLock(Path(sys.argv[1])):
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(99)
 """
 
 
@@ -165,7 +165,7 @@ def test_lock_waits_for_its_holder(tmp_path):
         pass
     assert time.monotonic() - begun >= 0.3
     _kill(process)
-    with storage.FolderLock(tmp_path, wait_seconds=10):
+    with storage.FolderLock(tmp_path, wait_seconds=100):
         pass
 
 
@@ -182,7 +182,7 @@ def test_lock_waits_for_a_holder_that_removes_the_folder(tmp_path):
     folder, obtained = tmp_path / "scratch", []
 
     def wait():
-        with storage.FolderLock(folder, wait_seconds=20):
+        with storage.FolderLock(folder, wait_seconds=100):
             obtained.append(json.loads((folder / ".lock").read_text())["pid"])
 
     waiting = threading.Thread(target=wait)
@@ -200,7 +200,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
     """The parent forks while it holds the lock and is killed; the child lives on."""
     program = HOLD.replace(
         "print",
-        "import os\n    child = os.fork()\n    if child == 0:\n        time.sleep(60)\n    print(child, flush=True)\n    print",
+        "import os\n    child = os.fork()\n    if child == 0:\n        time.sleep(99)\n    print(child, flush=True)\n    print",
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
@@ -209,7 +209,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
         pass
     _kill(process)
     try:
-        with storage.FolderLock(tmp_path, wait_seconds=10):
+        with storage.FolderLock(tmp_path, wait_seconds=100):
             os.kill(child, 0)  # it lives
     finally:
         os.kill(child, signal.SIGKILL)

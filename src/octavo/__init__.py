@@ -23,7 +23,7 @@ _HOME = {
     "export": "octavo.run.export",
     "to_huggingface": "octavo.models.convert",
     "clip_grad_norm_": "octavo.train.optimizer",
-    "graphed": "octavo.train.graphed",
+    "graphed": "octavo.parallel.graphed",
     "Trainer": "octavo.train.trainer",
     "Callback": "octavo.train.callbacks",
 }
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from octavo.fp8.autocast import fp8_autocast
     from octavo.models.convert import to_huggingface
     from octavo.parallel.deferred_init import delayed_init
+    from octavo.parallel.graphed import graphed
     from octavo.parallel.world import init, shutdown, state
     from octavo.run.export import export
     from octavo.train.callbacks import Callback
-    from octavo.train.graphed import graphed
     from octavo.train.optimizer import clip_grad_norm_
     from octavo.train.trainer import Trainer
 

@@ -66,7 +66,7 @@ def held(monkeypatch):
     write = shard_io.write_shard
 
     def waits(*arguments):
-        assert gate.wait(60)
+        assert gate.wait(300)
         return write(*arguments)
 
     monkeypatch.setattr(shard_io, "write_shard", waits)
@@ -253,7 +253,7 @@ def test_a_run_whose_disk_fills_up_in_the_background_stops_with_exit_1_within_a_
 def test_a_kill_while_the_background_writes_leaves_the_last_whole_one(tmp_path, name):
     process = ranks.context.Process(target=rank_saving.save_until_killed, args=(tmp_path / "checkpoints", name))
     process.start()
-    process.join(60)
+    process.join(300)
     assert process.exitcode == -signal.SIGKILL
     with Checkpointer(tmp_path / "checkpoints", 1, print) as checkpoints:
         left = sorted(path.name for path in checkpoints.folder.iterdir())

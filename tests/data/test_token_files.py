@@ -4,6 +4,7 @@ import gzip
 import io
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -287,3 +288,16 @@ def test_a_split_of_a_data_set_validates_another(tmp_path, config, monkeypatch):
         prepare(config("owner/texts", validation_source="owner/texts"))
     with pytest.raises(InputError, match=r"both read .*test\.jsonl"):
         prepare(config(folder, validation_source=str(folder / "test.jsonl")))
+
+
+def test_a_fault_while_encoding_leaves_no_file_open(tmp_path, config, monkeypatch):
+    (tmp_path / "a.txt").write_text("some words to encode\n" * 20)
+
+    def fails(encoder, texts):
+        raise InputError("planted")
+
+    monkeypatch.setattr(tokenizer.Encoder, "stream", fails)
+    with pytest.raises(InputError, match="planted") as caught:  # whose traceback holds the writers
+        prepare(config(tmp_path / "a.txt", validation_fraction=0.0))
+    assert caught.tb is not None
+    assert not [path for path in Path("/proc/self/fd").iterdir() if ".preparing" in str(path.resolve())]

@@ -1,19 +1,25 @@
 """Real `octavo` processes for the fault tests, cheap enough to be killed by the dozen."""
 
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 import command_lines
 
+if str(Path(__file__).parent) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).parent))
+import held
+
 
 def starter(folder):
-    """`start("train", file, …)` starts a command line. And all that were started."""
+    """`start("train", file, …)` starts a command line, with HELD_STEP one of `held`. And all that were started."""
     started = []
 
     def start(*arguments, file_limit=None, **environment):
         process = command_lines.CommandLine(
-            command_lines.octavo,
+            held.octavo if "HELD_STEP" in environment else command_lines.octavo,
             folder / f"process-{len(started)}",
             [str(a) for a in arguments],
             environment=environment,

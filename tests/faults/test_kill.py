@@ -7,11 +7,13 @@ at the end show that they do.
 """
 
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from octavo.run.metrics import read_metrics
 pytestmark = pytest.mark.faults
 
 STEPS = 20
+HELD = {"HELD_STEP": "3", "HELD_RUN": "fp8"}
 
 
 def curve(output):
@@ -94,7 +97,7 @@ def test_killed_again_and_again(octavo, tiny_run, undisturbed):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_saves_and_exits_75(octavo, tiny_run, undisturbed, number):
     run = tiny_run(steps=STEPS, every=0)
-    process = octavo("train", run.file)
+    process = octavo("train", run.file, **HELD)
     process.wait_for_steps(run.output / "metrics.jsonl", 2)
     process.kill(number)
     if number == signal.SIGTERM:
@@ -108,9 +111,12 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(octavo, tiny_run, undistu
     finish(octavo, run, undisturbed)
 
 
-def start_piped(run, **options):
-    command = [sys.executable, "-m", "octavo", "train", str(run.file)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+def start_piped(run, *, until_asked=True):
+    program = [str(Path(__file__).with_name("held.py"))] if until_asked else ["-m", "octavo"]
+    process = subprocess.Popen(
+        [sys.executable, *program, "train", str(run.file)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | HELD,
+    )  # fmt: skip
     metrics = run.output / "metrics.jsonl"
     while process.poll() is None and (not metrics.is_file() or metrics.read_bytes().count(b"\n") < 2):
         time.sleep(0.002)
@@ -146,7 +152,7 @@ def test_a_hangup_saves_and_exits_75_and_under_nohup_changes_nothing(octavo, tin
     run = tiny_run(steps=STEPS, every=0)
     inherited = signal.signal(signal.SIGHUP, signal.SIG_IGN if under_nohup else signal.SIG_DFL)
     try:
-        process = start_piped(run)
+        process = start_piped(run, until_asked=not under_nohup)
     finally:
         signal.signal(signal.SIGHUP, inherited)
     process.send_signal(signal.SIGHUP)
@@ -161,7 +167,7 @@ def test_a_hangup_saves_and_exits_75_and_under_nohup_changes_nothing(octavo, tin
 def test_the_bf16_run_beside_it_continues_too(octavo, tiny_run, undisturbed):
     run, whole = tiny_run("killed", steps=STEPS, every=4), tiny_run("whole", steps=STEPS, every=4)
     assert octavo("train", whole.file, "train.compare_bf16=true").wait() == 0
-    process = octavo("train", run.file, "train.compare_bf16=true")
+    process = octavo("train", run.file, "train.compare_bf16=true", HELD_STEP="4", HELD_RUN="bf16")
     process.wait_for_steps(run.output / "bf16" / "metrics.jsonl", 3)
     process.kill(signal.SIGTERM)
     assert process.wait() == 75

@@ -4,6 +4,8 @@ import errno
 import os
 
 import pytest
+from tokenizers import Tokenizer
+from transformers import GenerationConfig, LlamaConfig
 
 from octavo.cli import main
 from octavo.run import folder
@@ -49,3 +51,19 @@ def test_a_start_that_was_killed_after_its_first_file_is_continued(tiny_run, mon
     assert (run.output / "environment.json").is_file()
     monkeypatch.undo()
     assert main(["train", str(run.file)]) == 0
+
+
+def test_a_start_that_saved_nothing_leaves_no_tokenizer_to_the_next(tiny_run, tmp_path):
+    run, source = tiny_run(steps=3), tmp_path / "model"
+    config = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaConfig(**config).save_pretrained(source)
+    GenerationConfig(max_new_tokens=7).save_pretrained(source)
+    text = run.file.read_text()
+    run.file.write_text(f'[model]\nsource = "{source}"\n' + text[text.index("[data]") :])
+    diverging = ["optimizer.lr=1e30", "optimizer.clip=0", "optimizer.warmup_steps=0"]
+    assert main(["train", str(run.file), *diverging]) == 1
+    assert not list((run.output / "checkpoints").glob("step-*"))
+    run.file.write_text(text)
+    assert main(["train", str(run.file), "data.vocab_size=270"]) == 0
+    assert Tokenizer.from_file(str(run.output / "tokenizer" / "tokenizer.json")).get_vocab_size() == 270
+    assert sorted(path.name for path in (run.output / "model").iterdir()) == ["config.json"]

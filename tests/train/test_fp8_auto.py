@@ -15,7 +15,7 @@ from octavo.fp8.scaling import states_of
 from octavo.parallel import world
 from octavo.run.folder import RunFolder
 from octavo.run.metrics import read_metrics
-from octavo.train import fp8_auto, loop
+from octavo.train import fp8_auto, setup
 from octavo.train.fp8_auto import Timing
 from octavo.train.plan import check
 
@@ -58,7 +58,7 @@ def test_layers_that_lose_stay_out_with_both_timings_and_describe_says_so(tiny_r
     plan = choose_layers(run, *MEASURED)
     assert plan.recipe is not None
     assert sorted(timed) == [((64, rows, columns), "delayed") for rows, columns in ((32, 32), (32, 64), (64, 32), FC1)]
-    model = loop.build(plan, prepare(plan.config.data))[0].model
+    model = setup.build(plan, prepare(plan.config.data))[0].model
     for report in describe(model).layers:
         if report.name.endswith("fc1"):
             assert (report.fp8, report.reason) == (True, "")
@@ -94,7 +94,7 @@ def test_on_a_cpu_auto_is_off_says_why_and_saves_that(tiny_run, capsys):
     choice = json.loads((run.output / "choices.json").read_text())
     assert choice["fp8"] is False
     plan = choose_layers(run, AUTO, "fp8.head=true")
-    reports = {r.name: r for r in describe(loop.build(plan, prepare(plan.config.data))[0].model).layers}
+    reports = {r.name: r for r in describe(setup.build(plan, prepare(plan.config.data))[0].model).layers}
     for name in ("layers.0.layernorm_mlp.fc1", "head"):
         assert "never faster" in reports[name].reason
     assert not (plain.output / "choices.json").exists()
@@ -156,7 +156,7 @@ def settled_of_rank(file, output):
     fp8_auto.timer_on = lambda plan: lambda shape, recipe: Timing(float(rank + 2), 3.0 if rank == 0 else 1.0)
     config = RunConfig.from_file(file, [*MEASURED, "train.micro_batch=1"])
     plan = fp8_auto.choose_layers(check(config), RunFolder(output), resumed=False)
-    model = loop.build(plan, prepare(config.data))[0].model
+    model = setup.build(plan, prepare(config.data))[0].model
     return plan.excluded, [name for name, state in states_of(model) if not state.skipped]
 
 

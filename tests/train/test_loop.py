@@ -488,8 +488,8 @@ def test_a_run_that_continues_on_another_machine_says_that_bits_may_differ(tiny_
     stop.received = "SIGTERM"
     with pytest.raises(RunStopped):
         Trainer(RunConfig.from_file(run.file), console=Console(quiet=True)).train(stop=stop)
-    before = loop._layout
-    monkeypatch.setattr(loop, "_layout", lambda plan: before(plan) | {key: "another"})
+    before = loop.run_layout
+    monkeypatch.setattr(loop, "run_layout", lambda plan: before(plan) | {key: "another"})
     capsys.readouterr()
     assert main(["train", str(run.file)]) == 0
     err = capsys.readouterr().err

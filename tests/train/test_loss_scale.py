@@ -19,10 +19,10 @@ from octavo.parallel.world import seed_everything
 from octavo.run.metrics import read_metrics
 from octavo.train import loss_scale
 from octavo.train.evaluate import validate
-from octavo.train.loop import build
 from octavo.train.loss_scale import LARGEST_SCALE, PATIENCE, LossScale
 from octavo.train.optimizer import clip_grad_norm_
 from octavo.train.plan import check
+from octavo.train.setup import build
 from octavo.train.step import train_step
 from octavo.train.trainer import Trainer
 from octavo.watchdog.stopping import StopRequest

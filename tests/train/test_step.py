@@ -12,8 +12,8 @@ from octavo.data.prepared import prepare
 from octavo.fp8 import scaling
 from octavo.parallel.world import seed_everything
 from octavo.train.evaluate import perplexity, validate
-from octavo.train.loop import build
 from octavo.train.plan import check
+from octavo.train.setup import build
 from octavo.train.step import begin_histories, count_targets, loss_of, train_step
 
 

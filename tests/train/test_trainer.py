@@ -192,6 +192,20 @@ def test_a_users_error_loses_no_step(tiny_run, tmp_path, user):
     assert losses(run.output) == losses(tmp_path / "whole")
 
 
+def test_a_finished_run_has_its_last_step_and_nothing_to_stop(tiny_run):
+    run = tiny_run(steps=3)
+    trainer = trainer_of(run, callbacks=[Failing()])
+    with pytest.raises(KeyError, match="typing error"):
+        trainer.train()
+    with pytest.raises(InputError, match="no training is running"):
+        trainer.stop()
+    again = trainer_of(run)
+    again.train()
+    assert again.step == 3
+    with pytest.raises(InputError, match="no training is running"):
+        again.stop()
+
+
 def test_gradients_of_an_evaluation_enter_no_step(tiny_run, tmp_path):
     run = tiny_run(steps=3)
     given = {"validate_every": 1}
@@ -206,6 +220,24 @@ def test_gradients_of_an_evaluation_enter_no_step(tiny_run, tmp_path):
 
     trainer_of(run, evaluate=evaluate, train=given).train()
     assert losses(run.output) == losses(tmp_path / "whole")
+
+
+class Freezing(octavo.Callback):
+    """Keeps the first block without dropout from step 1 on."""
+
+    def on_step(self, trainer, record):
+        if record["step"] == 1:
+            trainer.model.layers[0].eval()
+
+
+def test_modules_in_evaluation_mode_stay_so_after_a_validation(tiny_run):
+    plain, validated = tiny_run("plain", steps=4), tiny_run("validated", steps=4)
+    trainer_of(plain, callbacks=[Freezing()]).train()
+    trainer = trainer_of(validated, callbacks=[Freezing()], evaluate=lambda model, step: {}, train={"validate_every": 1})
+    trainer.train()
+    assert losses(validated.output) == losses(plain.output)
+    assert not trainer.model.layers[0].training
+    assert trainer.model.layers[1].training
 
 
 def test_a_moved_run_is_the_one_that_continues(tiny_run, tmp_path, capsys):

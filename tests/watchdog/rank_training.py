@@ -6,14 +6,23 @@ import torch.distributed as dist
 
 from octavo.errors import InputError, RunStopped
 from octavo.parallel import world
+from octavo.watchdog import heartbeat
 from octavo.watchdog.watchdog import Watchdog
 
+SECONDS = 100
+"""For a rank that a busy host leaves waiting."""
 
-def in_watchdog(act, timeout=5.0):
-    """Train two steps under a watchdog and call `act(rank)`; class, text, `reported` and exit code of the exception."""
+
+def in_watchdog(act, patience=SECONDS):
+    """Train two steps under a watchdog and call `act(rank)`; class, text, `reported` and exit code of the exception.
+
+    patience: heartbeats in which a broken connection may turn out to be the effect of another failure.
+    """
+    heartbeat._PATIENCE_INTERVALS, heartbeat._LOST_INTERVALS = patience, SECONDS
+    heartbeat.HeartbeatThread.wait_for_exit = lambda thread, rank: None  # `ranks.run` holds the failed rank for the others
     world.init()
     try:
-        with Watchdog(timeout=timeout, grace=6) as watchdog:
+        with Watchdog(timeout=SECONDS, grace=SECONDS) as watchdog:
             watchdog.start()
             for step in (1, 2):
                 watchdog.step(step)

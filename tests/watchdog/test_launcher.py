@@ -138,7 +138,12 @@ time.sleep(250)
 
 
 def test_a_signal_before_the_ranks_listen(capfd):
-    threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    def send():
+        while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # the launcher does not listen yet
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
     assert run(2, SLEEPS) == EXIT_STOPPED
     assert capfd.readouterr().err == (
         "octavo: stopped by SIGTERM before the first step: nothing to save. Run the same command again.\n"
@@ -164,16 +169,16 @@ def count(*_):
     with open({str(tmp_path)!r} + f"/{{rank}}", "a") as file:
         file.write("x")
 signal.signal(signal.SIGINT, count)
-open({str(tmp_path)!r} + f"/ready-{{rank}}", "w").close()
-time.sleep(2)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+open({str(tmp_path)!r} + f"/{{rank}}", "w").close()
+time.sleep(250)
 """
 
     def send():
-        while len(list(tmp_path.glob("ready-*"))) < 2:
-            time.sleep(0.02)
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)
+        for number, seen in ((signal.SIGINT, ""), (signal.SIGINT, "x"), (signal.SIGTERM, "xx")):
+            while not all((tmp_path / name).exists() and (tmp_path / name).read_text() == seen for name in "01"):
+                time.sleep(0.02)
+            os.kill(os.getpid(), number)
 
     threading.Thread(target=send, daemon=True).start()
     assert run(2, script) == 0

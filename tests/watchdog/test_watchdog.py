@@ -189,7 +189,7 @@ def test_a_process_is_seen_to_end_and_is_no_later_one_of_its_number():
         later.kill()  # not the one that was meant
         assert not process.ended(within=0.05)
         process.kill()
-        assert process.ended(within=10)  # before anybody has waited for it
+        assert process.ended(within=100)  # before anybody has waited for it
         assert child.wait() == -signal.SIGKILL
         assert start_time(child.pid) is None
         process.close()
@@ -258,7 +258,7 @@ def test_a_process_dies_with_its_launcher_if_it_was_asked_to():
         child = Process(pid, start_time(pid))
         assert not child.ended()
         parent.kill()
-    assert child.ended(within=10)
+    assert child.ended(within=100)
     child.close()
 
 
@@ -313,7 +313,7 @@ def test_ranks_that_lose_one_that_was_asked_to_stop_have_its_exit_code():
 
 
 def test_a_broken_connection_is_the_failure_if_no_other_is_found():
-    found = ranks.run(3, rank_training.in_watchdog, rank_training.consequences_without_a_failure, 0.5)
+    found = ranks.run(3, rank_training.in_watchdog, rank_training.consequences_without_a_failure, 1)
     own = [rank for rank, (name, *_) in enumerate(found) if name == "RuntimeError"]
     assert len(own) == 1
     said = f"rank {own[0]} of 3 failed in forward of step 2: RuntimeError: rank {own[0]}: connection reset by peer"

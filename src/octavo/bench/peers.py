@@ -26,10 +26,10 @@ from octavo.bench.plain import FAMILIES, Experts, PlainDecoder
 from octavo.bench.vision.models import Around, Classifier, replace_blocks, timm_model, under_autocast
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES, FastAccumulation, Format, Recipe
+from octavo.parallel.graphed import graphed
 from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import state
 from octavo.train.adamw import AdamW
-from octavo.train.graphed import graphed
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "fused": True}

@@ -70,7 +70,8 @@ class RunConfig(Section):
         values = read_file(path)
         apply_overrides(values, overrides, cls)
         for section, keys in (sections or {}).items():
-            _merge(values.setdefault(section, {}), keys)
+            if isinstance(table := values.setdefault(section, {}), dict):  # another value is refused below
+                _merge(table, keys)
         train = values.get("train")
         if isinstance(train, dict):
             train.setdefault("output", f"runs/{path.stem}")

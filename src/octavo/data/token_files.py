@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -98,24 +99,23 @@ def write_tokens(
 
     vocabulary = encoder.vocab_size if encoder else max(part.documents.max_id for part in parts) + 1
     dtype: Literal["uint16", "uint32"] = "uint16" if vocabulary <= 2**16 else "uint32"
-    writers: dict[Split, _Writer] = {name: _Writer(folder, name, dtype) for name in SPLITS}
     sizes: dict[Split, list[Counts]] = {name: [] for name in SPLITS}
-    for part in parts:
-        before = {name: writer.counts for name, writer in writers.items()}
-        if part.validation is None:
-            whole = np.concatenate([ids for ids, _ in chunks(part, part.train)])[: part.limit]
-            tail = held_out(len(whole), config, least=2)
-            if tail >= 2:  # otherwise both are too short
-                writers["train"].write([(whole[:-tail], True)], None)
-                writers["validation"].write([(whole[-tail:], True)], None)
-        else:
-            tail = 0 if part.limit is None else held_out(part.limit, config, least=2)
-            writers["train"].write(chunks(part, part.train), None if part.limit is None else part.limit - tail)
-            writers["validation"].write(chunks(part, part.validation), None if part.limit is None else tail)
-        for name, writer in writers.items():
-            sizes[name].append(_difference(writer.counts, before[name]))
-    for writer in writers.values():
-        writer.close()
+    with ExitStack() as opened:
+        writers: dict[Split, _Writer] = {name: opened.enter_context(_Writer(folder, name, dtype)) for name in SPLITS}
+        for part in parts:
+            before = {name: writer.counts for name, writer in writers.items()}
+            if part.validation is None:
+                whole = np.concatenate([ids for ids, _ in chunks(part, part.train)])[: part.limit]
+                tail = held_out(len(whole), config, least=2)
+                if tail >= 2:  # otherwise both are too short
+                    writers["train"].write([(whole[:-tail], True)], None)
+                    writers["validation"].write([(whole[-tail:], True)], None)
+            else:
+                tail = 0 if part.limit is None else held_out(part.limit, config, least=2)
+                writers["train"].write(chunks(part, part.train), None if part.limit is None else part.limit - tail)
+                writers["validation"].write(chunks(part, part.validation), None if part.limit is None else tail)
+            for name, writer in writers.items():
+                sizes[name].append(_difference(writer.counts, before[name]))
     for number, part in enumerate(parts):
         for name in part.needed:
             if (tokens := sizes[name][number].tokens) < 2:
@@ -138,7 +138,7 @@ def _difference(now: Counts, before: Counts) -> Counts:
 
 
 class _Writer:
-    """Writes the two files of a split: tokens and document offsets."""
+    """Writes the two files of a split: tokens and, on exit, document offsets."""
 
     def __init__(self, folder: Path, name: Split, dtype: Literal["uint16", "uint32"]) -> None:
         self._stored = np.dtype(dtype).newbyteorder("<")
@@ -167,6 +167,10 @@ class _Writer:
     def counts(self) -> Counts:
         return Counts(documents=len(self._offsets) - 1, tokens=self._at)
 
-    def close(self) -> None:
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._tokens.close()
-        np.asarray(self._offsets, "<u8").tofile(self._starts)
+        if kind is None:
+            np.asarray(self._offsets, "<u8").tofile(self._starts)

@@ -85,6 +85,9 @@ class RunFolder:
         write_atomic(self.run_file, config.to_toml())
         self.model.mkdir(exist_ok=True)
         write_atomic(self.model / "config.json", hf_config.to_json_string())
+        if not self.has_checkpoints:  # of a start with other settings that saved nothing
+            (self.model / "generation_config.json").unlink(missing_ok=True)
+            shutil.rmtree(self.tokenizer, ignore_errors=True)
         generation = load_generation_config(config.model.source)
         if generation is not None:
             write_atomic(self.model / "generation_config.json", generation.to_json_string())

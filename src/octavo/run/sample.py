@@ -348,7 +348,7 @@ def sample_text(
     text = torch.tensor([ids + ids[-1:] * tokens], device=device)
     end = len(ids)
     ends = ranks.on_rank_0(lambda: _tokenizer_of(Path(tokenizer_folder)).ends)
-    with _evaluating(model):
+    with evaluating(model):
         while end < text.shape[1]:
             logits = _logits(model, text, end - 1)
             chosen = ranks.on_rank_0(functools.partial(choose, logits))
@@ -370,7 +370,7 @@ def _logits(model: nn.Module, text: Tensor, position: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode; then the mode of each module as before, since some may be frozen in evaluation mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -17,6 +17,7 @@ from torch import nn
 
 from octavo.checkpoint.rng_state import random_scalars, random_tensors, restore_random
 from octavo.errors import InputError
+from octavo.run.sample import evaluating
 from octavo.run.summary import Result
 
 Evaluation = Callable[[nn.Module, int], Mapping[str, float]]
@@ -40,7 +41,7 @@ class Callback:
 
 
 class Events:
-    """The events of one training, without anybody to tell: those of the twin without FP8."""
+    """Events of a training without listeners, such as the twin without FP8."""
 
     samples = False
     """Samples of text are shown."""
@@ -90,7 +91,8 @@ class CallbackEvents(Events):
         self._tell("on_checkpoint", path)
 
     def ended(self, result: Result) -> None:
-        """The training has ended."""
+        """The training has ended, in this start or in an earlier one."""
+        self._trainer.step = result.summary.steps
         self._tell("on_end", result)
 
     def evaluate(self, model: nn.Module, step: int) -> dict[str, float]:
@@ -101,13 +103,8 @@ class CallbackEvents(Events):
         """
         if self._evaluation is None:
             return {}
-        training = model.training
-        model.eval()
-        try:
-            with _same_random_numbers(), torch.no_grad():
-                found = self._evaluation(model, step)
-        finally:
-            model.train(training)
+        with evaluating(model), _same_random_numbers(), torch.no_grad():
+            found = self._evaluation(model, step)
         if not isinstance(found, Mapping):
             raise InputError(
                 f"Trainer(evaluate=…) returned {type(found).__name__}: return a dict of names and numbers, such as "

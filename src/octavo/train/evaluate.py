@@ -8,20 +8,46 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from octavo.data.packing import Batch
-from octavo.errors import InputError, OctavoError, warn
+from octavo.errors import OctavoError, warn
 from octavo.models.decoder import Decoder
 from octavo.parallel.world import state
-from octavo.run.sample import sample_text
+from octavo.run.sample import evaluating, sample_text
 from octavo.train.step import TrainContext, count_targets, loss_of
+
+
+@dataclass
+class BestValidation:
+    """The lowest validation loss so far, and the validations since."""
+
+    step: int = 0
+    loss: float = math.inf
+    since: int = 0
+
+    @classmethod
+    def of(cls, records: Iterable[Mapping[str, Any]]) -> BestValidation:
+        """From the lines of metrics.jsonl."""
+        best = cls()
+        for record in records:
+            if "validation_loss" in record:
+                best.add(record["step"], record["validation_loss"])
+        return best
+
+    def add(self, step: int, loss: float) -> None:
+        """Count a validation; NaN is never lower."""
+        if loss < self.loss:
+            self.step, self.loss, self.since = step, loss, 0
+        else:
+            self.since += 1
 
 
 class Validation(NamedTuple):
@@ -43,16 +69,11 @@ def validate(context: TrainContext, batches: Sequence[Batch]) -> Validation:
     if targets == 0:
         return Validation(math.nan, math.nan)
     total = torch.zeros((), device=device)
-    training = model.training
-    model.eval()
-    try:
-        with _router_losses_apart(model):
-            for batch in batches:
-                context.watch.phase("validation")
-                total += loss_of(context, batch, targets)
-            routers = _router_losses(context)
-    finally:
-        model.train(training)
+    with evaluating(model), _router_losses_apart(model):
+        for batch in batches:
+            context.watch.phase("validation")
+            total += loss_of(context, batch, targets)
+        routers = _router_losses(context)
     cross_entropy = context.all_reduce(total).item()
     return Validation(cross_entropy + routers, cross_entropy)
 
@@ -99,7 +120,7 @@ def sample_of(context: TrainContext, tokenizer: Path | None) -> str | None:
     context.watch.phase("validation")
     try:
         return sample_text(context.model, tokenizer, train.sample_prompt, tokens=train.sample_tokens, seed=train.seed)
-    except (InputError, OctavoError) as error:
+    except OctavoError as error:
         if state.rank == 0:
             warn(f"no sample of text: {error}")
         return None

@@ -7,76 +7,45 @@ on resume if there is no checkpoint, so that metrics and weights always agree.
 from __future__ import annotations
 
 import contextlib
-import math
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from octavo.build import build_model, describe
+from octavo.build import describe
 from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.manifest import step_folders
-from octavo.checkpoint.reader import check_stored_weights, read_state, restore
-from octavo.data.loader import BatchLoader, passes, unused_sources
+from octavo.checkpoint.reader import read_state
+from octavo.data.loader import passes, unused_sources
 from octavo.data.packing import Batch
-from octavo.data.prefetch import Prefetcher
 from octavo.data.prepared import PreparedData
-from octavo.dtypes import short_name, torch_dtype
-from octavo.errors import InputError, OctavoError, RunStopped, install_extra, warn
-from octavo.kernels.attention import flash
+from octavo.dtypes import short_name
+from octavo.errors import OctavoError, RunStopped, warn
 from octavo.models.decoder import Decoder
-from octavo.models.families import decoder_spec, with_moe
-from octavo.parallel.coordination import all_ranks, writing_ranks
-from octavo.parallel.sharding import sharding_of
-from octavo.parallel.world import repeat_bits, seed_everything, state
+from octavo.parallel.coordination import all_ranks
+from octavo.parallel.world import state
 from octavo.run.folder import RunFolder
 from octavo.run.metrics import MetricsFile, read_metrics
 from octavo.run.progress import StepProgress
-from octavo.run.resume import BALANCED, check_same_model, warn_of_other_layout
+from octavo.run.resume import check_same_model, warn_of_other_layout
 from octavo.run.summary import Result, Summary, summarise
 from octavo.run.trackers import Trackers
 from octavo.train import fp8_auto
 from octavo.train.callbacks import Events
-from octavo.train.evaluate import perplexity, sample_of, validate
-from octavo.train.loss_scale import LossScale
+from octavo.train.evaluate import BestValidation, perplexity, sample_of, validate
 from octavo.train.nonfinite import NotFinite
-from octavo.train.optimizer import build_optimizer
 from octavo.train.own_code_check import check_own_code
-from octavo.train.plan import RunPlan, model_options
-from octavo.train.step import TrainContext, begin_histories, train_step
+from octavo.train.plan import RunPlan
+from octavo.train.setup import build, restore_or_begin, run_layout, steps_done
+from octavo.train.step import TrainContext, train_step
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
-
-
-@dataclass
-class BestValidation:
-    """The lowest validation loss so far, and the validations since."""
-
-    step: int = 0
-    loss: float = math.inf
-    since: int = 0
-
-    @classmethod
-    def of(cls, records: Iterable[Mapping[str, Any]]) -> BestValidation:
-        """From the lines of metrics.jsonl."""
-        best = cls()
-        for record in records:
-            if "validation_loss" in record:
-                best.add(record["step"], record["validation_loss"])
-        return best
-
-    def add(self, step: int, loss: float) -> None:
-        """Count a validation; NaN is never lower."""
-        if loss < self.loss:
-            self.step, self.loss, self.since = step, loss, 0
-        else:
-            self.since += 1
 
 
 def train_one(
@@ -96,7 +65,7 @@ def train_one(
     checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep, warn)
     checkpoints.clean()
     latest = checkpoints.latest()
-    done = _steps_done(latest, plan, prepared)
+    done = steps_done(latest, plan, prepared)
     if latest is not None:
         all_ranks().on_rank_0(lambda: check_same_model(folder.model / "config.json", plan.hf_config))
     label = "fp8" if plan.recipe is not None else short_name(config.model.dtype)
@@ -115,17 +84,9 @@ def train_one(
         if first_rank:
             folder.record(config, plan.hf_config, prepared.tokenizer_folder, plan.hardware.name)
             fp8_auto.record(plan, folder)
-        if config.data.weights:
-            samples = plan.steps * config.train.global_batch
-            epochs = passes(prepared, config.data, samples)
-            say(console, f"{label}: passes over the sources: {'; '.join(f'{each.source} {each}' for each in epochs)}")
-            if first_rank and (unused := unused_sources(config.data, samples)):
-                warn(unused)
-        say(console, f"{label}: {'continues after' if done else 'starts in'} {latest or folder.path}. {plan.fp8_note}.")
-        if plan.degrees.context > 1:
-            say(console, f"{label}: {plan.shared_sequences}")
+        _announce(console, label, plan, prepared, f"{'continues after' if done else 'starts in'} {latest or folder.path}")
         if latest is not None and first_rank:
-            warn_of_other_layout(latest, read_state(latest)["layout"], _layout(plan))
+            warn_of_other_layout(latest, read_state(latest)["layout"], run_layout(plan))
         context, validation = build(plan, prepared, watch)
         opened.callback(context.loader.close)
         if not isinstance(context.model, Decoder):
@@ -140,13 +101,8 @@ def train_one(
             found = describe(context.model)
             share = f"{found.fp8_layers} of {len(found.layers)} matrices"
             say(console, f"{label}: {share} run in FP8 (octavo describe names them)")
-        _restore(context, latest, config.train.seed)
-        metrics = MetricsFile(folder.metrics, done) if first_rank else None
-        if metrics is not None:
-            opened.callback(metrics.close)
-            if metrics.lost:
-                lost = f"{folder.metrics} lacks the last {metrics.lost} of the {done} steps that are done"
-                warn(f"{lost}: it was damaged. The run goes on without their records.")
+        restore_or_begin(context, latest, config.train.seed)
+        metrics = opened.enter_context(_open_metrics(folder, done)) if first_rank else None
         progress = StepProgress(console, label=label, steps=plan.steps, done=done, every=config.log.every)
         session = _Session(context, validation, prepared, metrics, checkpoints, trackers, progress, events, best)
         events.started(context.model, context.optimizer)
@@ -158,24 +114,35 @@ def train_one(
     return Result(folder.path, config, _summary(folder, done), None, ended_early=early, sample=sample)
 
 
+def _announce(console: Console, label: str, plan: RunPlan, prepared: PreparedData, where: str) -> None:
+    """Say where a training starts, what it computes, and how often it passes over its sources."""
+    data, samples = plan.config.data, plan.steps * plan.config.train.global_batch
+    if data.weights:
+        epochs = passes(prepared, data, samples)
+        say(console, f"{label}: passes over the sources: {'; '.join(f'{each.source} {each}' for each in epochs)}")
+        if state.rank == 0 and (unused := unused_sources(data, samples)):
+            warn(unused)
+    say(console, f"{label}: {where}. {plan.fp8_note}.")
+    if plan.shared_sequences:
+        say(console, f"{label}: {plan.shared_sequences}")
+
+
+@contextlib.contextmanager
+def _open_metrics(folder: RunFolder, done: int) -> Iterator[MetricsFile]:
+    """The metrics of a training behind step `done`; warns of lost records."""
+    with contextlib.closing(MetricsFile(folder.metrics, done)) as metrics:
+        if metrics.lost:
+            lost = f"{folder.metrics} lacks the last {metrics.lost} of the {done} steps that are done"
+            warn(f"{lost}: it was damaged. The run goes on without their records.")
+        yield metrics
+
+
 def _early_end(plan: RunPlan, best: BestValidation) -> str:
     """The reason to end now by `train.early_stopping`; else empty."""
     patience = plan.config.train.early_stopping
     if not patience or best.since < patience:
         return ""
     return f"train.early_stopping = {patience}: the lowest validation loss was {best.loss:.4f} at step {best.step}"
-
-
-def _restore(context: TrainContext, latest: Path | None, seed: int) -> None:
-    """Continue from a checkpoint; a new run gets its first amax histories and its random state."""
-    if latest is None:
-        begin_histories(context)
-    seed_everything(seed + state.token_rank)
-    if latest is not None:
-        # Random states last: nothing may draw after it.
-        saved = restore(latest, context.model, context.optimizer, writing_ranks())
-        if context.loss_scale is not None:
-            context.loss_scale.load(saved["loss_scale"])
 
 
 @dataclass(frozen=True)
@@ -283,7 +250,7 @@ def _write_checkpoint(session: _Session, step: int, *, wait: bool) -> Path:
         session.metrics.sync()
     scalars = {
         "data": session.prepared.manifest.fingerprint,
-        "layout": _layout(context.plan),
+        "layout": run_layout(context.plan),
         "schedule_ends": [*context.plan.config.train.extended, context.plan.steps],
         "loss_scale": None if context.loss_scale is None else context.loss_scale.state(),
     }
@@ -294,85 +261,9 @@ def _write_checkpoint(session: _Session, step: int, *, wait: bool) -> Path:
     return path
 
 
-def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) -> tuple[TrainContext, list[Batch]]:
-    """Model, optimizer and data; and the validation batches, empty without a validation split."""
-    config = plan.config
-    if plan.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(plan.device)  # the run without FP8 has its own peak
-        if config.train.deterministic:
-            repeat_bits()
-            if state.rank == 0 and (absent := flash.missing()):
-                slower = f"attention takes plain PyTorch, several times slower: {absent}"
-                warn(f"train.deterministic: {slower}. {install_extra('flash')}")
-    model = build_model(
-        plan.hf_config,
-        dtype=plan.dtype,
-        device=plan.device,
-        excluded=plan.excluded,
-        load_from=plan.weights_folder,
-        offload=config.train.offload or config.parallel.sm_activation_offloading,
-        horizon=config.parallel.activation_loading_horizon,
-        blocks=plan.blocks,
-        sharding=sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype),
-        buffer_dtype=torch_dtype(config.parallel.buffer_dtype),
-        **model_options(config),
-    )
-    model.train()
-    validation: list[Batch] = []
-    if prepared.manifest.splits["validation"].tokens >= 2:
-        validation = list(_loader(plan, prepared, "validation").validation(config.train.validate_batches))
-    end = plan.steps * config.train.global_batch
-    loader = Prefetcher(_loader(plan, prepared, "train"), workers=config.data.workers, device=plan.device, end=end)
-    context = TrainContext(
-        plan,
-        model,
-        build_optimizer(model, config.optimizer),
-        loader,
-        loss_scale=LossScale(config.train.loss_scale) if plan.dtype == torch.float16 else None,
-        group=state.dp_process_group if state.world_size > 1 else None,
-        token_group=state.token_process_group if state.world_size > 1 else None,
-        watch=watch or Watchdog(),
-    )
-    return context, validation
-
-
 def _summary(folder: RunFolder, done: int) -> Summary:
     """Figures of a finished training, read by rank 0, which wrote the file: another host may still see an older one."""
     return all_ranks().on_rank_0(lambda: summarise(folder.metrics, done))
-
-
-def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "validation"]) -> BatchLoader:
-    config = plan.config
-    return BatchLoader(
-        prepared,
-        split,
-        sequence_length=config.data.sequence_length,
-        packing=config.data.packing,
-        seed=config.data.seed,
-        global_batch=config.train.global_batch,
-        micro_batch=plan.micro_batch,
-        dp_rank=state.dp_rank,
-        dp_size=plan.degrees.data,
-        weights=config.data.weights,
-    )
-
-
-def _steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> int:
-    """Steps of the checkpoint, after a check that it belongs to this run."""
-    if latest is None:
-        return 0
-    saved = read_state(latest)
-    check_stored_weights(latest, plan.weights, writing_ranks())
-    if saved["data"] != prepared.manifest.fingerprint:
-        raise InputError(
-            f"the data has changed since {latest}: its fingerprint was {saved['data'][:12]} and is now "
-            f"{prepared.manifest.fingerprint[:12]}. Put the old data back, or set another train.output."
-        )
-    step, steps = int(saved["step"]), plan.steps
-    if step > steps:
-        least = plan.config.key_of_length(step)
-        raise InputError(f"{plan.config.length(steps)}, but {latest} has trained {step} steps: set {least} or more.")
-    return step
 
 
 def _train_step(
@@ -414,21 +305,6 @@ def _left_behind(checkpoints: Checkpointer) -> str:
     if newest is None:
         return "Nothing was saved yet, so the same train.output may start again."
     return f"The checkpoint of step {newest[0]} is kept. Its run keeps its settings: for others set another train.output."
-
-
-def _layout(plan: RunPlan) -> dict[str, Any]:
-    """Device, threads and ranks, which set the order of sums; and the sequences over which experts are balanced."""
-    spec = decoder_spec(plan.hf_config)[0] if plan.blocks == "auto" else None
-    spec = with_moe(spec, plan.hf_config, plan.config.moe)
-    balances = spec is not None and spec.mixtures and spec.balance
-    return {
-        **({BALANCED: plan.micro_batch * plan.degrees.data} if balances else {}),
-        "device": plan.hardware.name,
-        "threads": torch.get_num_threads(),
-        "ranks": plan.degrees.world,
-        "hybrid_shard_degree": plan.degrees.hybrid_shard,
-        "expert_parallel_degree": plan.degrees.expert,
-    }
 
 
 def _peak_memory_gib(device: torch.device) -> float:

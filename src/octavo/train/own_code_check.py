@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from octavo.data.packing import IGNORED
 from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast
+from octavo.run.sample import evaluating
 
 _TOKENS = 64
 _LOSS_TOLERANCE = 0.01
@@ -38,16 +39,11 @@ def check_own_code(model: nn.Module, *, vocab_size: int, sequence_length: int, d
         return
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (1, tokens), generator=generator).to(device)
-    training = model.training
-    try:
-        with fp8_autocast(enabled=False), torch.enable_grad():
-            model.eval()  # without dropout
-            _check_causal(model, name, ids)
-            if documents:
-                _check_documents(model, name, ids)
-            _check_loss(model, name, ids)
-    finally:
-        model.train(training)
+    with fp8_autocast(enabled=False), torch.enable_grad(), evaluating(model):  # without dropout
+        _check_causal(model, name, ids)
+        if documents:
+            _check_documents(model, name, ids)
+        _check_loss(model, name, ids)
 
 
 def _check_causal(model: nn.Module, name: str, ids: Tensor) -> None:

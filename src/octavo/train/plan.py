@@ -24,7 +24,6 @@ from octavo.config.run import RunConfig
 from octavo.data.corpus import Corpus
 from octavo.data.loader import sequences_of
 from octavo.data.prepared import PreparedData, prepared_or_none
-from octavo.data.tokenizer import local_vocab_size
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Recipe
@@ -42,7 +41,7 @@ from octavo.parallel.world import rank_variable
 from octavo.plan import flops
 from octavo.run.trackers import check_trackers
 from octavo.train.loss_scale import LARGEST_SCALE
-from octavo.train.sizes import check_layers, check_sizes
+from octavo.train.sizes import check_layers, check_length, check_sizes, check_vocabulary
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,8 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
     check_layers(config.model.config)
     hf_config = load_config(config.model.source, config.model.config)
     refuse_other_models(hf_config)
-    _check_length(config, hf_config)
-    _check_vocabulary(config, hf_config, corpus)
+    check_length(config, hf_config)
+    check_vocabulary(config, hf_config, corpus)
     device, hardware, native = planned.device()
     check_sizes(config, hf_config, degrees, micro_batch, hardware, planned=target is not None, here=planned.gpu is None)
     blocks = blocks or config.model.blocks
@@ -399,35 +398,6 @@ def _check_dispatch(config: RunConfig, model: torch.nn.Module, recipe: Recipe) -
             "parallel.expert_dispatch_fp8 = true has no effect: fp8.skip and fp8.layers leave the first products of all "
             "experts in high precision. Set parallel.expert_dispatch_fp8 = false, or change the patterns."
         )
-
-
-def _check_length(config: RunConfig, hf_config: Any) -> None:
-    limit = getattr(hf_config, "max_position_embeddings", None)
-    length = config.data.sequence_length
-    if isinstance(limit, int) and 0 < limit < length:  # -1 of xlnet: no limit
-        key = "data.sequence_length" + ("" if config.model.load else ", or raise model.config.max_position_embeddings")
-        raise InputError(
-            f"data.sequence_length = {length} is longer than the model's {limit} positions: use at most {limit}. Change {key}."
-        )
-
-
-def _check_vocabulary(config: RunConfig, hf_config: Any, corpus: Corpus) -> None:
-    """Refuse a tokenizer with more ids than the model, if that is known before tokenising."""
-    data = config.data
-    limit = hf_config.vocab_size
-    size = data.vocab_size if data.tokenizer == "train" else local_vocab_size(data.tokenizer)
-    if size is None or size <= limit:
-        return
-    fault, change = f"data.tokenizer = {data.tokenizer!r} has token ids up to {size - 1}, beyond", "data.tokenizer"
-    if data.tokenizer == "train":
-        prepared = prepared_or_none(data)
-        if (prepared is not None and prepared.manifest.vocab_size <= limit) or not corpus.holds_text():
-            return  # the trained tokenizer has fewer ids than data.vocab_size, or the corpus has token ids and trains none
-        fault, change = f"data.vocab_size = {size} is more than", f"data.vocab_size to at most {limit}"
-    raise InputError(
-        f"{fault} the model's vocabulary of {limit} (model.config.vocab_size). Set {change}, or model.config.vocab_size to at "
-        f"least {size}."
-    )
 
 
 def _token_flops(hf_config: Any, sequence_length: int) -> flops.TokenFlops | None:

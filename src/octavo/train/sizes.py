@@ -1,7 +1,8 @@
-"""Refusal of sizes that no memory of this machine holds, by arithmetic: before a model is built, even on the meta device.
+"""Refusal of sizes by arithmetic, before a model is built, even on the meta device.
 
-Only lower bounds count: parameters, gradients and optimizer states; the token ids of a step; one activation of the residual
-stream. A run that passes may still run out of memory; `octavo.train.memory` has the whole estimate.
+Sequences and vocabularies are compared with the model's, all else with the memory of this machine. There only lower bounds
+count: parameters, gradients and optimizer states; the token ids of a step; one activation of the residual stream. A run that
+passes may still run out of memory; `octavo.train.memory` has the whole estimate.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 
 from octavo.config.degrees import Degrees
 from octavo.config.run import RunConfig
+from octavo.data.corpus import Corpus
+from octavo.data.prepared import prepared_or_none
+from octavo.data.tokenizer import local_vocab_size
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
 from octavo.hardware import GIB, Device, system_memory_gib
@@ -41,6 +45,36 @@ def check_layers(overrides: Mapping[str, Any]) -> None:
         value = overrides.get(key)
         if isinstance(value, int) and value > MOST_LAYERS:
             raise InputError(f"model.config.{key} = {value}: use at most {MOST_LAYERS}. Lower model.config.{key}.")
+
+
+def check_length(config: RunConfig, hf_config: Any) -> None:
+    """Refuse sequences longer than the model's positions."""
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    length = config.data.sequence_length
+    if isinstance(limit, int) and 0 < limit < length:  # -1 of xlnet: no limit
+        key = "data.sequence_length" + ("" if config.model.load else ", or raise model.config.max_position_embeddings")
+        raise InputError(
+            f"data.sequence_length = {length} is longer than the model's {limit} positions: use at most {limit}. Change {key}."
+        )
+
+
+def check_vocabulary(config: RunConfig, hf_config: Any, corpus: Corpus) -> None:
+    """Refuse a tokenizer with more ids than the model, if that is known before tokenising."""
+    data = config.data
+    limit = hf_config.vocab_size
+    size = data.vocab_size if data.tokenizer == "train" else local_vocab_size(data.tokenizer)
+    if size is None or size <= limit:
+        return
+    fault, change = f"data.tokenizer = {data.tokenizer!r} has token ids up to {size - 1}, beyond", "data.tokenizer"
+    if data.tokenizer == "train":
+        prepared = prepared_or_none(data)
+        if (prepared is not None and prepared.manifest.vocab_size <= limit) or not corpus.holds_text():
+            return  # the trained tokenizer has fewer ids than data.vocab_size, or the corpus has token ids and trains none
+        fault, change = f"data.vocab_size = {size} is more than", f"data.vocab_size to at most {limit}"
+    raise InputError(
+        f"{fault} the model's vocabulary of {limit} (model.config.vocab_size). Set {change}, or model.config.vocab_size to at "
+        f"least {size}."
+    )
 
 
 def least_parameters(hf_config: Any) -> tuple[int, ModelSpec | None]:

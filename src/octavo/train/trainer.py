@@ -117,8 +117,7 @@ class Trainer:
         config = self.config
         console = self._console or Console(quiet=rank_variable("RANK", 0) > 0)
         plan = check(config)
-        with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop:
-            self._stop = stop
+        with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop, self._running(stop):
             # Longer than the watchdog's timeout: it finds the failed rank before a collective times out.
             timeout = config.launch.timeout + config.launch.grace + 60
             init(config.parallel.model_dump() | {"random_seed": config.train.seed}, timeout=timeout)
@@ -142,8 +141,16 @@ class Trainer:
                 if state.rank == 0:
                     plot_run(folder.path)
                 self._events.ended(result)
-        self._stop = None
         return result
+
+    @contextlib.contextmanager
+    def _running(self, stop: StopRequest) -> Iterator[None]:
+        """Hold the request that `stop` sets."""
+        self._stop = stop
+        try:
+            yield
+        finally:
+            self._stop = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import octavo
 from octavo.checkpoint.shard_io import raw
 from octavo.fp8.scaling import state_records
-from octavo.train import graphed
+from octavo.parallel import graphed
 
 RECIPES = {
     "delayed": octavo.recipe.DelayedScaling(amax_history_len=4),

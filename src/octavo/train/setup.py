@@ -1,0 +1,135 @@
+"""Set-up of a training: model, optimizer and data of a plan, and the checkpoint from which it continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from octavo.build import build_model
+from octavo.checkpoint.reader import check_stored_weights, read_state, restore
+from octavo.data.loader import BatchLoader
+from octavo.data.packing import Batch
+from octavo.data.prefetch import Prefetcher
+from octavo.data.prepared import PreparedData
+from octavo.dtypes import torch_dtype
+from octavo.errors import InputError, install_extra, warn
+from octavo.kernels.attention import flash
+from octavo.models.families import decoder_spec, with_moe
+from octavo.parallel.coordination import writing_ranks
+from octavo.parallel.sharding import sharding_of
+from octavo.parallel.world import repeat_bits, seed_everything, state
+from octavo.run.resume import BALANCED
+from octavo.train.loss_scale import LossScale
+from octavo.train.optimizer import build_optimizer
+from octavo.train.plan import RunPlan, model_options
+from octavo.train.step import TrainContext, begin_histories
+from octavo.watchdog.watchdog import Watchdog
+
+
+def steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> int:
+    """Steps of the checkpoint, 0 without one, after a check that it belongs to this run.
+
+    Raises:
+        InputError: it is of another model, of other data, or beyond the last step.
+    """
+    if latest is None:
+        return 0
+    saved = read_state(latest)
+    check_stored_weights(latest, plan.weights, writing_ranks())
+    if saved["data"] != prepared.manifest.fingerprint:
+        raise InputError(
+            f"the data has changed since {latest}: its fingerprint was {saved['data'][:12]} and is now "
+            f"{prepared.manifest.fingerprint[:12]}. Put the old data back, or set another train.output."
+        )
+    step, steps = int(saved["step"]), plan.steps
+    if step > steps:
+        least = plan.config.key_of_length(step)
+        raise InputError(f"{plan.config.length(steps)}, but {latest} has trained {step} steps: set {least} or more.")
+    return step
+
+
+def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) -> tuple[TrainContext, list[Batch]]:
+    """Model, optimizer and data; and the validation batches, empty without a validation split."""
+    config = plan.config
+    if plan.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(plan.device)  # the run without FP8 has its own peak
+        if config.train.deterministic:
+            repeat_bits()
+            if state.rank == 0 and (absent := flash.missing()):
+                slower = f"attention takes plain PyTorch, several times slower: {absent}"
+                warn(f"train.deterministic: {slower}. {install_extra('flash')}")
+    model = build_model(
+        plan.hf_config,
+        dtype=plan.dtype,
+        device=plan.device,
+        excluded=plan.excluded,
+        load_from=plan.weights_folder,
+        offload=config.train.offload or config.parallel.sm_activation_offloading,
+        horizon=config.parallel.activation_loading_horizon,
+        blocks=plan.blocks,
+        sharding=sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype),
+        buffer_dtype=torch_dtype(config.parallel.buffer_dtype),
+        **model_options(config),
+    )
+    model.train()
+    validation: list[Batch] = []
+    if prepared.manifest.splits["validation"].tokens >= 2:
+        validation = list(_loader(plan, prepared, "validation").validation(config.train.validate_batches))
+    end = plan.steps * config.train.global_batch
+    loader = Prefetcher(_loader(plan, prepared, "train"), workers=config.data.workers, device=plan.device, end=end)
+    context = TrainContext(
+        plan,
+        model,
+        build_optimizer(model, config.optimizer),
+        loader,
+        loss_scale=LossScale(config.train.loss_scale) if plan.dtype == torch.float16 else None,
+        group=state.dp_process_group if state.world_size > 1 else None,
+        token_group=state.token_process_group if state.world_size > 1 else None,
+        watch=watch or Watchdog(),
+    )
+    return context, validation
+
+
+def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "validation"]) -> BatchLoader:
+    config = plan.config
+    return BatchLoader(
+        prepared,
+        split,
+        sequence_length=config.data.sequence_length,
+        packing=config.data.packing,
+        seed=config.data.seed,
+        global_batch=config.train.global_batch,
+        micro_batch=plan.micro_batch,
+        dp_rank=state.dp_rank,
+        dp_size=plan.degrees.data,
+        weights=config.data.weights,
+    )
+
+
+def restore_or_begin(context: TrainContext, latest: Path | None, seed: int) -> None:
+    """Continue from a checkpoint; a new run gets its first amax histories and its random state."""
+    if latest is None:
+        begin_histories(context)
+    seed_everything(seed + state.token_rank)
+    if latest is not None:
+        # Random states last: nothing may draw after it.
+        saved = restore(latest, context.model, context.optimizer, writing_ranks())
+        if context.loss_scale is not None:
+            context.loss_scale.load(saved["loss_scale"])
+
+
+def run_layout(plan: RunPlan) -> dict[str, Any]:
+    """Device, threads and ranks, which set the order of sums; and the sequences over which experts are balanced."""
+    spec = decoder_spec(plan.hf_config)[0] if plan.blocks == "auto" else None
+    spec = with_moe(spec, plan.hf_config, plan.config.moe)
+    balances = spec is not None and spec.mixtures and spec.balance
+    return {
+        **({BALANCED: plan.micro_batch * plan.degrees.data} if balances else {}),
+        "device": plan.hardware.name,
+        "threads": torch.get_num_threads(),
+        "ranks": plan.degrees.world,
+        "hybrid_shard_degree": plan.degrees.hybrid_shard,
+        "expert_parallel_degree": plan.degrees.expert,
+    }
