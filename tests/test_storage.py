@@ -165,7 +165,7 @@ def test_lock_waits_for_its_holder(tmp_path):
         pass
     assert time.monotonic() - begun >= 0.3
     _kill(process)
-    with storage.FolderLock(tmp_path, wait_seconds=10):
+    with storage.FolderLock(tmp_path, wait_seconds=100):
         pass
 
 
@@ -182,7 +182,7 @@ def test_lock_waits_for_a_holder_that_removes_the_folder(tmp_path):
     folder, obtained = tmp_path / "scratch", []
 
     def wait():
-        with storage.FolderLock(folder, wait_seconds=20):
+        with storage.FolderLock(folder, wait_seconds=100):
             obtained.append(json.loads((folder / ".lock").read_text())["pid"])
 
     waiting = threading.Thread(target=wait)
@@ -209,7 +209,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
         pass
     _kill(process)
     try:
-        with storage.FolderLock(tmp_path, wait_seconds=10):
+        with storage.FolderLock(tmp_path, wait_seconds=100):
             os.kill(child, 0)  # it lives
     finally:
         os.kill(child, signal.SIGKILL)

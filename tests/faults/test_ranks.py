@@ -22,11 +22,11 @@ from octavo.run.metrics import read_metrics
 pytestmark = pytest.mark.faults
 
 TIMEOUT, GRACE = 5, 4
-TORCHRUN_SECONDS = 10  # to notice, to end the others and to leave, on busy cores
+TORCHRUN_SECONDS = 25  # to notice and to leave, on busy cores; ranks that do not end by themselves it kills after 30
 STEP, STEPS = 4, 6
 FAULTY = Path(__file__).with_name("faulty.py")
 TORCHRUN_LINE = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d.* .*torch/distributed/elastic/")
-ORPHAN_SECONDS = 5
+ORPHAN_SECONDS = 60
 
 
 class Job:
@@ -118,7 +118,7 @@ def test_rank_0_killed_before_the_first_step(job, command):
 
 def test_a_rank_that_is_frozen(job, command):
     job = job(command, fault=f"freeze:backward:{STEP}:0")
-    ends_with(job, f"rank 0 of 3 has been silent for [5-7] s in backward of step {STEP} ", within=TIMEOUT + GRACE)
+    ends_with(job, f"rank 0 of 3 has been silent for \\d+ s in backward of step {STEP} ", within=TIMEOUT + GRACE)
     assert job.said[1:] == []
 
 
@@ -140,11 +140,11 @@ def test_a_wrong_input_that_every_rank_finds_is_said_once(job, command):
 
 def test_a_rank_that_keeps_the_others_waiting(job, command):
     job = job(command, fault=f"stall:data:{STEP}:2")
-    ends_with(job, f"rank 2 of 3 has not moved for [5-7] s in data of step {STEP}, and the", within=TIMEOUT + GRACE)
+    ends_with(job, f"rank 2 of 3 has not moved for \\d+ s in data of step {STEP}, and the", within=TIMEOUT + GRACE)
 
 
-@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGKILL, ORPHAN_SECONDS), (signal.SIGTERM, None)])
-def test_the_launcher_is_killed_or_asked_to_stop(job, number, seconds):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_launcher_is_killed_or_asked_to_stop(job, number):
     job = job(["demo", TIMEOUT, GRACE], DEMO_STEPS="100000")
     pids = job.pids(3)
     job.process.kill(number)

@@ -9,11 +9,11 @@ from octavo.parallel import world
 from octavo.watchdog.watchdog import Watchdog
 
 
-def in_watchdog(act, timeout=5.0):
+def in_watchdog(act, timeout=100.0):
     """Train two steps under a watchdog and call `act(rank)`; class, text, `reported` and exit code of the exception."""
     world.init()
     try:
-        with Watchdog(timeout=timeout, grace=6) as watchdog:
+        with Watchdog(timeout=timeout, grace=16) as watchdog:
             watchdog.start()
             for step in (1, 2):
                 watchdog.step(step)

@@ -98,7 +98,12 @@ time.sleep(250)
 
 
 def test_a_signal_before_the_ranks_listen(capfd):
-    threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    def send():
+        while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # the launcher itself does not listen yet
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
     assert run(2, SLEEPS) == EXIT_STOPPED
     assert capfd.readouterr().err == (
         "octavo: stopped by SIGTERM before the first step: nothing to save. Run the same command again.\n"
@@ -124,20 +129,27 @@ def count(*_):
     with open({str(tmp_path)!r} + f"/{{rank}}", "a") as file:
         file.write("x")
 signal.signal(signal.SIGINT, count)
-open({str(tmp_path)!r} + f"/ready-{{rank}}", "w").close()
-time.sleep(2)
+open({str(tmp_path)!r} + f"/{{rank}}", "w").close()
+while not os.path.exists({str(tmp_path)!r} + "/end"):
+    time.sleep(0.02)
 """
+    counts = [tmp_path / "0", tmp_path / "1"]
+
+    def wait_for(signals):
+        while not all(count.exists() and len(count.read_text()) >= signals for count in counts):
+            time.sleep(0.02)
 
     def send():
-        while len(list(tmp_path.glob("ready-*"))) < 2:
-            time.sleep(0.02)
-        for _ in range(2):
+        for sent in range(2):
+            wait_for(sent)
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)
+        wait_for(2)
+        time.sleep(0.3)  # for a third
+        (tmp_path / "end").touch()
 
     threading.Thread(target=send, daemon=True).start()
     assert run(2, script) == 0
-    assert [(tmp_path / name).read_text() for name in "01"] == ["xx", "xx"]
+    assert [count.read_text() for count in counts] == ["xx", "xx"]
 
 
 def test_another_thread_starts_no_ranks():

@@ -313,7 +313,7 @@ def test_ranks_that_lose_one_that_was_asked_to_stop_have_its_exit_code():
 
 
 def test_a_broken_connection_is_the_failure_if_no_other_is_found():
-    found = ranks.run(3, rank_training.in_watchdog, rank_training.consequences_without_a_failure, 0.5)
+    found = ranks.run(3, rank_training.in_watchdog, rank_training.consequences_without_a_failure, 3.0)
     own = [rank for rank, (name, *_) in enumerate(found) if name == "RuntimeError"]
     assert len(own) == 1
     said = f"rank {own[0]} of 3 failed in forward of step 2: RuntimeError: rank {own[0]}: connection reset by peer"
