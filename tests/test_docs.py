@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.bench.vision import page
+from octavo.cli import main
 from octavo.config.run import RunConfig, known_keys
 from octavo.run.resume import CHANGEABLE
 
@@ -334,3 +335,40 @@ def test_the_table_of_vision_transformers_is_made_of_benchmarks():
     """Mend it with `python -m octavo.bench.vision.page docs/vision.md benchmarks`."""
     text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8")
     assert page.rewrite(text, ROOT / "benchmarks") == text
+
+
+def test_estimates_on_the_pages_are_those_of_a_dry_run(capsys):
+    def memory(*arguments):
+        assert main(["train", *map(str, arguments), "--dry-run"]) == 0
+        return capsys.readouterr().out.partition("\nmemory")[2]
+
+    page = (ROOT / "docs" / "context-parallelism.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\d,]+) \| (.*) \| ([\d.]+) \| (.*) \| ([\d.]+) \|$", page, re.M)
+    assert len(rows) == 6
+    for tokens, *cells in rows:
+        for degree, setting, gib in ((1, *cells[:2]), (2, *cells[2:])):
+            length, offload = tokens.replace(",", ""), "offload" in setting
+            batch = next((n for word, n in (("two", 2), ("four", 4)) if setting.startswith(word)), 1)
+            recompute = re.search(r'recompute = ([\w"]+)', setting)
+            said = memory(
+                ROOT / "presets" / "llama-8b-128k.toml",
+                "--world-size",
+                2,
+                "--gpu",
+                "h200",
+                f"data.sequence_length={length}",
+                f"parallel.context_parallel_degree={degree}",
+                f"train.micro_batch={batch}",
+                f"train.global_batch={batch * 2 // degree}",
+                f"train.recompute={recompute[1] if recompute else 'false'}",
+                f"train.offload={str(offload).lower()}",
+                "model.config.max_position_embeddings=262144",
+            )
+            assert said.split()[0] == gib, (tokens, degree)
+            host = re.search(r"offload ([\d.]+)", setting)
+            assert (f"and {host[1]} GiB of host memory" in said) if host else "host memory" not in said
+            assert ("does not fit" in setting) == ("does not fit" in said)
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    batch = ("train.global_batch=16", "train.micro_batch=16")
+    said = memory(ROOT / "presets" / "llama-1b.toml", "--gpu", "rtx 4090", *batch)
+    assert f"```text\nmemory{said.rstrip()}\n```" in page

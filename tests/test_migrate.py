@@ -186,12 +186,12 @@ def test_values_are_calculated_within_bounds_and_never_run(place):
     (place / "sum.py").write_text(
         "import sagemaker.pytorch as sp\na = 10 ** 10 ** 10\nb = 'x' * 10 ** 9\nc = 3 * 4 - 2\nd = 1 / 0\ne = -c\n"
         "f = {**{'k': 1}, 'l': c}\ng = open('ran', 'w')\nh = f['l'] + f['k']\ni = dict(f, m=2)\nj = float('1e-4')\n"
-        "sp.PyTorch(hyperparameters=dict(a=a, b=b, c=c, d=d, e=e, g=g, h=h, i=i, j=j))\n"
+        "k = int(1e999)\nsp.PyTorch(hyperparameters=dict(a=a, b=b, c=c, d=d, e=e, g=g, h=h, i=i, j=j, k=k))\n"
     )
     found = read(place / "sum.py").estimators[0]["hyperparameters"]
     assert found == {
         "a": UNKNOWN, "b": UNKNOWN, "c": 10, "d": UNKNOWN, "e": -10, "g": UNKNOWN, "h": 11, "i": {"k": 1, "l": 10, "m": 2},
-        "j": 1e-4,
+        "j": 1e-4, "k": UNKNOWN,
     }  # fmt: skip
     assert not (place / "ran").exists()
 
@@ -264,6 +264,9 @@ def test_a_notebook_is_read_cell_by_cell(place):
     (place / "book.ipynb").write_text(json.dumps({"cells": cells}))
     with pytest.raises(InputError, match="code cell 3, line 2: "):
         read(place / "book.ipynb")
+    (place / "book.ipynb").write_text("[" * 100_000)
+    with pytest.raises(InputError, match="is no notebook"):
+        read(place / "book.ipynb")
 
 
 def test_names_of_a_star_import_are_followed_as_far_as_they_are_known(place):
@@ -325,6 +328,7 @@ def test_what_is_no_python_is_refused_with_its_line(place, text, part):
     with pytest.raises(InputError) as refused:
         read(place / "bad.py")
     assert part in str(refused.value)
+    assert len(str(refused.value)) < 300
     with pytest.raises(InputError, match="cannot be read"):
         read(place / "nowhere.py")
 
@@ -352,6 +356,8 @@ def test_what_is_no_python_is_refused_with_its_line(place, text, part):
         ),
         ("lr=2e-4", "lr='fast'", "lr = 'fast' is no number"),
         ("lr=2e-4", "lr=[1, 2]", "lr = [1, 2] is no number"),
+        ("lr=2e-4", "lr=1e999", "lr = inf is no number"),
+        ("lr=2e-4", "lr='nan'", "lr = 'nan' is no number"),
         ("lr=2e-4", "lr=0", "lr = 0 trains nothing"),
         ('"train_batch_size": 4', '"train_batch_size": 0', "train_batch_size = 0 trains nothing"),
     ],

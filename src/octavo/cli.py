@@ -279,7 +279,10 @@ def sample(
     """Print text from a run's newest checkpoint or from a model's folder, through Hugging Face's generation."""
     from octavo.run.sample import sample as generate
 
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    text = prompt
+    if prompt == "-":
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+        text = sys.stdin.read().removesuffix("\n")
     found = generate(source, text, checkpoint=checkpoint, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
     _print(found if as_json else [found["text"]])
 

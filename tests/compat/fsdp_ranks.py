@@ -136,35 +136,25 @@ def layouts(folder):
 
 
 def checkpoints(folder):
-    """States of all types, saved and loaded by two ranks; wrappers; fine-tuning from rank 0; and PyTorch's own FSDP."""
+    """Wrappers, checkpoints of all types, fine-tuning from rank 0, PyTorch's own FSDP and refusals, on two ranks."""
+    tsm = names()
+    tsm.init({"hybrid_shard_degree": 2})
+    mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    return wrappers(tsm, mine) | states(tsm, mine, Path(folder)) | from_rank_0(tsm) | native(mine) | refusals(tsm)
+
+
+def wrappers(tsm, mine):
+    """Recomputation and offloading change no bit."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         CheckpointImpl,
         apply_activation_checkpointing,
         checkpoint_wrapper,
         offload_wrapper,
     )
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
-
-    tsm = names()
-    tsm.init({"hybrid_shard_degree": 2})
-    from torch.sagemaker.delayed_param import DelayedParamIniter
-    from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
-    from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save, maybe_finalize_async_calls
-    from torch.sagemaker.distributed.checkpoint.state_dict_utils import (
-        SMStateDictType,
-        init_optim_state,
-        sm_state_dict_type,
-    )
-    from torch.sagemaker.distributed.fsdp.checkpoint import load_model_checkpoint, save_model_checkpoint
     from torch.sagemaker.tensor_parallel.transformer import TransformerLayer
     from transformer_engine.pytorch import MultiheadAttention, checkpoint
 
-    rank = dist.get_rank()
-    mine = slice(2 * rank, 2 * rank + 2)
     found = {}
-
-    # 1. Wrappers change no bit.
     plain, _ = steps(sharded(tsm), mine, fp8=True)
     for impl in CheckpointImpl:
         model = sharded(tsm)
@@ -175,104 +165,161 @@ def checkpoints(folder):
         assert not model._offloads
         found[f"same with {impl.name}"] = steps(wrapped, mine, fp8=True)[0] == plain and model._offloads
     model = sharded(tsm)
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_fn=checkpoint),
-        check_fn=lambda m: isinstance(m, MultiheadAttention),
-    )
+    wrap = functools.partial(checkpoint_wrapper, checkpoint_fn=checkpoint)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, MultiheadAttention))
     assert sum("_checkpoint_wrapped_module" in name.rpartition(".")[2] for name, _ in model.named_modules()) == 2
     found["same with attention alone"] = steps(model, mine, fp8=True)[0] == plain
+    return found
 
-    # 2. Local and full states, model and optimizer, in place and into another model.
+
+def states(tsm, mine, folder):
+    """Model and optimizer of two steps, saved in every way and read into other models."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
     model = sharded(tsm)
     _, optimizer = steps(model, mine, fp8=True)
-    own = None
-    for members in tsm.state.ranker.get_rep_groups():
-        group = dist.new_group(members)
-        own = group if rank in members else own
-    path = str(Path(folder) / f"local-{model.rank}")
-    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
-        async_save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path, process_group=own)
-    found["finalised"] = maybe_finalize_async_calls()
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        full, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        full, moments = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
     hf = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
     hf.load_state_dict(full)
     with torch.no_grad():
         ids = batch(9, mine)
-        found["hugging face"] = (hf(input_ids=ids, labels=ids).loss.item(), model(input_ids=ids, labels=ids).loss.item())
-    shapes = {name: tuple(entries["exp_avg"].shape) for name, entries in states["state"].items()}
-    found["whole states"] = shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    save_model_checkpoint(
-        model, StateDictType.SHARDED_STATE_DICT, str(Path(folder) / "all"), optimizer=optimizer, scheduler=scheduler,
-        extra_exports={"total_steps": 7},
-    )  # fmt: skip
-    fourth = sharded(tsm)
-    last = torch.optim.AdamW(fourth.parameters(), lr=5.0)
-    read = load_model_checkpoint(
-        fourth, StateDictType.SHARDED_STATE_DICT, str(Path(folder) / "all"), optimizer=last,
-        scheduler=torch.optim.lr_scheduler.StepLR(last, 2), extra_imports={"total_steps": 0},
-    )  # fmt: skip
-    found["extra"] = (read["identity"], read["scheduler"].step_size)
-    other = sharded(tsm)
-    fresh = torch.optim.AdamW(other.parameters(), lr=5.0)
+        losses = hf(input_ids=ids, labels=ids).loss.item(), model(input_ids=ids, labels=ids).loss.item()
+    shapes = {name: tuple(entries["exp_avg"].shape) for name, entries in moments["state"].items()}
+    found = {
+        "hugging face": losses,
+        "whole states": shapes == {name: tuple(p.shape) for name, p in model.named_parameters()},
+    }
+    for name, how in (("local", by_local), ("full", by_full), ("all", by_model_checkpoint), ("file", by_file)):
+        other = sharded(tsm)
+        fresh = torch.optim.AdamW(other.parameters(), lr=5.0)
+        found |= how(tsm, model, optimizer, other, fresh, folder)
+        pairs = list(zip(model.parameters(), other.parameters(), strict=True))
+        same = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+        squares = [(optimizer.state[a]["exp_avg_sq"], fresh.state[b]["exp_avg_sq"]) for a, b in pairs]
+        same = same and all(torch.equal(a.to_local(), b.to_local()) for a, b in squares)
+        found[name] = same and {float(s["step"]) for s in fresh.state.values()} == {2.0}
+    return found
+
+
+def by_local(tsm, model, optimizer, other, fresh, folder):
+    """In place, within a group of the ranks with the same shard."""
+    from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
+    from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save, maybe_finalize_async_calls
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import (
+        SMStateDictType,
+        init_optim_state,
+        sm_state_dict_type,
+    )
+
+    own = None
+    for members in tsm.state.ranker.get_rep_groups():
+        group = dist.new_group(members)
+        own = group if dist.get_rank() in members else own
+    path = str(folder / f"local-{model.rank}")
+    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        async_save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path, process_group=own)
+    finalised = maybe_finalize_async_calls()
     with sm_state_dict_type(other, SMStateDictType.SM_LOCAL_STATE_DICT):
         state = {"model": other.state_dict()}
         init_optim_state(fresh, skip_empty_param=True)
         state["optimizer"] = fresh.state_dict()
     load(state, checkpoint_id=path, process_group=own)
-    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):  # a file of each rank
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{path}.pt")
-    fifth = sharded(tsm)
-    filed = torch.optim.AdamW(fifth.parameters(), lr=5.0)
-    state = torch.load(f"{path}.pt")
-    fifth.load_state_dict(state["model"])
-    filed.load_state_dict(state["optimizer"])
-    third = sharded(tsm)
-    third.load_state_dict(full)
-    again = torch.optim.AdamW(third.parameters(), lr=5.0)
-    again.load_state_dict(FSDP.optim_state_dict_to_load(third, again, states))
-    found["rate"] = again.param_groups[0]["lr"]
-    for name, one, opt in (("local", other, fresh), ("full", third, again), ("all", fourth, last), ("file", fifth, filed)):
-        same = all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(model.parameters(), one.parameters(), strict=True))
-        moments = [
-            torch.equal(optimizer.state[a]["exp_avg_sq"].to_local(), opt.state[b]["exp_avg_sq"].to_local())
-            for a, b in zip(model.parameters(), one.parameters(), strict=True)
-        ]
-        found[name] = same and all(moments) and {float(s["step"]) for s in opt.state.values()} == {2.0}
+    return {"finalised": finalised}
 
-    # 3. Rank 0 alone has the weights.
+
+def by_full(tsm, model, optimizer, other, fresh, folder):
+    """Whole tensors in memory."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        full, moments = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    other.load_state_dict(full)
+    fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, moments))
+    return {"rate": fresh.param_groups[0]["lr"]}
+
+
+def by_model_checkpoint(tsm, model, optimizer, other, fresh, folder):
+    """By the function that saves model, optimizer, scheduler and values of the script at once."""
+    from torch.distributed.fsdp import StateDictType
+    from torch.sagemaker.distributed.fsdp.checkpoint import load_model_checkpoint, save_model_checkpoint
+
+    kind, path = StateDictType.SHARDED_STATE_DICT, str(folder / "all")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    save_model_checkpoint(model, kind, path, optimizer=optimizer, scheduler=scheduler, extra_exports={"total_steps": 7})
+    scheduler = torch.optim.lr_scheduler.StepLR(fresh, 2)
+    read = load_model_checkpoint(other, kind, path, optimizer=fresh, scheduler=scheduler, extra_imports={"total_steps": 0})
+    return {"extra": (read["identity"], read["scheduler"].step_size)}
+
+
+def by_file(tsm, model, optimizer, other, fresh, folder):
+    """A file of each rank, by torch.save."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    path = folder / f"local-{model.rank}.pt"
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    state = torch.load(path)
+    other.load_state_dict(state["model"])
+    fresh.load_state_dict(state["optimizer"])
+    return {}
+
+
+def from_rank_0(tsm):
+    """Rank 0 alone has the weights."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+
     torch.manual_seed(7)
     source = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
-    tuned = tsm.transform(source if rank == 0 else empty(), load_state_dict_from_rank0=True)
-    initer = None if rank == 0 else DelayedParamIniter(tuned)
+    tuned = tsm.transform(source if dist.get_rank() == 0 else empty(), load_state_dict_from_rank0=True)
+    initer = None if dist.get_rank() == 0 else DelayedParamIniter(tuned)
     tuned = FSDP(tuned, sync_module_states=True, param_init_fn=initer.get_param_init_fn() if initer else None)
     with FSDP.state_dict_type(tuned, StateDictType.FULL_STATE_DICT):
         full = tuned.state_dict()
-    wanted = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
     torch.manual_seed(7)
     wanted = AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).state_dict()
-    found["rank 0"] = all(torch.equal(full[name], wanted[name]) for name in wanted)
+    return {"rank 0": all(torch.equal(full[name], wanted[name]) for name in wanted)}
 
-    # 4. PyTorch's own FSDP for a model that was never transformed.
-    native = empty(tie_word_embeddings=True)
-    initer = DelayedParamIniter(native)
+
+def native(mine):
+    """PyTorch's own FSDP for a model that was never transformed."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import ShardingStrategy
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+
+    model = empty(tie_word_embeddings=True)
+    initer = DelayedParamIniter(model)
     with initer.validate_params_and_buffers_inited():
-        native = FSDP(
-            native, use_orig_params=True, sharding_strategy=ShardingStrategy.FULL_SHARD, device_id=torch.device("cpu"),
+        model = FSDP(
+            model, use_orig_params=True, sharding_strategy=ShardingStrategy.FULL_SHARD, device_id=torch.device("cpu"),
             param_init_fn=initer.get_param_init_fn(), post_param_init_fn=initer.get_post_param_init_fn(),
         )  # fmt: skip
-    found["native"] = type(native) is FSDP
-    native(input_ids=ids, labels=ids).loss.backward()
-    found["native norm"] = float(native.clip_grad_norm_(1.0))
+    ids = batch(9, mine)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {"native": type(model) is FSDP, "native norm": float(model.clip_grad_norm_(1.0))}
 
-    # 5. Refusals.
+
+def refusals(tsm):
+    """The message of each call that is refused."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import MixedPrecision, StateDictType
+
+    def filled():
+        return AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
+
+    model, found = sharded(tsm), {}
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        full = model.state_dict()
     for name, call in (
-        ("weights", lambda: FSDP(tsm.transform(AutoModelForCausalLM.from_config(LlamaConfig(**TINY))))),
+        ("weights", lambda: FSDP(tsm.transform(filled()))),
         ("meta", lambda: FSDP(tsm.transform(empty()))),
         ("own init", lambda: FSDP(tsm.transform(empty()), param_init_fn=lambda module: None)),
-        ("sync", lambda: FSDP(tsm.transform(AutoModelForCausalLM.from_config(LlamaConfig(**TINY)), None, None, None, True))),
+        ("sync", lambda: FSDP(tsm.transform(filled(), None, None, None, True))),
         ("around", lambda: FSDP(nn.Sequential(tsm.transform(empty())))),
         ("summon", lambda: FSDP.summon_full_params(model)),
         ("strategy", lambda: FSDP(tsm.transform(empty()), sharding_strategy="FULL_SHARD")),
@@ -281,7 +328,7 @@ def checkpoints(folder):
         ("position", lambda: FSDP(tsm.transform(empty()), None, None, None, None, None, None, [nn.Linear(1, 1)])),
     ):
         try:
-            torch.manual_seed(rank)
+            torch.manual_seed(dist.get_rank())
             call()
             found[f"refusal {name}"] = "none"
         except octavo.errors.InputError as error:

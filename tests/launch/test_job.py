@@ -41,6 +41,8 @@ if mode == "code":
     sys.exit(7)
 if mode == "says":
     sys.exit("no data for 'rank'.")
+if mode == "signal":
+    os.kill(os.getpid(), 40)
 if mode == "removes":
     import shutil
     shutil.rmtree(pathlib.Path(os.environ["SM_MODEL_DIR"]).parent)
@@ -68,7 +70,7 @@ def estimator(mode, **changes):
     return PyTorch(**(given | changes))
 
 
-def ends(pids, seconds=20):
+def ends(pids, seconds=100):
     deadline = time.monotonic() + seconds
     while any(start_ticks(pid) is not None for pid in pids):
         assert time.monotonic() < deadline, pids
@@ -77,7 +79,7 @@ def ends(pids, seconds=20):
 
 def pids_of(job, count):
     files = [job.folder / "output" / "data" / f"pids-{rank}" for rank in (range(count) if count else [None])]
-    assert job.until(lambda: all(file.exists() and file.read_text() for file in files), 60)
+    assert job.until(lambda: all(file.exists() and file.read_text() for file in files), 100)
     return [int(pid) for file in files for pid in file.read_text().split()]
 
 
@@ -125,8 +127,10 @@ def test_ranks_pass_on_the_first_error_and_its_exit_code(place, capfd):
     with pytest.raises(JobFailed) as failed:
         estimator("code").fit(logs=False)
     assert failed.value.exit_code == 7
-    with pytest.raises(JobFailed, match="exit code 1, and the log ends with: no data for 'rank'"):
+    with pytest.raises(JobFailed, match="exit code 1: its log ends with: no data for 'rank'"):
         estimator("says").fit(logs=False)
+    with pytest.raises(JobFailed, match="exit code 168: the script was ended by signal 40"):
+        estimator("signal").fit(logs=False)
 
 
 def test_full_memory_is_answered_with_the_setting_that_divides_it(place):
@@ -169,7 +173,7 @@ def test_a_killed_job_is_told_from_a_finished_one_and_takes_its_ranks_along(plac
     ends(pids[::2])
     for pid in pids[1::2]:  # what the ranks have started, in sessions of its own, is nobody's now
         os.kill(pid, signal.SIGKILL)
-    assert job.until(lambda: job.status == "Failed", 10)
+    assert job.until(lambda: job.status == "Failed", 100)
     assert "was killed" in job.describe()["FailureReason"]
     with pytest.raises(JobFailed, match="was killed"):
         job.wait()
@@ -236,7 +240,7 @@ def test_a_job_ends_with_the_process_that_waits_for_it_and_at_max_run(place):
     code = """from octavo.launch import PyTorch
 PyTorch("train.py", "code", {"mode": "wait"}, "local").fit(job_name="waited")"""
     waiting = subprocess.Popen([sys.executable, "-c", code], cwd=place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while not (place / "jobs" / "waited" / "output" / "data" / "pids-None").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -245,7 +249,7 @@ PyTorch("train.py", "code", {"mode": "wait"}, "local").fit(job_name="waited")"""
     waiting.kill()
     waiting.wait()
     ends(pids)
-    assert job.until(lambda: job.status == "Stopped", 10)
+    assert job.until(lambda: job.status == "Stopped", 100)
     with pytest.raises(RunStopped, match="max_run = 1 seconds were over"):
         estimator("wait", max_run=1).fit(logs=False)
 

@@ -21,7 +21,7 @@ def run_round(store, world, ranks):
 
     def one(rank):
         try:
-            return round_name(store, rank, world, timeout=5 if len(ranks) == world else 0.3)
+            return round_name(store, rank, world, timeout=100 if len(ranks) == world else 0.3)
         except OctavoError as error:
             return error
 
@@ -47,11 +47,11 @@ def test_an_early_rank_waits_for_the_name_of_its_own_round():
     store = dist.HashStore()
     old = run_round(store, 2, [0, 1])[0]
     found = []
-    early = threading.Thread(target=lambda: found.append(round_name(store, 1, 2, timeout=5)))
+    early = threading.Thread(target=lambda: found.append(round_name(store, 1, 2, timeout=100)))
     early.start()
     early.join(0.1)
     assert not found
-    new = round_name(store, 0, 2, timeout=5)
+    new = round_name(store, 0, 2, timeout=100)
     early.join()
     assert found == [new]
     assert new != old

@@ -97,7 +97,7 @@ def test_a_run_is_continued_from_each_checkpoint(tiny_run, tmp_path, capsys):
 
 
 def test_options_of_the_command(model_folder, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT + "\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"{PROMPT}\n".encode())))
     assert main(["sample", str(model_folder), "--prompt", "-", "--json", "--seed", "3", "--tokens", "9", "--top-p", "0.5"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["prompt"] == PROMPT
@@ -106,6 +106,8 @@ def test_options_of_the_command(model_folder, capsys, monkeypatch):
     assert (found["seed"], found["top_p"], found["temperature"]) == (3, 0.5, 0.8)
     assert found == sample(model_folder, PROMPT, seed=3, tokens=9, top_p=0.5)
     assert found["text"] != sample(model_folder, PROMPT, seed=4, tokens=9, top_p=0.5)["text"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff")))
+    assert main(["sample", str(model_folder), "--prompt", "-"]) == 2
 
 
 def test_a_new_text_begins_with_the_tokenizers_first_token(model_folder):
@@ -130,6 +132,7 @@ def test_a_long_prompt_ends_at_the_models_positions(model_folder):
     ("arguments", "words"),
     [
         ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": "a\udcff"}, "character 1 of the prompt is not UTF-8"),
         ({"tokens": 0}, "tokens = 0"),
         ({"temperature": -1}, "temperature = -1"),
         ({"temperature": 1e-30}, "temperature = 1e-30"),

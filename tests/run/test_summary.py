@@ -54,6 +54,11 @@ def test_the_text_of_a_demo(result):
     ]
 
 
+def test_a_run_on_token_ids_has_no_tokenizer_to_sample_with(result):
+    (result.folder / "tokenizer").rmdir()
+    assert commands_of(result)[0][1] == "export"
+
+
 def test_a_sample_is_shown_in_a_few_lines_that_a_terminal_only_prints(result):
     sample = "Return the \x1b[31mtuple\x07 of\tits items.\n\n" + "word " * 200
     lines = summary_lines(dataclasses.replace(result, sample=sample))

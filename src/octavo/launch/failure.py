@@ -1,4 +1,4 @@
-"""Why a job failed, from its exit code and the end of its log; where memory ran out, with the setting that divides it."""
+"""Why a job failed, from the end of its log; where memory ran out, with the setting that divides it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NO_MEMORY = re.compile(
 _MODULE = re.compile(r"No module named '([\w.]+)'")
 
 
-def reason(log: Path, exit_code: int, job: Mapping[str, Any]) -> str:
+def reason(log: Path, job: Mapping[str, Any]) -> str:
     """One sentence without its full stop. job: content of job.json."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
     errors = [found.strip().removeprefix("octavo: ").rstrip(".") for found in _ERROR.findall(text)]
     last = next((line for line in errors if _NO_MEMORY.search(line)), errors[-1] if errors else "")
-    what = last if len(last) <= 400 else f"{last[:400]} …"
+    what = _shown(last)
     if _NO_MEMORY.search(text):
         return f"out of memory ({what or 'see the log'}). {memory_advice(job)}"
     missing = _MODULE.search(last)
@@ -40,13 +40,12 @@ def reason(log: Path, exit_code: int, job: Mapping[str, Any]) -> str:
     if what:
         return what
     written = [line for line in map(str.strip, text.splitlines()) if line]
-    return f"exit code {exit_code}, and {_last(written[-1]) if written else 'its log is empty'}"
+    # The reason of a script that ends by `sys.exit("…")` is its last line.
+    return f"its log ends with: {_shown(written[-1].rstrip('.'))}" if written else "its log is empty"
 
 
-def _last(line: str) -> str:
-    """The last line of a log, up to 400 characters: the reason of a script that ends by `sys.exit("…")`."""
-    shown = line if len(line) <= 400 else f"{line[:400]} …"
-    return f"the log ends with: {shown.rstrip('.')}"
+def _shown(line: str) -> str:
+    return line if len(line) <= 400 else f"{line[:400]} …"
 
 
 def memory_advice(job: Mapping[str, Any]) -> str:

@@ -55,7 +55,7 @@ def main(folder: Path) -> int:
         if stop.asked or code == EXIT_STOPPED:
             state |= {"status": "Stopped", "reason": stopped_reason(code, stop.asked)}
         elif code:
-            state |= {"status": "Failed", "reason": failure.reason(folder / "log.txt", code, job)}
+            state |= {"status": "Failed", "reason": failure.reason(folder / "log.txt", job)}
         else:
             state |= {"status": "Completed"}
         if state["status"] != "Failed" and job["send_to"]:
@@ -105,8 +105,9 @@ def _run(folder: Path, job: dict[str, Any], state: dict[str, Any], stop: _Stop) 
             time.sleep(_POLL_SECONDS)
         _end_descendants()
     if code < 0:  # without a launcher that explains it
+        names = {int(number): number.name for number in signal.Signals}  # those of real time have none
         with (folder / "log.txt").open("a", encoding="utf-8") as log_text:
-            log_text.write(f"octavo: the script was ended by {signal.Signals(-code).name}.\n")
+            log_text.write(f"octavo: the script was ended by {names.get(-code, f'signal {-code}')}.\n")
     return code if code >= 0 else 128 - code
 
 

@@ -144,14 +144,15 @@ def _number(name: str, value: Any) -> Any:
     counts = isinstance(DEFAULTS.get(name), int | float) or name in NUMBERS
     if isinstance(value, bool) and isinstance(DEFAULTS.get(name), int):
         return int(value)
-    if not counts or isinstance(value, int | float):
+    if not counts or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     text = str(value).strip().lower()
     if text in ("true", "false"):
         return int(text == "true")
     for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
+        with contextlib.suppress(ValueError, OverflowError):
+            if math.isfinite(found := kind(text)):
+                return found
     raise InputError(f"{name} = {value!r} is no number.")
 
 

@@ -95,10 +95,9 @@ def read(path: Path) -> Script:
     try:
         tree = ast.parse(text, filename=str(path))
     except SyntaxError as error:
-        line = (error.text or "").strip()
         if not error.lineno:  # null bytes, or another encoding
             raise InputError(f"{path} is no Python: {error.msg}.") from None
-        raise InputError(f"{path}, line {error.lineno}: {error.msg}: {line!r}. Mend it, and run migrate again.") from None
+        raise _no_python(str(path), error) from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{path} is no Python: {error}.") from None
     try:
@@ -122,8 +121,10 @@ def _notebook(path: Path, notes: list[str], first: list[int]) -> str:
     try:
         cells = json.loads(_bytes(path).decode("utf-8-sig"))["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{str(path)!r} is no notebook.") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise InputError(
+            f"{str(path)!r} is no notebook. Give a .py file, or an .ipynb file that Jupyter has written."
+        ) from None
     found: list[str] = []
     for number, source in enumerate(sources, start=1):
         lines = source.splitlines()
@@ -141,11 +142,13 @@ def _notebook(path: Path, notes: list[str], first: list[int]) -> str:
         try:
             ast.parse("\n".join(lines))
         except SyntaxError as error:
-            line = (error.text or "").strip()
-            raise InputError(
-                f"{path}, code cell {number}, line {error.lineno}: {error.msg}: {line!r}. Mend it, and run migrate again."
-            ) from None
+            raise _no_python(f"{path}, code cell {number}", error) from None
     return "\n".join(found)
+
+
+def _no_python(place: str, error: SyntaxError) -> InputError:
+    line = (error.text or "").strip()[:80]
+    return InputError(f"{place}, line {error.lineno}: {error.msg}: {line!r}. Mend it, and run migrate again.")
 
 
 def _parses(text: str) -> bool:

@@ -77,7 +77,7 @@ class Values:
             return UNKNOWN
         try:
             return {"int": int, "float": float, "str": str}[kind](value)
-        except ValueError:
+        except (ArithmeticError, ValueError):  # int of infinity
             return UNKNOWN
 
     def is_unsure(self, node: ast.AST) -> bool:

@@ -108,6 +108,10 @@ class _Tokenizer:
             if not ids:
                 raise InputError(f'{self.folder}: the tokenizer has no token that begins a text. Give a prompt: --prompt "…".')
         else:
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:  # bytes of a shell or of stdin that are not UTF-8
+                raise InputError(f"character {error.start} of the prompt is not UTF-8. Give text in UTF-8.") from None
             ids = self._encoder.encode_batch([prompt])[0]
             if not ids:
                 raise InputError("the prompt is empty: give at least a word, or leave --prompt out to begin a new text.")

@@ -146,7 +146,8 @@ def _next_commands(result: Result) -> Iterator[list[str]]:
     """Commands that work in the current folder as they are printed."""
     folder = str(result.folder)
     folder = f"./{folder}" if folder.startswith("-") else folder  # not an option
-    yield ["octavo", "sample", folder, "--prompt", _PROMPT]
+    if (result.folder / "tokenizer").is_dir():
+        yield ["octavo", "sample", folder, "--prompt", _PROMPT]
     names = itertools.chain(["export"], (f"export-{number}" for number in itertools.count(2)))
     yield [
         "octavo",
