@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import octavo
 import ranks
-from octavo.compat.smp import utils
+from octavo.compat import notices
 from octavo.errors import InputError
 
 pytestmark = ranks.alone
@@ -213,7 +213,7 @@ def test_what_a_configuration_of_experts_asks_for_is_said_or_refused(tsm, capsys
     with pytest.raises(InputError, match=r"octavo\.nn\.LayerNormMoE"):
         MoELayer(8)
     assert not isinstance(torch.nn.Linear(1, 1), MoELayer)
-    utils._said.clear()
+    notices._said.clear()
     capsys.readouterr()
     others = {"random_seed": 7, "moe_all_to_all_dispatcher": False, "use_cpu_initialization": 1, "global_token_shuffle": None}
     for _ in range(2):

@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from octavo.build import place
+from octavo.compat.notices import say_once
 from octavo.compat.smp import arguments, slices, state_dicts
 from octavo.compat.smp.checkpoint import make_background_groups
 from octavo.compat.smp.delayed import ParamInit
 from octavo.compat.smp.init import state as smp_state
 from octavo.compat.smp.transform import Transformed, transformed
-from octavo.compat.smp.utils import say_once
 from octavo.errors import InputError
 from octavo.fp8.recipe import DelayedScaling
 from octavo.models.decoder import Decoder
