@@ -43,6 +43,12 @@ def test_layouts_strategies_and_sequences_in_parts_give_the_numbers_of_one_rank(
     assert "parts of it before, and the same tokens now" in found["mixed"]
 
 
+def test_a_second_world_has_meshes_of_its_own(tmp_path):
+    for rank, (first, second) in enumerate(ranks.run(4, fsdp_ranks.two_worlds, str(tmp_path))):
+        assert first == second
+        assert first[0] == [[0, 1], [2, 3]][rank // 2]
+
+
 def test_checkpoints_wrappers_fine_tuning_and_pytorchs_own_fsdp(tmp_path):
     results = ranks.run(2, fsdp_ranks.checkpoints, str(tmp_path))
     for found in results:
