@@ -3,11 +3,13 @@
 import io
 import json
 import math
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 import ranks
+from octavo.bench import checkpoint
 from octavo.bench.cases import CASES
 from octavo.bench.checkpoint import Fingerprint, difference
 from octavo.bench.plain import PlainDecoder
@@ -72,3 +74,24 @@ def test_what_does_not_come_back_is_an_error():
     assert difference(saved, Fingerprint({"weight of a": "1"}, 6.0)) is not None
     for loss in (6.1, math.nan):
         assert difference(saved, Fingerprint(saved.digests, loss)) == f"the next loss is {loss} after restoring, and was 6.0"
+
+
+def test_a_loss_that_is_no_number_is_an_error_in_a_file_of_json(tmp_path, monkeypatch):
+    class Diverged:
+        started = 0.0
+        close = staticmethod(lambda: None)
+
+        def __init__(self, *asked, **options):
+            pass
+
+        def ask(self, do, **arguments):
+            if do.startswith("save"):
+                (Path(arguments["folder"]) / f"step-{arguments['step']}").mkdir()
+            seconds = dict.fromkeys(("stall_seconds", "whole_seconds", "verify_seconds", "restore_seconds"), 1.0)
+            return [{**seconds, "seconds": 1.0 if do == "save" else [1.0], "bytes": 1, "loss": math.nan, "digests": {}}]
+
+    monkeypatch.setattr(checkpoint, "Group", Diverged)
+    run(tmp_path, entries=["octavo-bf16"])
+    (figures,) = json.loads((tmp_path / "results" / "checkpoint-tiny.json").read_text())["rows"]
+    assert figures["error"] == "the next loss is nan after restoring, and was nan"
+    assert "loss" not in figures

@@ -223,7 +223,7 @@ print(json.dumps(found))
 def test_transformer_engines_decoder_is_octavos_in_every_family(tmp_path, transformer_engine):
     """Blocks, biases, window and rotation; the stand-in's layers are Octavo's own, by Transformer Engine's names."""
     process = command_lines.CommandLine(command_lines.python, tmp_path / "families", ["-c", FAMILIES])
-    assert process.wait(timeout=120) == 0, process.stderr
+    assert process.wait(timeout=300) == 0, process.stderr
     found = json.loads(process.stdout.splitlines()[-1])
     assert set(found) == {"tiny-neox", "tiny-mistral", "tiny", "tiny-mixtral"}
     for name, (own, theirs, error) in found.items():
@@ -286,7 +286,7 @@ def test_transformer_engines_decoder_over_two_ranks_is_octavos(names, tmp_path, 
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         arguments = ["-c", SHARES, *names]
         processes.append(command_lines.CommandLine(command_lines.python, tmp_path / rank, arguments, environment=place))
-    codes = [process.wait(timeout=120) for process in processes]
+    codes = [process.wait(timeout=300) for process in processes]
     assert codes == [0, 0], [process.stderr for process in processes]
     for process in processes:
         found = json.loads(process.stdout.splitlines()[-1])
@@ -331,7 +331,7 @@ for first, second, expected in zip(*outputs, strict=True):
 def test_transformer_engines_vision_blocks_are_its_layer(tmp_path, transformer_engine):
     # A process of its own: the package that stands in for Transformer Engine must not stay.
     process = command_lines.CommandLine(command_lines.python, tmp_path / "vision", ["-c", VISION])
-    assert process.wait(timeout=120) == 0, process.stderr
+    assert process.wait(timeout=300) == 0, process.stderr
 
 
 def test_both_ways_to_its_vision_block_are_measured_in_one_run(tmp_path, with_torchvision, transformer_engine):

@@ -1,6 +1,7 @@
 """Run by several ranks: transformed models in FullyShardedDataParallel, PyTorch's own beside them, and their checkpoints."""
 
 import functools
+import os
 from pathlib import Path
 
 import torch
@@ -333,4 +334,20 @@ def refusals(tsm):
             found[f"refusal {name}"] = "none"
         except octavo.errors.InputError as error:
             found[f"refusal {name}"] = str(error)
+    return found
+
+
+def two_worlds(folder):
+    """Groups and losses of a model within hosts of two ranks, in one world after another."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    tsm, rank, found = names(), dist.get_rank(), []
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    for number in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{number}", rank=rank, world_size=4)
+        octavo.shutdown()
+        tsm.init()
+        model = sharded(tsm, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        found.append((dist.get_process_group_ranks(model.process_group), steps(model, slice(rank, rank + 1))[0]))
     return found

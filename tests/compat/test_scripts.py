@@ -34,7 +34,7 @@ def run(*command, ranks=None, code=0, **environment):
     launcher = [] if ranks is None else ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port()}"]
     line = [sys.executable, *launcher, "-m", "octavo.compat", *map(str, command)]
     more = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TRITON_INTERPRET": "1", **environment}
-    done = subprocess.run(line, capture_output=True, text=True, timeout=150, env={**os.environ, **more}, check=False)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env={**os.environ, **more}, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, done.stderr
 
@@ -43,7 +43,7 @@ def run_forked(folder, *command, environment):
     """The same by torchrun on two ranks, all forked with everything imported."""
     line = ["--nproc-per-node=2", f"--master-port={port()}", "-m", "octavo.compat", *map(str, command)]
     process = command_lines.CommandLine(command_lines.torchrun, folder, line, 2, environment=environment)
-    assert process.wait(timeout=150) == 0, process.stderr
+    assert process.wait(timeout=300) == 0, process.stderr
 
 
 def numbers(text, first):

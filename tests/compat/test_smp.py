@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import octavo
 import ranks
-from octavo.compat.smp import utils
+from octavo.compat import notices
 from octavo.errors import InputError
 
 pytestmark = ranks.alone
@@ -41,6 +41,12 @@ def test_layouts_strategies_and_sequences_in_parts_give_the_numbers_of_one_rank(
     assert (found["none"]["asked"], found["none"]["rows"]) == (0, 8)
     assert found["overridden"]["strategy"] == "HYBRID_SHARD"
     assert "parts of it before, and the same tokens now" in found["mixed"]
+
+
+def test_a_second_world_has_meshes_of_its_own(tmp_path):
+    for rank, (first, second) in enumerate(ranks.run(4, fsdp_ranks.two_worlds, str(tmp_path))):
+        assert first == second
+        assert first[0] == [[0, 1], [2, 3]][rank // 2]
 
 
 def test_checkpoints_wrappers_fine_tuning_and_pytorchs_own_fsdp(tmp_path):
@@ -213,7 +219,7 @@ def test_what_a_configuration_of_experts_asks_for_is_said_or_refused(tsm, capsys
     with pytest.raises(InputError, match=r"octavo\.nn\.LayerNormMoE"):
         MoELayer(8)
     assert not isinstance(torch.nn.Linear(1, 1), MoELayer)
-    utils._said.clear()
+    notices._said.clear()
     capsys.readouterr()
     others = {"random_seed": 7, "moe_all_to_all_dispatcher": False, "use_cpu_initialization": 1, "global_token_shuffle": None}
     for _ in range(2):

@@ -6,13 +6,14 @@ import resource
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import OctavoError
 from octavo.run.metrics import MetricsFile, cut, encode, lacking, read_metrics
 
 
+@settings(deadline=None)
 @given(st.floats(width=64))
 def test_every_float_reads_back_exactly_and_the_line_is_strict_json(value):
     line = encode({"step": 1, "loss": value})

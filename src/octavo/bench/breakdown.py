@@ -123,19 +123,18 @@ def record(step: Callable[[], object], steps: int, device: torch.device) -> dict
             step()
         if on_gpu:
             torch.cuda.synchronize(device)
-    kernels = []
-    for event in profiled.key_averages():
+
+    def is_kernel(event: Any) -> bool:
         span = getattr(event, "is_user_annotation", False) or _SPAN.match(event.key)
-        if event.device_type.name == activity.name and not span:
-            microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            kernels.append(KernelTime(event.key, microseconds / 1e3, event.count))
+        return event.device_type.name == activity.name and not span
+
+    kernels = []
+    for event in filter(is_kernel, profiled.key_averages()):
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        kernels.append(KernelTime(event.key, microseconds / 1e3, event.count))
     found = summarise(kernels, steps)
     if on_gpu and "communication" in found["kernel_ms"]:
-        calls = (
-            (event.name, event.time_range.start, event.time_range.end)
-            for event in profiled.events()
-            if event.device_type.name == activity.name
-            and not (getattr(event, "is_user_annotation", False) or _SPAN.match(event.name))
-        )
+        events = filter(is_kernel, profiled.events())
+        calls = ((event.name, event.time_range.start, event.time_range.end) for event in events)
         found["exposed_communication_ms"] = exposed_ms(calls) / steps
     return found

@@ -10,6 +10,7 @@ host's page cache holds the files, `restore_seconds` is the time of the cache an
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import statistics
 import tempfile
@@ -79,7 +80,8 @@ def measure_checkpoints(
             row["error"] = str(failure)
     if "error" in row:
         say(f"{case.name}: {entry.name} failed: {row['error']}")
-    return row
+    # JSON has no NaN; a loss that is one is in the error.
+    return {key: value for key, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
 def _save(group: Group, folder: Path, saves: int, row: dict[str, Any], say: Callable[[str], None]) -> Fingerprint:

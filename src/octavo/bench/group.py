@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-GRACE_SECONDS = 1.0
+GRACE_SECONDS = 5.0
 """Wait after the first error, since the surviving ranks may report before the end of a killed one is seen."""
 
 ONE_HOST = {

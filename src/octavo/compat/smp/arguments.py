@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-from octavo.compat.smp.utils import say_once
+from octavo.compat.notices import say_once
 from octavo.errors import InputError, unknown
 from octavo.nn.norm import FLOATS
 

@@ -282,17 +282,20 @@ def _copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-_groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
+_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
+"""Ranks → the group of all ranks, and one of these made beside it, of which this rank need not be."""
+
+
+def _made(members: list[int]) -> Any:
+    world, made = _groups.get(tuple(members), (None, None))
+    return made if world is dist.group.WORLD else None
 
 
 def make_background_groups(groups: list[list[int]]) -> None:
     """Make gloo groups for saves in the background, since two threads may not share one. Collective over all ranks."""
     for members in groups:
-        key = (id(dist.group.WORLD), *members)
-        if len(members) > 1 and key not in _groups:
-            made = dist.new_group(members, backend="gloo")
-            if dist.get_rank() in members:
-                _groups[key] = made
+        if len(members) > 1 and _made(members) is None:
+            _groups[tuple(members)] = dist.group.WORLD, dist.new_group(members, backend="gloo")
 
 
 def _background_group(group: dist.ProcessGroup | None) -> tuple[bool, dist.ProcessGroup | None]:
@@ -300,7 +303,7 @@ def _background_group(group: dist.ProcessGroup | None) -> tuple[bool, dist.Proce
     if not dist.is_initialized():
         return True, None
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    made = _groups.get((id(dist.group.WORLD), *members))
+    made = _made(members)
     return made is not None or len(members) == 1, made
 
 

@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from octavo.build import place
+from octavo.compat.notices import say_once
 from octavo.compat.smp import arguments, slices, state_dicts
 from octavo.compat.smp.checkpoint import make_background_groups
 from octavo.compat.smp.delayed import ParamInit
 from octavo.compat.smp.init import state as smp_state
 from octavo.compat.smp.transform import Transformed, transformed
-from octavo.compat.smp.utils import say_once
 from octavo.errors import InputError
 from octavo.fp8.recipe import DelayedScaling
 from octavo.models.decoder import Decoder
@@ -230,8 +230,15 @@ def _sharding(
     )
 
 
-_meshes: dict[int, DeviceMesh] = {}
-_expert_meshes: dict[int, DeviceMesh] = {}
+_meshes: dict[tuple[str, int], tuple[DeviceMesh | None, DeviceMesh]] = {}
+"""(kind, ranks of a shard group) → the mesh of `torch.sagemaker.init`, and one made beside it; another init makes others."""
+
+
+def _made(kind: str, degree: int, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    found = _meshes.get((kind, degree))
+    if found is None or found[0] is not ranks.mesh:
+        found = _meshes[kind, degree] = ranks.mesh, make()
+    return found[1]
 
 
 def _mesh(degree: int, usual: DeviceMesh) -> DeviceMesh:
@@ -244,11 +251,13 @@ def _mesh(degree: int, usual: DeviceMesh) -> DeviceMesh:
             f"{ranks.cp_size}: it divides the ranks and is a multiple of that degree. Set hybrid_shard_degree in "
             "torch.sagemaker.init."
         )
-    if degree not in _meshes:
+
+    def make() -> DeviceMesh:
         names = ("replicate", "hybrid_shard")
         mesh = init_device_mesh(ranks.device.type, (ranks.world_size // degree, degree), mesh_dim_names=names)
-        _meshes[degree] = mesh["hybrid_shard"] if degree == ranks.world_size else mesh
-    return _meshes[degree]
+        return mesh["hybrid_shard"] if degree == ranks.world_size else mesh
+
+    return _made("dense", degree, make)
 
 
 def _expert_mesh(degree: int, base: Sharding) -> DeviceMesh | None:
@@ -260,9 +269,7 @@ def _expert_mesh(degree: int, base: Sharding) -> DeviceMesh | None:
             f"a shard group of {degree} ranks cannot hold expert_parallel_degree {ranks.ep_size}: it is a multiple of that "
             "degree. Set hybrid_shard_degree in torch.sagemaker.init."
         )
-    if degree not in _expert_meshes:
-        _expert_meshes[degree] = expert_mesh(ranks.device.type, replace(ranks.degrees, hybrid_shard=degree))
-    return _expert_meshes[degree]
+    return _made("expert", degree, lambda: expert_mesh(ranks.device.type, replace(ranks.degrees, hybrid_shard=degree)))
 
 
 def _shard_group(sharding: Sharding | None) -> dist.ProcessGroup | None:

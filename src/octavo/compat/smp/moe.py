@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from octavo.compat.smp.utils import say_once
+from octavo.compat.notices import say_once
 from octavo.config.moe import OTHER_BALANCING, MoeConfig
 from octavo.errors import InputError, check_flags, unknown
 from octavo.nn.moe import LayerNormMoE

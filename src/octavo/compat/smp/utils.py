@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -14,11 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-
-from octavo.errors import warn
-from octavo.parallel.world import state
-
-_said: set[str] = set()
 
 
 def get_logger(name: str = "smp") -> logging.Logger:
@@ -77,11 +71,3 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
     if found is not None:
         return found.clip_grad_norm_(max_norm, norm_type)
     return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
-
-
-def say_once(key: str, message: str) -> None:
-    """A line for the user, once, on the first rank."""
-    if key not in _said:
-        _said.add(key)
-        if state.rank == 0 and os.environ.get("RANK", "0") == "0":
-            warn(message)

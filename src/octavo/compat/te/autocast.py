@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
+from octavo.compat.notices import say_once
 from octavo.compat.te.recipes import DelayedScaling, Recipe
-from octavo.errors import InputError, warn
+from octavo.errors import InputError
 from octavo.fp8 import autocast as fp8
 from octavo.fp8.recipe import coerce
 from octavo.kernels import gemm
@@ -54,9 +54,6 @@ def fp8_autocast(
         yield
 
 
-_said: set[str] = set()
-
-
 @contextlib.contextmanager
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
@@ -71,9 +68,9 @@ def quantized_model_init(
             "fp8_model_init(preserve_high_precision_init_val=True): parameters are in high precision here and have no "
             "get_high_precision_init_val(). Leave it out, and read the parameter itself."
         )
-    if enabled and "quantized_model_init" not in _said:
-        _said.add("quantized_model_init")
-        warn("fp8_model_init: parameters keep their own dtype, and products run in FP8 under fp8_autocast as ever.")
+    if enabled:
+        message = "fp8_model_init: parameters keep their own dtype, and products run in FP8 under fp8_autocast as ever."
+        say_once("quantized_model_init", message)
     yield
 
 
@@ -116,10 +113,3 @@ def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """True if this machine computes bfloat16."""
     there = not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
     return (there, "" if there else "this GPU has no bfloat16.") if return_reason else there
-
-
-def warn_once(key: str, message: str) -> None:
-    """A Python warning, the first time alone."""
-    if key not in _said:
-        _said.add(key)
-        warnings.warn(message, stacklevel=3)

@@ -5,12 +5,12 @@ A query without any key sees itself: there its output has no meaning, and would 
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.compat.te.autocast import warn_once
 from octavo.errors import InputError, unknown
 
 PLAIN = {"causal": "causal", "causal_bottom_right": "causal", "no_mask": "no_mask"}
@@ -55,7 +55,7 @@ def mask_and_type(
     if kind in PLAIN:
         if mask is not None:
             message = f"attention_mask has no effect beside {kind!r}: it has for 'arbitrary' and mask types with 'padding'."
-            warn_once("unused mask", message)
+            warnings.warn(message, stacklevel=2)  # which Python shows once
         if left < 0 and (causal or right < 0):
             return None, base
         return _allowed(shape[1], left, right, device)[None, None], base

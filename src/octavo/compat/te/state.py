@@ -17,8 +17,9 @@ from safetensors.torch import save as _save
 from torch import Tensor, nn
 
 from octavo.compat.missing import MissingName, way_of
+from octavo.compat.notices import say_once
 from octavo.compat.te.parts import rejoined
-from octavo.errors import InputError, warn
+from octavo.errors import InputError
 from octavo.fp8.formats import Format
 from octavo.fp8.recipe import DelayedScaling
 from octavo.fp8.scaling import load_state_records, state_records, states_of
@@ -26,7 +27,6 @@ from octavo.nn.attention import MultiheadAttention
 
 KEY = "_extra_state"
 _MAGIC = b"octavo-fp8:"
-_said: list[str] = []
 
 
 def encode(module: nn.Module) -> Tensor:
@@ -102,11 +102,11 @@ class Stateful(nn.Module):
         """Restore them; those of Transformer Engine's own layers are not read, which is said once."""
         if is_ours(state):
             decode(self, state)
-        elif isinstance(state, Tensor) and state.numel() and not _said:
-            _said.append(KEY)
-            warn(
+        elif isinstance(state, Tensor) and state.numel():
+            say_once(
+                KEY,
                 "this checkpoint has FP8 scales of Transformer Engine's, which are pickled and not read: weights are loaded, "
-                "and the amax histories begin anew."
+                "and the amax histories begin anew.",
             )
 
 

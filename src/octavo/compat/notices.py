@@ -1,0 +1,18 @@
+"""Lines that the old names print once: what has no effect here, or another one."""
+
+from __future__ import annotations
+
+import os
+
+from octavo.errors import warn
+from octavo.parallel.world import state
+
+_said: set[str] = set()
+
+
+def say_once(key: str, message: str) -> None:
+    """A line for the user, once, on the first rank."""
+    if key not in _said:
+        _said.add(key)
+        if state.rank == 0 and os.environ.get("RANK", "0") == "0":
+            warn(message)
