@@ -123,6 +123,11 @@ class LinearQuantizer:
         """True if backward can repeat the cast of the input to the same bits from its scale."""
         return self.recipe is None or has_one_scale(self.recipe, Operand.INPUT)
 
+    @property
+    def knows_input_scale(self) -> bool:
+        """True if the scale of the input, or that there is none, is known without its values."""
+        return self.recipe is None or self.recipe.casts[Operand.INPUT].delayed
+
     def input(self, producer: Producer, *, columnwise: bool, rowwise: bool = True, recompute: bool = False) -> QuantizedTensor:
         """The input, rowwise for the output and columnwise for the weight gradient.
 
@@ -143,7 +148,7 @@ class LinearQuantizer:
     def weight(self, weight: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         """The weight, rowwise for the output and columnwise for the input gradient; both if it outlives this use."""
         if self.recipe is None:
-            return QuantizedTensor(weight.to(self.out_dtype))
+            return QuantizedTensor(weight.to(self.out_dtype)) if rowwise or columnwise else NOTHING
         if not self._transposes_late or (rowwise and columnwise):
             return self._weight_in_both(weight)
         if self._drops_cached:
@@ -237,8 +242,9 @@ class LinearQuantizer:
         self, operand: Operand, producer: Producer, *, rowwise: bool, columnwise: bool, slot_index: Tensor | None = None
     ) -> tuple[QuantizedTensor, Tensor | None]:
         """An operand in the layouts asked for, and its scale if there is one for the tensor."""
+        stored = rowwise or columnwise
         if self.recipe is None:
-            return QuantizedTensor(producer(Quantizer(self.out_dtype)).high_precision), None
+            return QuantizedTensor(producer(Quantizer(self.out_dtype)).high_precision) if stored else NOTHING, None
         how, compiling = self.recipe.casts[operand], torch.compiler.is_compiling()
         kind, record = how.format, operand is Operand.GRAD_OUTPUT or self.records
         matrix = producer.matrix if isinstance(producer, DenseOperand) else None
@@ -254,6 +260,8 @@ class LinearQuantizer:
             elif record:
                 slot.buffer.owner.record_forward(training=self.state.training)
             scale, seen = self._of_operand(slot.scale), self._of_operand(slot.amax) if record else None
+            if not stored and seen is None:
+                return NOTHING, scale
             return producer(Quantizer(kind.dtype, kind.max, scale, seen, rowwise, columnwise)), scale
         if how.granularity is Granularity.TENSOR and not compiling:
             if matrix is not None:
@@ -265,7 +273,9 @@ class LinearQuantizer:
                 self._join(largest, self.state.context_group)
             scale = scale_from_amax(largest, kind.max, how.power_of_two)
             self.state.observed[operand] = scale
-            return producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)), scale
+            return producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)) if stored else NOTHING, scale
+        if not stored:
+            return NOTHING, None
         if matrix is None:
             matrix = producer(Quantizer(torch.float32)).high_precision
         out, chosen = self._quantize(operand, matrix, how, rowwise=rowwise, columnwise=columnwise)
