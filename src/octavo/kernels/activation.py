@@ -180,7 +180,7 @@ def _weighted(y, dy, r, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C:
         across = tl.cdiv(columns, TILE_C)
         weight = tl.load(weights_ptr + r, mask=r < rows, other=0.0)[:, None]
         if d_weights_ptr is not None:
-            at = d_weights_ptr + r.to(tl.int64) * across + tile % across
+            at = d_weights_ptr + (tile % across).to(tl.int64) * rows + r  # rows side by side, as they are stored
             tl.store(at, tl.sum(dy * y, 1), mask=r < rows)
         y, dy = y * weight, dy * weight
     return y, dy

@@ -46,7 +46,7 @@ def launch(name: str, x: Tensor, weights: Tensor, routes: Routes, quantizer: Qua
         tiles = activation.FORWARD_ROWS
     out = _allocate(quantizer, rows, columns, x.device)
     activation.activation_tiles[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
-        x, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data, inverse(quantizer.scale),
+        x, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data, out.scale_inv,
         rows, columns, x.stride(0), 1.0, **_arguments(name, columns, weights, routes, tiles),
     )  # fmt: skip
     return out
@@ -64,15 +64,15 @@ def launch_backward(
     tiles = activation.BACKWARD_GATED if activation.is_gated(name) else activation.BACKWARD
     tiles = activation.PACKED if packed else tiles
     across = triton.cdiv(columns, tiles.columns)
-    d_weights = torch.empty(rows, across, dtype=torch.float32, device=x.device)
+    d_weights = torch.empty(across, rows, dtype=torch.float32, device=x.device)
     run, one = (activation.activation_backward_packed, {}) if packed else (activation.activation_backward_tiles, {"one": 1.0})
     run[(triton.cdiv(rows, tiles.rows) * across,)](
-        dy, x, quantizer.scale, quantizer.amax, dx.rowwise_data, dx.columnwise_data, inverse(quantizer.scale),
-        again.scale, again.amax, y.rowwise_data, y.columnwise_data, inverse(again.scale), None,
+        dy, x, quantizer.scale, quantizer.amax, dx.rowwise_data, dx.columnwise_data, dx.scale_inv,
+        again.scale, again.amax, y.rowwise_data, y.columnwise_data, y.scale_inv, None,
         rows, columns, dy.stride(0), x.stride(0), **one,
         d_weights_ptr=d_weights, **_arguments(name, columns, weights, routes, tiles),
     )  # fmt: skip
-    return dx, None if recompute is None else y, d_weights.sum(1)
+    return dx, None if recompute is None else y, d_weights.sum(0)
 
 
 def expert_activation(name: str, x: Tensor, weights: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:

@@ -131,9 +131,26 @@ def launch(x: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
     return of_one_scale(rowwise, columnwise, inverse(quantizer.scale))
 
 
+@triton.jit
+def _inverses(scale_ptr, scale_inv_ptr, experts, BLOCK: tl.constexpr):
+    for first in range(0, experts, BLOCK):
+        expert = first + tl.arange(0, BLOCK)
+        scale = tl.load(scale_ptr + expert, mask=expert < experts, other=1.0)
+        tl.store(scale_inv_ptr + expert, tl.div_rn(1.0, scale), mask=expert < experts)
+
+
+def launch_inverse(scale: Tensor) -> Tensor:
+    """Run the kernel; see `inverse`."""
+    scale_inv = torch.empty_like(scale)
+    _inverses[(1,)](scale, scale_inv, len(scale), BLOCK=256, num_warps=1)
+    return scale_inv
+
+
 def inverse(scale: Tensor | None) -> Tensor | None:
     """1 / scale of each expert, float32 [E]; a copy, since a slot takes another scale before backward."""
-    return None if scale is None else reference.divide(1.0, scale)
+    if scale is None:
+        return None
+    return launch_inverse(scale) if scale.device.type == "cuda" else reference.divide(1.0, scale)
 
 
 def permute(x: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
