@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import octavo
+from as_gpu import as_gpu
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import reference
-from octavo.kernels.experts import activation, cast, gemm, permute, travel
+from octavo.kernels.experts import activation, cast, gemm, permute, router, travel
 from octavo.kernels.experts.routes import TILE, make_routes
 from octavo.kernels.quantize.quantized import Quantizer
 from octavo.nn import experts as stacked
@@ -233,3 +234,23 @@ def test_inverses_of_scales_are_those_of_the_reference(experts):
     scale = torch.rand(experts) * 1e4 + 1e-3
     scale[0] = torch.finfo(torch.float32).max
     assert torch.equal(permute.launch_inverse(scale), reference.divide(1.0, scale))
+
+
+@pytest.mark.parametrize("other_paths", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_router_multiplies_pieces_of_bf16_as_float32(dtype, other_paths, monkeypatch):
+    x, weight = torch.randn(70, 80).bfloat16(), torch.randn(5, 80).to(dtype)
+    grad = torch.randn(70, 5) * torch.exp2(torch.randint(-30, 0, (70, 5)).float())
+    dx = torch.randn(70, 80).bfloat16() * 1e-2 if other_paths else None
+    with as_gpu(monkeypatch):
+        logits = router.logits(x, weight)
+        d_found, d_weight = router.gradients(grad, x, weight, dx)
+        assert router.gradients(grad, x, weight, dx, want_x=False, want_weight=False) == (None, None)
+    wide, g = x.double(), grad.double()
+    exact = wide @ weight.double().t(), g.t() @ wide
+    for one, other, rounding in ((logits, exact[0], 1e-6), (d_weight, exact[1], 1e-6 if dtype == torch.float32 else 2**-8)):
+        assert ((one - other).abs() <= rounding * other.norm(dim=1, keepdim=True)).all()
+    assert (logits.dtype, d_weight.dtype) == (torch.float32, dtype)
+    exact = g @ weight.double() + (0 if dx is None else dx.double())
+    assert d_found.dtype == torch.bfloat16
+    assert ((d_found - exact).abs() <= exact.abs() * 2**-8 + 1e-6 * exact.norm(dim=1, keepdim=True)).all()
