@@ -11,6 +11,8 @@ from driving import RECIPES, array, check_state, check_states, delayed, gradient
 from restatement import delayed_states, operands, round_trip
 
 import octavo
+from octavo.fp8.recipe import Operand
+from octavo.fp8.scaling import fill
 
 ROWS, INNER, OUTER = 6, 12, 10
 
@@ -367,3 +369,21 @@ def test_a_training_inside_of_one_context_is_warned_of(layer, draw):
         with octavo.fp8_autocast(fp8_recipe=delayed()):
             y = layer(batch(draw)).sum()
         y.backward()
+
+
+def test_scales_are_copied_once_until_they_change(draw):
+    layer = octavo.nn.Linear(INNER, OUTER)
+    recipe = octavo.recipe.DelayedScaling(amax_history_len=2)
+    for _ in range(2):
+        with octavo.fp8_autocast(fp8_recipe=recipe):
+            layer(batch(draw)).sum().backward()
+    slot = layer.fp8_state.slots[Operand.INPUT]
+    with octavo.fp8_autocast(fp8_recipe=recipe):
+        layer(batch(draw, 5.0)).sum().backward()
+        kept = slot.buffer.kept()
+        assert slot.buffer.kept() is kept
+        before = kept.clone()
+    assert not torch.equal(slot.buffer.kept(), before)  # the end of the autocast has updated them
+    assert torch.equal(kept, before)
+    fill(slot, torch.tensor(3.0), torch.zeros(2))
+    assert slot.kept_scale == 3

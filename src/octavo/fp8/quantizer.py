@@ -133,9 +133,9 @@ class LinearQuantizer:
 
         recompute: backward repeats the cast (`recomputed_input`) instead of reading this one.
         """
-        x, scale = self._cast(Operand.INPUT, producer, rowwise=rowwise, columnwise=columnwise and self.grads)
-        if recompute and scale is not None and self.grads:
-            self._input_scale = scale.clone()  # the slot takes another before backward
+        keep = recompute and self.grads
+        x, scale = self._cast(Operand.INPUT, producer, rowwise=rowwise, columnwise=columnwise and self.grads, keep=keep)
+        self._input_scale = scale
         return x
 
     def recomputed_input(self) -> Quantizer:
@@ -153,9 +153,9 @@ class LinearQuantizer:
             return self._weight_in_both(weight)
         if self._drops_cached:
             self.state.weight_cache = None
-        w, scale = self._cast(Operand.WEIGHT, self._producer(weight), rowwise=rowwise, columnwise=columnwise)
-        if not columnwise and scale is not None and self.grads:
-            self._weight_scale = scale.clone()  # the slot takes another before backward
+        keep = not columnwise and self.grads
+        w, scale = self._cast(Operand.WEIGHT, self._producer(weight), rowwise=rowwise, columnwise=columnwise, keep=keep)
+        self._weight_scale = scale
         return w
 
     @property
@@ -239,9 +239,16 @@ class LinearQuantizer:
             raise RuntimeError("these layers have no second derivative: call backward without create_graph=True.")
 
     def _cast(
-        self, operand: Operand, producer: Producer, *, rowwise: bool, columnwise: bool, slot_index: Tensor | None = None
+        self,
+        operand: Operand,
+        producer: Producer,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        slot_index: Tensor | None = None,
+        keep: bool = False,
     ) -> tuple[QuantizedTensor, Tensor | None]:
-        """An operand in the layouts asked for, and its scale if there is one for the tensor."""
+        """An operand in the layouts asked for, and with `keep` its scale, if there is one for the tensor."""
         stored = rowwise or columnwise
         if self.recipe is None:
             return QuantizedTensor(producer(Quantizer(self.out_dtype)).high_precision) if stored else NOTHING, None
@@ -259,10 +266,12 @@ class LinearQuantizer:
                 slot.buffer.owner.record_gradient(self.session)
             elif record:
                 slot.buffer.owner.record_forward(training=self.state.training)
-            scale, seen = self._of_operand(slot.scale), self._of_operand(slot.amax) if record else None
+            kept = self._of_operand(slot.kept_scale) if keep else None  # the slot takes another before backward
+            seen = self._of_operand(slot.amax) if record else None
             if not stored and seen is None:
-                return NOTHING, scale
-            return producer(Quantizer(kind.dtype, kind.max, scale, seen, rowwise, columnwise)), scale
+                return NOTHING, kept
+            scale = self._of_operand(slot.scale)
+            return producer(Quantizer(kind.dtype, kind.max, scale, seen, rowwise, columnwise)), kept
         if how.granularity is Granularity.TENSOR and not compiling:
             if matrix is not None:
                 largest = amax(matrix)
@@ -273,7 +282,8 @@ class LinearQuantizer:
                 self._join(largest, self.state.context_group)
             scale = scale_from_amax(largest, kind.max, how.power_of_two)
             self.state.observed[operand] = scale
-            return producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)) if stored else NOTHING, scale
+            made = producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)) if stored else NOTHING
+            return made, scale if keep else None
         if not stored:
             return NOTHING, None
         if matrix is None:

@@ -28,10 +28,9 @@ def _pieces(x: Tensor) -> list[Tensor]:
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, H] · weight [E, H]ᵀ: float32 [T, E]."""
-    if _in_pieces(x) and weight.dtype in (torch.bfloat16, torch.float32):
-        parts = _pieces(weight)
-        found = torch.mm(x, torch.cat(parts).t(), out_dtype=torch.float32)
-        return found if len(parts) == 1 else found.unflatten(1, (len(parts), -1)).sum(1)
+    if _in_pieces(x) and weight.dtype == torch.float32:
+        parts = torch.cat(_pieces(weight))
+        return torch.mm(x, parts.t(), out_dtype=torch.float32).unflatten(1, (-1, len(weight))).sum(1)
     if x.device.type == "cuda" and x.dtype == weight.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return x.float() @ weight.float().t()
