@@ -72,9 +72,11 @@ def as_gpu(monkeypatch):
     monkeypatch.setattr(algorithms, "mm", _mm)
     monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
     monkeypatch.setattr(torch, "_grouped_mm", _grouped_mm)
+    gemm.capability.cache_clear()
     gemm.has_grouped_products.cache_clear()
     try:
         with _AsGpu():
             yield
     finally:
+        gemm.capability.cache_clear()
         gemm.has_grouped_products.cache_clear()

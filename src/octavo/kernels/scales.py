@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import reference
+from octavo.kernels.tiles import cdiv, next_power_of_2
 
 _TENSORS, _SLOTS, _WARPS = 8, 1024, 8
 """Tensors of a program (32 bytes of a row, the least that memory moves), slots of a history that it holds, and its warps."""
@@ -55,9 +56,9 @@ def launch(
     length, tensors = history.shape
     if history.numel() == 0:
         return
-    _update_scales[(triton.cdiv(tensors, _TENSORS),)](
+    _update_scales[(cdiv(tensors, _TENSORS),)](
         history, scale, fp8_max, saturated.view(torch.uint8), length, tensors, history.stride(0), 2.0**-margin, rounding,
-        MOST_RECENT=algo == "most_recent", SLOTS=min(triton.next_power_of_2(length), _SLOTS), TENSORS=_TENSORS,
+        MOST_RECENT=algo == "most_recent", SLOTS=min(next_power_of_2(length), _SLOTS), TENSORS=_TENSORS,
         LARGEST_FLOAT=reference.FLOAT32_MAX, num_warps=_WARPS,
     )  # fmt: skip
 

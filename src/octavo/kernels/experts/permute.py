@@ -17,7 +17,7 @@ from octavo.kernels.experts.routes import TILE, Routes
 from octavo.kernels.quantize.cast import larger, record_amax, store_layouts
 from octavo.kernels.quantize.packed_transpose import packed_row, store_packed
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
-from octavo.kernels.tiles import adjacent_columns
+from octavo.kernels.tiles import adjacent_columns, cdiv
 
 _GROUPS, _GROUP_COLUMNS, _WARPS = TILE // 4, 64, 4
 _TILE_ROWS, _TILE_COLUMNS, _ROW_WARPS = 8, 512, 4
@@ -117,13 +117,13 @@ def launch(x: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
     rowwise = torch.empty(rows, columns, **make) if quantizer.rowwise else None
     columnwise = torch.empty(columns, rows, **make) if quantizer.columnwise else None
     if columnwise is not None:
-        _gather_packed[(rows // TILE * triton.cdiv(columns, _GROUP_COLUMNS),)](
+        _gather_packed[(rows // TILE * cdiv(columns, _GROUP_COLUMNS),)](
             x, routes.tokens, routes.experts, quantizer.scale, quantizer.amax, rowwise, columnwise,
             rows, columns, x.stride(0), len(routes.ends), GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
     elif rowwise is not None or quantizer.amax is not None:
         # Without a scale all rows are written: products of other kinds read those behind the last expert.
-        _gather_tiles[(rows // _TILE_ROWS * triton.cdiv(columns, _TILE_COLUMNS),)](
+        _gather_tiles[(rows // _TILE_ROWS * cdiv(columns, _TILE_COLUMNS),)](
             x, routes.tokens, routes.experts, quantizer.scale, quantizer.amax, rowwise, columns, x.stride(0), len(routes.ends),
             SKIPS=quantizer.scale is not None or rowwise is None,
             TILE_ROWS=TILE, TILE_R=_TILE_ROWS, TILE_C=_TILE_COLUMNS, num_warps=_ROW_WARPS,
@@ -190,7 +190,7 @@ def add_copies(y: Tensor, rows: Tensor, tile: int) -> Tensor:
     y = adjacent_columns(y)
     out = y.new_empty(tokens, y.shape[1])
     if out.numel():
-        _add_copies[(triton.cdiv(tokens, _SUM_TOKENS) * triton.cdiv(y.shape[1], _SUM_COLUMNS),)](
+        _add_copies[(cdiv(tokens, _SUM_TOKENS) * cdiv(y.shape[1], _SUM_COLUMNS),)](
             y, rows, out, tokens, y.shape[1], y.stride(0),
             VISITED=visited, TILE_T=_SUM_TOKENS, TILE_C=_SUM_COLUMNS, num_warps=_SUM_WARPS,
         )  # fmt: skip
