@@ -168,7 +168,7 @@ def experts():
     for made, again in ((HIGH, None), (HIGH, HIGH), (quantizer(E5M2, count, **BOTH), recompute)):
         expert_activation.launch_backward("swiglu", matrix(rows, ffn), up, weights, routes, made, again)
     permute.add_copies(x, routes.rows, TILE)
-    permute.launch_inverse(matrix(count, dtype=FP32))
+    scales.launch_inverse(matrix(count, dtype=FP32), matrix(count, dtype=FP32))
     travel.launch(matrix(rows, hidden, dtype=E4M3), matrix(rows, hidden // 128, dtype=FP32), BF16)
     for dtype in (BF16, FP32):
         expert_cast.launch(matrix(count, ffn, hidden, dtype=dtype), quantizer(experts=count, **BOTH))

@@ -83,7 +83,7 @@ def shard_scale(
             slot.buffer.owner.record_forward(training=state.training)
         own = ... if state.own_experts is None else state.own_experts
         return slot.scale[own], slot.amax[own] if record else None
-    scale = reference.scale_from_amax(largest(), how.format.max, power_of_two=how.power_of_two)
+    scale = scale_from_amax(largest(), how.format.max, how.power_of_two)
     state.observed[Operand.WEIGHT] = scale
     return scale, None
 

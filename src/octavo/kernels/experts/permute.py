@@ -17,6 +17,7 @@ from octavo.kernels.experts.routes import TILE, Routes
 from octavo.kernels.quantize.cast import larger, record_amax, store_layouts
 from octavo.kernels.quantize.packed_transpose import packed_row, store_packed
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
+from octavo.kernels.scales import inverse_
 from octavo.kernels.tiles import adjacent_columns, cdiv
 
 _GROUPS, _GROUP_COLUMNS, _WARPS = TILE // 4, 64, 4
@@ -131,26 +132,9 @@ def launch(x: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
     return of_one_scale(rowwise, columnwise, inverse(quantizer.scale))
 
 
-@triton.jit
-def _inverses(scale_ptr, scale_inv_ptr, experts, BLOCK: tl.constexpr):
-    for first in range(0, experts, BLOCK):
-        expert = first + tl.arange(0, BLOCK)
-        scale = tl.load(scale_ptr + expert, mask=expert < experts, other=1.0)
-        tl.store(scale_inv_ptr + expert, tl.div_rn(1.0, scale), mask=expert < experts)
-
-
-def launch_inverse(scale: Tensor) -> Tensor:
-    """Run the kernel; see `inverse`."""
-    scale_inv = torch.empty_like(scale)
-    _inverses[(1,)](scale, scale_inv, len(scale), BLOCK=256, num_warps=1)
-    return scale_inv
-
-
 def inverse(scale: Tensor | None) -> Tensor | None:
     """1 / scale of each expert, float32 [E]; a copy, since a slot takes another scale before backward."""
-    if scale is None:
-        return None
-    return launch_inverse(scale) if scale.device.type == "cuda" else reference.divide(1.0, scale)
+    return None if scale is None else inverse_(scale, torch.empty_like(scale))
 
 
 def permute(x: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
