@@ -9,6 +9,7 @@ import octavo
 from as_gpu import as_gpu
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels.experts import activation, cast, gemm, permute, router, travel
+from octavo.kernels.experts import routes as routing
 from octavo.kernels.experts.routes import TILE, make_routes
 from octavo.kernels.quantize.quantized import Quantizer
 from octavo.nn import experts as stacked
@@ -83,6 +84,16 @@ def test_routes_hold_every_copy_once_and_each_tile_has_one_expert(kind):
     assert all(end % TILE == 0 for end in ends)
     assert (routes.experts[ends[-1] // TILE :] == EXPERTS).all()
     assert make_routes(chosen, EXPERTS, 1).splits == tuple(torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist())
+
+
+@pytest.mark.parametrize(("tokens", "experts", "visited"), [(90, 4, 2), (1500, 5, 1), (700, 130, 3), (3, 300, 2), (0, 4, 2)])
+def test_the_kernels_routes_are_those_of_a_stable_sort(tokens, experts, visited):
+    chosen = torch.rand(tokens, experts).argsort(1)[:, :visited]
+    found, wanted = routing.launch(chosen, experts), make_routes(chosen, experts, TILE)
+    for name in ("tokens", "rows", "experts", "ends"):
+        one, other = getattr(found, name), getattr(wanted, name)
+        assert one.dtype == other.dtype == torch.int32
+        assert torch.equal(one, other), name
 
 
 @pytest.mark.parametrize("kind", CHOSEN)
