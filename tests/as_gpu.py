@@ -68,12 +68,15 @@ def as_gpu(monkeypatch):
     """Tensors are on a GPU inside."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=2))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(algorithms, "mm", _mm)
     monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
     monkeypatch.setattr(torch, "_grouped_mm", _grouped_mm)
+    gemm.capability.cache_clear()
     gemm.has_grouped_products.cache_clear()
     try:
         with _AsGpu():
             yield
     finally:
+        gemm.capability.cache_clear()
         gemm.has_grouped_products.cache_clear()

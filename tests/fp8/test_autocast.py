@@ -13,6 +13,7 @@ from restatement import delayed_states, operands, round_trip
 
 import octavo
 from octavo.fp8 import buffers, scaling
+from octavo.fp8.recipe import Operand
 
 ROWS, INNER, OUTER = 6, 12, 10
 
@@ -386,3 +387,21 @@ def test_a_reset_layer_has_not_saturated(draw):
     assert octavo.fp8.inspect(layer)["input"]["saturated"]
     scaling.reset_states(layer)
     assert not octavo.fp8.inspect(layer)["input"]["saturated"]
+
+
+def test_scales_are_copied_once_until_they_change(draw):
+    layer = octavo.nn.Linear(INNER, OUTER)
+    recipe = octavo.recipe.DelayedScaling(amax_history_len=2)
+    for _ in range(2):
+        with octavo.fp8_autocast(fp8_recipe=recipe):
+            layer(batch(draw)).sum().backward()
+    slot = layer.fp8_state.slots[Operand.INPUT]
+    with octavo.fp8_autocast(fp8_recipe=recipe):
+        layer(batch(draw, 5.0)).sum().backward()
+        kept = slot.buffer.kept()
+        assert slot.buffer.kept() is kept
+        before = kept.clone()
+    assert not torch.equal(slot.buffer.kept(), before)  # the end of the autocast has updated them
+    assert torch.equal(kept, before)
+    scaling.fill(slot, torch.tensor(3.0), torch.zeros(2))
+    assert slot.kept_scale == 3

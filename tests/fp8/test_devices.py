@@ -20,6 +20,9 @@ def ampere(monkeypatch):
     """A GPU of compute capability 8.0, as far as the choice of products can see."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(autocast._state, "warned", set())
+    gemm.capability.cache_clear()
+    yield
+    gemm.capability.cache_clear()
 
 
 def test_a_gpu_without_fp8_units_runs_without_and_says_so_once(ampere):

@@ -25,6 +25,7 @@ from octavo.kernels.attention import short
 from octavo.kernels.experts import activation as expert_activation
 from octavo.kernels.experts import cast as expert_cast
 from octavo.kernels.experts import gemm, permute, travel
+from octavo.kernels.experts import routes as routing
 from octavo.kernels.experts.routes import TILE, Routes, most_rows
 from octavo.kernels.quantize import cast, cast_scaled
 from octavo.kernels.quantize.quantized import Quantizer
@@ -155,6 +156,8 @@ def experts():
     routes = Routes(
         matrix(rows, **whole), matrix(16384, 2, **whole), matrix(rows // TILE, **whole), matrix(count, **whole), TILE, None
     )
+    for visited, of in ((2, count), (8, 128)):
+        routing.launch(matrix(16384, visited, dtype=torch.int64), of)
     x, up, weights = matrix(rows, hidden), matrix(rows, 2 * ffn), matrix(rows, dtype=FP32)
     for made in (
         HIGH,
@@ -168,6 +171,7 @@ def experts():
     for made, again in ((HIGH, None), (HIGH, HIGH), (quantizer(E5M2, count, **BOTH), recompute)):
         expert_activation.launch_backward("swiglu", matrix(rows, ffn), up, weights, routes, made, again)
     permute.add_copies(x, routes.rows, TILE)
+    scales.launch_inverse(matrix(count, dtype=FP32), matrix(count, dtype=FP32))
     travel.launch(matrix(rows, hidden, dtype=E4M3), matrix(rows, hidden // 128, dtype=FP32), BF16)
     for dtype in (BF16, FP32):
         expert_cast.launch(matrix(count, ffn, hidden, dtype=dtype), quantizer(experts=count, **BOTH))

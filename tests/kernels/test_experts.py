@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import octavo
+from as_gpu import as_gpu
 from octavo.fp8.formats import E4M3, E5M2
-from octavo.kernels.experts import activation, cast, gemm, permute, travel
+from octavo.kernels.experts import activation, cast, gemm, permute, router, travel
+from octavo.kernels.experts import routes as routing
 from octavo.kernels.experts.routes import TILE, make_routes
 from octavo.kernels.quantize.quantized import Quantizer
 from octavo.nn import experts as stacked
@@ -82,6 +84,16 @@ def test_routes_hold_every_copy_once_and_each_tile_has_one_expert(kind):
     assert all(end % TILE == 0 for end in ends)
     assert (routes.experts[ends[-1] // TILE :] == EXPERTS).all()
     assert make_routes(chosen, EXPERTS, 1).splits == tuple(torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist())
+
+
+@pytest.mark.parametrize(("tokens", "experts", "visited"), [(90, 4, 2), (1500, 5, 1), (700, 130, 3), (3, 300, 2), (0, 4, 2)])
+def test_the_kernels_routes_are_those_of_a_stable_sort(tokens, experts, visited):
+    chosen = torch.rand(tokens, experts).argsort(1)[:, :visited]
+    found, wanted = routing.launch(chosen, experts), make_routes(chosen, experts, TILE)
+    for name in ("tokens", "rows", "experts", "ends"):
+        one, other = getattr(found, name), getattr(wanted, name)
+        assert one.dtype == other.dtype == torch.int32
+        assert torch.equal(one, other), name
 
 
 @pytest.mark.parametrize("kind", CHOSEN)
@@ -225,3 +237,23 @@ def test_a_layer_over_tiles_equals_one_product_an_expert(recipe, monkeypatch):
         results.append({"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
     for name, tensor in results[0].items():
         assert (results[1][name].float() - tensor.float()).norm() <= 1e-2 * tensor.float().norm(), name
+
+
+@pytest.mark.parametrize("other_paths", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_router_multiplies_pieces_of_bf16_as_float32(dtype, other_paths, monkeypatch):
+    x, weight = torch.randn(70, 80).bfloat16(), torch.randn(5, 80).to(dtype)
+    grad = torch.randn(70, 5) * torch.exp2(torch.randint(-30, 0, (70, 5)).float())
+    dx = torch.randn(70, 80).bfloat16() * 1e-2 if other_paths else None
+    with as_gpu(monkeypatch):
+        logits = router.logits(x, weight)
+        d_found, d_weight = router.gradients(grad, x, weight, dx)
+        assert router.gradients(grad, x, weight, dx, want_x=False, want_weight=False) == (None, None)
+    wide, g = x.double(), grad.double()
+    exact = wide @ weight.double().t(), g.t() @ wide
+    for one, other, rounding in ((logits, exact[0], 1e-6), (d_weight, exact[1], 1e-6 if dtype == torch.float32 else 2**-8)):
+        assert ((one - other).abs() <= rounding * other.norm(dim=1, keepdim=True)).all()
+    assert (logits.dtype, d_weight.dtype) == (torch.float32, dtype)
+    exact = g @ weight.double() + (0 if dx is None else dx.double())
+    assert d_found.dtype == torch.bfloat16
+    assert ((d_found - exact).abs() <= exact.abs() * 2**-8 + 1e-6 * exact.norm(dim=1, keepdim=True)).all()

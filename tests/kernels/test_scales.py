@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.kernels import reference
-from octavo.kernels.scales import launch, update_scales_
+from octavo.kernels.scales import launch, launch_inverse, update_scales_
 
 ROUNDING = 1 + 2.0**-20
 
@@ -52,3 +52,11 @@ def test_flags_of_a_cast():
     update_scales_(history, torch.ones(4), torch.full((4,), 448.0), saturated, algo="max", margin=0, rounding=ROUNDING)
     assert saturated.tolist() == [False, True, True, True]
     assert not history.any()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (8,), (300,)])
+def test_inverses_are_those_of_the_reference(shape):
+    scale = torch.rand(shape) * 1e4 + 1e-3
+    assert torch.equal(launch_inverse(scale, torch.empty(shape)), reference.divide(1.0, scale))
+    largest = torch.full(shape, torch.finfo(torch.float32).max)
+    assert torch.equal(launch_inverse(largest, torch.empty(shape)), reference.divide(1.0, largest))

@@ -13,6 +13,8 @@ from transformers import GPTNeoConfig, LlamaForCausalLM
 import octavo
 from octavo.build import build_model, describe, transform
 from octavo.errors import InputError
+from octavo.fp8.experts import ExpertsGemms
+from octavo.fp8.linear import LinearGemms
 from octavo.fp8.scaling import state_records
 from octavo.kernels.attention import pieces
 from octavo.nn import mlp
@@ -326,3 +328,43 @@ def test_chunks_that_cannot_be():
             transform(llama(), mlp_chunks=chunks)
     with pytest.raises(InputError, match=r"train.mlp_chunks = 2: Sequential keeps its own code.*Use train.mlp_chunks = 1"):
         transform(nn.Sequential(nn.Linear(3, 3)), mlp_chunks=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "chunks", "runs"),
+    [("llama", 1, (2, 2, 2, 1)), ("llama", 2, (2, 2, 4, 2)), ("gpt_neox", 1, (2, 1, 2, 1)), ("mixtral", 1, (2, 2, 2, 1))],
+)
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
+def test_no_product_is_computed_again_that_only_the_stream_takes(recipe, family, chunks, runs, monkeypatch):
+    """runs: of the four products of a block, in forward and backward."""
+    outputs = []
+    for products in (LinearGemms, ExpertsGemms):
+
+        def output(gemms, *operands, computed=products.output):
+            outputs.append(gemms.quantizer.state)
+            return computed(gemms, *operands)
+
+        monkeypatch.setattr(products, "output", output)
+    found = []
+    for recompute in (False, True):
+        model = build_model(
+            llama_config(model_type=family, **({"num_local_experts": 4} if family == "mixtral" else {})),
+            dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute, mlp_chunks=chunks,
+        )  # fmt: skip
+        ids = tokens(2, 65)
+        for _ in range(3):  # with histories
+            model.zero_grad()
+            outputs.clear()
+            with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=RECIPES[recipe]):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters()), *state_records(model).values()])
+    assert_same_bits(*found)
+    for layer in model.layers:
+        attention = layer.self_attention
+        last = layer.layernorm_moe.experts if family == "mixtral" else layer.layernorm_mlp
+        layers = attention.layernorm_qkv, attention.proj
+        states = *(each.fp8_state for each in layers), last.fc1_fp8_state, last.fc2_fp8_state
+        expected = (*runs[:2], 6, 2) if chunks > 1 and recipe != "delayed" else runs
+        assert tuple(map(outputs.count, states)) == expected
+        assert not last.unread

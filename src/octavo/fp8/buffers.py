@@ -56,6 +56,11 @@ class Slot:
         return self.buffer.scale[self.entries]
 
     @property
+    def kept_scale(self) -> Tensor:
+        """`scale` as it is, in memory that no update writes: float32 [] or [count]."""
+        return self.buffer.kept()[self.entries]
+
+    @property
     def amax(self) -> Tensor:
         """Entry 0 of the history, in which casts record: a view, float32 [] or [count]."""
         return self.buffer.history[0, self.entries]
@@ -101,6 +106,7 @@ class ScaleBuffer:
         self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
         self.saturated = torch.zeros(_FIRST_CAPACITY, dtype=torch.bool, device=device)
         self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self._kept: tuple[object, Tensor] | None = None
 
     @torch.inference_mode(False)
     def allocate(self, fp8_max: float, index: int, count: int | None = None) -> Slot:
@@ -116,7 +122,18 @@ class ScaleBuffer:
         self.slots.add(slot)
         return slot
 
+    @torch.inference_mode(False)
+    def kept(self) -> Tensor:
+        """A copy of all scales as they are, the same one until they change: layers keep their part for backward."""
+        # PyTorch's own writes count versions. A CUDA graph, whose replays write unseen, has copies of its own.
+        recording = self.scale.is_cuda and torch.cuda.is_current_stream_capturing()
+        now = _state.session, recording, self.scale._version, self.scale.data_ptr()
+        if self._kept is None or self._kept[0] != now:
+            self._kept = now, self.scale.detach().clone()
+        return self._kept[1]
+
     def _grow(self) -> None:
+        self._kept = None
         self.scale = torch.cat([self.scale, torch.ones_like(self.scale)])
         self.history = torch.cat([self.history, torch.zeros_like(self.history)], 1)
         self.fp8_max = torch.cat([self.fp8_max, torch.ones_like(self.fp8_max)])
@@ -128,6 +145,7 @@ class ScaleBuffer:
         if joint.reduce_amax and several_ranks(joint.group):
             _join(self.history[0], joint.group)
         self._share_experts(joint)
+        self._kept = None  # the kernel's writes count no version
         update_scales_(
             self.history, self.scale, self.fp8_max, self.saturated,
             algo=self.policy.algo, margin=self.policy.margin, rounding=_ROUNDING,
@@ -380,7 +398,7 @@ def _end_backward() -> None:
 def snapshot() -> list[tuple[ScaleBuffer, Tensor]]:
     """The forward scales as they are, for a recomputation to use."""
     forward = (buffer for buffers in list(_sets.values()) for buffer in buffers.forward.values())
-    return [(buffer, buffer.scale.clone()) for buffer in forward]
+    return [(buffer, buffer.kept()) for buffer in forward]
 
 
 @contextlib.contextmanager

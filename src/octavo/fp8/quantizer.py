@@ -83,7 +83,7 @@ def shard_scale(
             slot.buffer.owner.record_forward(training=state.training)
         own = ... if state.own_experts is None else state.own_experts
         return slot.scale[own], slot.amax[own] if record else None
-    scale = reference.scale_from_amax(largest(), how.format.max, power_of_two=how.power_of_two)
+    scale = scale_from_amax(largest(), how.format.max, how.power_of_two)
     state.observed[Operand.WEIGHT] = scale
     return scale, None
 
@@ -126,14 +126,19 @@ class LinearQuantizer:
         """True if backward can repeat the cast of the input to the same bits from its scale."""
         return self.recipe is None or has_one_scale(self.recipe, Operand.INPUT)
 
+    @property
+    def knows_input_scale(self) -> bool:
+        """True if the scale of the input, or that there is none, is known without its values."""
+        return self.recipe is None or self.recipe.casts[Operand.INPUT].delayed
+
     def input(self, producer: Producer, *, columnwise: bool, rowwise: bool = True, recompute: bool = False) -> QuantizedTensor:
         """The input, rowwise for the output and columnwise for the weight gradient.
 
         recompute: backward repeats the cast (`recomputed_input`) instead of reading this one.
         """
-        x, scale = self._cast(Operand.INPUT, producer, rowwise=rowwise, columnwise=columnwise and self.grads)
-        if recompute and scale is not None and self.grads:
-            self._input_scale = scale.clone()  # the slot takes another before backward
+        keep = recompute and self.grads
+        x, scale = self._cast(Operand.INPUT, producer, rowwise=rowwise, columnwise=columnwise and self.grads, keep=keep)
+        self._input_scale = scale
         return x
 
     def recomputed_input(self) -> Quantizer:
@@ -146,14 +151,14 @@ class LinearQuantizer:
     def weight(self, weight: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         """The weight, rowwise for the output and columnwise for the input gradient; both if it outlives this use."""
         if self.recipe is None:
-            return QuantizedTensor(weight.to(self.out_dtype))
+            return QuantizedTensor(weight.to(self.out_dtype)) if rowwise or columnwise else NOTHING
         if not self._transposes_late or (rowwise and columnwise):
             return self._weight_in_both(weight)
         if self._drops_cached:
             self.state.weight_cache = None
-        w, scale = self._cast(Operand.WEIGHT, self._producer(weight), rowwise=rowwise, columnwise=columnwise)
-        if not columnwise and scale is not None and self.grads:
-            self._weight_scale = scale.clone()  # the slot takes another before backward
+        keep = not columnwise and self.grads
+        w, scale = self._cast(Operand.WEIGHT, self._producer(weight), rowwise=rowwise, columnwise=columnwise, keep=keep)
+        self._weight_scale = scale
         return w
 
     @property
@@ -229,11 +234,19 @@ class LinearQuantizer:
         return quantize(matrix, how, rowwise=rowwise, columnwise=columnwise)
 
     def _cast(
-        self, operand: Operand, producer: Producer, *, rowwise: bool, columnwise: bool, slot_index: Tensor | None = None
+        self,
+        operand: Operand,
+        producer: Producer,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        slot_index: Tensor | None = None,
+        keep: bool = False,
     ) -> tuple[QuantizedTensor, Tensor | None]:
-        """An operand in the layouts asked for, and its scale if there is one for the tensor."""
+        """An operand in the layouts asked for, and with `keep` its scale, if there is one for the tensor."""
+        stored = rowwise or columnwise
         if self.recipe is None:
-            return QuantizedTensor(producer(Quantizer(self.out_dtype)).high_precision), None
+            return QuantizedTensor(producer(Quantizer(self.out_dtype)).high_precision) if stored else NOTHING, None
         how, compiling = self.recipe.casts[operand], torch.compiler.is_compiling()
         kind, record = how.format, operand is Operand.GRAD_OUTPUT or self.records
         matrix = producer.matrix if isinstance(producer, DenseOperand) else None
@@ -248,8 +261,12 @@ class LinearQuantizer:
                 slot.buffer.owner.record_gradient(self.session)
             elif record:
                 slot.buffer.owner.record_forward(training=self.state.training)
-            scale, seen = self._of_operand(slot.scale), self._of_operand(slot.amax) if record else None
-            return producer(Quantizer(kind.dtype, kind.max, scale, seen, rowwise, columnwise)), scale
+            kept = self._of_operand(slot.kept_scale) if keep else None  # the slot takes another before backward
+            seen = self._of_operand(slot.amax) if record else None
+            if not stored and seen is None:
+                return NOTHING, kept
+            scale = self._of_operand(slot.scale)
+            return producer(Quantizer(kind.dtype, kind.max, scale, seen, rowwise, columnwise)), kept
         if how.granularity is Granularity.TENSOR and not compiling:
             if matrix is not None:
                 largest = amax(matrix)
@@ -260,10 +277,13 @@ class LinearQuantizer:
                 self._join(largest, self.state.context_group)
             scale = scale_from_amax(largest, kind.max, how.power_of_two)
             self.state.observed[operand] = scale
-            return producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)), scale
+            made = producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)) if stored else NOTHING
+            return made, scale if keep else None
         if compiling and how.granularity is Granularity.TENSOR and self.state.context_group is not None:
             # Not traced, so that this layer runs eagerly: its amax is to be joined over the ranks that share a sequence.
             raise NotImplementedError("current scaling with context parallelism is not compiled.")
+        if not stored:
+            return NOTHING, None
         if matrix is None:
             matrix = producer(Quantizer(torch.float32)).high_precision
         out, chosen = self._quantize(operand, matrix, how, rowwise=rowwise, columnwise=columnwise)

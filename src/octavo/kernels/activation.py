@@ -21,7 +21,7 @@ from octavo.kernels.fast_math import LOG2_E, exp, exp2, reciprocal
 from octavo.kernels.quantize.cast import larger, load_scale, record_amax, store_layouts, store_quantized
 from octavo.kernels.quantize.packed_transpose import load_row_groups, packed_row, store_packed
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, quantize, without_elements
-from octavo.kernels.tiles import adjacent_columns, load_tile, tile_of
+from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile, tile_of
 
 _BELL = tl.constexpr(-0.5 * LOG2_E.value)
 _NORMAL = tl.constexpr(0.3989422804014327)  # 1 / √(2π)
@@ -180,7 +180,7 @@ def _weighted(y, dy, r, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C:
         across = tl.cdiv(columns, TILE_C)
         weight = tl.load(weights_ptr + r, mask=r < rows, other=0.0)[:, None]
         if d_weights_ptr is not None:
-            at = d_weights_ptr + r.to(tl.int64) * across + tile % across
+            at = d_weights_ptr + (tile % across).to(tl.int64) * rows + r  # rows side by side, as they are stored
             tl.store(at, tl.sum(dy * y, 1), mask=r < rows)
         y, dy = y * weight, dy * weight
     return y, dy
@@ -344,7 +344,7 @@ def launch(name: str, x: Tensor, block: int, quantizer: Quantizer, *, tiles: Til
     if x.numel() == 0:
         return without_elements(quantizer, out)
     tiles = tiles or (FORWARD_ROWS if not quantizer.columnwise else FORWARD_GATED if gated else FORWARD)
-    activation_tiles[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
+    activation_tiles[(cdiv(rows, tiles.rows) * cdiv(columns, tiles.columns),)](
         x, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data, out.scale_inv,
         rows, columns, x.stride(0), 1.0,
         CURVE=curve, GATED=gated, BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps,
@@ -373,14 +373,14 @@ def launch_backward(
     y = allocate(y_quantizer, rows, columns, x.device)
     packed = tiles is None and rows % 4 == 0 and packs(quantizer, recompute)
     tiles = PACKED if packed else tiles or (BACKWARD_GATED if gated else BACKWARD)
-    row_tiles = triton.cdiv(rows, tiles.rows)
+    row_tiles = cdiv(rows, tiles.rows)
     partial = torch.empty(row_tiles, width, dtype=torch.float32, device=x.device) if bias else None
     if x.numel() == 0:
         without_elements(quantizer, dx)
         without_elements(y_quantizer, y)
     else:
         run, unpacked = (activation_backward_packed, {}) if packed else (activation_backward_tiles, {"one": 1.0})
-        run[(row_tiles * triton.cdiv(columns, tiles.columns),)](
+        run[(row_tiles * cdiv(columns, tiles.columns),)](
             dy, x, quantizer.scale, quantizer.amax, dx.rowwise_data, dx.columnwise_data, dx.scale_inv,
             y_quantizer.scale, y_quantizer.amax, y.rowwise_data, y.columnwise_data, y.scale_inv,
             partial, rows, columns, dy.stride(0), x.stride(0),

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import reference
+from octavo.kernels.tiles import cdiv
 
 BLOCK, WARPS = 1024, 4
 """Elements of one program, and its warps."""
@@ -68,7 +69,7 @@ def launch(
     given = not isinstance(step, Tensor)
     if param.numel() == 0:
         return
-    _adamw[(triton.cdiv(param.numel(), BLOCK),)](
+    _adamw[(cdiv(param.numel(), BLOCK),)](
         param, grad, exp_avg, exp_avg_sq, None if given else step, grad_scale, param.numel(), float(step) if given else 0.0,
         float(lr), float(lr * weight_decay), float(beta1), 1.0 - beta1, math.log(beta1) if beta1 else -math.inf,
         float(beta2), 1.0 - beta2, math.log(beta2) if beta2 else -math.inf, float(eps),

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.tiles import adjacent_columns, load_tile
+from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile
 
 _ROWS, _COLUMNS, _TILE_ROWS, _WARPS = 256, 128, 32, 4
 """Rows and columns of a program, rows that it reads at once, and its warps."""
@@ -46,7 +46,7 @@ def launch_add_up(parts: Tensor) -> Tensor:
     *leading, rows, columns = parts.shape
     summed = torch.empty(*leading, columns, dtype=torch.float32, device=parts.device)
     if summed.numel():
-        _add_up[(triton.cdiv(columns, _FEW_COLUMNS), summed.numel() // columns)](
+        _add_up[(cdiv(columns, _FEW_COLUMNS), summed.numel() // columns)](
             parts.contiguous(), summed, rows, columns, TILE_R=_PARTS, TILE_C=_FEW_COLUMNS, num_warps=_PARTS_WARPS
         )
     return summed
@@ -61,10 +61,10 @@ def launch(x: Tensor) -> Tensor:
     """Run the kernel; see `column_sums`."""
     x = adjacent_columns(x)
     rows, columns = x.shape
-    tiles = triton.cdiv(rows, _ROWS)
+    tiles = cdiv(rows, _ROWS)
     partial = torch.empty(tiles, columns, dtype=torch.float32, device=x.device)
     if x.numel():
-        _column_sums[(tiles, triton.cdiv(columns, _COLUMNS))](
+        _column_sums[(tiles, cdiv(columns, _COLUMNS))](
             x, partial, rows, columns, x.stride(0), ROWS=_ROWS, TILE_R=_TILE_ROWS, TILE_C=_COLUMNS, num_warps=_WARPS
         )
     return add_up(partial)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.fast_math import LOG2_E, exp2
+from octavo.kernels.tiles import cdiv
 
 _BLOCK, _WARPS = 8192, 8
 _SCALE_BLOCK, _SCALE_WARPS, _PROGRAMS = 8192, 16, 1024
@@ -147,7 +148,7 @@ def _cross_entropy_scale(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 def launch_scale(x: Tensor, factor: Tensor) -> Tensor:
     """Run the kernel; see `scale_`."""
     if x.numel():
-        _cross_entropy_scale[(min(triton.cdiv(x.numel(), _SCALE_BLOCK), _PROGRAMS),)](
+        _cross_entropy_scale[(min(cdiv(x.numel(), _SCALE_BLOCK), _PROGRAMS),)](
             x, factor, x.numel(), BLOCK=_SCALE_BLOCK, num_warps=_SCALE_WARPS
         )
     return x

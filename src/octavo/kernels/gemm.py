@@ -25,12 +25,18 @@ Operand = tuple[Tensor, Tensor]
 """FP8 [N, C] with the inverses of its scales."""
 
 
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; PyTorch's answer takes microseconds, and every launch asks."""
+    return torch.cuda.get_device_capability(device)
+
+
 @torch.compiler.assume_constant_result
 def is_native(device: torch.device) -> bool:
     """True if products of FP8 matrices run in FP8 units on this device."""
     if device.type != "cuda" or torch.version.hip:
         return False
-    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    return capability(device) >= FP8_CAPABILITY
 
 
 @functools.cache
@@ -204,7 +210,7 @@ def grouped_mm(a: Tensor, splits: Sequence[int], b: Tensor) -> Tensor:
 @functools.cache
 def has_grouped_products(device: torch.device) -> bool:
     """True if PyTorch multiplies several groups of rows in one launch here: Hopper."""
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "cuda" and not torch.version.hip and capability(device) == (9, 0)
 
 
 def _ends(rows: Sequence[int], device: torch.device) -> Tensor:
@@ -235,7 +241,7 @@ def _takes_blocks(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip or torch.version.cuda is None:
         return False
     cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-    return cuda >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+    return cuda >= (12, 9) and capability(device) == (9, 0)
 
 
 def _are_blocks(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor) -> bool:

@@ -29,7 +29,7 @@ from octavo.kernels.norm_rows import (
 )
 from octavo.kernels.quantize.cast import load_scale, record_amax, store_layouts, transpose
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, of_one_scale, quantize, without_elements
-from octavo.kernels.tiles import adjacent_columns, load_tile, processors
+from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile, processors
 
 _CENTRED = {"RMSNorm": False, "LayerNorm": True}
 
@@ -172,7 +172,7 @@ def launch(
             )
         else:
             tile = tile or _TILE
-            _norm_tiles[(min(triton.cdiv(rows, tile.rows), processors(device)),)](
+            _norm_tiles[(min(cdiv(rows, tile.rows), processors(device)),)](
                 *arguments, h.stride(0), CENTRE=centre, TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps
             )
     if quantizer.columnwise:
@@ -191,7 +191,7 @@ def launch_backward(
     dh = torch.empty(rows, columns, dtype=h.dtype, device=device)
     shape = backward_shape(columns, centred=centre) if tile is None and columns <= WIDEST_ROW else None
     tile = tile or _TILE
-    parts = triton.cdiv(rows, tile.rows) if shape is None else shape.grid(rows, processors(device))
+    parts = cdiv(rows, tile.rows) if shape is None else shape.grid(rows, processors(device))
     partial = torch.empty(1 + centre, parts, columns, dtype=torch.float32, device=device) if want_weight else None
     if h.numel():
         dy, read = adjacent_columns(dy), adjacent_columns(h)

@@ -6,12 +6,14 @@ hold such a row with fewer idle threads: 1,024 and 256.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from octavo.kernels.quantize.cast import load_scale, raise_to
+from octavo.kernels.tiles import next_power_of_2
 
 
 class RowBlocks(NamedTuple):
@@ -43,18 +45,20 @@ def _warps(columns: int, table: dict[int, int]) -> int:
 
 
 def _blocks(columns: int) -> tuple[int, int]:
-    whole = triton.next_power_of_2(columns)
+    whole = next_power_of_2(columns)
     first = whole // 2
-    rest = triton.next_power_of_2(columns - first) if columns > first else 0
+    rest = next_power_of_2(columns - first) if columns > first else 0
     return (first, rest) if 0 < rest < first else (whole, 0)
 
 
+@functools.cache
 def forward_shape(columns: int) -> RowBlocks:
     """Blocks of `norm_rows`."""
     warps = _warps(columns, _FORWARD_WARPS)
     return RowBlocks(*_blocks(columns), warps, 64 if warps == 1 else None)
 
 
+@functools.cache
 def backward_shape(columns: int, *, centred: bool) -> RowBlocks:
     """Blocks of `backward_rows`, with as many programs as registers allow at once: none waits for the end of another."""
     warps = _warps(columns, _CENTRED_BACKWARD_WARPS if centred else _BACKWARD_WARPS)
@@ -62,7 +66,7 @@ def backward_shape(columns: int, *, centred: bool) -> RowBlocks:
         at_once = (12 if columns <= 768 else 8) if centred else (16 if columns <= 1024 else 12)
         return RowBlocks(*_blocks(columns), 1, at_once)
     # Four sums over two blocks each cost more than idle threads.
-    block, rest = (triton.next_power_of_2(columns), 0) if centred else _blocks(columns)
+    block, rest = (next_power_of_2(columns), 0) if centred else _blocks(columns)
     return RowBlocks(block, rest, warps, 16 // warps)
 
 

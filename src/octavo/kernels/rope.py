@@ -21,7 +21,7 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.quantize.cast import load_scale, record_amax, store_layouts
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, quantize, without_elements
-from octavo.kernels.tiles import adjacent_columns
+from octavo.kernels.tiles import adjacent_columns, cdiv, next_power_of_2
 
 
 class Tiles(NamedTuple):
@@ -199,13 +199,13 @@ def _programs(
     rows: int, heads: int, groups: int, head_dim: int, cos: Tensor | None, mirrored: bool, tiles: Tiles
 ) -> tuple[tuple[int, int], dict[str, int]]:
     """Grid and constants of a launch."""
-    grid = triton.cdiv(rows, tiles.tokens), triton.cdiv(heads, tiles.heads) + 2 * triton.cdiv(groups, tiles.heads)
+    grid = cdiv(rows, tiles.tokens), cdiv(heads, tiles.heads) + 2 * cdiv(groups, tiles.heads)
     return grid, {
         "H": heads,
         "G": groups,
         "D": head_dim,
         "ROTATED": 0 if cos is None else cos.shape[-1],
-        "HALF": triton.next_power_of_2(head_dim // 2),
+        "HALF": next_power_of_2(head_dim // 2),
         "MIRRORED": mirrored,
         "TOKENS": tiles.tokens,
         "HEADS_EACH": tiles.heads,

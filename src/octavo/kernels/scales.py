@@ -1,4 +1,4 @@
-"""Delayed scaling's update of all tensors of a buffer, in place: one kernel for a dozen small passes of PyTorch.
+"""Delayed scaling's update of all tensors of a buffer, in place, and inverses: one kernel for a dozen small passes of PyTorch.
 
 A step updates twice, and nothing else runs meanwhile. A program reads a block of rows before it writes the block, in ascending
 order, so that histories roll in place.
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import reference
+from octavo.kernels.tiles import cdiv, next_power_of_2
 
 _TENSORS, _SLOTS, _WARPS = 8, 1024, 8
 """Tensors of a program (32 bytes of a row, the least that memory moves), slots of a history that it holds, and its warps."""
@@ -55,9 +56,9 @@ def launch(
     length, tensors = history.shape
     if history.numel() == 0:
         return
-    _update_scales[(triton.cdiv(tensors, _TENSORS),)](
+    _update_scales[(cdiv(tensors, _TENSORS),)](
         history, scale, fp8_max, saturated.view(torch.uint8), length, tensors, history.stride(0), 2.0**-margin, rounding,
-        MOST_RECENT=algo == "most_recent", SLOTS=min(triton.next_power_of_2(length), _SLOTS), TENSORS=_TENSORS,
+        MOST_RECENT=algo == "most_recent", SLOTS=min(next_power_of_2(length), _SLOTS), TENSORS=_TENSORS,
         LARGEST_FLOAT=reference.FLOAT32_MAX, num_warps=_WARPS,
     )  # fmt: skip
 
@@ -78,3 +79,22 @@ def update_scales_(
     new_history, new_scale = reference.update_scales(history, scale, fp8_max, algo=algo, margin=margin)
     history.copy_(new_history)
     scale.copy_(new_scale)
+
+
+@triton.jit
+def _inverses(scale_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    for first in range(0, count, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        scale = tl.load(scale_ptr + i, mask=i < count, other=1.0)
+        tl.store(out_ptr + i, tl.div_rn(1.0, scale), mask=i < count)
+
+
+def launch_inverse(scale: Tensor, out: Tensor) -> Tensor:
+    """Run the kernel; see `inverse_`."""
+    _inverses[(1,)](scale.contiguous(), out, scale.numel(), BLOCK=256, num_warps=1)
+    return out
+
+
+def inverse_(scale: Tensor, out: Tensor) -> Tensor:
+    """`reference.divide(1, scale)` into `out`, float32 of the same shape and contiguous: one launch on a GPU."""
+    return launch_inverse(scale, out) if scale.device.type == "cuda" else out.copy_(reference.divide(1.0, scale))

@@ -157,5 +157,12 @@ class TransformerLayer(ResidualLayer):
         out = self._dropped(out)
         return (h, out) if return_residual else h + out
 
+    def set_unread(self, unread: bool) -> None:
+        """In a recomputation of this layer: the products run no more whose results are only added to the stream."""
+        last = self.layernorm_mlp if self.experts is None else self.layernorm_moe.experts
+        last.unread = unread
+        if self.parallel:
+            self.self_attention.proj.unread = unread
+
     def _dropped(self, x: Tensor) -> Tensor:
         return functional.dropout(x, self.hidden_dropout, self.training)

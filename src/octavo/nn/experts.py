@@ -35,6 +35,9 @@ class StackedExperts(nn.Module):
     number of experts. FP8 scales are an expert's own. The weight of a token multiplies the input of the second product.
     """
 
+    unread = False
+    """As that of `octavo.nn.LayerNormMLP`."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -85,7 +88,9 @@ class StackedExperts(nn.Module):
                 ExpertsGemms(state, weight, routes, active_recipe(state, x.device), x.dtype, is_first_microbatch)
                 for state, weight in zip((self.fc1_fp8_state, self.fc2_fp8_state), weights, strict=True)
             )
-            y: Tensor = _ExpertsFunction.apply(x, scores, *weights, *routes.tensors, routes, fc1, fc2, self.activation, trip)
+            y: Tensor = _ExpertsFunction.apply(
+                x, scores, *weights, *routes.tensors, routes, fc1, fc2, self.activation, trip, self.unread
+            )
         return y
 
     def extra_repr(self) -> str:
@@ -120,7 +125,7 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scores: Tensor, weight_1: Tensor, weight_2: Tensor,
         tokens: Tensor, rows: Tensor, experts: Tensor, ends: Tensor,
-        routes: Routes, fc1: ExpertsGemms, fc2: ExpertsGemms, curve: str, trip: _Trip | None,
+        routes: Routes, fc1: ExpertsGemms, fc2: ExpertsGemms, curve: str, trip: _Trip | None, unread: bool,
     ) -> Tensor:  # fmt: skip
         # Under no_grad a parameter still needs its gradient by needs_input_grad, but no operand has the layout for it.
         want_x, want_scores, want_w1, want_w2 = (fc1.quantizer.grads and wanted for wanted in ctx.needs_input_grad[:4])
@@ -128,7 +133,7 @@ class _ExpertsFunction(torch.autograd.Function):
         weight_1, weight_2 = (weight.unflatten(0, (len(ends), -1)) for weight in (weight_1, weight_2))
         again_x, again_activated = want_w1 and fc1.quantizer.recomputable, want_w2 and fc2.quantizer.recomputable
         w1 = fc1.quantizer.weight(weight_1)
-        exchange = None if trip is None else trip.exchange
+        exchange, tokens_here = None if trip is None else trip.exchange, x.shape[0]
         if trip is not None:
             x, scores = trip.copies.wait(), trip.weights.wait()
         weights = torch.zeros(len(tokens), device=x.device).scatter_(0, rows.flatten().long(), scores.float().flatten())
@@ -136,12 +141,15 @@ class _ExpertsFunction(torch.autograd.Function):
         hidden = fc1.output(x_q, w1, routes)
         activated = fc2.quantizer.input(
             lambda quantizer: expert_activation(curve, hidden, weights, routes, quantizer),
-            columnwise=want_w2 and not again_activated, recompute=again_activated,
+            rowwise=not unread, columnwise=want_w2 and not again_activated, recompute=again_activated,
         )  # fmt: skip
-        w2 = fc2.quantizer.weight(weight_2)
-        y = add_copies(fc2.output(activated, w2, routes), routes.rows, routes.tile)
-        if exchange is not None:
-            y = add_copies(exchange.collect(y).wait(), exchange.rows, routes.tile)
+        w2 = fc2.quantizer.weight(weight_2, rowwise=not unread)
+        if unread:
+            y = x.new_empty(tokens_here, weight_2.shape[1], dtype=fc2.out_dtype)
+        else:
+            y = add_copies(fc2.output(activated, w2, routes), routes.rows, routes.tile)
+            if exchange is not None:
+                y = add_copies(exchange.collect(y).wait(), exchange.rows, routes.tile)
         ctx.call = routes.tile, routes.splits, fc1, fc2, curve, exchange, trip is not None and trip.fp8
         fc1.quantizer.routes = fc2.quantizer.routes = None  # a backward takes those that were saved
         ctx.save_for_backward(
@@ -207,7 +215,7 @@ class _ExpertsFunction(torch.autograd.Function):
             dx = None if dx is None else add_copies(dx, exchange.rows, tile)
             d_scores = None if d_scores is None else d_scores[exchange.rows, 0]
         d_w1, d_w2 = (None if dw is None else dw.flatten(0, 1) for dw in (d_w1, d_w2))
-        return dx, d_scores, d_w1, d_w2, *(None,) * 9
+        return dx, d_scores, d_w1, d_w2, *(None,) * 10
 
 
 def _columnwise(x: QuantizedTensor, wanted: bool) -> QuantizedTensor:

@@ -76,9 +76,13 @@ class _WideLinear(torch.autograd.Function):
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: ModuleState, out_dtype: torch.dtype, first: bool | None
-) -> Tensor:
-    """x · weightᵀ + bias, in FP8 where an autocast says so, else in `out_dtype`. x [..., K], weight [N, K] → [..., N]."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: ModuleState, out_dtype: torch.dtype, first: bool | None,
+    *, unread: bool = False,
+) -> Tensor:  # fmt: skip
+    """x · weightᵀ + bias, in FP8 where an autocast says so, else in `out_dtype`. x [..., K], weight [N, K] → [..., N].
+
+    unread: as `Linear.unread`.
+    """
     recipe = active_recipe(state, x.device)
     if recipe is None:
         bias = None if bias is None else bias.to(out_dtype)
@@ -89,13 +93,13 @@ def product(
     quantizer = gemms.quantizer
     # The casts stand outside of the autograd function: a compiler allows no writes to a layer's FP8 state inside of it.
     with torch.no_grad(), autocast.scales_of_forward():
-        x_q = quantizer.input(DenseOperand(flat(x)), columnwise=weight.requires_grad)
-        w_q = quantizer.weight(weight)
+        x_q = quantizer.input(DenseOperand(flat(x)), rowwise=not unread, columnwise=weight.requires_grad)
+        w_q = quantizer.weight(weight, rowwise=not unread)
     casts = *_without_repetition(x_q), *_without_repetition(w_q)
     if torch.compiler.is_compiling():  # torch 2.11 loses the gradient of a result that the function itself has reshaped
-        y = _LinearFunction.apply(flat(x), weight, bias, *casts, quantizer.grad_output_slot(), gemms)
+        y = _LinearFunction.apply(flat(x), weight, bias, *casts, quantizer.grad_output_slot(), gemms, unread)
         return y.view(*x.shape[:-1], weight.shape[0])
-    return _LinearFunction.apply(x, weight, bias, *casts, None, gemms)
+    return _LinearFunction.apply(x, weight, bias, *casts, None, gemms, unread)
 
 
 def _without_repetition(q: QuantizedTensor) -> QuantizedTensor:
@@ -116,9 +120,9 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
-        x_row: Tensor, x_row_scale: Tensor, x_column: Tensor | None, x_column_scale: Tensor | None,
-        w_row: Tensor, w_row_scale: Tensor, w_column: Tensor | None, w_column_scale: Tensor | None,
-        slot: Tensor | None, gemms: LinearGemms,
+        x_row: Tensor | None, x_row_scale: Tensor | None, x_column: Tensor | None, x_column_scale: Tensor | None,
+        w_row: Tensor | None, w_row_scale: Tensor | None, w_column: Tensor | None, w_column_scale: Tensor | None,
+        slot: Tensor | None, gemms: LinearGemms, unread: bool,
     ) -> Tensor:  # fmt: skip
         x_q = _with_repetition(x_row, x_row_scale, x_column, x_column_scale)
         w_q = _with_repetition(w_row, w_row_scale, w_column, w_column_scale)
@@ -130,7 +134,8 @@ class _LinearFunction(torch.autograd.Function):
             slot,
         )
         ctx.gemms, ctx.shape = gemms, x.shape
-        return unflat(gemms.output(x_q, w_q, bias), (*x.shape[:-1], weight.shape[0]))
+        shape = *x.shape[:-1], weight.shape[0]
+        return x.new_empty(shape, dtype=gemms.out_dtype) if unread else unflat(gemms.output(x_q, w_q, bias), shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -145,7 +150,7 @@ class _LinearFunction(torch.autograd.Function):
         dw = gemms.grad_weight(dy_q, x) if want_weight else None
         dx = unflat(gemms.grad_input(dy_q, quantizer.restored_weight(w)), ctx.shape) if want_x else None
         db = operand.column_sum() if want_bias else None
-        return dx, dw, db, *(None,) * 10
+        return dx, dw, db, *(None,) * 11
 
 
 class _NormLinearFunction(torch.autograd.Function):
@@ -220,6 +225,8 @@ class Linear(nn.Linear):
     returns (y, bias). Arguments that only Transformer Engine has are in `octavo.nn.te_arguments`.
     """
 
+    unread = False
+    """In a recomputation: nobody reads the result, so that its product in FP8 does not run, and it has no values."""
     return_bias = False  # defaults of the class serve `from_linear`
     init_method: Init | None = None
     draws = Draws()
@@ -264,7 +271,8 @@ class Linear(nn.Linear):
         """input [..., in_features] → [..., out_features]; is_first_microbatch: `first` of `LinearQuantizer`."""
         check_input(self, input, size=self.weight.shape[1], dtypes=FLOATS_OF_PYTORCH)
         bias = None if self.return_bias else self.bias
-        y = product(input, self.weight, bias, self.fp8_state, compute_dtype(input), is_first_microbatch)
+        how = (compute_dtype(input), is_first_microbatch)
+        y = product(input, self.weight, bias, self.fp8_state, *how, unread=self.unread)
         return results(y, self.bias, None, return_bias=self.return_bias)
 
 

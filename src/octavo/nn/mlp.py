@@ -51,7 +51,7 @@ class _NormMlpFunction(torch.autograd.Function):
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
         weight_1: Tensor, bias_1: Tensor | None, weight_2: Tensor, bias_2: Tensor | None,
-        kind: str, eps: float, fc1: LinearGemms, fc2: LinearGemms, curve: str, block: int, recompute: bool,
+        kind: str, eps: float, fc1: LinearGemms, fc2: LinearGemms, curve: str, block: int, recompute: bool, unread: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         want_w1, want_w2 = ctx.needs_input_grad[4], ctx.needs_input_grad[6]
         want_x = any(ctx.needs_input_grad[:4])
@@ -59,17 +59,25 @@ class _NormMlpFunction(torch.autograd.Function):
         # Two recomputations: of the activation's result, where its cast repeats, and on request of the first product.
         recompute_activated = want_w2 and fc2.quantizer.recomputable
         recompute_hidden = recompute and (want_hidden or recompute_activated)
+        # Where nobody reads the result, only what backward reads is computed.
+        needs_hidden = not (unread and recompute_hidden and recompute_activated and fc2.quantizer.knows_input_scale)
         producer = NormProducer(residual, delta, NormParameters(kind, norm_weight, norm_bias, eps))
         columnwise = want_w1 and not (recompute_hidden and fc1.quantizer.recomputable)
         x = fc1.quantizer.input(producer, columnwise=columnwise)
-        w1 = fc1.quantizer.weight(weight_1)
-        hidden = fc1.output(x, w1, bias_1)
-        activated = fc2.quantizer.input(
-            lambda quantizer: activation(curve, hidden, block, quantizer),
-            columnwise=want_w2 and not recompute_activated, recompute=recompute_activated,
-        )  # fmt: skip
-        w2 = fc2.quantizer.weight(weight_2)
-        y = fc2.output(activated, w2, bias_2)
+        w1 = fc1.quantizer.weight(weight_1, rowwise=needs_hidden)
+        hidden = fc1.output(x, w1, bias_1) if needs_hidden else None
+
+        def activate(quantizer: Quantizer) -> QuantizedTensor:
+            assert hidden is not None
+            return activation(curve, hidden, block, quantizer)
+
+        columnwise = want_w2 and not recompute_activated
+        activated = fc2.quantizer.input(activate, rowwise=not unread, columnwise=columnwise, recompute=recompute_activated)
+        w2 = fc2.quantizer.weight(weight_2, rowwise=not unread)
+        if unread:
+            y = residual.new_empty(flat(residual).shape[0], weight_2.shape[0], dtype=fc2.out_dtype)
+        else:
+            y = fc2.output(activated, w2, bias_2)
         ctx.set_materialize_grads(False)
         ctx.call = kind, fc1, fc2, curve, block
         ctx.shape = residual.shape
@@ -90,7 +98,7 @@ class _NormMlpFunction(torch.autograd.Function):
         kind, fc1, fc2, curve, block = call
         refuse_second_derivative("these layers")
         if dy is None:
-            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 13
+            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 14
         h, stats, norm_weight, hidden, bias_1, *saved = ctx.saved_tensors
         x, activated, w1, w2 = (QuantizedTensor(*saved[i : i + 4]) for i in (0, 4, 8, 12))
         want_x = any(ctx.needs_input_grad[:4])
@@ -134,7 +142,7 @@ class _NormMlpFunction(torch.autograd.Function):
         if want_x:
             d_normed = fc1.grad_input(d_hidden, fc1.quantizer.restored_weight(w1))
             through = backward_through_norm(ctx, kind, d_normed, h, norm_weight, stats, d_residual)
-        return *through, d_w1, d_b1, d_w2, d_b2, *(None,) * 7
+        return *through, d_w1, d_b1, d_w2, d_b2, *(None,) * 8
 
 
 CHUNK_ROWS = 128
@@ -159,6 +167,8 @@ class LayerNormMLP(NormedLayer):
     """
 
     chunks = 1
+    unread = False
+    """As that of `Linear`, in every dtype: also what only the product reads is not computed."""
 
     def __init__(
         self,
@@ -245,7 +255,7 @@ class LayerNormMLP(NormedLayer):
         return _NormMlpFunction.apply(
             residual, delta, norm.weight, norm.bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, bias,
             norm.kind, norm.eps, fc1, fc2, self.activation, self.gate_rows,
-            self.checkpoint or self.chunks > 1,
+            self.checkpoint or self.chunks > 1, self.unread,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
+from octavo.kernels.experts import router
 from octavo.nn.experts import StackedExperts
 from octavo.nn.linear import compute_dtype, init_linear_
 from octavo.nn.norm import NormParameters, ResidualLayer, check_input, flat, reset_norm_, residual_norm, unflat
@@ -108,7 +109,7 @@ class LayerNormMoE(ResidualLayer):
         x = flat(normed)
         if self.training and self.mixture.jitter:
             x = x * torch.empty_like(x).uniform_(1 - self.mixture.jitter, 1 + self.mixture.jitter)
-        logits = _Router.apply(x, self.router_weight)
+        x, logits = _Router.apply(x, self.router_weight)
         scores, chosen = self._route(logits)
         y = self.experts(x.to(dtype), scores, chosen, is_first_microbatch)
         return h, unflat(y, input.shape), self._routing(logits, chosen, None if counted is None else counted.flatten())
@@ -172,20 +173,23 @@ def routing_metrics(routing: Tensor, visited: int) -> dict[str, Any]:
 
 
 class _Router(torch.autograd.Function):
-    """x [T, H] · weight [E, H]ᵀ in float32: bf16 operands of one dtype are multiplied exactly and added up in float32."""
+    """x [T, H] itself, for the experts, and its float32 product with weight [E, H]ᵀ.
+
+    Backward adds the gradient by the experts where it multiplies, so that the two are not summed in a pass of their own.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            if x.device.type == "cuda" and x.dtype == weight.dtype != torch.float32:
-                return torch.mm(x, weight.t(), out_dtype=torch.float32)
-            return x.float() @ weight.float().t()
+            return x, router.logits(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dx: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
+        if grad is None:
+            return dx, None
+        want_x, want_weight = ctx.needs_input_grad
         with torch.autocast(x.device.type, enabled=False):
-            dx = (grad @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
-            dw = (grad.t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return dx, dw
+            return router.gradients(grad, x, weight, dx, want_x=want_x, want_weight=want_weight)

@@ -29,9 +29,10 @@ from octavo.fp8 import autocast, buffers, checkpoints
 from octavo.fp8.quantizer import has_one_scale, shard_scale
 from octavo.fp8.recipe import Cast, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
-from octavo.kernels import reference
 from octavo.kernels.quantize.cast import cast, transpose
+from octavo.kernels.quantize.cast_scaled import amax
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
+from octavo.kernels.scales import inverse_
 
 _placeholders: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -168,7 +169,7 @@ class _SharedWeight:
         """Amax of this rank's rows of each matrix: 0 of one that it has none of."""
         largest = torch.zeros_like(self.scale)
         for index, rows in self.matrices.items():
-            largest[index] = reference.amax(self.shard[rows])
+            largest[index] = amax(self.shard[rows])
         return largest
 
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
@@ -245,7 +246,7 @@ class _SharedWeight:
         scale, amax = shard_scale(self.state, recipe, own.device, record=self.forward.grads, largest=largest)
         with _unsafe_preserve_version_counter((self.scale_inv,)):
             self.scale.copy_(scale)
-            self.scale_inv.copy_(reference.divide(1.0, scale))
+            inverse_(scale, self.scale_inv)
         if self.forward.grads or not self.state.trained:
             self.state.recipe = recipe
         if self.forward.grads:

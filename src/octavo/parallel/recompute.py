@@ -1,21 +1,28 @@
 """Activation recomputation: keep a block's input, compute the rest again in backward, with the scales of its forward.
 
-Selectively, attention's result and log-sum-exp are kept too and attention, with its exchange over ranks, never runs again.
+Selectively, attention's result and log-sum-exp are kept too and attention, with its exchange over ranks, never runs again. The
+products whose results are only added to the stream do not run again either: backward reads none of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from octavo.fp8.autocast import recomputing
 from octavo.kernels.attention.kept import keeping
+from octavo.nn.block import TransformerLayer
+
+_Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
+"""Of a forward, and of its recomputation."""
 
 
-def recomputed(block: nn.Module, residual: Tensor, delta: Tensor | None, *args: Any, **options: Any) -> tuple[Any, ...]:
+def recomputed(block: TransformerLayer, residual: Tensor, delta: Tensor | None, *args: Any, **options: Any) -> tuple[Any, ...]:
     """`block(residual + delta, *args)`, of which only the arguments are kept for backward: one tensor, not two.
 
     FP8 casts repeat exactly and record once. The result has no delta.
@@ -24,17 +31,23 @@ def recomputed(block: nn.Module, residual: Tensor, delta: Tensor | None, *args: 
 
 
 def selectively_recomputed(
-    block: nn.Module, residual: Tensor, delta: Tensor | None, *args: Any, **options: Any
+    block: TransformerLayer, residual: Tensor, delta: Tensor | None, *args: Any, **options: Any
 ) -> tuple[Any, ...]:
     """`recomputed`, but attention's result and log-sum-exp are kept too."""
-    return _checkpointed(_contexts, block, residual, delta, *args, **options)
+    return _checkpointed(_selectively, block, residual, delta, *args, **options)
 
 
 def _checkpointed(
-    contexts: Any, block: nn.Module, residual: Tensor, delta: Tensor | None, *args: Any, **options: Any
+    contexts: Callable[[], _Contexts],
+    block: TransformerLayer,
+    residual: Tensor,
+    delta: Tensor | None,
+    *args: Any,
+    **options: Any,
 ) -> tuple[Any, ...]:
     hidden = residual if delta is None else residual + delta
-    output = checkpoint(block, hidden, *args, use_reentrant=False, context_fn=contexts, **options)
+    within = functools.partial(_with_unread_end, contexts, block)
+    output = checkpoint(block, hidden, *args, use_reentrant=False, context_fn=within, **options)
     if isinstance(output, Tensor):
         return output, None
     out, *routing = output  # of experts
@@ -56,6 +69,24 @@ class _Both(contextlib.AbstractContextManager[None]):
             context.__exit__(*exception)
 
 
-def _contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+class _Unread(contextlib.AbstractContextManager[None]):
+    """A recomputation of a block, after which nobody reads its result."""
+
+    def __init__(self, block: TransformerLayer) -> None:
+        self._block = block
+
+    def __enter__(self) -> None:
+        self._block.set_unread(True)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._block.set_unread(False)
+
+
+def _selectively() -> _Contexts:
     forward, again = zip(recomputing(), keeping(), strict=True)
     return _Both(*forward), _Both(*again)
+
+
+def _with_unread_end(contexts: Callable[[], _Contexts], block: TransformerLayer) -> _Contexts:
+    forward, again = contexts()
+    return forward, _Both(again, _Unread(block))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import warn
+from octavo.kernels import gemm
 from octavo.kernels.attention.pattern import Span
 
 VERSION = "4.0.0b36"
@@ -78,7 +79,7 @@ def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None = None) -> b
         return False
     if (causal and k.shape[1] < q.shape[1]) or (window is not None and not causal):
         return False
-    return serves(torch.cuda.get_device_capability(q.device), q.shape[-1]) and _interface() is not None
+    return serves(gemm.capability(q.device), q.shape[-1]) and _interface() is not None
 
 
 class Packing(NamedTuple):

@@ -15,13 +15,12 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.attention.backward import backward_keys, backward_queries
 from octavo.kernels.attention.forward import attention_forward
-from octavo.kernels.tiles import adjacent_columns
+from octavo.kernels.tiles import adjacent_columns, cdiv, next_power_of_2
 
 LONGEST = 512
 """With more tokens than this, kernels for long sequences waste little."""
@@ -68,7 +67,7 @@ def takes(dtype: torch.dtype, tokens: int, head_dim: int) -> bool:
 
 def _width(count: int) -> int:
     """Width of the tile for `count` tokens or columns."""
-    return max(triton.next_power_of_2(count), NARROWEST)
+    return max(next_power_of_2(count), NARROWEST)
 
 
 def _pieces(head_dim: int) -> dict[str, int]:
@@ -106,7 +105,7 @@ def launch(qkv: Tensor, heads: int, groups: int, scale: float, *, tiles: Tiles |
     qkv, tiles = adjacent_columns(qkv), tiles or tiles_for(tokens, head_dim)[0]
     queries, last = _cut(tokens, tiles.queries)
     keys, tail, few = _loop(tokens, tiles.keys, tiles)
-    attention_forward[(triton.cdiv(tokens, queries) * heads * batch,)](
+    attention_forward[(cdiv(tokens, queries) * heads * batch,)](
         qkv, out, lse, qkv.stride(0), qkv.stride(1), scale * math.log2(math.e),
         T=tokens, H=heads, G=groups, **_pieces(head_dim), QUERIES=queries, LAST=last,
         KEYS=keys, TAIL=tail, BESIDE_FEW=few, STAGES=tiles.stages, num_warps=_warps(tiles, queries),
@@ -131,13 +130,13 @@ def launch_backward(
     queries, keys = queries or usual_queries, keys or usual_keys
     tile, last = _cut(tokens, queries.queries)
     inner, tail, few = _loop(tokens, queries.keys, queries)
-    backward_queries[(triton.cdiv(tokens, tile) * heads * batch,)](
+    backward_queries[(cdiv(tokens, tile) * heads * batch,)](
         qkv, out, lse, rows, d_out, d_qkv, *numbers, **shape, QUERIES=tile, LAST=last,
         KEYS=inner, TAIL=tail, BESIDE_FEW=few, STAGES=queries.stages, num_warps=_warps(queries, tile),
     )  # fmt: skip
     tile, last = _cut(tokens, keys.keys)
     inner, tail, few = _loop(tokens, keys.queries, keys._replace(lone=False))
-    backward_keys[(triton.cdiv(tokens, tile) * groups * batch,)](
+    backward_keys[(cdiv(tokens, tile) * groups * batch,)](
         qkv, rows, d_out, d_qkv, *numbers, **shape, KEYS=tile, LAST=last,
         QUERIES=inner, TAIL=tail, BESIDE_FEW=few, STAGES=keys.stages, num_warps=_warps(keys, tile),
     )  # fmt: skip

@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from octavo.kernels import activation, reference
 from octavo.kernels.experts.permute import allocate_rows, quantize_rows
 from octavo.kernels.experts.routes import TILE, Routes
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
-from octavo.kernels.tiles import adjacent_columns
+from octavo.kernels.tiles import adjacent_columns, cdiv
 
 
 def _arguments(name: str, columns: int, weights: Tensor, routes: Routes, tiles: activation.Tiles) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def launch(name: str, x: Tensor, weights: Tensor, routes: Routes, quantizer: Qua
     else:
         tiles = activation.FORWARD_ROWS
     out = allocate_rows(quantizer, rows, columns, x.device)
-    activation.activation_tiles[(triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns),)](
+    activation.activation_tiles[(cdiv(rows, tiles.rows) * cdiv(columns, tiles.columns),)](
         x, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data, out.scale_inv,
         rows, columns, x.stride(0), 1.0, **_arguments(name, columns, weights, routes, tiles),
     )  # fmt: skip
@@ -54,16 +53,16 @@ def launch_backward(
     packed = activation.packs(quantizer, recompute)
     tiles = activation.BACKWARD_GATED if activation.is_gated(name) else activation.BACKWARD
     tiles = activation.PACKED if packed else tiles
-    across = triton.cdiv(columns, tiles.columns)
-    d_weights = torch.empty(rows, across, dtype=torch.float32, device=x.device)
+    across = cdiv(columns, tiles.columns)
+    d_weights = torch.empty(across, rows, dtype=torch.float32, device=x.device)
     run, one = (activation.activation_backward_packed, {}) if packed else (activation.activation_backward_tiles, {"one": 1.0})
-    run[(triton.cdiv(rows, tiles.rows) * across,)](
+    run[(cdiv(rows, tiles.rows) * across,)](
         dy, x, quantizer.scale, quantizer.amax, dx.rowwise_data, dx.columnwise_data, dx.scale_inv,
         again.scale, again.amax, y.rowwise_data, y.columnwise_data, y.scale_inv, None,
         rows, columns, dy.stride(0), x.stride(0), **one,
         d_weights_ptr=d_weights, **_arguments(name, columns, weights, routes, tiles),
     )  # fmt: skip
-    return dx, None if recompute is None else y, d_weights.sum(1)
+    return dx, None if recompute is None else y, d_weights.sum(0)
 
 
 def expert_activation(name: str, x: Tensor, weights: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:

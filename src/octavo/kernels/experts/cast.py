@@ -19,6 +19,7 @@ from octavo.kernels.experts.routes import TILE, Routes
 from octavo.kernels.quantize import cast as one
 from octavo.kernels.quantize.cast_scaled import Layouts, Scaled, blocks, launch_rows, rows
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
+from octavo.kernels.tiles import cdiv
 
 Scales = Literal["row", "block", "square"]
 """A scale for each row, each piece of 128 elements of a row, or each square block of them."""
@@ -66,7 +67,7 @@ def launch(weight: Tensor, quantizer: Quantizer) -> QuantizedTensor:
     scale_inv = torch.empty(experts, dtype=torch.float32, device=weight.device)
     packed = quantizer.columnwise and n % 4 == 0
     high, wide = (_GROUPS, _GROUP_COLUMNS) if packed else (_TILE_ROWS, _TILE_COLUMNS)
-    tiles = triton.cdiv(n, high * (4 if packed else 1)) * triton.cdiv(k, wide)
+    tiles = cdiv(n, high * (4 if packed else 1)) * cdiv(k, wide)
     scaled = scale_inv if quantizer.scale is not None else None
     _cast_stacked[(tiles, experts)](
         weight, quantizer.scale, quantizer.amax, rowwise, columnwise, scaled, n, k,

@@ -15,7 +15,8 @@ from octavo.kernels.experts.routes import TILE, Routes
 from octavo.kernels.quantize.cast import larger, record_amax, store_layouts
 from octavo.kernels.quantize.packed_transpose import packed_row, store_packed
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, allocate, of_one_scale
-from octavo.kernels.tiles import adjacent_columns
+from octavo.kernels.scales import inverse_
+from octavo.kernels.tiles import adjacent_columns, cdiv
 
 _GROUPS, _GROUP_COLUMNS, _WARPS = TILE // 4, 64, 4
 _TILE_ROWS, _TILE_COLUMNS, _ROW_WARPS = 8, 512, 4
@@ -113,13 +114,13 @@ def launch(x: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
     rows, columns = len(routes.tokens), x.shape[1]
     out = allocate_rows(quantizer, rows, columns, x.device)
     if quantizer.columnwise:
-        _gather_packed[(rows // TILE * triton.cdiv(columns, _GROUP_COLUMNS),)](
+        _gather_packed[(rows // TILE * cdiv(columns, _GROUP_COLUMNS),)](
             x, routes.tokens, routes.experts, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data,
             rows, columns, x.stride(0), len(routes.ends), GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
     elif quantizer.rowwise or quantizer.amax is not None:
         # Without a scale all rows are written: products of other kinds read those behind the last expert.
-        _gather_tiles[(rows // _TILE_ROWS * triton.cdiv(columns, _TILE_COLUMNS),)](
+        _gather_tiles[(rows // _TILE_ROWS * cdiv(columns, _TILE_COLUMNS),)](
             x, routes.tokens, routes.experts, quantizer.scale, quantizer.amax, out.rowwise_data,
             columns, x.stride(0), len(routes.ends), SKIPS=quantizer.scale is not None or not quantizer.rowwise,
             TILE_ROWS=TILE, TILE_R=_TILE_ROWS, TILE_C=_TILE_COLUMNS, num_warps=_ROW_WARPS,
@@ -135,7 +136,7 @@ def allocate_rows(quantizer: Quantizer, rows: int, columns: int, device: torch.d
 
 def inverse(scale: Tensor | None) -> Tensor | None:
     """1 / scale of each expert, float32 [E]; a copy, since a slot takes another scale before backward."""
-    return None if scale is None else reference.divide(1.0, scale)
+    return None if scale is None else inverse_(scale, torch.empty_like(scale))
 
 
 def permute(x: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
@@ -175,7 +176,7 @@ def add_copies(y: Tensor, rows: Tensor, tile: int) -> Tensor:
     y = adjacent_columns(y)
     out = y.new_empty(tokens, y.shape[1])
     if out.numel():
-        _add_copies[(triton.cdiv(tokens, _SUM_TOKENS) * triton.cdiv(y.shape[1], _SUM_COLUMNS),)](
+        _add_copies[(cdiv(tokens, _SUM_TOKENS) * cdiv(y.shape[1], _SUM_COLUMNS),)](
             y, rows, out, tokens, y.shape[1], y.stride(0),
             VISITED=visited, TILE_T=_SUM_TOKENS, TILE_C=_SUM_COLUMNS, num_warps=_SUM_WARPS,
         )  # fmt: skip

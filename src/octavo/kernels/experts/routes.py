@@ -4,6 +4,9 @@ On Hopper every expert's rows begin at a multiple of `TILE`, so that a tile of a
 without a token are zeros. The number of rows is the largest possible one, and sizes of groups stay on the device: nothing
 waits. Elsewhere rows are exact, and their counts are read on the host.
 
+A GPU needs no sort: blocks of copies are counted by expert, the counts added up over blocks, and each copy placed behind those
+before it, in three launches for some forty of PyTorch's.
+
 Legend: T tokens, V experts that a token visits, E experts, R rows.
 """
 
@@ -12,12 +15,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import gemm
+from octavo.kernels.tiles import cdiv, next_power_of_2
 
 TILE = 128
 """Rows of a tile: those of the products, and those that share a scale under block scaling."""
+_PAIRS, _MOST_COPIES, _WARPS = 8192, 512, 8
+"""Pairs of a copy and an expert in a program, copies at most, and its warps."""
+_BLOCKS = 1024
+"""Blocks of copies whose counts are added up at a time."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +79,85 @@ def tile_of_device(device: torch.device) -> int:
     return TILE if gemm.has_grouped_products(device) else 1
 
 
+@triton.jit
+def _count_copies(chosen_ptr, counts_ptr, tokens_ptr, copies, rows, experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Copies of each expert in a block; and -1 for the token of every row."""
+    program = tl.program_id(0)
+    c = program * BLOCK + tl.arange(0, BLOCK)
+    n = tl.arange(0, EXPERTS)
+    expert = tl.load(chosen_ptr + c, mask=c < copies, other=-1).to(tl.int32)
+    counts = tl.sum((expert[:, None] == n[None, :]).to(tl.int32), 0)
+    tl.store(counts_ptr + program * experts + n, counts, mask=n < experts)
+    for first in range(program * BLOCK, rows, tl.num_programs(0) * BLOCK):
+        r = first + tl.arange(0, BLOCK)
+        tl.store(tokens_ptr + r, tl.full([BLOCK], -1, tl.int32), mask=r < rows)
+
+
+@triton.jit
+def _add_up_before(counts_ptr, totals_ptr, blocks, experts, BLOCKS: tl.constexpr):
+    """An expert's copies in each block become those in all blocks before."""
+    expert = tl.program_id(0)
+    total = 0
+    for first in range(0, blocks, BLOCKS):
+        b = first + tl.arange(0, BLOCKS)
+        counts = tl.load(counts_ptr + b * experts + expert, mask=b < blocks, other=0)
+        tl.store(counts_ptr + b * experts + expert, total + tl.cumsum(counts, 0) - counts, mask=b < blocks)
+        total += tl.sum(counts, 0)
+    tl.store(totals_ptr + expert, total)
+
+
+@triton.jit
+def _place_copies(
+    chosen_ptr, before_ptr, totals_ptr, rows_ptr, tokens_ptr, experts_ptr, ends_ptr, copies, visited, tiles, experts,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The row of each copy of a block, and the expert of some tiles of rows."""
+    program = tl.program_id(0)
+    n = tl.arange(0, EXPERTS)
+    padded = (tl.load(totals_ptr + n, mask=n < experts, other=0) + (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS
+    ends = tl.cumsum(padded, 0)
+    if program == 0:
+        tl.store(ends_ptr + n, ends, mask=n < experts)
+    c = program * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(chosen_ptr + c, mask=c < copies, other=-1).to(tl.int32)
+    own = expert[:, None] == n[None, :]
+    start = ends - padded + tl.load(before_ptr + program * experts + n, mask=n < experts, other=0)
+    row = tl.sum(tl.where(own, tl.cumsum(own.to(tl.int32), 0) - 1 + start[None, :], 0), 1)
+    tl.store(rows_ptr + c, row, mask=c < copies)
+    tl.store(tokens_ptr + row, c // visited, mask=c < copies)
+    for first in range(program * BLOCK, tiles, tl.num_programs(0) * BLOCK):
+        t = first + tl.arange(0, BLOCK)
+        ended = (ends[None, :] <= (t * TILE_ROWS)[:, None]) & (n < experts)[None, :]
+        tl.store(experts_ptr + t, tl.sum(ended.to(tl.int32), 1), mask=t < tiles)
+
+
+def launch(chosen: Tensor, experts: int) -> Routes:
+    """Run the kernels; see `make_routes`, with tiles of `TILE` rows."""
+    copies, visited = chosen.numel(), chosen.shape[1]
+    rows = max(TILE, most_rows(copies, experts, TILE))
+    width = next_power_of_2(experts)
+    block = max(1, min(_MOST_COPIES, _PAIRS // width))
+    blocks = max(1, cdiv(copies, block))
+    sizes = rows, rows // TILE, experts, experts, blocks * experts
+    tokens, of_tiles, ends, totals, counts = (torch.empty(size, dtype=torch.int32, device=chosen.device) for size in sizes)
+    places = torch.empty(chosen.shape, dtype=torch.int32, device=chosen.device)
+    chosen, how = chosen.contiguous(), {"EXPERTS": width, "BLOCK": block, "num_warps": _WARPS}
+    _count_copies[(blocks,)](chosen, counts, tokens, copies, rows, experts, **how)
+    _add_up_before[(experts,)](counts, totals, blocks, experts, BLOCKS=min(_BLOCKS, next_power_of_2(blocks)), num_warps=4)
+    _place_copies[(blocks,)](
+        chosen, counts, totals, places, tokens, of_tiles, ends, copies, visited, rows // TILE, experts, TILE_ROWS=TILE, **how
+    )  # fmt: skip
+    return Routes(tokens, places, of_tiles, ends, TILE, None)
+
+
 def make_routes(chosen: Tensor, experts: int, tile: int | None = None) -> Routes:
     """Sort the copies of tokens by expert, in the order of tokens.
 
     chosen: int64 [T, V], the experts of each token. tile: `TILE` or 1; that of the device if absent.
     """
     tile = tile_of_device(chosen.device) if tile is None else tile
+    if tile == TILE and chosen.device.type == "cuda":
+        return launch(chosen, experts)
     visited, flat, device = chosen.shape[1], chosen.flatten(), chosen.device
     ordered, order = flat.sort(stable=True)
     counts = torch.zeros(experts, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))

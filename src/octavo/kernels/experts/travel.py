@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.kernels import gemm, reference
 from octavo.kernels.quantize.cast_scaled import blocks
-from octavo.kernels.tiles import adjacent_columns
+from octavo.kernels.tiles import adjacent_columns, cdiv
 
 _DTYPE = torch.float8_e4m3fn
 _MAX = torch.finfo(_DTYPE).max
@@ -42,7 +42,7 @@ def launch(q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     (rows, columns), pieces = q.shape, scale_inv.shape[1]
     out = torch.empty(rows, columns, dtype=dtype, device=q.device)
     if rows:
-        _widen[(triton.cdiv(rows, _ROWS) * pieces,)](
+        _widen[(cdiv(rows, _ROWS) * pieces,)](
             q, scale_inv, out, rows, columns, pieces, TILE_R=_ROWS, PIECE=reference.BLOCK, num_warps=_WARPS
         )
     return out

@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.kernels import gemm
 from octavo.kernels.quantize.packed_transpose import load_row_groups, packed_row, store_packed, transpose_words
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, of_one_scale, quantize, without_elements
-from octavo.kernels.tiles import adjacent_columns, load_tile, tile_of
+from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile, tile_of
 
 # The fastest of the tiles tried at 16384 × 4096 on an H200: 3.7 TB/s in groups of four rows, 2.7 by single rows.
 _GROUPS, _GROUP_COLUMNS = 32, 64
@@ -130,7 +130,7 @@ def cast_packed(
 
 def row_tiles(x: Tensor, columnwise: bool) -> int | None:
     """Number of row tiles in the column sums of a cast of this matrix; None: it leaves no sums."""
-    return triton.cdiv(x.shape[0], 4 * _GROUPS) if columnwise and x.shape[0] % 4 == 0 and gemm.is_native(x.device) else None
+    return cdiv(x.shape[0], 4 * _GROUPS) if columnwise and x.shape[0] % 4 == 0 and gemm.is_native(x.device) else None
 
 
 def launch(x: Tensor, quantizer: Quantizer, partial: Tensor | None = None) -> QuantizedTensor:
@@ -142,11 +142,11 @@ def launch(x: Tensor, quantizer: Quantizer, partial: Tensor | None = None) -> Qu
     if x.numel() == 0:
         without_elements(quantizer, out)
     elif quantizer.columnwise and rows % 4 == 0:
-        cast_packed[(triton.cdiv(rows, 4 * _GROUPS) * triton.cdiv(columns, _GROUP_COLUMNS),)](
+        cast_packed[(cdiv(rows, 4 * _GROUPS) * cdiv(columns, _GROUP_COLUMNS),)](
             *pointers, rows, columns, x.stride(0), partial, GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS, num_warps=_WARPS
         )
     else:
-        cast_tiles[(triton.cdiv(rows, _TILE_ROWS) * triton.cdiv(columns, _TILE_COLUMNS),)](
+        cast_tiles[(cdiv(rows, _TILE_ROWS) * cdiv(columns, _TILE_COLUMNS),)](
             *pointers, rows, columns, x.stride(0), 1.0,
             TWICE=x.dtype == torch.float32, TILE_R=_TILE_ROWS, TILE_C=_TILE_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
@@ -167,7 +167,7 @@ def launch_transpose(q: Tensor, out: Tensor) -> Tensor:
     """Run the kernel; see `transpose`."""
     rows, words = q.shape[0], q.shape[1] // 4
     if q.numel():
-        _transpose[(triton.cdiv(rows, 4 * _TRANSPOSE_GROUPS) * triton.cdiv(words, _TRANSPOSE_WORDS),)](
+        _transpose[(cdiv(rows, 4 * _TRANSPOSE_GROUPS) * cdiv(words, _TRANSPOSE_WORDS),)](
             q.view(torch.int32), out.view(torch.uint8), rows, words, q.stride(0) // 4,
             GROUPS=_TRANSPOSE_GROUPS, WORDS=_TRANSPOSE_WORDS, num_warps=_TRANSPOSE_WARPS,
         )  # fmt: skip

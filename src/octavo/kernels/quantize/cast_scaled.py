@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.kernels import gemm, reference
 from octavo.kernels.quantize.cast import larger, raise_to, store_layouts
 from octavo.kernels.quantize.packed_transpose import load_row_groups, packed_row, store_packed
-from octavo.kernels.tiles import adjacent_columns, load_tile, tile_of
+from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile, next_power_of_2, tile_of
 
 _BLOCK = reference.BLOCK
 # Untuned: (rows, columns, warps) of tiles that are cast for rows and columns, of those packed as in `cast`, and of those that
@@ -278,7 +278,7 @@ def launch_amax(x: Tensor, *, block: int = _AMAX_BLOCK) -> Tensor:
         return largest
     if x.dim() != 2 or x.stride(-1) != 1 or x.is_contiguous():
         x = x.contiguous().view(1, -1)
-    grid = (x.shape[0] * triton.cdiv(x.shape[1], block),)
+    grid = (x.shape[0] * cdiv(x.shape[1], block),)
     _amax_of[grid](x, largest, x.shape[1], x.stride(0), BLOCK=block, num_warps=_AMAX_WARPS)
     return largest
 
@@ -289,8 +289,8 @@ def launch_scale(largest: Tensor, fp8_max: float, power_of_two: bool = False) ->
     scale = torch.empty_like(largest)
     count = largest.numel()
     if count:
-        block = min(triton.next_power_of_2(count), 1024)
-        _scale_of[(triton.cdiv(count, block),)](largest, scale, count, fp8_max, power_of_two, BLOCK=block)
+        block = min(next_power_of_2(count), 1024)
+        _scale_of[(cdiv(count, block),)](largest, scale, count, fp8_max, power_of_two, BLOCK=block)
     return scale
 
 
@@ -322,10 +322,10 @@ def launch_rows(
     data, *scales = _pointers(out)
     if not columnwise:
         if rowwise:
-            whole = triton.next_power_of_2(columns) <= longest_row
-            block = triton.next_power_of_2(columns) if whole else row_tile
+            whole = next_power_of_2(columns) <= longest_row
+            block = next_power_of_2(columns) if whole else row_tile
             tile_r = max(1, min(row_tile // block, 16))
-            _cast_whole_rows[(triton.cdiv(rows, tile_r),)](
+            _cast_whole_rows[(cdiv(rows, tile_r),)](
                 x, data, *scales, rows, columns, x.stride(0),
                 FP8_MAX=fp8_max, WHOLE=whole, TILE_R=tile_r, BLOCK=block, num_warps=_ROW_WARPS,
             )  # fmt: skip
@@ -337,16 +337,16 @@ def launch_rows(
     largest = torch.zeros(rows + of_columns, dtype=torch.int32, device=x.device)
     row_amax, column_amax = largest[:rows] if rowwise else None, largest[rows:]
     tile_r, tile_c, warps = _AMAX_TILE
-    _row_column_amaxes[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
+    _row_column_amaxes[(cdiv(rows, tile_r) * cdiv(columns, tile_c),)](
         x, experts, row_amax, column_amax, rows, columns, x.stride(0), TILE_R=tile_r, TILE_C=tile_c, num_warps=warps
     )
-    _cast_scales[(triton.cdiv(max(rows, of_columns), 128),)](
+    _cast_scales[(cdiv(max(rows, of_columns), 128),)](
         row_amax, *scales, column_amax, out_t.scale, out_t.scale_inv, rows, of_columns, FP8_MAX=fp8_max, BLOCK=128
     )
     packed = rows % 4 == 0
     run, more = (_cast_rows_columns_packed, {"experts_ptr": experts}) if packed else (_cast_rows_columns, {"one": 1.0})
     tile_r, tile_c, warps = _PACKED_TILE if packed else _CAST_TILE
-    run[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
+    run[(cdiv(rows, tile_r) * cdiv(columns, tile_c),)](
         x_ptr=x, rowwise_ptr=data, row_scale_ptr=scales[0], columnwise_ptr=out_t.data, column_scale_ptr=out_t.scale,
         rows=rows, columns=columns, stride=x.stride(0), TILE_R=tile_r, TILE_C=tile_c, num_warps=warps, **more,
     )  # fmt: skip
@@ -356,7 +356,7 @@ def launch_rows(
 def launch_blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, rowwise: bool, columnwise: bool) -> Layouts:
     """Run the kernel; see `blocks`."""
     x = adjacent_columns(x)
-    block_rows, block_columns = (triton.cdiv(size, _BLOCK) for size in x.shape)
+    block_rows, block_columns = (cdiv(size, _BLOCK) for size in x.shape)
     square = rows == _BLOCK
     out = _allocate(x, dtype, block_columns, block_rows if square else None) if rowwise else None
     out_t = _allocate(x.t(), dtype, block_rows, block_columns if square else None) if columnwise else None
@@ -367,7 +367,7 @@ def launch_blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, r
         )
     elif rowwise or columnwise:
         tile_r, warps = _SQUARE_TILE if square or columnwise else _PIECES_TILE
-        _cast_blocks[(triton.cdiv(x.shape[0], tile_r) * block_columns,)](
+        _cast_blocks[(cdiv(x.shape[0], tile_r) * block_columns,)](
             *pointers, 1.0, FP8_MAX=fp8_max, SQUARE=square, TILE_R=tile_r, TILE_C=_BLOCK, num_warps=warps
         )
     return out, out_t

@@ -82,8 +82,9 @@ NOTHING = QuantizedTensor()
 
 def of_one_scale(rowwise: Tensor | None, columnwise: Tensor | None, scale_inv: Tensor | None) -> QuantizedTensor:
     """One or both layouts with a common `scale_inv`."""
-    rowwise_scale_inv, columnwise_scale_inv = (None if data is None else scale_inv for data in (rowwise, columnwise))
-    return QuantizedTensor(rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv)
+    return QuantizedTensor(
+        rowwise, None if rowwise is None else scale_inv, columnwise, None if columnwise is None else scale_inv
+    )  # fmt: skip
 
 
 def allocate(quantizer: Quantizer, rows: int, columns: int, device: torch.device) -> QuantizedTensor:
