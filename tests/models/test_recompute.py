@@ -15,6 +15,8 @@ from octavo.build import build_model, describe, transform
 from octavo.errors import InputError
 from octavo.fp8.experts import ExpertsGemms
 from octavo.fp8.linear import LinearGemms
+from octavo.fp8.quantizer import LinearQuantizer
+from octavo.fp8.recipe import Operand
 from octavo.fp8.scaling import state_records
 from octavo.kernels.attention import pieces
 from octavo.nn import mlp
@@ -368,3 +370,25 @@ def test_no_product_is_computed_again_that_only_the_stream_takes(recipe, family,
         expected = (*runs[:2], 6, 2) if chunks > 1 and recipe != "delayed" else runs
         assert tuple(map(outputs.count, states)) == expected
         assert not last.unread
+
+
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
+def test_a_forward_that_is_computed_again_casts_no_input_for_backward(recompute, monkeypatch):
+    columnwise, cast = {}, LinearQuantizer._cast
+
+    def record(quantizer, operand, producer, **how):
+        if operand is Operand.INPUT:
+            columnwise.setdefault(quantizer.state, []).append(how["columnwise"])
+        return cast(quantizer, operand, producer, **how)
+
+    monkeypatch.setattr(LinearQuantizer, "_cast", record)
+    model = build_model(
+        llama_config(), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute
+    )
+    ids = tokens(2, 19)
+    with octavo.fp8_autocast(fp8_recipe=RECIPES["delayed"]):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    for layer in model.layers:
+        for linear in (layer.self_attention.layernorm_qkv, layer.self_attention.proj):
+            assert columnwise[linear.fp8_state] == ([False, True] if recompute else [True])

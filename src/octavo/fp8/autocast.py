@@ -54,6 +54,7 @@ class _State:
     first_microbatch: bool | None = None
     warned: set[torch.device] = field(default_factory=set)
     recomputed: _Forward | None = None  # inside `recomputing`
+    dropping: bool = False  # inside `dropping`
 
 
 _state = _State()
@@ -194,20 +195,35 @@ class _Recomputing:
         self._forward = _Forward(_in_force(), scales, first_microbatch(), session())
 
     def __enter__(self) -> None:
-        self._before = (_state.active, _state.first_microbatch, _state.recomputed)
+        self._before = (_state.active, _state.first_microbatch, _state.recomputed, _state.dropping)
         self._replay = buffers.replay(self._forward.scales)
         self._replay.__enter__()
         _state.active, _state.first_microbatch = self._forward.active, self._forward.first
-        _state.recomputed = self._forward
+        _state.recomputed, _state.dropping = self._forward, False
 
     def __exit__(self, *exc: object) -> None:
         self._replay.__exit__(None, None, None)
-        _state.active, _state.first_microbatch, _state.recomputed = self._before
+        _state.active, _state.first_microbatch, _state.recomputed, _state.dropping = self._before
 
 
 def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`: recompute with the forward's scales."""
     return contextlib.nullcontext(), _Recomputing()
+
+
+@contextlib.contextmanager
+def dropping() -> Iterator[None]:
+    """Around a forward all of whose saved tensors are dropped and computed again: what backward alone reads has no values."""
+    before, _state.dropping = _state.dropping, True
+    try:
+        yield
+    finally:
+        _state.dropping = before
+
+
+def drops() -> bool:
+    """True inside `dropping`."""
+    return _state.dropping
 
 
 def scales_of_forward() -> contextlib.AbstractContextManager[None]:

@@ -136,9 +136,13 @@ class LinearQuantizer:
 
         recompute: backward repeats the cast (`recomputed_input`) instead of reading this one.
         """
-        keep = recompute and self.grads
-        x, scale = self._cast(Operand.INPUT, producer, rowwise=rowwise, columnwise=columnwise and self.grads, keep=keep)
+        columnwise, keep = columnwise and self.grads, recompute and self.grads
+        dropped = rowwise and columnwise and autocast.drops() and has_one_scale(self.recipe, Operand.INPUT)
+        x, scale = self._cast(Operand.INPUT, producer, rowwise=rowwise, columnwise=columnwise and not dropped, keep=keep)
         self._input_scale = scale
+        if dropped:
+            data, scale_inv = x.rowwise
+            x = QuantizedTensor(data, scale_inv, data.new_empty(data.shape[::-1]), scale_inv)
         return x
 
     def recomputed_input(self) -> Quantizer:

@@ -1,7 +1,8 @@
 """Activation recomputation: keep a block's input, compute the rest again in backward, with the scales of its forward.
 
 Selectively, attention's result and log-sum-exp are kept too and attention, with its exchange over ranks, never runs again. The
-products whose results are only added to the stream do not run again either: backward reads none of it.
+products whose results are only added to the stream do not run again either: backward reads none of it. And the first forward
+casts nothing for backward.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from octavo.fp8.autocast import recomputing
+from octavo.fp8.autocast import dropping, recomputing
 from octavo.kernels.attention.kept import keeping
 from octavo.nn.block import TransformerLayer
 
@@ -46,7 +47,7 @@ def _checkpointed(
     **options: Any,
 ) -> tuple[Any, ...]:
     hidden = residual if delta is None else residual + delta
-    within = functools.partial(_with_unread_end, contexts, block)
+    within = functools.partial(_with_unread_ends, contexts, block)
     output = checkpoint(block, hidden, *args, use_reentrant=False, context_fn=within, **options)
     if isinstance(output, Tensor):
         return output, None
@@ -87,6 +88,6 @@ def _selectively() -> _Contexts:
     return _Both(*forward), _Both(*again)
 
 
-def _with_unread_end(contexts: Callable[[], _Contexts], block: TransformerLayer) -> _Contexts:
+def _with_unread_ends(contexts: Callable[[], _Contexts], block: TransformerLayer) -> _Contexts:
     forward, again = contexts()
-    return forward, _Both(again, _Unread(block))
+    return _Both(forward, dropping()), _Both(again, _Unread(block))
