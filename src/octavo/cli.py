@@ -277,12 +277,10 @@ def sample(
     as_json: AsJson = False,
 ) -> None:
     """Print text from a run's newest checkpoint or from a model's folder, through Hugging Face's generation."""
+    from octavo.run.sample import prompt_of_stdin
     from octavo.run.sample import sample as generate
 
-    text = prompt
-    if prompt == "-":
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
-        text = sys.stdin.read().removesuffix("\n")
+    text = prompt_of_stdin() if prompt == "-" else prompt
     found = generate(source, text, checkpoint=checkpoint, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
     _print(found if as_json else [found["text"]])
 

@@ -49,7 +49,7 @@ NAMES = {
 FAMILIES = {
     "activation": "activation", "quantize.cast": "casts", "quantize.cast_scaled": "casts",
     "experts.activation": "activation", "experts.cast": "casts", "experts.permute": "casts", "experts.travel": "casts",
-    "experts.gemm": "fp8 products",
+    "experts.gemm": "fp8 products", "experts.routes": "copies and elementwise",
     "cross_entropy": "cross entropy", "norm": "norms",
     "norm_rows": "norms",
     "attention.forward": "attention", "attention.backward": "attention",

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from octavo.checkpoint import opened
 from octavo.checkpoint.reader import StoredWeights
 from octavo.cli import main
 from octavo.config.run import RunConfig
+from octavo.data.prepared import prepared_or_none
 from octavo.errors import InputError, RunStopped
 from octavo.models.convert import conversion
 from octavo.models.families import spec_of
@@ -194,9 +194,7 @@ def test_the_length_of_a_run_in_tokens_or_epochs(tiny_run, capsys, length, steps
     assert "train.steps = 100 has no effect" in capsys.readouterr().err
     done = len(losses(run.output))
     if steps is None:
-        folder = Path(RunConfig.from_file(run.file).data.folder)
-        manifest = max(folder.glob("*/manifest.json"), key=lambda path: path.stat().st_mtime)
-        tokens = json.loads(manifest.read_text())["splits"]["train"]["tokens"]
+        tokens = prepared_or_none(RunConfig.from_file(run.file).data).manifest.splits["train"].tokens
         steps = math.ceil(float(length.partition("=")[2]) * math.ceil((tokens - 1) / 32) / 4)
     assert done == steps
     recorded = RunConfig.from_file(run.output / "run.toml").train

@@ -27,10 +27,10 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("norms", r"^_?(norm|backward)_(rows|tiles)$"),
     ("activation", r"^activation_(backward_)?(tiles|packed)$"),
     ("attention", r"^(attention_forward|backward_(queries|keys))$"),
-    ("scales", r"^_(scale_of|update_scales)$"),
+    ("scales", r"^_(scale_of|update_scales|inverses)$"),
     ("casts", r"^_?(cast_\w+|gather_(tiles|packed)|widen|row_column_amaxes|amax_of)$"),
     ("fp8 products", r"^_products_of_(rows|weights)$"),  # of experts
-    ("copies and elementwise", r"^_add_copies$"),
+    ("copies and elementwise", r"^_((add|count|place)_copies|add_up_before)$"),  # of experts
     ("communication", r"nccl|all_?gather|reduce_?scatter|all_?reduce|symm_mem"),
     ("attention", r"sdpa|flash|fmha|attention|dot_do_o|convert_dq"),
     # cuBLAS writes a letter for each type: q and r are the two FP8 formats, t is bfloat16, h float16, s float32.

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +73,13 @@ class _Choice:
         probabilities, order = (logits.double() / self.temperature).softmax(0).sort(descending=True, stable=True)
         before = probabilities.cumsum(0) - probabilities
         return int(order[torch.multinomial(probabilities.where(before < self.top_p, 0), 1, generator=generator)])
+
+
+def prompt_of_stdin() -> str:
+    """All of stdin but a last newline; `sample` refuses bytes that are not UTF-8."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    return sys.stdin.read().removesuffix("\n")
 
 
 @dataclass(frozen=True)

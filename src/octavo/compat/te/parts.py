@@ -78,7 +78,7 @@ class Parts(nn.Module):
 
 
 class _Product(nn.Module):
-    forward = _linear.Linear.forward
+    forward, unread = _linear.Linear.forward, _linear.Linear.unread
 
     def extra_repr(self) -> str:
         """Shape, for `print(model)`."""
