@@ -239,7 +239,9 @@ def check_saved(recipe, config=CONFIG, *, within=0.0, **setting):
     )  # fmt: skip
     kept, cached = saved_bytes(model, recipe, setup.documents, True if setup.accumulates else None)
     blocks = sum(one.bytes for recipes in setup.recipes for one in saved.saved_in_forward(setup, setup.spec, recipes))
-    ends = saved.saved_by_ends(setup, setup.spec) + saved.saved_by_head(setup, setup.spec)
+    weight = setup.spec.vocabulary * (4 if setup.late else saved.root_bytes(setup))
+    head = setup.spec.hidden_size * (setup.tokens * setup.compute_bytes + weight)  # the gradients of its input and weight
+    ends = saved.saved_by_ends(setup, setup.spec) + head
     if setup.recompute in (True, "selective"):  # the tables are alive as arguments of the recomputation
         ends -= 2 * 48 * int(setup.spec.head_dim * setup.spec.rotary_fraction) * 4
     assert kept == pytest.approx(blocks + ends, abs=64, rel=within)  # a few scales of one number

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -161,6 +162,24 @@ store.set(str(rank), "here")
 sys.exit(0 if store.get(str(1 - rank)) == b"here" else 3)
 """
     assert run(2, script) == 0
+
+
+def test_a_signal_that_interrupts_the_sending_of_another_goes_out_once():
+    signals, sent = [signal.SIGINT], []
+
+    class Interrupted(launcher._Rank):
+        def __init__(self):
+            self._sent = 0
+
+        @property
+        def process(self):
+            if len(signals) == 1:  # the handler of the second
+                signals.append(signal.SIGTERM)
+                self.send(signals)
+            return mock.Mock(send_signal=sent.append)
+
+    Interrupted().send(signals)
+    assert sorted(sent) == [signal.SIGINT, signal.SIGTERM]
 
 
 def test_each_signal_comes_once(tmp_path):

@@ -213,7 +213,7 @@ def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.A
 
 @contextlib.contextmanager
 def dropping() -> Iterator[None]:
-    """Around a forward all of whose saved tensors are dropped and computed again: what backward alone reads has no values."""
+    """Around a forward whose saved tensors are dropped and recomputed: operands of backward alone have no values."""
     before, _state.dropping = _state.dropping, True
     try:
         yield

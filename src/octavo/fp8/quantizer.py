@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.errors import InputError
 from octavo.fp8 import autocast, buffers, checkpoints
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
@@ -285,7 +286,10 @@ class LinearQuantizer:
             return made, scale if keep else None
         if compiling and how.granularity is Granularity.TENSOR and self.state.context_group is not None:
             # Not traced, so that this layer runs eagerly: its amax is to be joined over the ranks that share a sequence.
-            raise NotImplementedError("current scaling with context parallelism is not compiled.")
+            raise InputError(
+                "current scaling joins amaxes over the ranks that share a sequence, which is not compiled: compile without "
+                "fullgraph, or take delayed scaling."
+            )
         if not stored:
             return NOTHING, None
         if matrix is None:

@@ -226,7 +226,7 @@ class Linear(nn.Linear):
     """
 
     unread = False
-    """In a recomputation: nobody reads the result, so that its product in FP8 does not run, and it has no values."""
+    """Set in a recomputation that leaves the result unread: its product in FP8 does not run, and it has no values."""
     return_bias = False  # defaults of the class serve `from_linear`
     init_method: Init | None = None
     draws = Draws()

@@ -59,7 +59,7 @@ class _NormMlpFunction(torch.autograd.Function):
         # Two recomputations: of the activation's result, where its cast repeats, and on request of the first product.
         recompute_activated = want_w2 and fc2.quantizer.recomputable
         recompute_hidden = recompute and (want_hidden or recompute_activated)
-        # Where nobody reads the result, only what backward reads is computed.
+        # Of an unread result only backward's operands are computed.
         needs_hidden = not (unread and recompute_hidden and recompute_activated and fc2.quantizer.knows_input_scale)
         producer = NormProducer(residual, delta, NormParameters(kind, norm_weight, norm_bias, eps))
         columnwise = want_w1 and not (recompute_hidden and fc1.quantizer.recomputable)
@@ -168,7 +168,7 @@ class LayerNormMLP(NormedLayer):
 
     chunks = 1
     unread = False
-    """As that of `Linear`, in every dtype: also what only the product reads is not computed."""
+    """As that of `Linear`, in every dtype; the product's operands are not computed either."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class _Both(contextlib.AbstractContextManager[None]):
 
 
 class _Unread(contextlib.AbstractContextManager[None]):
-    """A recomputation of a block, after which nobody reads its result."""
+    """A recomputation that leaves the block's result unread."""
 
     def __init__(self, block: TransformerLayer) -> None:
         self._block = block

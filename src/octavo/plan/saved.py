@@ -155,12 +155,6 @@ def parameters(spec: ModelSpec) -> int:
     return spec.layers * block_parameters(spec) - less + root_parameters(spec)
 
 
-def saved_by_head(setup: Setup, spec: ModelSpec) -> int:
-    """Bytes that the output head saves: the gradients of its input and of its weight."""
-    weight = 4 if setup.late else root_bytes(setup)
-    return setup.tokens * spec.hidden_size * setup.compute_bytes + spec.vocabulary * spec.hidden_size * weight
-
-
 def saved_by_ends(setup: Setup, spec: ModelSpec) -> int:
     """Activations saved outside of blocks and head: token ids, rotary tables, the last norm's input and statistics."""
     columns = 2 * math.ceil(int(spec.head_dim * spec.rotary_fraction) / 2)  # that rotate

@@ -79,8 +79,9 @@ class _Rank:
     def send(self, signals: Sequence[signal.Signals]) -> None:
         """Send those of all signals that were not sent before; a signal handler may interrupt it."""
         while self._sent < len(signals):
+            number = signals[self._sent]
             self._sent += 1
-            self.process.send_signal(signals[self._sent - 1])
+            self.process.send_signal(number)
 
 
 class _Job:
