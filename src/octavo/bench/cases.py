@@ -27,6 +27,7 @@ class Case:
         sizes: keys of the Hugging Face config, such as an entry of `octavo.models.shapes.SHAPES`.
         batch, sequence_length: sequences in a step of one GPU, or of `context` GPUs that share them, and their tokens.
         context: GPUs that share each sequence.
+        expert: GPUs that the experts of a block are spread over, by Octavo alone.
         recompute, offload: as `train.recompute` and `train.offload`, of Octavo's entries. Peers keep each layer's input where
             any is set.
 
@@ -41,6 +42,7 @@ class Case:
     batch: int
     sequence_length: int
     context: int = 1
+    expert: int = 1
     recompute: bool | Literal["selective"] = False
     offload: bool = False
 
@@ -148,6 +150,7 @@ _TINY = SHAPES["llama-tiny"] | {
 _TINY_NEOX = SHAPES["pythia-160m"] | {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip
+_TINY_MIXTRAL = _TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 _TINY_VIT = VisionCase("tiny-vit", 64, 2, 4, 128, 10, 8, 32, 2)
 
 CASES: dict[str, Case] = {
@@ -158,6 +161,9 @@ CASES: dict[str, Case] = {
         Case("llama2-7b-8layers", SHAPES["llama2-7b"] | {"num_hidden_layers": 8}, 4, 4096),
         Case("mistral-7b-layers-16k", SHAPES["mistral-7b"] | {"num_hidden_layers": 16}, 1, 16_384),
         Case("mixtral-8x7b-layers", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 7}, 4, 4096),
+        # With float32 weights, gradients and moments: all experts on each GPU, and spread over two.
+        Case("mixtral-8x7b-5layers", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 5}, 4, 4096),
+        Case("mixtral-8x7b-5layers-ep2", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 5}, 4, 4096, expert=2),
         Case("neox-20b-layers", SHAPES["gpt-neox-20b"] | {"num_hidden_layers": 12}, 8, 2048),
         # The whole model. 16,384 tokens a GPU in both: enough arithmetic to hide the gathering of weights.
         Case("llama-8b-8k", SHAPES["llama-8b"], 2, 8192),
@@ -165,7 +171,8 @@ CASES: dict[str, Case] = {
         Case("tiny", _TINY, 2, 32),
         Case("tiny-mistral", _TINY | {"model_type": "mistral", "sliding_window": 8}, 2, 32),
         Case("tiny-neox", _TINY_NEOX, 2, 32),
-        Case("tiny-mixtral", _TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, 2, 32),
+        Case("tiny-mixtral", _TINY_MIXTRAL, 2, 32),
+        Case("tiny-mixtral-ep2", _TINY_MIXTRAL, 2, 32, expert=2),
     )
 }
 VISION_CASES: dict[str, VisionCase] = {

@@ -2,7 +2,7 @@
 
 Speed drifts with temperature and load, so entries take turns: each is built, warmed up and timed for half of its steps, then
 all are timed again (A B C, A B C). Between turns an entry keeps weights and optimizer states and frees its activations. If
-the memory does not hold all entries, each takes both turns at once and ends; `interleaved` in the row tells the two apart.
+the memory does not hold all entries, each takes its steps at once and ends; `interleaved` in the row tells the two apart.
 """
 
 from __future__ import annotations
@@ -156,12 +156,13 @@ def measure_case(
             processes.callback(one.group.close)
             running.append(one)
             one.start(warmup)
-            answers = one.turn(steps - later)
+            first = steps if keep is False else steps - later
+            answers = one.turn(first)
             if keep is None and answers:
                 keep = all_fit(answers, case, len(entries), target)
                 say(f"{case.name}: {'entries take turns' if keep else 'one entry after the other, to fit the memory'}")
             if not keep:
-                one.turn(later)
+                one.turn(steps - first)
                 one.profile(profiled)
                 one.group.close()
                 if one.result.error is None:

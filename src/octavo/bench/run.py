@@ -219,11 +219,12 @@ def _plan(
             say(f"{case.package} is not installed: without {case.name}")
             absent.add(case.package)
             continue
-        if isinstance(case, Case) and target.ranks % case.context:
-            raise InputError(
-                f"{case.name}: {case.context} GPUs share each sequence, and {target.ranks} ranks are no multiple of that. Use "
-                f"--gpus {max(1, round(target.ranks / case.context)) * case.context}."
-            )
+        for degree, use in _groups(case):
+            if target.ranks % degree:
+                raise InputError(
+                    f"{case.name}: {degree} GPUs {use}, and {target.ranks} ranks are no multiple of that. Use "
+                    f"--gpus {max(1, round(target.ranks / degree)) * degree}."
+                )
         able = [entry for entry in compared if entry.trains(case)]
         if unable := [entry.name for entry in compared if entry not in able]:
             say(f"{case.name}: without {', '.join(unable)}")
@@ -236,6 +237,11 @@ def _plan(
             f"{', '.join(entry.name for entry in compared)}: none runs {', '.join(cases or usual)}. Use another case."
         )
     return plan
+
+
+def _groups(case: Any) -> list[tuple[int, str]]:
+    """(GPUs of a group, what they do together) of a case."""
+    return [(case.context, "share each sequence"), (case.expert, "hold the experts")] if isinstance(case, Case) else []
 
 
 def _target(suite: Suite, asked: str | None, gpus: int | None) -> Target:

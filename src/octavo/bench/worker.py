@@ -56,6 +56,7 @@ class Worker:
         self.rendezvous = rendezvous
         self.device = device
         self.on_gpu = device.type == "cuda"
+        self.released = False  # whether the last turn gave its activations' memory back to the device
 
     def build(self, seed: int = SEED) -> dict[str, Any]:
         """Join the other ranks and build the model with weights of this seed; returns its attention kernel, in words."""
@@ -85,7 +86,8 @@ class Worker:
         `peak_gib`: the allocator's peak since the warm-up. `held_gib`: memory kept until the next turn. `needed_gib`: the peak
         of the memory reserved on the device.
         """
-        loss = self._step()  # allocates again the memory that the last turn gave back, outside of the timed steps
+        if self.released:
+            self._step()  # allocates it again, outside of the timed steps
         # One mark between steps and no wait: the time between two marks is the whole step, launch gaps included.
         marks = [self._mark()]
         for _ in range(steps):
@@ -98,6 +100,7 @@ class Worker:
         figures["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / GIB
         figures["needed_gib"] = torch.cuda.max_memory_reserved(self.device) / GIB
         torch.cuda.empty_cache()
+        self.released = True
         return {**figures, "held_gib": torch.cuda.memory_reserved(self.device) / GIB}
 
     def profile(self, steps: int) -> dict[str, Any]:
@@ -122,7 +125,9 @@ class Worker:
                 device_id=self.device if self.on_gpu else None,
             )
             if not self.replicated:
-                world.init({"context_parallel_degree": getattr(self.case, "context", 1)})
+                assert isinstance(self.case, Case)
+                degrees = {"context_parallel_degree": self.case.context, "expert_parallel_degree": self.case.expert}
+                world.init(degrees)
 
     def _wait(self) -> None:
         if self.on_gpu:
