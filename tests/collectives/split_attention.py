@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from octavo.collectives import attention
+from octavo.collectives import attention, causal
 from octavo.collectives.attention import context_attention
 from octavo.collectives.context import STRATEGIES, ContextGroup
 from octavo.kernels.attention.pattern import Pattern
@@ -69,7 +69,9 @@ def traffic():
         q, k, v = (torch.randn(BATCH, 2 * split.chunk, heads, DIM, requires_grad=True) for heads in (HEADS, 2, 2))
         saved, arrived = [], []
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x)
-        with mock.patch.object(attention._Chunks, "fetch", counted(arrived)):
+        fetches = mock.patch.object(attention._Chunks, "fetch", counted(arrived))
+        gathers = mock.patch.object(causal, "start_gather", counted_gather(arrived))
+        with fetches, gathers:
             with hooks:
                 out = context_attention(q, k, v, context, pattern, 0.3)
             out.sum().backward()
@@ -96,6 +98,18 @@ def counted(arrived):
 
         fetching.wait = counting_wait
         return fetching
+
+    return noted
+
+
+def counted_gather(arrived):
+    """`start_gather` that notes the same."""
+    gather = causal.start_gather
+
+    def noted(kv, group):
+        work, out = gather(kv, group)
+        arrived.append(out.numel() - kv.numel())
+        return work, out
 
     return noted
 

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 import octavo.kernels
 from octavo.kernels import activation, adamw, column_sum, cross_entropy, norm, rope, scales
-from octavo.kernels.attention import short
+from octavo.kernels.attention import join, short
 from octavo.kernels.experts import activation as expert_activation
 from octavo.kernels.experts import cast as expert_cast
 from octavo.kernels.experts import gemm, permute, travel
@@ -105,6 +105,11 @@ def dense():
         rope.launch_split(matrix(2, 8192, 6144), 32, 8, cos, cos, mirrored=mirrored)
         rope.launch_join(*heads, cos, cos, quantizer(E5M2, **BOTH), mirrored=mirrored)
     rope.launch_join(*heads, angles, angles, HIGH)
+    for dtype in (BF16, FP32):  # one rounding, or one of several results
+        out, sums = matrix(2, 4096, 32, 128, dtype=dtype), matrix(2, 32, 4096, dtype=FP32)
+        join.launch_join(out, sums, heads[0][:, :4096], sums)
+    for terms in range(1, 6):
+        join.launch_add_up(matrix(2, 2, 4096, 8, 128), [matrix(2, 2, 4096, 8, 128)] * terms)
     for dtype in (BF16, FP32):
         weights = (matrix(4096, 4096, dtype=dtype) for _ in range(4))
         adamw.launch(

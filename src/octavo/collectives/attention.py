@@ -1,8 +1,9 @@
 """Attention of sequences that are split over ranks: three exchanges, each with the same result.
 
-all_gather  keys and values of all ranks are gathered while each chunk attends to itself, read as one slice in the order of the
-            sequence, dropped, and gathered again in backward, whose gradients are summed over the ranks while the last chunk's
-            own pairs are computed. Under a window or within documents only chunks that some query sees travel.
+all_gather  keys and values of all ranks are gathered while a chunk attends to itself, read as one slice in the order of the
+            sequence, dropped, and gathered again in backward (`octavo.collectives.causal`). Under a window or within documents
+            only chunks that some query sees travel, and both chunks attend to themselves meanwhile; in backward gradients are
+            summed over the ranks while the last chunk's own pairs are computed.
 p2p         a ring: keys and values visit every rank, the next ones travel during the attention to the last; their gradients
             follow them. Needs memory for two ranks' keys and values, whatever n.
 a2a         heads for tokens: each rank gets whole sequences of H / n heads. Needs n to divide the heads.
@@ -19,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.collectives.context import ContextGroup, in_order, splits_heads, start_gather, start_reduce_scatter
+from octavo.collectives import causal
+from octavo.collectives.context import ContextGroup, in_order, splits_heads
 from octavo.collectives.schedule import Earlier, Split, diagonal, earlier, ring
 from octavo.errors import InputError, unknown
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
-from octavo.kernels.attention.pieces import Attended, Gradients, attention
+from octavo.kernels.attention.pieces import Attended, Gradients, attention, gradients
 from octavo.kernels.autograd import refuse_second_derivative
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -112,6 +114,8 @@ class _AllGather(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, pattern: Pattern, split: Split, scale: float
     ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor]:
+            if _is_plain(pattern):
+                return causal.forward(q, k, v, context, split, scale)
             fetching = _Chunks(context, pattern, q.shape[0], split).fetch(torch.stack((k, v)))
             attended = Attended(q, scale=scale, window=pattern.window)
             attended.add(k, v, diagonal(pattern, q.shape[0], split))
@@ -132,6 +136,8 @@ class _AllGather(torch.autograd.Function):
         refuse_second_derivative("these attention kernels")
         q, k, v, out, lse = ctx.saved_tensors
         context, pattern, split, scale = ctx.call
+        if _is_plain(pattern):
+            return *causal.backward(d_out, q, k, v, out, lse, context, split, scale), None, None, None, None
         batch, chunk = q.shape[0], split.chunk
         travel = _Chunks(context, pattern, batch, split)
         fetching = travel.fetch(torch.stack((k, v)))
@@ -156,6 +162,10 @@ class _AllGather(torch.autograd.Function):
         return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
+def _is_plain(pattern: Pattern) -> bool:
+    return pattern.window is None and not pattern.documents
+
+
 def _add_earlier(grads: Gradients, chunks: list[Tensor], parts: dict[int, Tensor], plan: Earlier) -> None:
     keys, values = torch.cat(chunks[plan.low : plan.high], 2)
     dk, dv = (torch.zeros(keys.shape, dtype=grads.dq.dtype, device=keys.device) for _ in range(2))
@@ -177,17 +187,10 @@ class _Fetching:
 
 
 class _Chunks:
-    """The exchange of chunks of keys and values among the ranks of a context group, there and back.
-
-    Without window and documents every rank but the first reads nearly all chunks, so all are gathered. Otherwise a rank
-    receives only the chunks that it reads.
-    """
+    """The exchange of chunks of keys and values, there and back: a rank receives only the chunks that it reads."""
 
     def __init__(self, context: ContextGroup, pattern: Pattern, batch: int, split: Split) -> None:
         self.context, self.split = context, split
-        self.dense = pattern.window is None and not pattern.documents
-        if self.dense:
-            return
         # reads[r]: the chunks of other ranks that rank r reads.
         reads = []
         for rank in range(split.size):
@@ -200,16 +203,8 @@ class _Chunks:
 
     def fetch(self, kv: Tensor) -> _Fetching:
         """kv [2, B, L, G, D] → the chunks that this rank reads, by number, [2, B, C, G, D] each; others are empty."""
-        size, group = self.split.size, self.context.group
+        size = self.split.size
         own = dict(zip(self.split.chunks(), kv.chunk(2, 2), strict=True))
-        if self.dense:
-            work, out = start_gather(kv, group)
-
-            def halves() -> list[Tensor]:
-                pairs = [part.chunk(2, 2) for part in out]
-                return [first for first, _ in pairs] + [second for _, second in reversed(pairs)]
-
-            return _Fetching(work, halves)
         work, take = self._exchange([[own[number] for number in numbers] for numbers in self.sent], self.received, own)
 
         def chunks() -> list[Tensor]:
@@ -221,14 +216,8 @@ class _Chunks:
 
     def give_back(self, parts: dict[int, Tensor], own: Tensor) -> _Fetching:
         """This rank's shares of the gradients of chunks → the sum of all ranks' shares of its own two, [2, B, L, G, D]."""
-        size, group, numbers = self.split.size, self.context.group, self.split.chunks()
+        numbers = self.split.chunks()
         shape = (2, own.shape[1], self.split.chunk, *own.shape[3:])
-        if self.dense:
-            nothing = own.new_zeros(shape)
-            pairs = [[parts.get(number, nothing) for number in self.split.chunks(rank)] for rank in range(size)]
-            whole = torch.stack([torch.cat(pair, 2) for pair in pairs])
-            work, out = start_reduce_scatter(whole, group)
-            return _Fetching(work, lambda: out)
         mine = {number: parts.get(number, own.new_zeros(shape)) for number in numbers}
         work, take = self._exchange([[parts[n] for n in chunks] for chunks in self.received], self.sent, mine)
 
@@ -343,16 +332,15 @@ class _HeadsForTokens(torch.autograd.Function):
         refuse_second_derivative("these attention kernels")
         q, k, v, out, lse = ctx.saved_tensors
         context, pattern, _, scale, groups = ctx.call
-        grads = Gradients(_to_heads(context, d_out), q, out, lse, scale=scale, window=pattern.window)
-        dk, dv = (torch.zeros(x.shape, dtype=grads.dq.dtype, device=x.device) for x in (k, v))
-        grads.add(k, v, pattern.spans(q.shape[0]), dk, dv)
+        spans = pattern.spans(q.shape[0])
+        found = gradients(_to_heads(context, d_out), q, k, v, out, lse, spans, scale=scale, window=pattern.window)
         copies = max(1, context.size // groups)  # ranks that had the same key-value head
-        dtype = grads.dq.dtype if copies > 1 else q.dtype
-        mine = torch.cat([x.to(dtype) for x in (grads.dq, dk, dv)], 2)
+        mine = torch.cat(found, 2)
         dq, dk, dv = map(_of_rank, _to_tokens(context, mine).split([q.shape[2], k.shape[2], k.shape[2]], 4))
         if copies > 1:
-            dk, dv = (x.unflatten(2, (groups, copies)).sum(3) for x in (dk, dv))
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None
+            wide = torch.promote_types(q.dtype, torch.float32)
+            dk, dv = (x.unflatten(2, (groups, copies)).sum(3, dtype=wide).to(x.dtype) for x in (dk, dv))
+        return dq, dk, dv, None, None, None, None
 
 
 _FUNCTIONS = {"all_gather": _AllGather, "p2p": _Ring, "a2a": _HeadsForTokens}

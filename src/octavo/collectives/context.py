@@ -18,21 +18,14 @@ from octavo.errors import InputError, unknown
 STRATEGIES = ("all_gather", "p2p", "a2a")
 """Exchanges of keys and values: gathered, passed around a ring, or heads for tokens."""
 
-# PyTorch 2.12 renamed these, and warns of the old names.
+# PyTorch 2.12 renamed it, and warns of the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def start_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
     """Begin to gather `x`, contiguous, of all ranks: the work, and its result, [n, *x.shape]."""
     out = x.new_empty(dist.get_world_size(group), *x.shape)
     return _all_gather(out.view(-1), x.view(-1), group=group, async_op=True), out
-
-
-def start_reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
-    """Begin to sum `parts` [n, …], contiguous, over the ranks: the work, and its result, this rank's sum […]."""
-    out = parts.new_empty(parts.shape[1:])
-    return _reduce_scatter(out.view(-1), parts.view(-1), group=group, async_op=True), out
 
 
 class ContextGroup:

@@ -228,7 +228,8 @@ def launch_split(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Run the kernel; see `split_rotate`."""
     (batch, length, width), head_dim = qkv.shape, qkv.shape[-1] // (heads + 2 * groups)
-    q, k, v = (qkv.new_empty(batch, length, count, head_dim) for count in (heads, groups, groups))
+    q = qkv.new_empty(batch, length, heads, head_dim)
+    k, v = qkv.new_empty(2, batch, length, groups, head_dim)  # as one tensor they travel to other ranks
     if qkv.numel() == 0:
         return q, k, v
     flat = adjacent_columns(qkv.reshape(-1, width))

@@ -258,12 +258,15 @@ def _backward_of_experts(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -
 def _exchanged(setup: Setup, spec: ModelSpec) -> int:
     """Temporaries of attention's backward over ranks: whole keys and values, as they come and in order, and their gradients.
 
-    Those are float32: the share of one chunk, that of all chunks, and what is summed over the ranks.
+    Those of gathered keys are in their dtype, and a kernel's own float32. Else they are float32: the share of one chunk, that
+    of all chunks, and what is summed over the ranks.
     """
     if setup.context == 1:
         return 0
     whole = 2 * setup.tokens * setup.context * spec.kv_heads * spec.head_dim
-    return whole * (2 * setup.compute_bytes + 3 * 4)
+    if setup.documents or any(window is not None for window in spec.windows):
+        return whole * (2 * setup.compute_bytes + 3 * 4)
+    return whole * (3 * setup.compute_bytes + 4)
 
 
 def _sum(saved: Sequence[Saved], part: str) -> int:

@@ -124,23 +124,31 @@ def _packing(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None, packed: Packing | None = None
-) -> tuple[Tensor, Tensor]:
-    """q [B, Tq, H, D], k and v [B, Tk, G, D] → out [B, Tq, H, D] in the dtype of q, lse [B, H, Tq] float32."""
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None, packed: Packing | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [B, Tq, H, D], k and v [B, Tk, G, D] → out [B, Tq, H, D] in the dtype of q, lse [B, H, Tq] float32.
+
+    Both are written to `into`, if given.
+    """
     given, options = _call(q, k, v, packed=packed, causal=causal, window=window)
+    if into is not None:
+        options |= dict(zip(("out", "lse"), into, strict=True))
     out, lse, *_ = _interface()._flash_attn_fwd(*given, softmax_scale=scale, return_lse=True, **options)
     return (out, lse) if packed is None else (out.view(q.shape), lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1))
 
 
 def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
-    window: int | None = None, packed: Packing | None = None,
+    window: int | None = None, packed: Packing | None = None, into: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v in their dtype; `out` and `lse` may be those of a softmax over more keys.
+    """Gradients of q, k and v in their dtype, in `into`, if given; `out` and `lse` may be those of a softmax over more keys.
 
     They repeat bit for bit under `torch.use_deterministic_algorithms`.
     """
     given, options = _call(q, k, v, out, d_out, packed=packed, causal=causal, window=window)
+    if into is not None:
+        options |= dict(zip(("dq", "dk", "dv"), into, strict=True))
     lse = lse if packed is None else lse.transpose(0, 1).flatten(1)
     repeats = torch.are_deterministic_algorithms_enabled()
     grads = _interface()._flash_attn_bwd(*given, lse, softmax_scale=scale, deterministic=repeats, **options)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo.kernels.attention import flash, library, reference
 from octavo.kernels.attention.flash import Packing
+from octavo.kernels.attention.join import join_
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Span
 from octavo.kernels.attention.window import tiles
@@ -77,14 +78,9 @@ class Attended:
         elif self._out.dtype in (torch.bfloat16, torch.float16):
             self._out = self._out.float()
         if new:
-            self._out[b, rows], self._lse[b, :, rows] = out.to(self._out.dtype), lse
-            return
-        before = self._lse[b, :, rows]
-        joined = torch.logaddexp(before, lse)
-        base = joined.masked_fill(joined == -torch.inf, 0.0)  # a query that sees no key yet keeps 0, not NaN
-        kept, added = ((part - base).exp().transpose(1, 2)[..., None] for part in (before, lse))
-        self._out[b, rows] = self._out[b, rows] * kept + out * added
-        self._lse[b, :, rows] = joined
+            self._out[b, rows], self._lse[b, :, rows] = out, lse
+        else:
+            join_(self._out[b, rows], self._lse[b, :, rows], out, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """out [B, Tq, H, D] in the dtype of q, 0 for a query without a key; lse float32 [B, H, Tq], −∞ for it."""
@@ -144,6 +140,41 @@ def gradients(
         dq, dk, dv = summed.dq, *(torch.zeros(x.shape, dtype=summed.dq.dtype, device=x.device) for x in (k, v))
         summed.add(k, v, spans, dk, dv)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def takes_more_keys(k: Tensor) -> bool:
+    """True if a fast kernel computes causal attention of fewer queries than keys, of the kind of k."""
+    return flash.takes(k, k, causal=True)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor] | None, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out and lse of all queries over all keys, which see them all or causally; written to `into`, where given."""
+    part = _Part(_whole(q, k, causal=causal))
+    backend = _backend(q, k, part)
+    if backend is flash:
+        return flash.forward(q, k, v, causal=causal, scale=scale, into=into)
+    found: tuple[Tensor, Tensor] = backend.forward(q, k, v, causal=causal, scale=scale)
+    return found if into is None else _copied(into, found)
+
+
+def differentiate(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, into: tuple[Tensor, ...], *, causal: bool,
+    scale: float,
+) -> None:  # fmt: skip
+    """Gradients of q, k and v of `attend`, written to `into`; `out` and `lse` may be those of more keys."""
+    backend = _backend(q, k, _Part(_whole(q, k, causal=causal)))
+    if backend is flash:
+        flash.backward(d_out, q, k, v, out, lse, causal=causal, scale=scale, into=into)
+    else:
+        _copied(into, backend.backward(d_out, q, k, v, out, lse, causal=causal, scale=scale))
+
+
+def _copied(into: Any, found: Any) -> Any:
+    for target, result in zip(into, found, strict=True):
+        target.copy_(result)
+    return into
 
 
 def _whole(q: Tensor, k: Tensor, *, causal: bool) -> Span:

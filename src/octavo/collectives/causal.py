@@ -1,0 +1,131 @@
+"""Plain causal attention by gathered keys and values: no window, no documents, so that every rank reads nearly all chunks.
+
+Of a rank's two chunks the early one attends to itself while keys and values are gathered, then to the chunks before it. The
+late one attends to everything up to its own end: in one call where a kernel takes more keys than queries, else in two. In
+backward a rank sends each other rank two shares of gradients, as its kernels wrote them; shares are added up in float32.
+
+Shapes: B batch, T tokens, n ranks, L = T / n tokens of this rank, C = L / 2 of a chunk, H query heads, G key-value heads,
+D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.collectives.context import ContextGroup, start_gather
+from octavo.collectives.schedule import Split
+from octavo.kernels.attention import pieces
+from octavo.kernels.attention.join import add_up, join_
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, split: Split, scale: float) -> tuple[Tensor, Tensor]:
+    """out [B, L, H, D] in the dtype of q, lse [B, H, L] float32 (float64 for float64 inputs)."""
+    work, gathered = start_gather(joint(k, v), context.group)
+    early, late = slice(None, split.chunk), slice(split.chunk, None)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    pieces.attend(q[:, early], k[:, early], v[:, early], (out[:, early], lse[..., early]), causal=True, scale=scale)
+    work.wait()
+    keys, values = in_sequence(gathered, split)
+    before = split.chunks()[0] * split.chunk
+    if before:
+        other = pieces.attend(q[:, early], keys[:, :before], values[:, :before], None, causal=False, scale=scale)
+        join_(out[:, early], lse[..., early], *other)
+    result = out[:, late], lse[..., late]
+    if pieces.takes_more_keys(keys):
+        pieces.attend(q[:, late], keys, values, result, causal=True, scale=scale)
+        return out, lse
+    earlier = slice(None, keys.shape[1] - split.chunk)
+    pieces.attend(q[:, late], k[:, late], v[:, late], result, causal=True, scale=scale)
+    join_(*result, *pieces.attend(q[:, late], keys[:, earlier], values[:, earlier], None, causal=False, scale=scale))
+    return out, lse
+
+
+def backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, context: ContextGroup, split: Split, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, in their dtype."""
+    work, gathered = start_gather(joint(k, v), context.group)
+    chunk, (rank, last) = split.chunk, split.chunks()
+    halves = slice(None, chunk), slice(chunk, None)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+    def add(half: int, keys: Tensor, values: Tensor, shares: Tensor, *, causal: bool, more: bool = False) -> None:
+        """A chunk's gradients by some keys: those of the keys to `shares`; `more`: the chunk has other keys' already."""
+        rows = halves[half]
+        own = torch.empty_like(dq[:, rows]) if more else dq[:, rows]
+        into = own, *shares
+        pieces.differentiate(
+            d_out[:, rows], q[:, rows], keys, values, out[:, rows], lse[..., rows], into, causal=causal, scale=scale
+        )
+        if more:
+            dq[:, rows].add_(own)
+
+    def empty(chunks: int) -> Tensor:
+        return k.new_empty(2, k.shape[0], chunks * chunk, *k.shape[2:])
+
+    itself = empty(1)
+    add(0, k[:, halves[0]], v[:, halves[0]], itself, causal=True)
+    work.wait()
+    keys, values = in_sequence(gathered, split)
+    of_early, of_late = empty(rank), empty(last + 1)
+    if rank:
+        add(0, keys[:, : rank * chunk], values[:, : rank * chunk], of_early, causal=False, more=True)
+    if pieces.takes_more_keys(keys):
+        add(1, keys, values, of_late, causal=True)
+    else:
+        add(1, k[:, halves[1]], v[:, halves[1]], of_late[:, :, last * chunk :], causal=True)
+        add(1, keys[:, : last * chunk], values[:, : last * chunk], of_late[:, :, : last * chunk], causal=False, more=True)
+    del gathered, keys, values
+
+    def share(of: Tensor, number: int) -> Tensor:
+        return of[:, :, number * chunk : (number + 1) * chunk]
+
+    others = [other for other in range(split.size) if other != rank]
+    # The chunk that every late chunk sees, and one more: the early chunks behind it see it too, or else the other's late one.
+    sent = k.new_empty(len(others), 2, *itself.shape)
+    for place, other in enumerate(others):
+        sent[place, 0].copy_(share(of_late, other))
+        sent[place, 1].copy_(share(of_early, other) if other < rank else share(of_late, 2 * split.size - 1 - other))
+    received = _exchange(sent, others, context)
+    summed = empty(2)
+    # Ranks behind this one see its early chunk alone, by both of theirs; those before it see both, by their late ones.
+    behind = [received[place, 1] for place, other in enumerate(others) if other > rank]
+    before = [received[place, 1] for place, other in enumerate(others) if other < rank]
+    add_up(summed[:, :, halves[0]], [itself, share(of_late, rank), *received[:, 0].unbind(), *behind])
+    add_up(summed[:, :, halves[1]], [share(of_late, last), *before])
+    dk, dv = summed
+    return dq, dk, dv
+
+
+def joint(k: Tensor, v: Tensor) -> Tensor:
+    """k and v as one tensor [2, *k.shape]: without a copy where they lie one behind the other."""
+    behind = k.storage_offset() + k.numel()
+    if (
+        k.is_contiguous()
+        and v.is_contiguous()
+        and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        and v.storage_offset() == behind
+    ):
+        return k.as_strided((2, *k.shape), (k.numel(), *k.stride()))
+    return torch.stack((k, v))
+
+
+def in_sequence(gathered: Tensor, split: Split) -> Any:
+    """[n, 2, B, L, G, D] of all ranks → keys and values [B, tokens, G, D] up to the end of this rank's late chunk."""
+    pairs = [part.chunk(2, 2) for part in gathered]
+    chunks = [first for first, _ in pairs] + [second for _, second in reversed(pairs)]
+    return torch.cat(chunks[: split.chunks()[1] + 1], 2)
+
+
+def _exchange(sent: Tensor, others: list[int], context: ContextGroup) -> Tensor:
+    """Send sent[place] to others[place]; returns what those sent to this rank, in the same order."""
+    received = torch.empty_like(sent)
+    if others:
+        sizes = [sent[0].numel() if rank in others else 0 for rank in range(context.size)]
+        dist.all_to_all_single(received.view(-1), sent.view(-1), sizes, sizes, group=context.group)
+    return received
