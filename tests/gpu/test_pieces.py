@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from octavo.kernels.attention import flash, library, reference
+from octavo.kernels.attention.join import add_up, join_
 from octavo.kernels.attention.pattern import Pattern, Span
-from octavo.kernels.attention.pieces import SMALLEST_WINDOW, Attended, Gradients
+from octavo.kernels.attention.pieces import SMALLEST_WINDOW, Attended, Gradients, differentiate
+from octavo.kernels.attention.pieces import attend as attend_to
 from octavo.nn.attend import attend, backend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -75,6 +77,50 @@ def test_a_part_of_the_keys_has_its_part_of_the_gradients(dim, kernels):
     grads.add(k, v, spans, dk, dv)
     for found, exact in zip((grads.dq, dk, dv), reference.backward(d_out, q, k, v, wanted, wanted_lse, **how), strict=True):
         close(found, exact, 2e-2)
+
+
+@pytest.mark.parametrize("dim", library._HEADS)
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(256, 256, True), (256, 512, False), (256, 1024, True)])
+def test_results_are_written_to_parts_of_larger_tensors(dim, queries, keys, causal, kernels):
+    if causal and queries != keys and kernels is library:
+        pytest.skip("cuDNN's causal attention has as many keys as queries")
+    q, k, v, d_out = draw(2, 2 * queries, 2 * keys, 8, 2, dim)
+    rows, some = slice(queries, None), slice(keys, None)
+    how = {"causal": causal, "scale": dim**-0.5}
+    wanted, wanted_lse = reference.forward(q[:, rows], k[:, some], v[:, some], **how)
+    out, lse = torch.full_like(q, torch.nan), torch.full((2, 8, 2 * queries), torch.nan, device="cuda")
+    given = q[:, rows], k[:, some], v[:, some]
+    attend_to(*given, (out[:, rows], lse[..., rows]), **how)
+    close(out[:, rows], wanted)
+    torch.testing.assert_close(lse[..., rows], wanted_lse, rtol=1e-3, atol=1e-3)
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    into = grads[0][:, rows], grads[1][:, some], grads[2][:, some]
+    differentiate(d_out[:, rows], *given, out[:, rows], lse[..., rows], into, **how)
+    exact = reference.backward(d_out[:, rows], *given, wanted, wanted_lse, **how)
+    for found, gradient in zip(into, exact, strict=True):
+        close(found, gradient, 2e-2)
+    for whole, part in zip((out, *grads), (queries, queries, keys, keys), strict=True):
+        assert whole[:, :part].isnan().all()
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_parts_are_joined_and_added_up(dim):
+    """Octavo's own kernels, on rows of larger tensors."""
+    q, k, v, _ = draw(2, 600, 500, 8, 8, dim)
+    how = {"causal": False, "scale": dim**-0.5}
+    wanted, wanted_lse = reference.forward(q, k, v, **how)
+    out, lse = torch.zeros(2, 1200, 8, dim, device="cuda"), torch.zeros(2, 8, 1200, device="cuda")
+    out[:, 600:], lse[..., 600:] = reference.forward(q, k[:, :99], v[:, :99], **how)
+    join_(out[:, 600:], lse[..., 600:], *reference.forward(q, k[:, 99:], v[:, 99:], **how))
+    torch.testing.assert_close(out[:, 600:], wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse[..., 600:], wanted_lse, rtol=1e-5, atol=1e-5)
+    terms = torch.randn(9, 2, 3, 700, 2, dim, device="cuda").bfloat16()
+    for count in (1, 2, 4, 9):
+        summed = torch.full((2, 3, 900, 2, dim), torch.nan, device="cuda").bfloat16()
+        add_up(summed[:, :, 200:], list(terms[:count]))
+        exact = terms[:count].double().sum(0)
+        assert ((summed[:, :, 200:] - exact).norm() / exact.norm()) < 3e-3
+        assert summed[:, :, :200].isnan().all()
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -25,7 +25,7 @@ def test_the_loopback_serves_where_all_ranks_are_on_one_host(monkeypatch, enviro
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert world._on_one_host() is here
+    assert world.on_one_host() is here
 
 
 def test_a_tracked_generator_continues_its_own_stream_and_leaves_the_default_one():

@@ -22,6 +22,7 @@ from octavo.fp8 import checkpoints
 from octavo.fp8.quantizer import has_one_scale
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
+from octavo.parallel import copy_engine
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
 from octavo.parallel.fp8_gather import gather_in_fp8
@@ -113,6 +114,8 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _prefetch([[part] for part in front], units, [[part] for part in behind])
+    if copy_engine.is_asked():
+        copy_engine.use([_fsdp(unit[-1]) for unit in units], mesh)
     kept = [] if how.reshard_after_forward else [part for unit in units for part in unit]
     for part in [*front, *kept, *behind, model]:
         part.register_forward_hook(_reshard_after_evaluation)

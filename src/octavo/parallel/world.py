@@ -211,7 +211,7 @@ def shutdown() -> None:
 
 def _connect(degrees: Degrees, timeout: float) -> None:
     wait = datetime.timedelta(seconds=timeout)
-    if _on_one_host():
+    if on_one_host():
         for name in _INTERFACES:
             os.environ.setdefault(name, "lo")
     if not dist.is_initialized():
@@ -248,7 +248,7 @@ def expert_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "expert_shard", "expert"))
 
 
-def _on_one_host() -> bool:
+def on_one_host() -> bool:
     """True if the environment says that all ranks are on this host."""
     local_size = os.environ.get("LOCAL_WORLD_SIZE", "").strip()
     return os.environ.get("MASTER_ADDR") in _LOOPBACK or (local_size != "" and local_size == os.environ.get("WORLD_SIZE"))
