@@ -180,6 +180,22 @@ def test_a_broken_peer_is_a_row_with_its_error(tmp_path, monkeypatch, source):
     assert "failed" in rendered(results)
 
 
+def test_what_ends_a_suite_loses_no_finished_entry(tmp_path, monkeypatch, forked_workers):
+    monkeypatch.setattr("octavo.bench.measure.all_fit", lambda *given: False)
+
+    def say(line):
+        if line == "tiny: torch-bf16":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_suite(
+            "one-gpu", cases=["tiny"], entries=["octavo-bf16", "torch-bf16"], steps=2, warmup=1,
+            output=tmp_path, device="cpu", command="octavo bench one-gpu", say=say,
+        )  # fmt: skip
+    (kept,) = json.loads((tmp_path / "one-gpu-tiny.json").read_text())["rows"]
+    assert (kept["entry"], kept["steps"], kept["interleaved"]) == ("octavo-bf16", 2, False)
+
+
 def test_a_worker_answers_until_something_fails():
     class Broken:
         def build(self):

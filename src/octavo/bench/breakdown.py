@@ -26,7 +26,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     # Octavo's kernels, by their whole names.
     ("norms", r"^_?(norm|backward)_(rows|tiles)$"),
     ("activation", r"^activation_(backward_)?(tiles|packed)$"),
-    ("attention", r"^(attention_forward|backward_(queries|keys))$"),
+    ("attention", r"^(attention_forward|backward_(queries|keys)|_join_results|_add_terms)$"),
     ("scales", r"^_(scale_of|update_scales|inverses)$"),
     ("casts", r"^_?(cast_\w+|gather_(tiles|packed)|widen|row_column_amaxes|amax_of)$"),
     ("fp8 products", r"^_products_of_(rows|weights)$"),  # of experts

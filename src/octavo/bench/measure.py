@@ -138,6 +138,7 @@ def measure_case(
     warmup: int,
     profiled: int = 0,
     say: Callable[[str], None],
+    finished: Callable[[list[Measurement]], None] = lambda measured: None,
 ) -> list[Measurement]:
     """Measure every entry on one case; a failed entry has its error instead of figures.
 
@@ -145,6 +146,7 @@ def measure_case(
         steps: timed steps of each entry, over both turns.
         warmup: steps before them, compilation included.
         profiled: steps after them, whose kernel times are recorded.
+        finished: takes the entries that are complete, each time that another is.
     """
     later = steps // 2
     running: list[RunningEntry] = []
@@ -167,6 +169,7 @@ def measure_case(
                 one.group.close()
                 if one.result.error is None:
                     say(f"{case.name}: {entry.name}: {one.result.step_seconds * 1e3:.1f} ms a step")
+                finished([one.result for one in running])
         if keep:
             for one in running:
                 one.result.interleaved = len(entries) > 1

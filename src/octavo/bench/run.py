@@ -17,7 +17,7 @@ from octavo.bench.kernels.attention import measure_attention
 from octavo.bench.kernels.bandwidth import measure_kernels
 from octavo.bench.kernels.products import measure_products
 from octavo.bench.layers.suite import OCTAVO, measure_layers, transformer_engine
-from octavo.bench.measure import Target, measure_case
+from octavo.bench.measure import Measurement, Target, measure_case
 from octavo.bench.memory import measure_memory
 from octavo.bench.peers import ENTRIES, PEERS, Entry
 from octavo.bench.results import check_output, document, render, row, write
@@ -95,8 +95,19 @@ def run_suite(
             ranks = _restoring(target, restore_gpus)
             options = {"target": target, "folder": disk, "restore_ranks": ranks, "saves": saves, **how}
             return [measure_checkpoints(case, entry, **options) for entry in able]
-        measured = measure_case(suite, case, able, target=target, profiled=PROFILED_STEPS if breakdown else 0, **how)
-        return [row(case, one, target) for one in measured]
+
+        def finished(measured: list[Measurement]) -> None:
+            keep([row(case, one, target) for one in measured])
+
+        options = {"target": target, "profiled": PROFILED_STEPS if breakdown else 0, "finished": finished, **how}
+        return [row(case, one, target) for one in measure_case(suite, case, able, **options)]
+
+    rows: list[dict[str, Any]] = []
+
+    def keep(found: list[dict[str, Any]]) -> tuple[dict[str, Any], list[Path]]:
+        """Write the rows of all cases so far, and these: what ends the suite later loses none of them."""
+        results = document(suite, command, target, compared, rows + found, known)
+        return results, write(results, output)
 
     measurements: Iterable[list[dict[str, Any]]]
     if chosen.entries:
@@ -108,12 +119,9 @@ def run_suite(
         check_output(suite, [], output, say)
         compared, found = _measure_here(chosen, cases or chosen.cases, target, **how)
         measurements = [found]
-    rows: list[dict[str, Any]] = []
     for found in measurements:
+        results, written = keep(found)
         rows += found
-        # After each case, so that a later failure loses no finished case.
-        results = document(suite, command, target, compared, rows, known)
-        written = write(results, output)
     pictures = [draw_costs(path) for path in written] if suite == "vision" else []
     for file in filter(None, (*written, *pictures)):
         say(f"wrote {file}")

@@ -23,7 +23,7 @@ _TERMS = 4
 
 
 @triton.jit
-def _join(
+def _join_results(
     out_ptr, lse_ptr, other_ptr, other_lse_ptr, queries, heads, out_b, out_t, out_h, lse_b, lse_h, other_b, other_t, other_h,
     other_lse_b, other_lse_h, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def _join(
 
 
 @triton.jit
-def _add(
+def _add_terms(
     out_ptr, a_ptr, b_ptr, c_ptr, d_ptr, elements, inner, out_0, out_1, a_0, a_1, b_0, b_1, c_0, c_1, d_0, d_1,
     TERMS: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def launch_join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> N
     """Run the kernel; see `join_`."""
     batch, queries, heads, dim = out.shape
     if out.numel():
-        _join[(cdiv(queries, _QUERIES), batch * heads)](
+        _join_results[(cdiv(queries, _QUERIES), batch * heads)](
             out, lse, other, other_lse, queries, heads, *out.stride()[:3], *lse.stride()[:2], *other.stride()[:3],
             *other_lse.stride()[:2], D=dim, WIDTH=next_power_of_2(dim), QUERIES=_QUERIES, num_warps=_WARPS,
         )  # fmt: skip
@@ -88,7 +88,7 @@ def launch_add_up(out: Tensor, terms: Sequence[Tensor]) -> None:
         target = torch.empty(out.shape, dtype=torch.float32, device=out.device) if left else out
         given = [now[min(number, len(now) - 1)] for number in range(_TERMS)]
         strides = [stride for term in (target, *given) for stride in term.stride()[:2]]
-        _add[(cdiv(elements, _ELEMENTS), out.shape[0] * inner)](
+        _add_terms[(cdiv(elements, _ELEMENTS), out.shape[0] * inner)](
             target, *given, elements, inner, *strides, TERMS=len(now), ELEMENTS=_ELEMENTS, num_warps=8
         )
         left = [target, *left] if left else left
