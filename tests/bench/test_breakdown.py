@@ -52,8 +52,7 @@ FAMILIES = {
     "experts.gemm": "fp8 products", "experts.routes": "copies and elementwise",
     "cross_entropy": "cross entropy", "norm": "norms",
     "norm_rows": "norms",
-    "attention.forward": "attention",
-    "attention.join": "attention", "attention.backward": "attention",
+    "attention.forward": "attention", "attention.backward": "attention", "attention.join": "attention",
     "column_sum": "copies and elementwise", "rope": "rope", "adamw": "optimizer", "scales": "scales",
 }  # fmt: skip
 """Of the files of kernels, the kind that theirs are."""
