@@ -60,6 +60,47 @@ def cells(dtype, device="cpu", groups=(8, 2, 1), dim=DIM, strategies=STRATEGIES)
     return errors
 
 
+def one_call(dtype, groups):
+    """`cells` of plain causal attention by a kernel that takes more keys than queries, as a GPU's does."""
+    with mock.patch.object(causal.pieces, "takes_more_keys", return_value=True):
+        return cells(dtype, groups=groups, strategies=("all_gather",))
+
+
+def ahead():
+    """Gradients without and with a gather that begins before attention's backward, and what was begun in which order."""
+    context, pattern = ContextGroup(dist.group.WORLD), PATTERNS["causal"]
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    given = [torch.randn(BATCH, TOKENS // context.size, heads, DIM, generator=draw) for heads in (HEADS, 2, 2)]
+    weight = torch.randn(HEADS * DIM, 5, generator=draw)
+    begun, gradients = [], []
+    gather, differentiate = causal.start_gather, causal.pieces.differentiate
+
+    def noted_gather(*args):
+        begun.append("gather")
+        return gather(*args)
+
+    def noted(*args, **keywords):
+        begun.append("gradients")
+        return differentiate(*args, **keywords)
+
+    for early in (False, True):
+        leaves = [x.clone().requires_grad_() for x in given]
+        with (
+            mock.patch.object(causal, "start_gather", noted_gather),
+            mock.patch.object(attention, "start_gather", noted_gather),
+        ):
+            out = context_attention(*leaves, context, pattern, 0.3)
+            result = out.flatten(2) @ weight
+            if early:
+                attention.gather_ahead(result, out.flatten(2))
+            result.register_hook(lambda grad: begun.append("result"))
+            with mock.patch.object(causal.pieces, "differentiate", noted):
+                result.square().sum().backward(retain_graph=True)
+                result.square().sum().backward()
+        gradients.append([x.grad for x in leaves])
+    return all(map(torch.equal, *gradients)), begun
+
+
 def traffic():
     """{pattern: (chunks that arrive in forward, in backward, those of other ranks that some query sees, numbers saved)}."""
     context, found = ContextGroup(dist.group.WORLD), {}

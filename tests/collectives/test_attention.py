@@ -21,6 +21,22 @@ def test_every_exchange_computes_every_pattern(world):
             assert error < 1e-12, cell
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_chunk_attends_to_all_its_keys_in_one_call(world):
+    for errors in ranks.run(world, split_attention.one_call, torch.float64, (8, 2)):
+        for cell, error in errors.items():
+            assert error < 1e-12, cell
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_gather_that_begins_before_attentions_backward_changes_no_bit(world):
+    for rank, (same, begun) in enumerate(ranks.run(world, split_attention.ahead)):
+        assert same
+        calls = ["gradients"] * (4 if rank else 3)
+        late = ["result", "gather", *calls]
+        assert begun == ["gather", *late, *late, "gather", *["gather", "result", *calls] * 2]
+
+
 def test_half_precision_rounds_at_the_ends_alone():
     for errors in ranks.run(2, split_attention.cells, torch.bfloat16, groups=(2,)):
         assert max(errors.values()) < 8e-3

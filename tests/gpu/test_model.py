@@ -102,7 +102,7 @@ def test_offloading_changes_nothing(recipe, compile, recompute, monkeypatch):
     _, plain = train("cuda", recipe, compile=compile, recompute=recompute)
     _, away = train("cuda", recipe, compile=compile, recompute=recompute, offload=True)
     # Attention's backward does not repeat bit for bit, and an FP8 cast makes a whole step of what is off by a bit.
-    torch.testing.assert_close(away, plain, rtol=1e-4 if recipe is None else 2e-3, atol=0)
+    torch.testing.assert_close(away, plain, rtol=1e-4 if recipe is None else 5e-3, atol=0)
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.kernels.attention import flash, library, reference
-from octavo.kernels.attention.join import add_up, join_
+from octavo.kernels.attention.join import add_, add_up, join_
 from octavo.kernels.attention.pattern import Pattern, Span
 from octavo.kernels.attention.pieces import SMALLEST_WINDOW, Attended, Gradients, differentiate
 from octavo.kernels.attention.pieces import attend as attend_to
@@ -121,6 +121,10 @@ def test_parts_are_joined_and_added_up(dim):
         exact = terms[:count].double().sum(0)
         assert ((summed[:, :, 200:] - exact).norm() / exact.norm()) < 3e-3
         assert summed[:, :, :200].isnan().all()
+    other = torch.randn(2, 2, dim, 700, device="cuda").permute(0, 3, 1, 2)  # as cuDNN may lay gradients
+    sums = torch.zeros(2, 900, 2, dim, device="cuda")
+    add_(sums[:, 200:], other)
+    assert torch.equal(sums[:, 200:], other)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

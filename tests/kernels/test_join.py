@@ -69,3 +69,11 @@ def test_terms_are_added_up_and_rounded_once(way, terms):
 @pytest.mark.parametrize("way", SUMS)
 def test_nothing_to_add_up(way):
     way(torch.empty(2, 3, 0, 4), [torch.empty(2, 3, 0, 4)] * 2)
+
+
+def test_numbers_in_another_order_are_told():
+    x = torch.randn(2, 3, 4, 5)
+    assert join._in_order(x)
+    assert join._in_order(x[:, 1:])
+    assert not join._in_order(x.transpose(1, 2).contiguous().transpose(1, 2).transpose(2, 3))
+    assert not join._in_order(x[..., ::2])

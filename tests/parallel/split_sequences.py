@@ -8,6 +8,7 @@ import torch.distributed as dist
 from llamas import llama_config
 
 from octavo.build import build_model
+from octavo.collectives import causal
 from octavo.collectives.whole import whole_tensor
 from octavo.config import MoeConfig
 from octavo.errors import InputError
@@ -223,6 +224,26 @@ def fp8_steps(
         for operand, slot in layer.slots.items():
             scales[name, operand.value] = slot.scale.item()
     return found, scales
+
+
+def gathers(degrees, cells):
+    """Of each cell of options, whether the gathers of attention's backwards had begun before them."""
+    world.init(degrees)
+    found = []
+    for options in cells:
+        begun = []
+
+        def noted(*args, computed=causal.backward, seen=begun):
+            seen.append(args[9] is not None)
+            return computed(*args)
+
+        model = build("all_gather", recipe=RECIPES["delayed"](), **options)
+        given = own_samples(inputs("plain", world.state.device))
+        with mock.patch.object(causal, "backward", noted), fp8_autocast(enabled=True, fp8_recipe=RECIPES["delayed"]()):
+            loss = model(**given).loss
+            loss.backward()
+        found.append(begun)
+    return found
 
 
 def fp8_runs(degrees, cells, **options):

@@ -135,6 +135,17 @@ def test_fp8_trains_as_on_one_rank():
             assert same >= 0.9 * len(scales)
 
 
+def test_layers_begin_to_gather_before_attentions_backward():
+    cells = [
+        {}, {"recompute": True}, {"recompute": "selective"}, {"recompute": "mlp", "offload": True}, {"family": "gpt_neox"},
+        {"family": "mixtral"},
+    ]  # fmt: skip
+    for found in ranks.run(2, split_sequences.gathers, {"context_parallel_degree": 2}, cells):
+        for cell, begun in zip(cells, found, strict=True):
+            assert begun == [True] * len(begun), cell
+            assert begun
+
+
 def test_ranks_that_are_given_different_sequences_are_refused():
     changes = [
         getattr(split_sequences, name) for name in ("other_sample", "one_label", "shorter", "no_positions", "another_count")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.collectives import causal
-from octavo.collectives.context import ContextGroup, in_order, splits_heads
+from octavo.collectives.context import ContextGroup, in_order, splits_heads, start_gather
 from octavo.collectives.schedule import Earlier, Split, diagonal, earlier, ring
 from octavo.errors import InputError, unknown
 from octavo.kernels.attention.kept import once
@@ -129,15 +129,18 @@ class _AllGather(torch.autograd.Function):
         out, lse = once(compute)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = context, pattern, split, scale
+        ctx.started = None
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("these attention kernels")
-        q, k, v, out, lse = ctx.saved_tensors
+        # A checkpoint gives saved tensors once.
+        (q, k, v, out, lse), gathering = ctx.started or (ctx.saved_tensors, None)
+        ctx.started = None
         context, pattern, split, scale = ctx.call
         if _is_plain(pattern):
-            return *causal.backward(d_out, q, k, v, out, lse, context, split, scale), None, None, None, None
+            return *causal.backward(d_out, q, k, v, out, lse, context, split, scale, gathering), None, None, None, None
         batch, chunk = q.shape[0], split.chunk
         travel = _Chunks(context, pattern, batch, split)
         fetching = travel.fetch(torch.stack((k, v)))
@@ -160,6 +163,27 @@ class _AllGather(torch.autograd.Function):
         grads.add(k, v, [span for span in spans if span.q0 >= chunk], *own)
         dk, dv = own.add_(summing.wait())
         return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def gather_ahead(result: Tensor, attended: Tensor) -> None:
+    """Have the gather for the backward of `attended` begin as soon as `result`, which is made of it, has a gradient.
+
+    attended: of `context_attention`, or a view of it. No effect on another exchange, and without gradients.
+    """
+    node: Any = attended.grad_fn
+    for _ in range(5):  # through views and copies
+        if node is not None and not hasattr(node, "started") and len(node.next_functions) == 1:
+            node = node.next_functions[0][0]
+    if not hasattr(node, "started") or not result.requires_grad or torch.compiler.is_compiling():
+        return
+    context, pattern, *_ = node.call
+    if _is_plain(pattern):
+        result.register_hook(lambda grad: _begin(node, context))
+
+
+def _begin(node: Any, context: ContextGroup) -> None:
+    tensors = node.saved_tensors
+    node.started = tensors, start_gather(causal.joint(*tensors[1:3]), context.group)
 
 
 def _is_plain(pattern: Pattern) -> bool:

@@ -2,7 +2,9 @@
 
 Of a rank's two chunks the early one attends to itself while keys and values are gathered, then to the chunks before it. The
 late one attends to everything up to its own end: in one call where a kernel takes more keys than queries, else in two. In
-backward a rank sends each other rank two shares of gradients, as its kernels wrote them; shares are added up in float32.
+backward a rank sends each other rank two shares of gradients, as its kernels wrote them; shares are added up in float32. A
+layer may begin the gather before attention's backward (`octavo.collectives.attention.gather_ahead`); then the early chunk's
+pairs with itself hide the exchange of gradients.
 
 Shapes: B batch, T tokens, n ranks, L = T / n tokens of this rank, C = L / 2 of a chunk, H query heads, G key-value heads,
 D head dimension.
@@ -19,7 +21,10 @@ from torch import Tensor
 from octavo.collectives.context import ContextGroup, start_gather
 from octavo.collectives.schedule import Split
 from octavo.kernels.attention import pieces
-from octavo.kernels.attention.join import add_up, join_
+from octavo.kernels.attention.join import add_, add_up, join_
+
+Gathering = tuple[dist.Work, Tensor]
+"""A gather of keys and values under way, and its result."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, split: Split, scale: float) -> tuple[Tensor, Tensor]:
@@ -46,52 +51,60 @@ def forward(q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, split: Split
 
 
 def backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, context: ContextGroup, split: Split, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their dtype."""
-    work, gathered = start_gather(joint(k, v), context.group)
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, context: ContextGroup, split: Split, scale: float,
+    started: Gathering | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, in their dtype. started: the gather of k and v, if it is under way."""
+    work, gathered = started or start_gather(joint(k, v), context.group)
     chunk, (rank, last) = split.chunk, split.chunks()
     halves = slice(None, chunk), slice(chunk, None)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    written = [False, False]
 
-    def add(half: int, keys: Tensor, values: Tensor, shares: Tensor, *, causal: bool, more: bool = False) -> None:
-        """A chunk's gradients by some keys: those of the keys to `shares`; `more`: the chunk has other keys' already."""
+    def add(half: int, keys: Tensor, values: Tensor, shares: Tensor, *, causal: bool) -> None:
+        """A chunk's gradients by some keys: those of the keys are written to `shares`."""
         rows = halves[half]
-        own = torch.empty_like(dq[:, rows]) if more else dq[:, rows]
-        into = own, *shares
-        pieces.differentiate(
-            d_out[:, rows], q[:, rows], keys, values, out[:, rows], lse[..., rows], into, causal=causal, scale=scale
-        )
-        if more:
-            dq[:, rows].add_(own)
+        into = torch.empty_like(dq[:, rows]) if written[half] else dq[:, rows]
+        given = d_out[:, rows], q[:, rows], keys, values, out[:, rows], lse[..., rows]
+        pieces.differentiate(*given, (into, *shares), causal=causal, scale=scale)
+        if written[half]:
+            add_(dq[:, rows], into)
+        written[half] = True
 
     def empty(chunks: int) -> Tensor:
         return k.new_empty(2, k.shape[0], chunks * chunk, *k.shape[2:])
 
+    def share(of: Tensor, number: int) -> Tensor:
+        return of[:, :, number * chunk : (number + 1) * chunk]
+
+    # The early chunk's pairs with itself hide the gather; if that is under way, the exchange of gradients.
     itself = empty(1)
-    add(0, k[:, halves[0]], v[:, halves[0]], itself, causal=True)
+    first = started is None
+    if first:
+        add(0, k[:, halves[0]], v[:, halves[0]], itself, causal=True)
     work.wait()
     keys, values = in_sequence(gathered, split)
     of_early, of_late = empty(rank), empty(last + 1)
     if rank:
-        add(0, keys[:, : rank * chunk], values[:, : rank * chunk], of_early, causal=False, more=True)
+        add(0, keys[:, : rank * chunk], values[:, : rank * chunk], of_early, causal=False)
     if pieces.takes_more_keys(keys):
         add(1, keys, values, of_late, causal=True)
     else:
-        add(1, k[:, halves[1]], v[:, halves[1]], of_late[:, :, last * chunk :], causal=True)
-        add(1, keys[:, : last * chunk], values[:, : last * chunk], of_late[:, :, : last * chunk], causal=False, more=True)
-    del gathered, keys, values
-
-    def share(of: Tensor, number: int) -> Tensor:
-        return of[:, :, number * chunk : (number + 1) * chunk]
+        add(1, k[:, halves[1]], v[:, halves[1]], share(of_late, last), causal=True)
+        add(1, keys[:, : last * chunk], values[:, : last * chunk], of_late[:, :, : last * chunk], causal=False)
+    del gathered, keys, values, started
 
     others = [other for other in range(split.size) if other != rank]
     # The chunk that every late chunk sees, and one more: the early chunks behind it see it too, or else the other's late one.
     sent = k.new_empty(len(others), 2, *itself.shape)
     for place, other in enumerate(others):
-        sent[place, 0].copy_(share(of_late, other))
-        sent[place, 1].copy_(share(of_early, other) if other < rank else share(of_late, 2 * split.size - 1 - other))
-    received = _exchange(sent, others, context)
+        add_up(sent[place, 0], [share(of_late, other)])
+        add_up(sent[place, 1], [share(of_early, other) if other < rank else share(of_late, 2 * split.size - 1 - other)])
+    exchange, received = _start_exchange(sent, others, context)
+    if not first:
+        add(0, k[:, halves[0]], v[:, halves[0]], itself, causal=True)
+    if exchange is not None:
+        exchange.wait()
     summed = empty(2)
     # Ranks behind this one see its early chunk alone, by both of theirs; those before it see both, by their late ones.
     behind = [received[place, 1] for place, other in enumerate(others) if other > rank]
@@ -122,10 +135,11 @@ def in_sequence(gathered: Tensor, split: Split) -> Any:
     return torch.cat(chunks[: split.chunks()[1] + 1], 2)
 
 
-def _exchange(sent: Tensor, others: list[int], context: ContextGroup) -> Tensor:
-    """Send sent[place] to others[place]; returns what those sent to this rank, in the same order."""
+def _start_exchange(sent: Tensor, others: list[int], context: ContextGroup) -> tuple[dist.Work | None, Tensor]:
+    """Begin to send sent[place] to others[place]: the work, and what those send to this rank, in the same order."""
     received = torch.empty_like(sent)
-    if others:
-        sizes = [sent[0].numel() if rank in others else 0 for rank in range(context.size)]
-        dist.all_to_all_single(received.view(-1), sent.view(-1), sizes, sizes, group=context.group)
-    return received
+    if not others:
+        return None, received
+    sizes = [sent[0].numel() if rank in others else 0 for rank in range(context.size)]
+    group = context.group
+    return dist.all_to_all_single(received.view(-1), sent.view(-1), sizes, sizes, group=group, async_op=True), received

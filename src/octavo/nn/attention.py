@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from octavo.collectives.attention import gather_ahead
 from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError, unknown
 from octavo.kernels.attention import short
@@ -284,6 +285,8 @@ class MultiheadAttention(ResidualLayer):
         if self.sequence_first:
             h, context = h.transpose(0, 1), context.transpose(0, 1)
         attended = self.proj(context, is_first_microbatch)
+        if self.core_attention.context is not None:
+            gather_ahead(attended[0] if isinstance(attended, tuple) else attended, context)
         return (h, attended) if return_residual else attended
 
     def _is_short(self, x: Tensor, attn_mask_type: str | None) -> bool:

@@ -194,7 +194,10 @@ class _SharedWeight:
             held = self._cast(own, amax, how, mesh)
         if trains and self._is_gathered_again(backward):
             self.shard_rows = held
-        return (held,), backward
+        # As numbers of the dtype of norms and biases, which travel with it: FSDP2 copies elements, and others than theirs byte
+        # by byte.
+        whole_numbers = held.shape[1] % own.dtype.itemsize == 0
+        return (held.view(own.dtype) if whole_numbers else held,), backward
 
     def after(self, gathered: tuple[Tensor, ...], backward: bool, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
         """Give the module the whole weight, and autograd a parameter without values."""

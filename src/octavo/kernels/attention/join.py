@@ -77,8 +77,13 @@ def launch_join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> N
         )  # fmt: skip
 
 
+def _in_order(x: Tensor) -> bool:
+    """True if behind the first two dimensions numbers are adjacent and in order, as the kernel reads them."""
+    return x.numel() == 0 or x[0, 0].is_contiguous()
+
+
 def launch_add_up(out: Tensor, terms: Sequence[Tensor]) -> None:
-    """Run the kernel; see `add_up`."""
+    """Run the kernel, for tensors in order; see `add_up`."""
     elements, inner = out[0, 0].numel(), out.shape[1]
     if not out.numel():
         return
@@ -114,13 +119,21 @@ def join_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 def add_up(out: Tensor, terms: Sequence[Tensor]) -> None:
     """Write the sum of the terms to out, rounded once from float32 (float64).
 
-    out and terms have one shape of three or more dimensions; behind the first two, their numbers are adjacent and in order.
+    out and terms have one shape of three or more dimensions.
     """
-    if out.device.type == "cuda" and out.dtype != torch.float64:
-        launch_add_up(out, terms)
+    if out.device.type == "cuda" and out.dtype != torch.float64 and _in_order(out):
+        launch_add_up(out, [term if _in_order(term) else term.contiguous() for term in terms])
         return
     wide = torch.promote_types(out.dtype, torch.float32)
     summed = terms[0].to(wide, copy=True)
     for term in terms[1:]:
         summed += term
     out.copy_(summed)
+
+
+def add_(sums: Tensor, terms: Tensor) -> None:
+    """Add terms to sums, of one shape as `add_up` wants it, in float32 (float64)."""
+    if sums.device.type == "cuda":  # PyTorch adds to a part of a tensor at a fraction of the memory's speed
+        add_up(sums, [sums, terms])
+    else:
+        sums += terms

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.kernels.attention import flash, library, reference
 from octavo.kernels.attention.flash import Packing
-from octavo.kernels.attention.join import join_
+from octavo.kernels.attention.join import add_, join_
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Span
 from octavo.kernels.attention.window import tiles
@@ -109,9 +109,8 @@ class Gradients:
                 self.d_out[b, rows], self.q[b, rows], k[b, keys], v[b, keys], self.out[b, rows], self.lse[b, :, rows], part,
                 self.scale,
             )  # fmt: skip
-            self.dq[b, rows] += own_q
-            dk[b, keys] += own_k
-            dv[b, keys] += own_v
+            for sums, terms in ((self.dq[b, rows], own_q), (dk[b, keys], own_k), (dv[b, keys], own_v)):
+                add_(sums, terms)
 
 
 def attention(
