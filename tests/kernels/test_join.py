@@ -35,8 +35,8 @@ def test_two_parts_of_the_keys_are_the_whole(way, shape):
     rows = slice(shape[1], None)
     out[:, rows], lse[..., rows] = first
     way(out[:, rows], lse[..., rows], *second)
-    torch.testing.assert_close(out[:, rows].double(), wanted, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(lse[..., rows].double(), wanted_lse, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out[:, rows].double(), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse[..., rows].double(), wanted_lse, rtol=1e-5, atol=1e-5)
     assert not out[:, : shape[1]].any()
     assert not lse[..., : shape[1]].any()
 
