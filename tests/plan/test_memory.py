@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )  # fmt: skip
 
-from octavo.bench.cases import CASES
+from octavo.bench.cases import ALL_CASES, CASES
 from octavo.bench.memory import WORKLOADS
 from octavo.build import build_model
 from octavo.fp8.autocast import fp8_autocast, microbatch
@@ -101,6 +101,28 @@ def test_measured_peaks_of_recomputation_offloading_and_chunks(row):
     found = estimate(WORKLOADS[name].setup()).total / GIB
     assert found == pytest.approx(row["peak_gib"], rel=0.025)
     assert found == pytest.approx(row["estimated_gib"], abs=0.006)  # the page shows it
+
+
+def measured_on_two():
+    """(label, setup, GiB) of models with float32 weights on two GPUs, whole sequences and shared ones, and on one."""
+    for name in (
+        "context-llama-8b-16k",
+        "context-llama-8b-16k-cp2",
+        "sharded-llama-8b-8layers-1",
+        "sharded-llama-8b-8layers-2",
+    ):
+        for row in rows(name):
+            if row["entry"].startswith("octavo-"):
+                case, gpus = ALL_CASES[row["workload"]], row["gpus"]
+                options = {"head": "backward", "history": 1024, "world": gpus, "shard": gpus, "context": case.context}
+                yield name, setup_of(case.spec, case.batch, case.sequence_length, "delayed", **options), row["peak_gib"]
+
+
+def test_measured_peaks_on_two_gpus():
+    found = {name: (estimate(setup).total / GIB, gib) for name, setup, gib in measured_on_two()}
+    assert len(found) == 4
+    for name, (estimated, gib) in found.items():
+        assert estimated == pytest.approx(gib, rel=0.04), name
 
 
 def test_there_are_measured_peaks_at_three_moments():
