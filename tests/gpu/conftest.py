@@ -7,6 +7,7 @@ tests run on a GPU.
 
 import contextlib
 import importlib.util
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +16,11 @@ import torch
 
 for folder in ("", "collectives", "parallel", "models", "nn", "train"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
+
+workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+if torch.cuda.is_available() and workers:
+    # References run on the CPU; with threads for all cores each, workers would wait for one another.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None:
     # It warns of a Jax without its own part. Where it cannot be imported, the tests that need it say so.
