@@ -121,6 +121,9 @@ def test_parts_are_joined_and_added_up(dim):
         exact = terms[:count].double().sum(0)
         assert ((summed[:, :, 200:] - exact).norm() / exact.norm()) < 3e-3
         assert summed[:, :, :200].isnan().all()
+    many = torch.ones(2, 40_000, 2, 8, device="cuda")  # more rows than a grid's second dimension has programs
+    add_(many, many.clone())
+    assert bool((many == 2).all())
     other = torch.randn(2, 2, dim, 700, device="cuda").permute(0, 3, 1, 2)  # as cuDNN may lay gradients
     sums = torch.zeros(2, 900, 2, dim, device="cuda")
     add_(sums[:, 200:], other)

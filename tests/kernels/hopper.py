@@ -108,6 +108,7 @@ def dense():
     for dtype in (BF16, FP32):  # one rounding, or one of several results
         out, sums = matrix(2, 4096, 32, 128, dtype=dtype), matrix(2, 32, 4096, dtype=FP32)
         join.launch_join(out, sums, heads[0][:, :4096], sums)
+    join.launch_add_up(matrix(2, 16384, 4, 16, dtype=FP32), [matrix(2, 16384, 4, 16)] * 2)
     for terms in range(1, 6):
         join.launch_add_up(matrix(2, 2, 4096, 8, 128), [matrix(2, 2, 4096, 8, 128)] * terms)
     for dtype in (BF16, FP32):

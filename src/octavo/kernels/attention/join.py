@@ -17,7 +17,7 @@ from octavo.kernels.tiles import cdiv, next_power_of_2
 _QUERIES, _WARPS = 64, 4
 """Queries of a program that joins a head's results, and its warps."""
 _ELEMENTS = 4096
-"""Elements that a program adds up."""
+"""Elements that a program adds up at most, 16 for each of its threads."""
 _TERMS = 4
 """Terms of one launch."""
 
@@ -51,11 +51,12 @@ def _join_results(
 
 @triton.jit
 def _add_terms(
-    out_ptr, a_ptr, b_ptr, c_ptr, d_ptr, elements, inner, out_0, out_1, a_0, a_1, b_0, b_1, c_0, c_1, d_0, d_1,
+    out_ptr, a_ptr, b_ptr, c_ptr, d_ptr, elements, inner, blocks, out_0, out_1, a_0, a_1, b_0, b_1, c_0, c_1, d_0, d_1,
     TERMS: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    first, second = (tl.program_id(1) // inner).to(tl.int64), (tl.program_id(1) % inner).to(tl.int64)
-    n = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    row = tl.program_id(0) // blocks  # a grid's first dimension alone may have more than 65,535 programs
+    first, second = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
+    n = (tl.program_id(0) % blocks).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     there = n < elements
     summed = tl.load(a_ptr + first * a_0 + second * a_1 + n, mask=there, other=0.0).to(tl.float32)
     if TERMS > 1:
@@ -84,17 +85,19 @@ def _in_order(x: Tensor) -> bool:
 
 def launch_add_up(out: Tensor, terms: Sequence[Tensor]) -> None:
     """Run the kernel, for tensors in order; see `add_up`."""
-    elements, inner = out[0, 0].numel(), out.shape[1]
     if not out.numel():
         return
+    elements, inner = out[0, 0].numel(), out.shape[1]
+    block = min(_ELEMENTS, next_power_of_2(elements))
+    blocks = cdiv(elements, block)
     left, target = list(terms), out
     while left:
         now, left = left[:_TERMS], left[_TERMS:]
         target = torch.empty(out.shape, dtype=torch.float32, device=out.device) if left else out
         given = [now[min(number, len(now) - 1)] for number in range(_TERMS)]
         strides = [stride for term in (target, *given) for stride in term.stride()[:2]]
-        _add_terms[(cdiv(elements, _ELEMENTS), out.shape[0] * inner)](
-            target, *given, elements, inner, *strides, TERMS=len(now), ELEMENTS=_ELEMENTS, num_warps=8
+        _add_terms[(out.shape[0] * inner * blocks,)](
+            target, *given, elements, inner, blocks, *strides, TERMS=len(now), ELEMENTS=block, num_warps=max(1, block // 512)
         )
         left = [target, *left] if left else left
 
