@@ -46,13 +46,17 @@ class Suite:
 
 _OWN_SHARDED = {name: entry for name, entry in SHARDED.items() if name.startswith("octavo-")}
 
+_ALONE = {name: case for name, case in CASES.items() if case.expert == 1}
+
 _SPLIT = ("llama-8b-16k", "llama-8b-16k-cp2", "llama-8b-32k", "llama-8b-32k-cp2", "llama-8b-128k-cp2", "llama-8b-256k-cp2")
 _VITS = ("vit-huge-patch16", "vit-huge-patch16-b64", "vit-huge")
 
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
-        Suite("one-gpu", ENTRIES, {**CASES, **VISION_CASES}, ("llama-1b", "llama-8b-8layers", "llama2-7b-8layers", "vit-huge")),
+        Suite(
+            "one-gpu", ENTRIES, {**_ALONE, **VISION_CASES}, ("llama-1b", "llama-8b-8layers", "llama2-7b-8layers", "vit-huge")
+        ),
         Suite("sharded", SHARDED, CASES, ("llama-8b-8k", "llama-8b-16k"), (1, None)),
         Suite("context", CONTEXT, CONTEXT_CASES, _SPLIT, (2, None)),
         # The published measurement averages the steps after the 10th to the 50th.
