@@ -1,6 +1,8 @@
 """Runs on the ranks of `test_attention.py`: many cells in one world, each compared with attention written out."""
 
+import gc
 import itertools
+import weakref
 from unittest import mock
 
 import torch
@@ -99,6 +101,62 @@ def ahead():
                 result.square().sum().backward()
         gradients.append([x.grad for x in leaves])
     return all(map(torch.equal, *gradients)), begun
+
+
+def unfinished():
+    """Whether a backward that stops before attention leaves nothing, without the garbage collector; and later gradients."""
+    context = ContextGroup(dist.group.WORLD)
+    weight = torch.randn(HEADS * DIM, 5, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    gc.collect()
+    gc.disable()
+    try:
+        freed, gradients = [], []
+        for stops in (True, False):
+            draw = torch.Generator().manual_seed(2 + dist.get_rank())
+            leaves = [
+                torch.randn(BATCH, TOKENS // context.size, heads, DIM, generator=draw).requires_grad_()
+                for heads in (HEADS, 2, 2)
+            ]
+            out = context_attention(*leaves, context, PATTERNS["causal"], 0.3)
+            result = out.flatten(2) @ weight
+            attention.gather_ahead(result, out)
+            if stops:
+                torch.autograd.grad(result.sum(), [weight], retain_graph=True)
+            gradients.append(torch.autograd.grad(result.sum(), leaves, retain_graph=True))
+            if stops:
+                torch.autograd.grad(result.sum(), [weight])
+            node = weakref.ref(out.grad_fn)
+            del out, result, leaves
+            freed.append(node() is None)
+    finally:
+        gc.enable()
+    return freed, all(map(torch.equal, *gradients))
+
+
+def kept_at_the_exchange():
+    """Of gathers within a backward and ahead of it, whether their result is in memory while gradients travel."""
+    context, gather, exchange = ContextGroup(dist.group.WORLD), causal.start_gather, causal._start_exchange
+    results, kept = [], []
+
+    def noted_gather(*args):
+        work, gathered = gather(*args)
+        results.append(gathered.untyped_storage()._weak_ref())
+        return work, gathered
+
+    def noted(*args):
+        kept.append(torch.UntypedStorage._new_with_weak_ptr(results[-1]) is not None)
+        return exchange(*args)
+
+    inside, before = (mock.patch.object(module, "start_gather", noted_gather) for module in (causal, attention))
+    with inside, before, mock.patch.object(causal, "_start_exchange", noted):
+        for early in (False, True):
+            leaves = [torch.randn(BATCH, TOKENS // context.size, heads, DIM).requires_grad_() for heads in (HEADS, 2, 2)]
+            out = context_attention(*leaves, context, PATTERNS["causal"], 0.3)
+            result = out * 2
+            if early:
+                attention.gather_ahead(result, out)
+            result.sum().backward()
+    return kept
 
 
 def traffic():

@@ -37,6 +37,17 @@ def test_a_gather_that_begins_before_attentions_backward_changes_no_bit(world):
         assert begun == ["gather", *late, *late, "gather", *["gather", "result", *calls] * 2]
 
 
+def test_a_backward_that_stops_before_attention_leaves_nothing():
+    for freed, same in ranks.run(2, split_attention.unfinished):
+        assert freed == [True, True]
+        assert same
+
+
+def test_gathered_keys_are_freed_before_gradients_travel():
+    for kept in ranks.run(2, split_attention.kept_at_the_exchange):
+        assert kept == [False, False]
+
+
 def test_half_precision_rounds_at_the_ends_alone():
     for errors in ranks.run(2, split_attention.cells, torch.bfloat16, groups=(2,)):
         assert max(errors.values()) < 8e-3

@@ -81,6 +81,17 @@ def test_delayed_scaling_in_float32_is_one_rank_s_to_rounding(on_one_rank):
     assert many[0][1].keys() == one[1].keys()
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_rows_that_the_ranks_do_not_divide(recipe, on_one_rank):
+    """Of three ranks the last has fewer rows, and FSDP2 pads them."""
+    setting = (torch.float32, recipe, 1)
+    one = on_one_rank(*setting)
+    many = ranks.run(3, sharded.train, {}, *setting, steps=3)
+    compare(
+        (one[0][:3], *one[1:]), many, loss=1e-6 if recipe == "delayed" else 2e-3, gradient=0.05 if recipe == "delayed" else 0.35
+    )
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -136,7 +136,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("these attention kernels")
         # A checkpoint gives saved tensors once.
-        (q, k, v, out, lse), gathering = ctx.started or (ctx.saved_tensors, None)
+        (q, k, v, out, lse), gathering = ctx.started or (ctx.saved_tensors, [])
         ctx.started = None
         context, pattern, split, scale = ctx.call
         if _is_plain(pattern):
@@ -182,8 +182,9 @@ def gather_ahead(result: Tensor, attended: Tensor) -> None:
 
 
 def _begin(node: Any, context: ContextGroup) -> None:
-    tensors = node.saved_tensors
-    node.started = tensors, start_gather(causal.joint(*tensors[1:3]), context.group)
+    if node.started is None:  # or a backward that went no further began it
+        tensors = tuple(x.detach() for x in node.saved_tensors)  # whose history would hold the node
+        node.started = tensors, [start_gather(causal.joint(*tensors[1:3]), context.group)]
 
 
 def _is_plain(pattern: Pattern) -> bool:

@@ -52,10 +52,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, split: Split
 
 def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, context: ContextGroup, split: Split, scale: float,
-    started: Gathering | None = None,
+    started: list[Gathering],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their dtype. started: the gather of k and v, if it is under way."""
-    work, gathered = started or start_gather(joint(k, v), context.group)
+    """Gradients of q, k and v, in their dtype. started: the gather of k and v, if it is under way; emptied."""
+    ahead = bool(started)
+    work, gathered = started.pop() if ahead else start_gather(joint(k, v), context.group)
     chunk, (rank, last) = split.chunk, split.chunks()
     halves = slice(None, chunk), slice(chunk, None)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -79,8 +80,7 @@ def backward(
 
     # The early chunk's pairs with itself hide the gather; if that is under way, the exchange of gradients.
     itself = empty(1)
-    first = started is None
-    if first:
+    if not ahead:
         add(0, k[:, halves[0]], v[:, halves[0]], itself, causal=True)
     work.wait()
     keys, values = in_sequence(gathered, split)
@@ -92,7 +92,7 @@ def backward(
     else:
         add(1, k[:, halves[1]], v[:, halves[1]], share(of_late, last), causal=True)
         add(1, keys[:, : last * chunk], values[:, : last * chunk], of_late[:, :, : last * chunk], causal=False)
-    del gathered, keys, values, started
+    del work, gathered, keys, values  # nothing else holds their memory
 
     others = [other for other in range(split.size) if other != rank]
     # The chunk that every late chunk sees, and one more: the early chunks behind it see it too, or else the other's late one.
@@ -101,7 +101,7 @@ def backward(
         add_up(sent[place, 0], [share(of_late, other)])
         add_up(sent[place, 1], [share(of_early, other) if other < rank else share(of_late, 2 * split.size - 1 - other)])
     exchange, received = _start_exchange(sent, others, context)
-    if not first:
+    if ahead:
         add(0, k[:, halves[0]], v[:, halves[0]], itself, causal=True)
     if exchange is not None:
         exchange.wait()

@@ -194,10 +194,16 @@ class _SharedWeight:
             held = self._cast(own, amax, how, mesh)
         if trains and self._is_gathered_again(backward):
             self.shard_rows = held
-        # As numbers of the dtype of norms and biases, which travel with it: FSDP2 copies elements, and others than theirs byte
-        # by byte.
-        whole_numbers = held.shape[1] % own.dtype.itemsize == 0
-        return (held.view(own.dtype) if whole_numbers else held,), backward
+        return (held.view(own.dtype) if self._fills_numbers() else held,), backward
+
+    def _fills_numbers(self) -> bool:
+        """True if the FP8 rows travel as numbers of the dtype of norms and biases, which travel with them.
+
+        FSDP2 copies elements, and a group of several dtypes byte by byte. It wants a shard that some rank pads in its own
+        width.
+        """
+        rows, columns = self.parameter._orig_size
+        return rows % self.parameter.mesh_info.shard_mesh_size == 0 and columns % self.shard.dtype.itemsize == 0
 
     def after(self, gathered: tuple[Tensor, ...], backward: bool, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
         """Give the module the whole weight, and autograd a parameter without values."""

@@ -27,7 +27,7 @@ def _join_results(
     out_ptr, lse_ptr, other_ptr, other_lse_ptr, queries, heads, out_b, out_t, out_h, lse_b, lse_h, other_b, other_t, other_h,
     other_lse_b, other_lse_h, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     t = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     d = tl.arange(0, WIDTH)
     there = t < queries
@@ -69,7 +69,7 @@ def _add_terms(
 
 
 def launch_join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Run the kernel; see `join_`."""
+    """Run the kernel, for tensors whose last dimension is adjacent; see `join_`."""
     batch, queries, heads, dim = out.shape
     if out.numel():
         _join_results[(cdiv(queries, _QUERIES), batch * heads)](
@@ -106,10 +106,11 @@ def join_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Make out and lse those of attention over the keys of both, which have none in common.
 
     Args:
-        out, other: [B, T, H, D], a head's numbers adjacent; 0 for a query without a key.
-        lse, other_lse: the log-sum-exp of each query's logits, [B, H, T], those of a head adjacent; −∞ without a key.
+        out, other: [B, T, H, D]; 0 for a query without a key.
+        lse, other_lse: the log-sum-exp of each query's logits, [B, H, T]; −∞ without a key.
     """
-    if out.device.type == "cuda" and out.dtype != torch.float64 and lse.stride(-1) == other_lse.stride(-1) == 1:
+    adjacent = all(x.stride(-1) == 1 for x in (out, lse, other, other_lse))  # as the kernel reads them
+    if out.device.type == "cuda" and out.dtype != torch.float64 and adjacent:
         launch_join(out, lse, other, other_lse)
         return
     joined = torch.logaddexp(lse, other_lse)
