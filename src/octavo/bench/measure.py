@@ -138,7 +138,7 @@ def measure_case(
     warmup: int,
     profiled: int = 0,
     say: Callable[[str], None],
-    finished: Callable[[list[Measurement]], None] = lambda measured: None,
+    finished: Callable[[list[Measurement]], object] = lambda measured: None,
 ) -> list[Measurement]:
     """Measure every entry on one case; a failed entry has its error instead of figures.
 

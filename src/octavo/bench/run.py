@@ -6,6 +6,8 @@ run_suite("one-gpu", cases=["llama-1b"], peers=["te"], command="octavo bench one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +97,9 @@ def run_suite(
             ranks = _restoring(target, restore_gpus)
             options = {"target": target, "folder": disk, "restore_ranks": ranks, "saves": saves, **how}
             return [measure_checkpoints(case, entry, **options) for entry in able]
-
-        def finished(measured: list[Measurement]) -> None:
-            keep([row(case, one, target) for one in measured])
-
-        options = {"target": target, "profiled": PROFILED_STEPS if breakdown else 0, "finished": finished, **how}
-        return [row(case, one, target) for one in measure_case(suite, case, able, **options)]
-
-    rows: list[dict[str, Any]] = []
-
-    def keep(found: list[dict[str, Any]]) -> tuple[dict[str, Any], list[Path]]:
-        """Write the rows of all cases so far, and these: what ends the suite later loses none of them."""
-        results = document(suite, command, target, compared, rows + found, known)
-        return results, write(results, output)
+        rows = partial(_rows, case, target)
+        options = {"target": target, "profiled": PROFILED_STEPS if breakdown else 0, **how}
+        return rows(measure_case(suite, case, able, finished=lambda measured: results.write(rows(measured)), **options))
 
     measurements: Iterable[list[dict[str, Any]]]
     if chosen.entries:
@@ -119,13 +111,33 @@ def run_suite(
         check_output(suite, [], output, say)
         compared, found = _measure_here(chosen, cases or chosen.cases, target, **how)
         measurements = [found]
+    results = _Results(output, lambda rows: document(suite, command, target, compared, rows, known))
     for found in measurements:
-        results, written = keep(found)
-        rows += found
+        written = results.write(found)
+        results.rows += found
     pictures = [draw_costs(path) for path in written] if suite == "vision" else []
     for file in filter(None, (*written, *pictures)):
         say(f"wrote {file}")
-    return results
+    return results.document
+
+
+def _rows(case: Any, target: Target, measured: list[Measurement]) -> list[dict[str, Any]]:
+    return [row(case, one, target) for one in measured]
+
+
+@dataclass
+class _Results:
+    """The rows of the cases so far, in `output` as `made_of` makes a document of them."""
+
+    output: Path
+    made_of: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    document: dict[str, Any] = field(default_factory=dict)  # as it was last written
+
+    def write(self, found: list[dict[str, Any]]) -> list[Path]:
+        """Write these rows too: what ends the suite later loses none of them. Returns the files."""
+        self.document = self.made_of(self.rows + found)
+        return write(self.document, self.output)
 
 
 def _restoring(target: Target, asked: int | None) -> int:
