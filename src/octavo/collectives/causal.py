@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.collectives.context import ContextGroup, start_gather
+from octavo.collectives.context import ContextGroup, chunks_in_order, start_gather
 from octavo.collectives.schedule import Split
 from octavo.kernels.attention import pieces
 from octavo.kernels.attention.join import add_, add_up, join_
@@ -130,9 +130,7 @@ def joint(k: Tensor, v: Tensor) -> Tensor:
 
 def in_sequence(gathered: Tensor, split: Split) -> Any:
     """[n, 2, B, L, G, D] of all ranks → keys and values [B, tokens, G, D] up to the end of this rank's late chunk."""
-    pairs = [part.chunk(2, 2) for part in gathered]
-    chunks = [first for first, _ in pairs] + [second for _, second in reversed(pairs)]
-    return torch.cat(chunks[: split.chunks()[1] + 1], 2)
+    return torch.cat(chunks_in_order(gathered, 2)[: split.chunks()[1] + 1], 2)
 
 
 def _start_exchange(sent: Tensor, others: list[int], context: ContextGroup) -> tuple[dist.Work | None, Tensor]:

@@ -164,8 +164,13 @@ def _digest(x: Tensor) -> Tensor:
 
 def in_order(parts: Tensor | list[Tensor], dim: int) -> Tensor:
     """The ranks' tensors, of two chunks each along `dim`, as one whose chunks are in the order of the sequence."""
+    return torch.cat(chunks_in_order(parts, dim), dim)
+
+
+def chunks_in_order(parts: Tensor | list[Tensor], dim: int) -> list[Tensor]:
+    """The chunks of the ranks' tensors, two of each along `dim`, in the order of the sequence."""
     halves = [part.chunk(2, dim) for part in parts]
-    return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim)
+    return [first for first, _ in halves] + [second for _, second in reversed(halves)]
 
 
 class _Gather(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from octavo.errors import warn
+from octavo.errors import InputError, warn
 from octavo.parallel.world import on_one_host
 
 SLOT_BYTES = 1 << 21
@@ -113,7 +113,10 @@ class ReduceScatter:
         handle, shard = self._slots.handle(input_tensor), output_tensor.numel()
         means = op == dist.ReduceOp.AVG
         if not means and op != dist.ReduceOp.SUM:
-            raise NotImplementedError(f"a reduction by {op}: set OCTAVO_COPY_ENGINE=0.")
+            raise InputError(
+                "OCTAVO_COPY_ENGINE=1 sums gradients, or averages them over their ranks, and set_gradient_divide_factor asks for"
+                " another division: set OCTAVO_COPY_ENGINE=0, or leave the factor out."
+            )
         own = input_tensor[handle.rank * shard : (handle.rank + 1) * shard]
         others = [rank for rank in range(handle.world_size) if rank != handle.rank]
         parts = dict(zip(others, output_tensor.new_empty(len(others), shard), strict=True))
