@@ -114,7 +114,7 @@ class ReduceScatter:
         means = op == dist.ReduceOp.AVG
         if not means and op != dist.ReduceOp.SUM:
             raise InputError(
-                "OCTAVO_COPY_ENGINE=1 sums gradients, or averages them over their ranks, and set_gradient_divide_factor asks for"
+                "OCTAVO_COPY_ENGINE=1 sums gradients, or averages them over their ranks; set_gradient_divide_factor asks for"
                 " another division: set OCTAVO_COPY_ENGINE=0, or leave the factor out."
             )
         own = input_tensor[handle.rank * shard : (handle.rank + 1) * shard]
