@@ -161,7 +161,10 @@ CASES: dict[str, Case] = {
         Case("llama2-7b-8layers", SHAPES["llama2-7b"] | {"num_hidden_layers": 8}, 4, 4096),
         Case("mistral-7b-layers-16k", SHAPES["mistral-7b"] | {"num_hidden_layers": 16}, 1, 16_384),
         Case("mixtral-8x7b-layers", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 7}, 4, 4096),
-        # With float32 weights, gradients and moments: all experts on each GPU, and spread over two.
+        Case("mixtral-8x7b-4layers", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 4}, 4, 4096),  # for 80 GB
+        # With float32 weights, gradients and moments: all experts on each GPU, and spread over two. Two layers fit 80 GB.
+        Case("mixtral-8x7b-2layers", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 2}, 4, 4096),
+        Case("mixtral-8x7b-2layers-ep2", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 2}, 4, 4096, expert=2),
         Case("mixtral-8x7b-5layers", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 5}, 4, 4096),
         Case("mixtral-8x7b-5layers-ep2", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 5}, 4, 4096, expert=2),
         Case("neox-20b-layers", SHAPES["gpt-neox-20b"] | {"num_hidden_layers": 12}, 8, 2048),

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.bench.breakdown import record
 from octavo.bench.cases import AnyCase, Case
@@ -62,6 +62,8 @@ class Worker:
         """Join the other ranks and build the model with weights of this seed; returns its attention kernel, in words."""
         self._join()
         self.trainer = self.entry.build(self.case, self.device, self.on_gpu, seed=seed)
+        if isinstance(self.case, Case) and self.case.spec.experts:
+            even_out(self.trainer.model)
         rank = world.state.dp_rank
         if self.replicated and dist.is_initialized():
             rank = dist.get_rank()
@@ -146,6 +148,18 @@ class Worker:
 
     def _between(self, first: Any, second: Any) -> float:
         return first.elapsed_time(second) / 1e3 if self.on_gpu else second - first
+
+
+@torch.no_grad()
+def even_out(model: nn.Module) -> None:
+    """Have routers visit all experts about equally, as trained ones do: embeddings become a thousand times larger.
+
+    In a model of random weights hidden states are mostly attention's mean over the tokens before, which is alike for all of
+    them: in deeper blocks two of eight experts get nearly every token. With large embeddings each keeps a direction of its own.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.weight.mul_(1e3)
 
 
 def labelled_batches(case: AnyCase, device: torch.device, rank: int = 0) -> list[tuple[Tensor, Tensor]]:
