@@ -22,11 +22,12 @@ from octavo.fp8 import checkpoints
 from octavo.fp8.quantizer import has_one_scale
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
-from octavo.parallel import copy_engine
+from octavo.parallel import copy_engine, lone_shards, narrow_gradients
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
 from octavo.parallel.fp8_gather import gather_in_fp8
 from octavo.parallel.sharding import Sharding
+from octavo.parallel.world import on_one_host
 
 Unit = list[nn.Module]
 """The FSDP modules of a block: its experts, if it has some, and the block."""
@@ -84,8 +85,8 @@ def shard(
             where experts are spread.
         how: ranks and dtypes.
         summed: sum gradients over the ranks; False averages them, for mean losses.
-        ends: modules that run in front of the blocks and behind them. They are gathered as blocks are, but once for forward
-            and backward; their gradients are reduced as soon as they are there.
+        ends: modules that run in front of the blocks and behind them, in their order. They are gathered as blocks are, those
+            behind together, but once for forward and backward; their gradients are reduced as soon as they are there.
     """
     mesh = how.mesh
     # FSDP2 wants gradients of one dtype in a group. Those of FP8 products are of the parameters' own, as on one rank, so norms
@@ -104,8 +105,12 @@ def shard(
             policy, ranks = own if _travels(part, how.recipe) else outer, mesh if part is block else inner
             fully_shard(part, mesh=ranks, reshard_after_forward=how.reshard_after_forward, mp_policy=policy)
     front, behind = ends
-    for end in (*front, *behind):
+    for end in front:
         fully_shard(end, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
+    if behind:
+        # One group of the norm and the head: they are gathered a whole block ahead, and the backward of the norm, which is over
+        # at once, need not wait until the head's gradients are reduced.
+        fully_shard([*behind], mesh=mesh, reshard_after_forward=False, mp_policy=outer)
     policy = own if not blocks and _travels(model, how.recipe) else outer
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     _refuse_wrappers(model)
@@ -113,13 +118,24 @@ def shard(
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch([[part] for part in front], units, [[part] for part in behind])
+        _spare_copies(model, units, how, lone=inner.size() == 1)
+    last = behind[-1:]  # the hooks of a group are those of its modules together
+    _prefetch([[part] for part in front], units, [[part] for part in last])
     if copy_engine.is_asked():
         copy_engine.use([_fsdp(unit[-1]) for unit in units], mesh)
     kept = [] if how.reshard_after_forward else [part for unit in units for part in unit]
-    for part in [*front, *kept, *behind, model]:
+    for part in [*front, *kept, *last, model]:
         part.register_forward_hook(_reshard_after_evaluation)
     model.register_forward_pre_hook(lambda root, _: settle(root), prepend=True)
+
+
+def _spare_copies(model: nn.Module, units: Sequence[Unit], how: Sharding, *, lone: bool) -> None:
+    """Reduce gradients without what FSDP2 copies for nothing; lone: experts are whole on their ranks."""
+    experts = [_fsdp(part) for unit in units for part in unit[:-1]] if lone else []
+    lone_shards.use(experts)
+    if how.reduce_dtype is not None and on_one_host():
+        apart = [*experts, *(_fsdp(unit[-1]) for unit in units if copy_engine.is_asked())]
+        narrow_gradients.use([module for module in sharded_modules(model) if module not in apart], how.reduce_dtype)
 
 
 def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Unit]) -> None:
