@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import octavo
 from octavo.checkpoint.shard_io import raw
 from octavo.fp8.scaling import state_records
-from octavo.parallel import graphed
+from octavo.parallel import averaging, graphed
 
 RECIPES = {
     "delayed": octavo.recipe.DelayedScaling(amax_history_len=4),
@@ -37,9 +37,9 @@ class Net(torch.nn.Module):
         return self.head(self.layers(x).mean(1).float()) + self.frozen.mean()
 
 
-def train(how, recipe, *, steps, bucket_bytes=graphed.BUCKET_BYTES, warmup=graphed.WARM_UP):
+def train(how, recipe, *, steps, large_bytes=averaging.LARGE_BYTES, warmup=graphed.WARM_UP):
     """(losses of this rank, gradients of each step, weights, digest of weights and FP8 state) of one rank."""
-    graphed.BUCKET_BYTES = bucket_bytes
+    averaging.LARGE_BYTES, averaging.BUCKET_BYTES = large_bytes, 10_000
     rank, device = dist.get_rank(), own_device()
     torch.manual_seed(rank)  # other initial weights on every rank
     model = Net().to(device)

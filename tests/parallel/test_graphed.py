@@ -98,7 +98,7 @@ def test_a_group_is_one():
 @pytest.mark.parametrize("recipe", replicas.RECIPES)
 def test_replicas_are_those_of_distributed_data_parallel(recipe):
     """20 steps on two ranks with other initial weights: gradients, losses and weights to the bit, since halves are exact."""
-    own = ranks.run(2, replicas.train, "graphed", recipe, steps=20, bucket_bytes=20_000)
+    own = ranks.run(2, replicas.train, "graphed", recipe, steps=20, large_bytes=10_000)
     theirs = ranks.run(2, replicas.train, "ddp", recipe, steps=20)
     assert own[0][3] == own[1][3]
     assert bool(own[0][3][1]) is (recipe == "delayed")

@@ -1,9 +1,9 @@
 """Forward and backward as one CUDA graph, for models whose kernels finish before Python launches the next.
 
 A step of ViT-Huge launches some two thousand kernels; a graph launches all of them at once, with the addresses of its
-recording. The optimizer is not part of the graph, so any optimizer, clipping and schedule can follow. Neither is the
-all-reduce of gradients over ranks: it begins behind the backward, where DistributedDataParallel's runs beside it, and needs
-nothing of the backend. Amaxes of delayed scaling are joined where forward and backward end, which is inside the graph.
+recording. The optimizer is not part of the graph, so any optimizer, clipping and schedule can follow. With a group NCCL's
+reductions of gradients are in the graph, beside the backward (`octavo.parallel.averaging`). Amaxes of delayed scaling are
+joined where forward and backward end, which is inside the graph too.
 """
 
 from __future__ import annotations
@@ -19,80 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo.errors import InputError, warn
+from octavo.parallel.averaging import Average
 
 WARM_UP = 3
 """Eager calls before the recording, in which kernels are chosen and compiled and FP8 histories are created."""
-BUCKET_BYTES = 128 * 2**20
-"""Gradients of an all-reduce: enough for the full rate of the links, and few enough launches."""
-_ALIGNMENT = 64
-"""Elements: every gradient in a bucket begins at a multiple, so that optimizers read it in whole vectors."""
-
 
 _Recorded = tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor, list[Tensor | None]]
 """A graph with its inputs, its loss and the gradients of the parameters."""
-
-
-class Average:
-    """Means of gradients over the ranks of a group, computed in flat buckets of one dtype; `grad`s are views of these.
-
-    As under DistributedDataParallel a gradient is divided by the number of ranks, then summed, and parameters begin with the
-    values of the group's first rank.
-    """
-
-    def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup) -> None:
-        self.group, self.ranks = group, dist.get_world_size(group)
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._buckets: list[Tensor] = []
-        self._views: dict[Tensor, Tensor] = {}
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for parameter in self._parameters:
-            by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-        for own in by_kind.values():
-            self._lay_out(own)
-        for parameter in parameters:
-            value = parameter.detach().contiguous()
-            dist.broadcast(value, group=group, group_src=0)
-            parameter.detach().copy_(value)
-
-    def _lay_out(self, parameters: list[Tensor]) -> None:
-        """Give each of these parameters, of one dtype and device, its part of a bucket."""
-        first, limit = parameters[0], BUCKET_BYTES // parameters[0].element_size()
-        buckets: list[list[tuple[Tensor, int]]] = [[]]
-        end = 0
-        for parameter in parameters:
-            if end + parameter.numel() > limit and buckets[-1]:
-                self._fill(buckets[-1], first.new_zeros(end))
-                buckets.append([])
-                end = 0
-            buckets[-1].append((parameter, end))
-            end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-        self._fill(buckets[-1], first.new_zeros(end))
-
-    def _fill(self, parts: list[tuple[Tensor, int]], bucket: Tensor) -> None:
-        self._buckets.append(bucket)
-        for parameter, start in parts:
-            strides = torch.empty_like(parameter, device="meta").stride()  # the parameter's, or contiguous where it overlaps
-            self._views[parameter] = bucket.as_strided(parameter.shape, strides, start)
-
-    def collect(self) -> None:
-        """Put this rank's share of each gradient into its bucket, and the view there into `grad`."""
-        if missing := [tuple(parameter.shape) for parameter in self._parameters if parameter.grad is None]:
-            raise InputError(
-                f"{len(missing)} of {len(self._parameters)} parameters got no gradient, the first of shape {missing[0]}, and "
-                "other ranks wait for theirs: give octavo.graphed the parameters that the loss depends on, or freeze the rest "
-                "(requires_grad_(False))."
-            )
-        for parameter, view in self._views.items():
-            assert parameter.grad is not None
-            torch.mul(parameter.grad, 1 / self.ranks, out=view)
-            parameter.grad = view
-
-    def reduce(self) -> None:
-        """Sum the shares of all ranks; the current stream waits for the sums."""
-        works = [dist.all_reduce(bucket, group=self.group, async_op=True) for bucket in self._buckets]
-        for work in works:
-            assert work is not None  # this rank is in the group
-            work.wait()
 
 
 class Graphed:
@@ -113,13 +46,6 @@ class Graphed:
             raise InputError(
                 "a graphed step overwrites gradients and adds to none: call optimizer.zero_grad(set_to_none=True) before it."
             )
-        loss = self._gradients(*inputs)
-        if self._average is not None:
-            self._average.reduce()
-        return loss
-
-    def _gradients(self, *inputs: Tensor) -> Tensor:
-        """The loss, with gradients in `grad`: with a group this rank's shares."""
         if self._stream is None:
             return self._eager(*inputs)
         if self._recorded is None and self._left:
@@ -144,27 +70,28 @@ class Graphed:
         graph.replay()
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
+        if self._average is not None and not self._average.recordable:
+            self._average.reduce()
         return loss
 
-    def _eager(self, *inputs: Tensor) -> Tensor:
+    def _eager(self, *inputs: Tensor, average: bool = True) -> Tensor:
         with contextlib.nullcontext() if self._checked else _refusing_ddp():
             loss = self._loss(*inputs)
         if not self._checked:
             _check_loss(loss)
         self._checked = True
-        loss.backward()
-        if self._average is not None:
-            self._average.collect()
+        with contextlib.nullcontext() if self._average is None or not average else self._average.of_backward():
+            loss.backward()
         return loss.detach()
 
     def _record(self, inputs: tuple[Tensor, ...]) -> _Recorded:
         own_inputs = [tensor.detach().clone() for tensor in inputs]
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog thread asks for events of earlier collectives at any time, which a recording in the mode "global"
-        # takes for a fault. Collectives of amaxes are recorded.
+        # takes for a fault.
         several = dist.is_available() and dist.is_initialized()
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local" if several else "global"):
-            loss = self._eager(*own_inputs)
+            loss = self._eager(*own_inputs, average=self._average is not None and self._average.recordable)
         return graph, own_inputs, loss, [parameter.grad for parameter in self._parameters]
 
 
@@ -229,8 +156,8 @@ def graphed(
     Inputs keep their shapes and dtypes. Each call gives the same numbers as an eager one. On a CPU all calls are eager.
 
     On several ranks `fp8_autocast` joins amaxes over its own `fp8_group` inside the recording, which takes NCCL; gradients are
-    reduced behind it, on any backend. NCCL does not destroy a process group while a graph holds collectives of it: delete the
-    callable before `torch.distributed.destroy_process_group()`.
+    reduced in it beside the backward by NCCL, and behind it by other backends. NCCL does not destroy a process group while a
+    graph holds collectives of it: delete the callable before `torch.distributed.destroy_process_group()`.
 
     Raises:
         InputError: no function or no parameters, a group that is none, shards of parameters with a group; from a call with

@@ -1,0 +1,154 @@
+"""Means of gradients over replicas of a model, summed while the backward runs: what DistributedDataParallel does, for a graph.
+
+A large gradient is reduced where it lies, as soon as autograd has added it up; small ones go into flat buckets behind the
+backward. NCCL's collectives run on a stream of their own, are part of a CUDA graph that is being recorded, and divide on the
+way. Other backends cannot be recorded: behind a replay they reduce all gradients at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.errors import InputError
+
+LARGE_BYTES = 2**20
+"""Gradients from here on are reduced alone: at this size a launch costs less than a copy into a bucket and out of it."""
+BUCKET_BYTES = 128 * 2**20
+"""Of small gradients together: enough for the full rate of the links."""
+_ALIGNMENT = 64
+"""Elements: every gradient in a bucket begins at a multiple, so that optimizers read it in whole vectors."""
+
+
+class Average:
+    """Means of the gradients of parameters over the ranks of a group.
+
+    As under DistributedDataParallel a gradient is divided by the number of ranks, then summed, and parameters begin with the
+    values of the group's first rank. `recordable`: a CUDA graph can hold the reductions.
+    """
+
+    def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup) -> None:
+        self.group, self.ranks = group, dist.get_world_size(group)
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        kinds = {parameter.device.type for parameter in self._parameters}
+        self.recordable = kinds == {"cuda"} and _backends(group)["cuda"] == "nccl"
+        self._buckets: list[Tensor] = []
+        self._views: dict[Tensor, Tensor] = {}
+        # In the order of a backward, which is that of the forward reversed and, nearly always, that of the parameters.
+        self._large = [p for p in reversed(self._parameters) if p.nbytes >= LARGE_BYTES and p.is_contiguous()]
+        large = set(self._large)
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in self._parameters:
+            if parameter not in large:
+                by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        for own in by_kind.values():
+            self._lay_out(own)
+        self._ready: set[Tensor] = set()
+        self._begun = 0  # large gradients that are on their way
+        self._works: list[dist.Work] = []
+        for parameter in parameters:
+            value = parameter.detach().contiguous()
+            dist.broadcast(value, group=group, group_src=0)
+            parameter.detach().copy_(value)
+
+    def _lay_out(self, parameters: list[Tensor]) -> None:
+        """Give each of these parameters, of one dtype and device, its part of a bucket."""
+        first, limit = parameters[0], BUCKET_BYTES // parameters[0].element_size()
+        buckets: list[list[tuple[Tensor, int]]] = [[]]
+        end = 0
+        for parameter in parameters:
+            if end + parameter.numel() > limit and buckets[-1]:
+                self._fill(buckets[-1], first.new_zeros(end))
+                buckets.append([])
+                end = 0
+            buckets[-1].append((parameter, end))
+            end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        self._fill(buckets[-1], first.new_zeros(end))
+
+    def _fill(self, parts: list[tuple[Tensor, int]], bucket: Tensor) -> None:
+        self._buckets.append(bucket)
+        for parameter, start in parts:
+            strides = torch.empty_like(parameter, device="meta").stride()  # the parameter's, or contiguous where it overlaps
+            self._views[parameter] = bucket.as_strided(parameter.shape, strides, start)
+
+    @contextlib.contextmanager
+    def of_backward(self) -> Iterator[None]:
+        """Around a backward that sets every `grad`: behind it they are means, for which the current stream has waited."""
+        self._restart()
+        hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in self._large]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._finish()
+
+    def reduce(self) -> None:
+        """Make means of all `grad`s at once."""
+        self._restart()
+        self._finish()
+
+    def _restart(self) -> None:
+        self._ready.clear()
+        self._works.clear()  # of a backward that failed
+        self._begun = 0
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Reduce what is complete, in one order on all ranks."""
+        if parameter in self._ready:
+            raise InputError(
+                f"a parameter of shape {tuple(parameter.shape)} got its gradient twice in one backward, and the first is being "
+                "averaged: octavo.graphed with a group takes no reentrant checkpoints of a shared parameter. Give "
+                "torch.utils.checkpoint use_reentrant=False."
+            )
+        self._ready.add(parameter)
+        while self._begun < len(self._large) and self._large[self._begun] in self._ready:
+            self._reduce_large(self._large[self._begun])
+            self._begun += 1
+
+    def _reduce_large(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if not parameter.grad.is_contiguous():
+            parameter.grad = parameter.grad.contiguous()
+        self._sum(parameter.grad.detach())
+
+    def _sum(self, share: Tensor) -> None:
+        """Begin to make `share` the mean of all ranks' shares."""
+        if self.recordable:  # NCCL divides as it reads
+            operation = dist.ReduceOp.AVG
+        else:
+            share.mul_(1 / self.ranks)
+            operation = dist.ReduceOp.SUM
+        work = dist.all_reduce(share, operation, group=self.group, async_op=True)
+        assert work is not None  # this rank is in the group
+        self._works.append(work)
+
+    def _finish(self) -> None:
+        """Reduce what is not on its way, and wait."""
+        if missing := [tuple(parameter.shape) for parameter in self._parameters if parameter.grad is None]:
+            raise InputError(
+                f"{len(missing)} of {len(self._parameters)} parameters got no gradient, the first of shape {missing[0]}, and "
+                "other ranks wait for theirs: give octavo.graphed the parameters that the loss depends on, or freeze the rest "
+                "(requires_grad_(False))."
+            )
+        for parameter in self._large[self._begun :]:
+            self._reduce_large(parameter)
+        for parameter, view in self._views.items():
+            assert parameter.grad is not None
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        for bucket in self._buckets:
+            self._sum(bucket)
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend of each type of device."""
+    pairs = (pair.partition(":") for pair in str(dist.get_backend_config(group)).split(","))
+    return {device: backend for device, _, backend in pairs}
