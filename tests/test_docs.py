@@ -318,6 +318,44 @@ def test_gaps_of_pairs_are_in_benchmarks():
     assert f"three runs of the table above it is {signed(statistics.mean(seven))} ± {error:.2f}%" in flowing
 
 
+@pytest.mark.parametrize("name", ["pythia-160m", "mixtral-small"])
+def test_gaps_of_pairs_of_small_models_are_in_benchmarks(name):
+    part = results_page().split(f"loss-pairs-{name}.json")[1].split("\n\n")
+    pairs = [row for row in rows_of(f"loss-pairs-{name}") if row["entry"] != "octavo-bf16"]
+    means = []
+    for key in ("gap_percent", "validation_gap_percent"):
+        gaps = [row[key] for row in pairs]
+        means.append(f"{signed(statistics.mean(gaps))} \u00b1 {statistics.stdev(gaps) / len(gaps) ** 0.5:.2f}%")
+    assert f"Their mean is {means[0]}, in validation {means[1]}." in part[2]
+    for row in pairs:
+        gaps = [f"{signed(row[key])}%" for key in ("gap_percent", "validation_gap_percent")]
+        assert f"| {row['run'].removeprefix('seed-')} | {' | '.join(gaps)} |" in part[1]
+
+
+def test_speeds_of_two_gpus_of_80_gb_are_in_benchmarks():
+    results, parallelism = results_page(), (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8").replace("\n", " ")
+    one, two, before = (rows_of(f"sharded-llama-8b-8layers-h100-{name}") for name in ("1", "2", "before"))
+    alone = statistics.mean(row["tokens_per_second"] for row in one)
+    table = results.split("sharded-llama-8b-8layers-h100-before.json")[1].replace("**", "")
+    for row, base in ((two[0], alone), (two[1], alone), (before[1], before[0]["tokens_per_second"])):
+        apart = f"{100 * (1 - row['tokens_per_second'] / base):.1f}%"
+        hidden = f"{row['exposed_communication_ms']:.1f} of {row['step_ms']:.1f} ms"
+        assert f"| {row['tokens_per_second']:,.0f} | {apart} | {hidden} |" in table
+        assert row is before[1] or f"{row['tokens_per_second']:,.0f}" in parallelism
+    assert " and ".join(f"{row['tokens_per_second']:,.0f}" for row in one) in table
+    whole, spread = rows_of("sharded-mixtral-8x7b-2layers-h100")
+    flowing = results.replace("\n", " ")
+    apart = 100 * (1 - spread["tokens_per_second"] / whole["tokens_per_second"])
+    assert f"over two (`expert_parallel_degree = 2`), {apart:.1f}% apart" in flowing
+    assert f"{spread['exposed_communication_ms']:.1f} of {spread['step_ms']:.1f} ms are communication" in flowing
+    for row in (whole, spread):
+        assert f"{row['tokens_per_second']:,.0f}" in flowing
+        assert f"{row['tokens_per_second']:,.0f}" in parallelism
+    fp8, bf16 = rows_of("one-gpu-mixtral-8x7b-4layers-h100")
+    rates = [f"{row['tokens_per_second']:,.0f}" for row in (fp8, bf16)]
+    assert f"{ratio_of(fp8, bf16)} times as fast in FP8 as in bf16: {' and '.join(rates)} tokens/s" in flowing
+
+
 def test_gaps_of_the_demo_are_in_benchmarks():
     results, seeds = results_page(), {}
     for row in rows_of("loss-demo-seeds"):

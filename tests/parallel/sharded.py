@@ -11,8 +11,9 @@ from octavo.collectives.whole import whole_tensor
 from octavo.fp8 import scaling
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
-from octavo.parallel import fp8_gather, world
+from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate
+from octavo.parallel.fsdp2 import fp8_gather
 from octavo.parallel.sharding import Sharding
 from octavo.train.optimizer import clip_grad_norm_
 

@@ -12,8 +12,9 @@ import ranks
 from octavo.fp8 import scaling
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling
-from octavo.parallel import fp8_gather, world
+from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate
+from octavo.parallel.fsdp2 import fp8_gather
 
 pytestmark = ranks.alone
 

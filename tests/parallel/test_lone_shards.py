@@ -9,8 +9,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 import ranks
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
-from octavo.parallel import lone_shards, world
+from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate
+from octavo.parallel.fsdp2 import lone_shards
 
 pytestmark = ranks.alone
 

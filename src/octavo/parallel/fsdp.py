@@ -1,8 +1,9 @@
 """Sharded data parallelism: FSDP2 around each block and its experts, around embedding, norm and head, and around the rest.
 
 Each rank of a shard group keeps a part of every parameter (master weights, gradients, optimizer states). On a [replicate,
-shard] mesh gradients are then summed over the replicas as well. Octavo's own: weights of FP8 products travel as FP8
-(`octavo.parallel.fp8_gather`), and gradients are summed, not averaged, for a loss divided by the targets of the global batch.
+shard] mesh gradients are then summed over the replicas as well. Octavo's own: weights of FP8 products travel as FP8 and bf16
+gradients as bf16 (`octavo.parallel.fsdp2`), and gradients are summed, not averaged, for a loss divided by the targets of the
+global batch.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from octavo.fp8 import checkpoints
 from octavo.fp8.quantizer import has_one_scale
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
-from octavo.parallel import copy_engine, lone_shards, narrow_gradients
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
-from octavo.parallel.fp8_gather import gather_in_fp8
+from octavo.parallel.fsdp2 import copy_engine, lone_shards, narrow_gradients
+from octavo.parallel.fsdp2.fp8_gather import gather_in_fp8
 from octavo.parallel.sharding import Sharding
 from octavo.parallel.world import on_one_host
 
