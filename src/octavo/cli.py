@@ -345,8 +345,8 @@ def bench(
     console = _console(stderr=as_json)
     result = run_suite(
         suite,
-        cases=_names(cases),
-        entries=_names(entries),
+        cases=_some_names("--cases", cases),
+        entries=_some_names("--entries", entries),
         peers=None if peers is None else _names(peers),
         steps=steps,
         warmup=warmup,
@@ -395,6 +395,13 @@ def _config(run_file: Path, overrides: list[str] | None) -> RunConfig:
 
 def _names(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def _some_names(option: str, text: str | None) -> list[str]:
+    names = _names(text)
+    if text is not None and not names:
+        raise InputError(f'{option} "{text}" names nothing: name some, separated by commas, or leave it out for all.')
+    return names
 
 
 def _console(*, stderr: bool = False, quiet: bool = False, on_closed: Callable[[], None] | None = None) -> Console:

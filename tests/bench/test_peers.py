@@ -406,6 +406,9 @@ def test_the_command_refuses_with_exit_code_2(capsys):
     assert "unknown group of peers 'tee'" in capsys.readouterr().err
     assert main(["bench", "kernels", "--cases", "cast,swiglu-fp8", "--device", "cpu"]) == 2
     assert "kernels of a GPU" in capsys.readouterr().err
+    for option in ("--cases", "--entries"):
+        assert main(["bench", "one-gpu", option, " ,", "--device", "cpu"]) == 2
+        assert f'{option} " ," names nothing: name some, separated by commas, or leave it out' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
