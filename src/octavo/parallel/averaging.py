@@ -35,7 +35,7 @@ class Average:
         self.group, self.ranks = group, dist.get_world_size(group)
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         kinds = {parameter.device.type for parameter in self._parameters}
-        self.recordable = kinds == {"cuda"} and _backends(group)["cuda"] == "nccl"
+        self.recordable = kinds == {"cuda"} and _backends(group).get("cuda") == "nccl"
         self._buckets: list[Tensor] = []
         self._views: dict[Tensor, Tensor] = {}
         # In the order of a backward, which is that of the forward reversed and, nearly always, that of the parameters.

@@ -23,24 +23,31 @@ class ReduceScatter:
 
     def __init__(self, wide: torch.dtype) -> None:
         self._wide = wide
-        self._filling = False
+        self._allocated = 0
+
+    def begin(self) -> None:
+        """The next buffer is of gradients, whatever became of the reduction before."""
+        self._allocated = 0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The buffer of all gradients, then that of this rank's sums."""
-        self._filling = not self._filling
-        return torch.empty(*size, dtype=dtype if self._filling else self._wide, device=device)
+        self._allocated += 1
+        return torch.empty(*size, dtype=dtype if self._allocated == 1 else self._wide, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Write the sums of this rank's part to `output_tensor`."""
+        """Write the sums, or means, of this rank's part to `output_tensor`."""
         if input_tensor.dtype == output_tensor.dtype:
             dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
             return
-        assert op == dist.ReduceOp.SUM  # `use` is for sums
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         add_up(output_tensor[None, None], parts.view(group.size(), 1, 1, -1).unbind())
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+        else:
+            assert op == dist.ReduceOp.SUM
 
 
 def use(modules: Sequence[FSDPModule], wide: torch.dtype) -> None:
@@ -51,14 +58,15 @@ def use(modules: Sequence[FSDPModule], wide: torch.dtype) -> None:
     groups: dict[Any, FSDPModule] = {module._get_fsdp_state()._fsdp_param_group: module for module in modules}
     groups.pop(None, None)  # a module without parameters of its own
     for group, module in groups.items():
-        module.set_custom_reduce_scatter(ReduceScatter(wide))  # type: ignore[arg-type]  # its interface
-        _reduce_in_own_dtype(group, wide)
+        _reduce_in_own_dtype(module, group, wide)
 
 
-def _reduce_in_own_dtype(group: Any, wide: torch.dtype) -> None:
-    reduce = group.post_backward
+def _reduce_in_own_dtype(module: FSDPModule, group: Any, wide: torch.dtype) -> None:
+    exchange, reduce = ReduceScatter(wide), group.post_backward
+    module.set_custom_reduce_scatter(exchange)  # type: ignore[arg-type]  # its interface
 
     def post_backward(*unused: Any) -> None:
+        exchange.begin()
         group._reduce_dtype = None if _are_narrow(group.fsdp_params, wide) else wide  # None: the dtype of the gradients
         reduce(*unused)
 
