@@ -71,6 +71,48 @@ def train(how, recipe, *, steps, large_bytes=averaging.LARGE_BYTES, warmup=graph
     return losses, gradients, weights, digest(model)
 
 
+class Aliased(torch.nn.Module):
+    """Parameters whose gradients autograd takes from others without a copy: of a batch of one, and of one another."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.position = (torch.nn.Parameter(torch.randn(64, 64)) for _ in range(2))
+        self.first, self.second = (torch.nn.Parameter(torch.randn(8, 512)) for _ in range(2))
+
+    def forward(self, x):
+        x = (x @ self.weight + self.position[None]) @ self.weight
+        return x * (self.first.view(64, 64) + self.second.view(64, 64))
+
+
+def means(freeze):
+    """Gradients of `Aliased` under `octavo.graphed`, and the means over the ranks of those of autograd alone.
+
+    freeze: a parameter is frozen after a step has been made; returns the refusal too.
+    """
+    averaging.LARGE_BYTES = 1024
+    torch.manual_seed(0)
+    model = Aliased()
+    step = octavo.graphed(lambda x: model(x).square().mean(), model.parameters(), group=dist.group.WORLD)
+    x = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    refusal = None
+    if freeze:
+        model.position.requires_grad_(False)
+        try:
+            step(x)
+        except octavo.errors.InputError as error:
+            refusal = str(error)
+        model.position.requires_grad_(True)
+        model.zero_grad()
+    step(x)
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(x).square().mean().backward()
+    wanted = [parameter.grad / dist.get_world_size() for parameter in model.parameters()]
+    for share in wanted:
+        dist.all_reduce(share)
+    return found, wanted, refusal
+
+
 def own_device():
     """This rank's GPU, or the CPU."""
     if not torch.cuda.is_available():

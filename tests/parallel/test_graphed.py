@@ -123,6 +123,16 @@ def test_three_ranks_and_none():
 
 
 @ranks.alone
+@pytest.mark.parametrize("freeze", [False, True])
+def test_gradients_that_share_memory_are_averaged_once(freeze):
+    """A gradient can be a view of what the rest of the backward reads, or of another parameter's."""
+    for found, wanted, refusal in ranks.run(2, replicas.means, freeze):
+        for gradient, mean in zip(found, wanted, strict=True):
+            torch.testing.assert_close(gradient, mean)
+        assert (refusal is not None and "1 of 4 parameters got no gradient" in refusal) is freeze
+
+
+@ranks.alone
 def test_what_would_average_wrongly_is_refused():
     for messages, gradients in ranks.run(2, replicas.refusals):
         assert messages["ddp"] == messages["ddp alone"]

@@ -5,13 +5,14 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from sharded import build
+from sharded import build, sharding
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 import ranks
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.parallel import world
-from octavo.parallel.fsdp import accumulate
+from octavo.parallel.fsdp import accumulate, shard
 
 pytestmark = ranks.alone
 
@@ -55,6 +56,70 @@ def test_sums_are_those_of_float32(recipe, micro_batches, tied):
             assert torch.equal(gradient, wide[name]), name
         assert by_wide == set()
         assert by_narrow == ({torch.bfloat16} if micro_batches == 1 else set())  # those of several are in float32
+
+
+class Parts(torch.nn.Module):
+    """Blocks, and a part that only some samples go through."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+        self.image = torch.nn.Linear(16, 16)
+
+    def forward(self, x, image):
+        x = self.image(x) if image else x
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def of_other_parts():
+    """Gradients of two micro-batches, of which the first has no image on rank 0: sharded, and of the whole model's sum."""
+    world.init({})
+    torch.manual_seed(0)
+    whole, model = Parts(), Parts()
+    model.load_state_dict(whole.state_dict())
+    shard(model, list(model.layers), sharding(None, torch.bfloat16), summed=True)
+    for i in range(2):
+        accumulate(model, last=i == 1)
+        for rank in range(2):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * i + rank))
+            if rank == dist.get_rank():
+                model(x.bfloat16(), bool(i or rank)).float().square().mean().backward()
+            whole(x, bool(i or rank)).square().mean().backward()
+    return [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), whole.parameters(), strict=True)]
+
+
+def test_ranks_that_have_accumulated_nothing_reduce_as_the_others():
+    for gradients_ in ranks.run(2, of_other_parts):
+        for gradient, wanted in gradients_:
+            assert (gradient - wanted).norm() < 0.02 * wanted.norm()
+
+
+def after_an_error():
+    """Gradients of a step, and those of a step behind one whose reduction had no memory."""
+    world.init({})
+    model = build(torch.bfloat16, None, sizes={"num_hidden_layers": 1})
+    ids = torch.randint(0, 17, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    copy_in, found = _fsdp_collectives.foreach_reduce_scatter_copy_in, []
+
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    for fails in (False, True, False):
+        _fsdp_collectives.foreach_reduce_scatter_copy_in = fail if fails else copy_in
+        model.zero_grad()
+        try:
+            model(input_ids=ids, labels=ids, num_items_in_batch=100).loss.backward()
+        except torch.OutOfMemoryError:
+            continue
+        found.append([parameter.grad.to_local().clone() for parameter in model.parameters()])
+    return found
+
+
+def test_a_reduction_that_failed_does_not_change_the_next():
+    for first, second in ranks.run(2, after_an_error):
+        assert all(map(torch.equal, first, second))
 
 
 def test_replicas_of_shards_add_up_in_float32():

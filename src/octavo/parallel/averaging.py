@@ -27,15 +27,16 @@ _ALIGNMENT = 64
 class Average:
     """Means of the gradients of parameters over the ranks of a group.
 
-    As under DistributedDataParallel a gradient is divided by the number of ranks, then summed, and parameters begin with the
-    values of the group's first rank. `recordable`: a CUDA graph can hold the reductions.
+    As under DistributedDataParallel each rank's share is divided by the number of ranks before the sum, and parameters begin
+    with the values of the group's first rank. `recordable`: a CUDA graph can hold the reductions.
     """
 
     def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup) -> None:
         self.group, self.ranks = group, dist.get_world_size(group)
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        kinds = {parameter.device.type for parameter in self._parameters}
-        self.recordable = kinds == {"cuda"} and _backends(group).get("cuda") == "nccl"
+        self._devices = {parameter.device for parameter in self._parameters}
+        on_gpus = {device.type for device in self._devices} == {"cuda"}
+        self.recordable = on_gpus and _backends(group).get("cuda") == "nccl"
         self._buckets: list[Tensor] = []
         self._views: dict[Tensor, Tensor] = {}
         # In the order of a backward, which is that of the forward reversed and, nearly always, that of the parameters.
@@ -79,12 +80,12 @@ class Average:
     def of_backward(self) -> Iterator[None]:
         """Around a backward that sets every `grad`: behind it they are means, for which the current stream has waited."""
         self._restart()
-        hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in self._large]
-        try:
+        with contextlib.ExitStack() as hooks:
+            # Several devices have a thread each, which would begin reductions at the same time.
+            for parameter in self._large if len(self._devices) == 1 else ():
+                if parameter.requires_grad:
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         self._finish()
 
     def reduce(self) -> None:
@@ -112,8 +113,8 @@ class Average:
 
     def _reduce_large(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        if not parameter.grad.is_contiguous():
-            parameter.grad = parameter.grad.contiguous()
+        if not parameter.grad.is_contiguous() or _is_shared(parameter.grad):
+            parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
         self._sum(parameter.grad.detach())
 
     def _sum(self, share: Tensor) -> None:
@@ -146,6 +147,12 @@ class Average:
         for work in self._works:
             work.wait()
         self._works.clear()
+
+
+def _is_shared(gradient: Tensor) -> bool:
+    """True if another tensor has its memory: autograd can hand over a view of what the rest of the backward reads."""
+    uses: int = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    return uses > 2  # the gradient and the storage that is asked
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

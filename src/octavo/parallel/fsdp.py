@@ -108,10 +108,9 @@ def shard(
     front, behind = ends
     for end in front:
         fully_shard(end, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
-    if behind:
-        # One group of the norm and the head: they are gathered a whole block ahead, and the backward of the norm, which is over
-        # at once, need not wait until the head's gradients are reduced.
-        fully_shard([*behind], mesh=mesh, reshard_after_forward=False, mp_policy=outer)
+    together = _groups_of(behind)
+    for group in together:
+        fully_shard(group, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
     policy = own if not blocks and _travels(model, how.recipe) else outer
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     _refuse_wrappers(model)
@@ -120,7 +119,7 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         _spare_copies(model, units, how, lone=inner.size() == 1)
-    last = behind[-1:]  # the hooks of a group are those of its modules together
+    last = [group[-1] for group in together]  # the hooks of a group are those of its modules together
     _prefetch([[part] for part in front], units, [[part] for part in last])
     if copy_engine.is_asked():
         copy_engine.use([_fsdp(unit[-1]) for unit in units], mesh)
@@ -130,13 +129,23 @@ def shard(
     model.register_forward_pre_hook(lambda root, _: settle(root), prepend=True)
 
 
+def _groups_of(behind: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """The modules behind the blocks as one group, of which FSDP2 wants one dtype; else each by itself.
+
+    As one, norm and head are gathered a whole block ahead, and the backward of the norm, which is over at once, need not wait
+    until the head's gradients are reduced.
+    """
+    dtypes = {parameter.dtype for part in behind for parameter in part.parameters()}
+    return [[*behind]] if len(dtypes) == 1 else [[part] for part in behind]
+
+
 def _spare_copies(model: nn.Module, units: Sequence[Unit], how: Sharding, *, lone: bool) -> None:
     """Reduce gradients without what FSDP2 copies for nothing; lone: experts are whole on their ranks."""
     experts = [_fsdp(part) for unit in units for part in unit[:-1]] if lone else []
     lone_shards.use(experts)
-    if how.reduce_dtype is not None and on_one_host():
+    if how.reduce_dtype == torch.float32 and on_one_host():
         apart = [*experts, *(_fsdp(unit[-1]) for unit in units if copy_engine.is_asked())]
-        narrow_gradients.use([module for module in sharded_modules(model) if module not in apart], how.reduce_dtype)
+        narrow_gradients.use([module for module in sharded_modules(model) if module not in apart])
 
 
 def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Unit]) -> None:
@@ -200,6 +209,7 @@ def settle(model: nn.Module) -> None:
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
+        state._modules_to_run_forward.clear()  # of a group whose forward ended in the middle
         if group is not None:
             group._training_state = TrainingState.IDLE
             group.wait_for_unshard()

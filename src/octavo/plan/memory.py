@@ -143,7 +143,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     # Gradients on their way through a sum over ranks: of the block before, or of the head if it has a weight of its own.
     matrix, early = spec.vocabulary * spec.hidden_size, setup.sharded and not spec.tied
     share_of_head = math.ceil(matrix / setup.shard) * setup.params_bytes
-    of_block = (trained_of_block - _elsewhere(setup, spec)) * setup.reduce_bytes + block if setup.sharded else 0
+    of_block = (trained_of_block - _not_summed(setup, spec)) * setup.reduce_bytes + block if setup.sharded else 0
     for place, recipes in (("last", setup.recipes[-1]), ("first", setup.recipes[0])):
         last, again = place == "last", recomputed_by_block(setup, spec, recipes)
         there = activations if last else ends + _sum(stays[recipes], "activations")
@@ -292,6 +292,14 @@ def _whole_gradients(setup: Setup, spec: ModelSpec) -> int:
     width = setup.reduce_bytes if setup.sharded else setup.params_bytes
     here = setup.parameters - setup.frozen - spec.mixtures * _elsewhere(setup, spec)
     return here * width if setup.accumulates else 0
+
+
+def _not_summed(setup: Setup, spec: ModelSpec) -> int:
+    """Trained parameters of a block whose gradients need no buffer for a sum: of experts elsewhere, and of a rank's alone."""
+    others = _elsewhere(setup, spec)
+    if not setup.expert == setup.shard == setup.world or not others:
+        return others
+    return others * spec.experts // (spec.experts - own_experts(setup, spec))
 
 
 def _elsewhere(setup: Setup, spec: ModelSpec) -> int:

@@ -1,7 +1,7 @@
 """Entries of the vision suite: those of one GPU, with a replica of the model on every rank.
 
 Nothing is sharded, as timm's users train: peers stand in DistributedDataParallel with its defaults, Octavo's entries average
-gradients behind the replay of their CUDA graph. Each rank has other images. One rank has neither.
+gradients inside their CUDA graph. Each rank has other images. One rank has neither.
 """
 
 from __future__ import annotations

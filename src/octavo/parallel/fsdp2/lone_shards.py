@@ -22,16 +22,18 @@ def _keep_gradients(group: Any) -> None:
     reduce = group.post_backward
 
     def post_backward(*unused: Any) -> None:
-        if group.reduce_grads and group.gradient_divide_factor in (None, 1.0):
+        plain = group._all_reduce_hook is None and group.gradient_divide_factor in (None, 1.0)
+        if group.reduce_grads and plain:
             for parameter in group.fsdp_params:
-                _keep_gradient(parameter)
+                _hand_over(parameter)
         reduce(*unused)  # finds no gradients to reduce; frees what was gathered
 
     group.post_backward = post_backward
 
 
 @torch.no_grad()
-def _keep_gradient(parameter: Any) -> None:
+def _hand_over(parameter: Any) -> None:
+    """Make the gradient of a gathered parameter that of its shard."""
     if not hasattr(parameter, "_unsharded_param"):  # no forward yet
         return
     parameter.accumulate_unsharded_grad_if_needed()

@@ -19,63 +19,64 @@ from octavo.kernels.attention.join import add_up
 
 
 class ReduceScatter:
-    """FSDP2's `ReduceScatter` for gradients of their own dtype: sums in `wide`."""
+    """FSDP2's `ReduceScatter` for gradients of their own dtype, with sums in float32.
 
-    def __init__(self, wide: torch.dtype) -> None:
-        self._wide = wide
+    FSDP2 allocates two buffers for a reduction, in both of which it expects the dtype of the gradients.
+    """
+
+    def __init__(self) -> None:
         self._allocated = 0
 
     def begin(self) -> None:
-        """The next buffer is of gradients, whatever became of the reduction before."""
+        """The next buffer is the first, whatever became of the reduction before."""
         self._allocated = 0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffer of all gradients, then that of this rank's sums."""
+        """First the buffer of all gradients, then that of this rank's sums."""
         self._allocated += 1
-        return torch.empty(*size, dtype=dtype if self._allocated == 1 else self._wide, device=device)
+        return torch.empty(*size, dtype=dtype if self._allocated == 1 else torch.float32, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Write the sums, or means, of this rank's part to `output_tensor`."""
+        """Write the sums of this rank's part to `output_tensor`."""
         if input_tensor.dtype == output_tensor.dtype:
             dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
             return
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         add_up(output_tensor[None, None], parts.view(group.size(), 1, 1, -1).unbind())
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())
-        else:
-            assert op == dist.ReduceOp.SUM
 
 
-def use(modules: Sequence[FSDPModule], wide: torch.dtype) -> None:
-    """Have gradients of these modules, which are summed, travel so, where their dtype is narrower than `wide`.
+def use(modules: Sequence[FSDPModule]) -> None:
+    """Have bf16 gradients of these modules travel so, where they are summed in float32 and not averaged.
 
-    Those of several micro-batches are in `wide` already.
+    Those of several micro-batches are in float32 already.
     """
     groups: dict[Any, FSDPModule] = {module._get_fsdp_state()._fsdp_param_group: module for module in modules}
     groups.pop(None, None)  # a module without parameters of its own
     for group, module in groups.items():
-        _reduce_in_own_dtype(module, group, wide)
+        _reduce_in_own_dtype(module, group)
 
 
-def _reduce_in_own_dtype(module: FSDPModule, group: Any, wide: torch.dtype) -> None:
-    exchange, reduce = ReduceScatter(wide), group.post_backward
+def _reduce_in_own_dtype(module: FSDPModule, group: Any) -> None:
+    exchange, reduce = ReduceScatter(), group.post_backward
     module.set_custom_reduce_scatter(exchange)  # type: ignore[arg-type]  # its interface
+    accumulates = False
 
     def post_backward(*unused: Any) -> None:
+        # The same choice on all ranks: not by what this one has accumulated, which may be nothing.
+        nonlocal accumulates
         exchange.begin()
-        group._reduce_dtype = None if _are_narrow(group.fsdp_params, wide) else wide  # None: the dtype of the gradients
+        accumulates = accumulates or not group.reduce_grads
+        own = group.force_sum_reduction_for_comms and not accumulates and _are_bf16(group.fsdp_params)
+        group._reduce_dtype = None if own else torch.float32  # None: of the gradients' own dtype
         reduce(*unused)
+        accumulates = accumulates and not group.reduce_grads
 
     group.post_backward = post_backward
 
 
-def _are_narrow(parameters: Sequence[Any], wide: torch.dtype) -> bool:
-    """True if the gradients, of a single micro-batch, are of fewer bits than `wide`."""
-    if any(parameter.unsharded_accumulated_grad is not None for parameter in parameters):
-        return False
+def _are_bf16(parameters: Sequence[Any]) -> bool:
     gathered = [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
-    return all(whole.grad is None or whole.grad.dtype.itemsize < wide.itemsize for whole in gathered)
+    return all(whole.grad is None or whole.grad.dtype == torch.bfloat16 for whole in gathered)
