@@ -345,8 +345,8 @@ def bench(
     console = _console(stderr=as_json)
     result = run_suite(
         suite,
-        cases=_some_names("--cases", cases),
-        entries=_some_names("--entries", entries),
+        cases=_names(cases, "--cases"),
+        entries=_names(entries, "--entries"),
         peers=None if peers is None else _names(peers),
         steps=steps,
         warmup=warmup,
@@ -393,13 +393,9 @@ def _config(run_file: Path, overrides: list[str] | None) -> RunConfig:
     return RunConfig.from_file(run_file, overrides or ())
 
 
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
-
-
-def _some_names(option: str, text: str | None) -> list[str]:
-    names = _names(text)
-    if text is not None and not names:
+def _names(text: str | None, option: str = "") -> list[str]:
+    names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    if option and text is not None and not names:
         raise InputError(f'{option} "{text}" names nothing: name some, separated by commas, or leave it out for all.')
     return names
 
