@@ -106,3 +106,11 @@ Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of a model on severa
 Folder = Annotated[Path | None, typer.Option("--folder", metavar="PATH", help="Folder for temporary checkpoints.")]
 RestoreGpus = Annotated[int | None, typer.Option(min=1, help="GPUs that restore; half of them if absent.")]
 Prices = Annotated[Path | None, typer.Option(metavar="FILE.toml", help="Prices of machines, for costs of the suite vision.")]
+
+
+def names(text: str | None, option: str = "") -> list[str]:
+    """Names that are separated by commas; none of them, where the option is given, is refused."""
+    found = [name.strip() for name in (text or "").split(",") if name.strip()]
+    if option and text is not None and not found:
+        raise InputError(f'{option} "{text}" names nothing: name some, separated by commas, or leave it out for all.')
+    return found

@@ -345,9 +345,9 @@ def bench(
     console = _console(stderr=as_json)
     result = run_suite(
         suite,
-        cases=_names(cases, "--cases"),
-        entries=_names(entries, "--entries"),
-        peers=None if peers is None else _names(peers),
+        cases=options.names(cases, "--cases"),
+        entries=options.names(entries, "--entries"),
+        peers=None if peers is None else options.names(peers),
         steps=steps,
         warmup=warmup,
         breakdown=breakdown,
@@ -391,13 +391,6 @@ def _config(run_file: Path, overrides: list[str] | None) -> RunConfig:
     from octavo.config.run import RunConfig
 
     return RunConfig.from_file(run_file, overrides or ())
-
-
-def _names(text: str | None, option: str = "") -> list[str]:
-    names = [name.strip() for name in (text or "").split(",") if name.strip()]
-    if option and text is not None and not names:
-        raise InputError(f'{option} "{text}" names nothing: name some, separated by commas, or leave it out for all.')
-    return names
 
 
 def _console(*, stderr: bool = False, quiet: bool = False, on_closed: Callable[[], None] | None = None) -> Console:
