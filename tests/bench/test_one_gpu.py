@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from octavo.bench.cases import CASES, Case
 from octavo.bench.measure import Measurement, Target, all_fit
-from octavo.bench.peers import ENTRIES, build_plain
+from octavo.bench.peers import ENTRIES, build_octavo, build_plain
 from octavo.bench.plain import FAMILIES, PlainDecoder, places
 from octavo.bench.results import best_peer, commit, document, render, row, write
 from octavo.bench.run import run_suite
-from octavo.bench.worker import answers, labelled_batches
+from octavo.bench.worker import answers, even_out, labelled_batches
 from octavo.errors import InputError
 from octavo.hardware import Device, describe_device, lookup
 from octavo.models.shapes import SHAPES
@@ -39,6 +39,21 @@ _SIZES = SHAPES["llama-tiny"] | {
     "tie_word_embeddings": False,
 }
 UNTIED = Case("untied", _SIZES, 2, 16)
+
+
+def test_routers_of_random_weights_visit_all_experts_about_equally():
+    sizes = SHAPES["mixtral-8x7b"] | {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4,
+    }  # fmt: skip
+    model = build_octavo(Case("mixture", sizes, 2, 512), CPU, False).model.train()
+    ids = torch.randint(512, (2, 512), generator=torch.Generator().manual_seed(0))
+    largest = []
+    for _ in range(2):
+        model(input_ids=ids, labels=ids)
+        visits = model.take_routing()[0][:, 8:16]
+        largest.append((visits.amax(1) / visits.mean(1)).max())
+        even_out(model)
+    assert largest[1] < 1.3 < 2 < largest[0]
 
 
 @pytest.mark.parametrize("case", [CASES["tiny"], UNTIED, CASES["tiny-mixtral"]], ids=lambda case: case.name)

@@ -62,7 +62,7 @@ class Worker:
         """Join the other ranks and build the model with weights of this seed; returns its attention kernel, in words."""
         self._join()
         self.trainer = self.entry.build(self.case, self.device, self.on_gpu, seed=seed)
-        if isinstance(self.case, Case) and self.case.spec.experts:
+        if isinstance(self.case, Case) and self.case.spec.experts and not self.case.spec.tied:
             even_out(self.trainer.model)
         rank = world.state.dp_rank
         if self.replicated and dist.is_initialized():
