@@ -44,6 +44,7 @@ UNTIED = Case("untied", _SIZES, 2, 16)
 def test_routers_of_random_weights_visit_all_experts_about_equally():
     sizes = SHAPES["mixtral-8x7b"] | {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4,
+        "num_key_value_heads": 2,
     }  # fmt: skip
     model = build_octavo(Case("mixture", sizes, 2, 512), CPU, False).model.train()
     ids = torch.randint(512, (2, 512), generator=torch.Generator().manual_seed(0))
