@@ -356,6 +356,18 @@ def test_speeds_of_two_gpus_of_80_gb_are_in_benchmarks():
     assert f"{ratio_of(fp8, bf16)} times as fast in FP8 as in bf16: {' and '.join(rates)} tokens/s" in flowing
 
 
+def test_replicas_of_vision_transformers_are_in_benchmarks():
+    text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8").replace("\n", " ")
+    two, one, _ = rows_of("vision-vit-huge-patch16-h100-beside")
+    before = [row for row in rows_of("vision-vit-huge-patch16-h100") if row["entry"] == "octavo-delayed"]
+    assert f"alone trains {one['images_per_second']:.0f} images/s at patch 16, each trains {two['images_per_second']:.0f}" in text
+    assert f"{two['exposed_communication_ms']:.1f} of {two['step_ms']:.1f} ms is communication" in text
+    products = [f"{row['kernel_ms']['fp8 products']:.1f}" for row in (two, one)]
+    assert f"products take {products[0]} ms rather than {products[1]}" in text
+    assert f"{before[1]['exposed_communication_ms']:.1f} ms were in the open" in text
+    assert f"{before[1]['images_per_second']:.0f} of {before[0]['images_per_second']:.0f} images/s were left" in text
+
+
 def test_gaps_of_the_demo_are_in_benchmarks():
     results, seeds = results_page(), {}
     for row in rows_of("loss-demo-seeds"):
