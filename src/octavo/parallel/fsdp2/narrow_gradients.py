@@ -24,7 +24,8 @@ class ReduceScatter:
     FSDP2 allocates two buffers for a reduction, in both of which it expects the dtype of the gradients.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain  # FSDP2's own, for other gradients
         self._allocated = 0
 
     def begin(self) -> None:
@@ -41,7 +42,7 @@ class ReduceScatter:
     ) -> None:
         """Write the sums of this rank's part to `output_tensor`."""
         if input_tensor.dtype == output_tensor.dtype:
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+            self._plain(output_tensor, input_tensor, group, op, async_op)
             return
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
@@ -60,7 +61,7 @@ def use(modules: Sequence[FSDPModule]) -> None:
 
 
 def _reduce_in_own_dtype(module: FSDPModule, group: Any) -> None:
-    exchange, reduce = ReduceScatter(), group.post_backward
+    exchange, reduce = ReduceScatter(group._reduce_scatter_comm), group.post_backward
     module.set_custom_reduce_scatter(exchange)  # type: ignore[arg-type]  # its interface
     accumulates = False
 
