@@ -360,7 +360,8 @@ def test_replicas_of_vision_transformers_are_in_benchmarks():
     text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8").replace("\n", " ")
     two, one, _ = rows_of("vision-vit-huge-patch16-h100-beside")
     before = [row for row in rows_of("vision-vit-huge-patch16-h100") if row["entry"] == "octavo-delayed"]
-    assert f"alone trains {one['images_per_second']:.0f} images/s at patch 16, each trains {two['images_per_second']:.0f}" in text
+    rates = [f"{row['images_per_second']:.0f}" for row in (one, two)]
+    assert f"alone trains {rates[0]} images/s at patch 16, each trains {rates[1]}" in text
     assert f"{two['exposed_communication_ms']:.1f} of {two['step_ms']:.1f} ms is communication" in text
     products = [f"{row['kernel_ms']['fp8 products']:.1f}" for row in (two, one)]
     assert f"products take {products[0]} ms rather than {products[1]}" in text
