@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 import ranks
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import CurrentScaling
-from octavo.parallel import world
+from octavo.parallel import fsdp, world
 
 pytestmark = ranks.alone
 
@@ -339,6 +339,13 @@ def test_both_ways_to_one_set_of_weights(kind):
     assert first == second
 
 
+def test_norm_and_head_are_one_group_if_they_have_one_dtype():
+    norm, head = torch.nn.LayerNorm(4), torch.nn.Linear(4, 4)
+    assert fsdp._groups_of([norm, head]) == [[norm, head]]
+    assert fsdp._groups_of([norm, head.bfloat16()]) == [[norm], [head]]
+    assert fsdp._groups_of([]) == []
+
+
 def after_an_abandoned_forward(abandoned, tied):
     """Losses, norms and gradients of steps that have a forward without a backward before their clipping."""
     import octavo
@@ -366,6 +373,11 @@ def after_an_abandoned_forward(abandoned, tied):
             with pytest.raises(ZeroDivisionError):
                 model(input_ids=other, labels=other)
             hook.remove()
+        elif abandoned == "norm":  # between the modules of one group
+            hook = model.norm.register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(input_ids=other, labels=other)
+            hook.remove()
         else:
             with torch.no_grad():
                 model.get_input_embeddings()(other)  # a part by itself
@@ -379,7 +391,7 @@ def after_an_abandoned_forward(abandoned, tied):
 
 @pytest.mark.parametrize(
     ("abandoned", "tied"),
-    [(kind, tied) for kind in ("evaluation", "loss", "exception") for tied in (False, True)] + [("part", False)],
+    [(kind, tied) for kind in ("evaluation", "loss", "exception", "norm") for tied in (False, True)] + [("part", False)],
 )
 def test_a_forward_without_a_backward_leaves_no_old_weights(abandoned, tied):
     """With gradients enabled FSDP2 keeps embedding, norm and head gathered for a backward, and the optimizer changes shards."""

@@ -63,7 +63,7 @@ class Worker:
         self._join()
         self.trainer = self.entry.build(self.case, self.device, self.on_gpu, seed=seed)
         if isinstance(self.case, Case) and self.case.spec.experts and not self.case.spec.tied:
-            even_out(self.trainer.model)
+            balance_routers(self.trainer.model)
         rank = world.state.dp_rank
         if self.replicated and dist.is_initialized():
             rank = dist.get_rank()
@@ -151,7 +151,7 @@ class Worker:
 
 
 @torch.no_grad()
-def even_out(model: nn.Module) -> None:
+def balance_routers(model: nn.Module) -> None:
     """Have routers visit all experts about equally, as trained ones do: embeddings become a thousand times larger.
 
     In a model of random weights hidden states are mostly attention's mean over the tokens before, which is alike for all of

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.errors import InputError
+from octavo.parallel.storages import ALONE, uses_of
 
 LARGE_BYTES = 2**20
 """Gradients from here on are reduced alone: at this size a launch costs less than a copy into a bucket and out of it."""
@@ -113,7 +114,9 @@ class Average:
 
     def _reduce_large(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        if not parameter.grad.is_contiguous() or _is_shared(parameter.grad):
+        # Autograd can hand over a view of what the rest of the backward reads.
+        shared = uses_of(parameter.grad) > ALONE
+        if shared or not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
         self._sum(parameter.grad.detach())
 
@@ -147,12 +150,6 @@ class Average:
         for work in self._works:
             work.wait()
         self._works.clear()
-
-
-def _is_shared(gradient: Tensor) -> bool:
-    """True if another tensor has its memory: autograd can hand over a view of what the rest of the backward reads."""
-    uses: int = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-    return uses > 2  # the gradient and the storage that is asked
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

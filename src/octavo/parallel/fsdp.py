@@ -25,7 +25,7 @@ from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
-from octavo.parallel.fsdp2 import copy_engine, lone_shards, narrow_gradients
+from octavo.parallel.fsdp2 import bf16_reduce, copy_engine, single_rank
 from octavo.parallel.fsdp2.fp8_gather import gather_in_fp8
 from octavo.parallel.sharding import Sharding
 from octavo.parallel.world import on_one_host
@@ -118,7 +118,7 @@ def shard(
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        _spare_copies(model, units, how, lone=inner.size() == 1)
+        _spare_copies(model, units, how, whole=inner.size() == 1)
     last = [group[-1] for group in together]  # the hooks of a group are those of its modules together
     _prefetch([[part] for part in front], units, [[part] for part in last])
     if copy_engine.is_asked():
@@ -139,13 +139,13 @@ def _groups_of(behind: Sequence[nn.Module]) -> list[list[nn.Module]]:
     return [[*behind]] if len(dtypes) == 1 else [[part] for part in behind]
 
 
-def _spare_copies(model: nn.Module, units: Sequence[Unit], how: Sharding, *, lone: bool) -> None:
-    """Reduce gradients without what FSDP2 copies for nothing; lone: experts are whole on their ranks."""
-    experts = [_fsdp(part) for unit in units for part in unit[:-1]] if lone else []
-    lone_shards.use(experts)
+def _spare_copies(model: nn.Module, units: Sequence[Unit], how: Sharding, *, whole: bool) -> None:
+    """Reduce gradients without what FSDP2 copies for nothing; whole: a rank shares its experts with no other."""
+    experts = [_fsdp(part) for unit in units for part in unit[:-1]] if whole else []
+    single_rank.use(experts)
     if how.reduce_dtype == torch.float32 and on_one_host():
         apart = [*experts, *(_fsdp(unit[-1]) for unit in units if copy_engine.is_asked())]
-        narrow_gradients.use([module for module in sharded_modules(model) if module not in apart])
+        bf16_reduce.use([module for module in sharded_modules(model) if module not in apart])
 
 
 def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Unit]) -> None:

@@ -1,1 +1,1 @@
-"""What Octavo changes in FSDP2: how shards are gathered, and how gradients are reduced."""
+"""Gathering of shards and reduction of gradients in place of FSDP2's own."""

@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.errors import InputError, warn
+from octavo.parallel.fsdp2.reduction import Exchange, use_exchange
+from octavo.parallel.storages import uses_of
 from octavo.parallel.world import on_one_host
 
 SLOT_BYTES = 1 << 21
@@ -49,13 +51,13 @@ class _Slots:
         from torch.distributed import _symmetric_memory as symmetric
 
         size = numel * dtype.itemsize
-        free = [slot for slot, _, idle in self._slots if slot.numel() >= size and _uses(slot) == idle]
+        free = [slot for slot, _, idle in self._slots if slot.numel() >= size and uses_of(slot) == idle]
         if free:
             chosen = min(free, key=Tensor.numel)
         else:
             chosen = symmetric.empty(-(-size // SLOT_BYTES) * SLOT_BYTES, dtype=torch.uint8, device=device)
             handle = symmetric.rendezvous(chosen, group=self.group)
-            self._slots.append((chosen, handle, _uses(chosen)))
+            self._slots.append((chosen, handle, uses_of(chosen)))
         return chosen[:size].view(dtype)
 
     def handle(self, tensor: Tensor) -> Any:
@@ -64,11 +66,6 @@ class _Slots:
             if slot.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
                 return handle
         return None
-
-
-def _uses(tensor: Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
 
 
 class Gather:
@@ -92,19 +89,16 @@ class Gather:
         handle.barrier(channel=1)
 
 
-class ReduceScatter:
+class ReduceScatter(Exchange):
     """FSDP2's `ReduceScatter`: each rank copies its part of the others' gradients and adds them up."""
 
     def __init__(self, slots: _Slots) -> None:
+        super().__init__()
         self._slots = slots
-        self._filling = False
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffer of all gradients, then that of this rank's sums, which outlives the collective."""
-        self._filling = not self._filling
-        if self._filling:
-            return self._slots.take(math.prod(int(side) for side in size), dtype, device)
-        return torch.empty(*size, dtype=dtype, device=device)
+    def gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer of all gradients, in memory that the other ranks see."""
+        return self._slots.take(numel, dtype, device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -143,4 +137,4 @@ def use(modules: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
         gathers, sums = _Slots(group), _Slots(group)
         for module in modules:
             module.set_custom_all_gather(Gather(gathers))  # type: ignore[arg-type]  # its interface
-            module.set_custom_reduce_scatter(ReduceScatter(sums))  # type: ignore[arg-type]
+            use_exchange(module, ReduceScatter(sums))

@@ -1,5 +1,6 @@
 """Gradients in bf16 between the ranks of a host: the sums of float32, to the last bit, of half the bytes."""
 
+import contextlib
 import os
 
 import pytest
@@ -17,6 +18,22 @@ from octavo.parallel.fsdp import accumulate, shard
 pytestmark = ranks.alone
 
 
+@contextlib.contextmanager
+def exchanged():
+    """The dtypes that all ranks send to all in here, one an exchange."""
+    travelled, exchange = [], dist.all_to_all_single
+
+    def noted(output, given, *rest, **named):
+        travelled.append(given.dtype)
+        return exchange(output, given, *rest, **named)
+
+    dist.all_to_all_single = noted
+    try:
+        yield travelled
+    finally:
+        dist.all_to_all_single = exchange
+
+
 def gradients(recipe_name, micro_batches, layout, tied):
     """Shards of gradients as among ranks of one host and as among hosts, each with the dtypes that all sent to all."""
     found = []
@@ -26,22 +43,13 @@ def gradients(recipe_name, micro_batches, layout, tied):
         world.init(layout)
         recipe = None if recipe_name is None else RECIPES[recipe_name]()
         model = build(torch.bfloat16, recipe, sizes={"tie_word_embeddings": tied, "num_hidden_layers": 2})
-        travelled, exchange = set(), dist.all_to_all_single
-
-        def noted(output, given, *rest, exchange=exchange, travelled=travelled, **named):
-            travelled.add(given.dtype)
-            return exchange(output, given, *rest, **named)
-
-        dist.all_to_all_single = noted
         ids = torch.randint(0, 17, (micro_batches, 2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
-        try:
+        with exchanged() as travelled:
             for index, part in enumerate(ids):
                 accumulate(model, last=index == micro_batches - 1)
                 with microbatch(first=index == 0), fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
                     model(input_ids=part, labels=part, num_items_in_batch=100).loss.backward()
-        finally:
-            dist.all_to_all_single = exchange
-        found.append(({name: p.grad.to_local().clone() for name, p in model.named_parameters()}, travelled))
+        found.append(({name: p.grad.to_local().clone() for name, p in model.named_parameters()}, set(travelled)))
     return found
 
 
@@ -97,7 +105,7 @@ def test_ranks_that_have_accumulated_nothing_reduce_as_the_others():
 
 
 def after_an_error():
-    """Gradients of a step, and those of a step behind one whose reduction had no memory."""
+    """Gradients and exchanges of a step, and those of a step behind one whose reduction had no memory."""
     world.init({})
     model = build(torch.bfloat16, None, sizes={"num_hidden_layers": 1})
     ids = torch.randint(0, 17, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -109,17 +117,18 @@ def after_an_error():
     for fails in (False, True, False):
         _fsdp_collectives.foreach_reduce_scatter_copy_in = fail if fails else copy_in
         model.zero_grad()
-        try:
+        with exchanged() as travelled, contextlib.suppress(torch.OutOfMemoryError):
             model(input_ids=ids, labels=ids, num_items_in_batch=100).loss.backward()
-        except torch.OutOfMemoryError:
-            continue
-        found.append([parameter.grad.to_local().clone() for parameter in model.parameters()])
+        if not fails:
+            found.append(([parameter.grad.to_local().clone() for parameter in model.parameters()], travelled))
     return found
 
 
 def test_a_reduction_that_failed_does_not_change_the_next():
-    for first, second in ranks.run(2, after_an_error):
+    for (first, sent), (second, sent_then) in ranks.run(2, after_an_error):
         assert all(map(torch.equal, first, second))
+        assert sent == sent_then
+        assert set(sent) == {torch.bfloat16}
 
 
 def test_replicas_of_shards_add_up_in_float32():

@@ -16,26 +16,19 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.kernels.attention.join import add_up
+from octavo.parallel.fsdp2.reduction import Exchange, before_reduction, group_of, use_exchange
 
 
-class ReduceScatter:
-    """FSDP2's `ReduceScatter` for gradients of their own dtype, with sums in float32.
-
-    FSDP2 allocates two buffers for a reduction, in both of which it expects the dtype of the gradients.
-    """
+class ReduceScatter(Exchange):
+    """Sums in float32 of gradients in their own dtype; plain: FSDP2's exchange, for gradients in float32."""
 
     def __init__(self, plain: Any) -> None:
-        self._plain = plain  # FSDP2's own, for other gradients
-        self._allocated = 0
+        super().__init__()
+        self._plain = plain
 
-    def begin(self) -> None:
-        """The next buffer is the first, whatever became of the reduction before."""
-        self._allocated = 0
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """First the buffer of all gradients, then that of this rank's sums."""
-        self._allocated += 1
-        return torch.empty(*size, dtype=dtype if self._allocated == 1 else torch.float32, device=device)
+    def sums(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer of this rank's sums, in float32 whatever FSDP2 expects."""
+        return super().sums(numel, torch.float32, device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -54,28 +47,23 @@ def use(modules: Sequence[FSDPModule]) -> None:
 
     Those of several micro-batches are in float32 already.
     """
-    groups: dict[Any, FSDPModule] = {module._get_fsdp_state()._fsdp_param_group: module for module in modules}
-    groups.pop(None, None)  # a module without parameters of its own
-    for group, module in groups.items():
-        _reduce_in_own_dtype(module, group)
+    for group, module in {group_of(module): module for module in modules}.items():
+        if group is not None:
+            use_exchange(module, ReduceScatter(group._reduce_scatter_comm))
+            _reduce_in_own_dtype(group)
 
 
-def _reduce_in_own_dtype(module: FSDPModule, group: Any) -> None:
-    exchange, reduce = ReduceScatter(group._reduce_scatter_comm), group.post_backward
-    module.set_custom_reduce_scatter(exchange)  # type: ignore[arg-type]  # its interface
-    accumulates = False
+def _reduce_in_own_dtype(group: Any) -> None:
+    accumulated = False
 
-    def post_backward(*unused: Any) -> None:
+    def choose() -> None:
         # The same choice on all ranks: not by what this one has accumulated, which may be nothing.
-        nonlocal accumulates
-        exchange.begin()
-        accumulates = accumulates or not group.reduce_grads
-        own = group.force_sum_reduction_for_comms and not accumulates and _are_bf16(group.fsdp_params)
+        nonlocal accumulated
+        own = group.force_sum_reduction_for_comms and not accumulated and _are_bf16(group.fsdp_params)
         group._reduce_dtype = None if own else torch.float32  # None: of the gradients' own dtype
-        reduce(*unused)
-        accumulates = accumulates and not group.reduce_grads
+        accumulated = not group.reduce_grads
 
-    group.post_backward = post_backward
+    before_reduction(group, choose)
 
 
 def _are_bf16(parameters: Sequence[Any]) -> bool:

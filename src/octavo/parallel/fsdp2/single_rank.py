@@ -6,29 +6,28 @@ FSDP2 gathers them in a flat buffer as it does for several ranks, divides that b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from octavo.parallel.fsdp2.reduction import before_reduction, group_of
+
 
 def use(modules: Sequence[FSDPModule]) -> None:
     """Have the gradients of these modules be those of their shards as they are. Their ranks have no replicas."""
     for module in modules:
-        _keep_gradients(module._get_fsdp_state()._fsdp_param_group)
+        group = group_of(module)
+        before_reduction(group, partial(_hand_over_all, group))
 
 
-def _keep_gradients(group: Any) -> None:
-    reduce = group.post_backward
-
-    def post_backward(*unused: Any) -> None:
-        plain = group._all_reduce_hook is None and group.gradient_divide_factor in (None, 1.0)
-        if group.reduce_grads and plain:
-            for parameter in group.fsdp_params:
-                _hand_over(parameter)
-        reduce(*unused)  # finds no gradients to reduce; frees what was gathered
-
-    group.post_backward = post_backward
+def _hand_over_all(group: Any) -> None:
+    """Leave FSDP2 no gradients to reduce, unless it would change them."""
+    plain = group._all_reduce_hook is None and group.gradient_divide_factor in (None, 1.0)
+    if group.reduce_grads and plain:
+        for parameter in group.fsdp_params:
+            _hand_over(parameter)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate
-from octavo.parallel.fsdp2 import lone_shards
+from octavo.parallel.fsdp2 import single_rank
 
 pytestmark = ranks.alone
 
@@ -19,14 +19,14 @@ pytestmark = ranks.alone
 def gradients(recipe_name, dtype, micro_batches):
     """All gradients as they are kept and as FSDP2 copies them, each with the groups that it reduced in a step."""
     found = []
-    for use in (lone_shards.use, lambda modules: None):
-        kept, lone_shards.use = lone_shards.use, use
+    for use in (single_rank.use, lambda modules: None):
+        kept, single_rank.use = single_rank.use, use
         try:
             world.init({"expert_parallel_degree": 2})
             recipe = None if recipe_name is None else RECIPES[recipe_name]()
             model = build(dtype, recipe, sizes=EXPERTS)
         finally:
-            lone_shards.use = kept
+            single_rank.use = kept
         draw = torch.Generator().manual_seed(world.state.rank)
         ids = torch.randint(0, model.config.vocab_size, (2, micro_batches, 2, TOKENS), generator=draw)
         reduced, reduce = [], _fsdp_param_group.foreach_reduce

@@ -1,0 +1,61 @@
+"""The hook in front of FSDP2's reduction of a group's gradients, and the buffers of an exchange in place of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+
+def group_of(module: FSDPModule) -> Any:
+    """The module's `FSDPParamGroup`; None without parameters of its own."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def before_reduction(group: Any, action: Callable[[], None]) -> None:
+    """Call `action` in every backward when the gradients of a group are complete, reduced then or not."""
+    reduce = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        action()
+        reduce(*unused)
+
+    group.post_backward = post_backward
+
+
+class Exchange:
+    """Base of a `ReduceScatter` for FSDP2, which asks it for two buffers: of all gradients, then of this rank's sums.
+
+    A reduction may fail between the two, so each starts anew.
+    """
+
+    def __init__(self) -> None:
+        self._allocated = 0
+
+    def begin(self) -> None:
+        """The next buffer is the first."""
+        self._allocated = 0
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2's request, of the dtype of the gradients."""
+        self._allocated += 1
+        make = self.gradients if self._allocated == 1 else self.sums
+        return make(math.prod(int(side) for side in size), dtype, device)
+
+    def gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer of all gradients."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def sums(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer of this rank's sums, which outlives the reduction."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+def use_exchange(module: FSDPModule, exchange: Any) -> None:
+    """Reduce the gradients of a module by `exchange`, an `Exchange` with FSDP2's `__call__`."""
+    module.set_custom_reduce_scatter(exchange)
+    before_reduction(group_of(module), exchange.begin)
