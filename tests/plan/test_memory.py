@@ -84,7 +84,9 @@ def measured():
     for row in rows("recompute-llama-1b"):
         case, kind = CASES["llama-1b"], {"false": False, "mlp": "mlp", "true": True}[row["entry"].partition("=")[2]]
         setup = setup_of(case.spec, 4, 4096, "delayed", head="backward", recompute=kind, history=32)
-        yield f"recompute {kind}", setup, row["peak_gib"]
+        # Since then columnwise weights of float32 parameters are kept for backward, but for what is recomputed.
+        kept = {False: 2048 * (3072 + 2048 + 16_384 + 8192), "mlp": 2048 * (3072 + 2048 + 8192), True: 0}[kind]
+        yield f"recompute {kind}", setup, row["peak_gib"] + case.spec.layers * kept / GIB
 
 
 MEASURED = list(measured())
@@ -128,15 +130,16 @@ def test_measured_peaks_on_two_gpus():
 
 
 def test_measured_peaks_of_mixtures():
-    """Over two GPUs it is too careful: measured while FSDP2 still copied gradients of experts, which it leaves out."""
-    whole, spread = rows("sharded-mixtral-8x7b-2layers-h100")
-    for row, margin in ((whole, 0.02), (spread, 0.09), *((row, 0.02) for row in rows("one-gpu-mixtral-8x7b-4layers-h100"))):
+    """Over two GPUs the estimate is too careful by up to 9%."""
+    sharded, alone = rows("sharded-mixtral-8x7b-2layers-h100"), rows("one-gpu-mixtral-8x7b-4layers-h100")
+    for row in (*sharded, *alone, *(row for row in rows("one-gpu-mixtral-8x7b-layers") if row["entry"].startswith("octavo-"))):
+        margin = 0.02 if row["gpus"] == 1 else 0.09
         case, recipe = ALL_CASES[row["workload"]], "delayed" if row["layers"] == "fp8" else None
         options = {"head": "backward" if recipe else False, "history": 1024, "expert": case.expert}
         options |= {
             "world": row["gpus"],
             "shard": row["gpus"],
-            "params_bytes": 2 if row["workload"].endswith("-4layers") else 4,
+            "params_bytes": 4 if row in sharded else 2,
         }
         found = estimate(setup_of(case.spec, case.batch, case.sequence_length, recipe, **options)).total / GIB
         assert row["peak_gib"] <= found + 0.01 <= (1 + margin) * row["peak_gib"] + 0.01

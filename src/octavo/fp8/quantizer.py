@@ -1,8 +1,8 @@
 """The cast policy of FP8 linear layers: dtype, scale, layouts and recorded amax of each operand are decided here alone.
 
 `LinearQuantizer` turns a recipe and a layer's `ModuleState` into a `Quantizer` for the kernel that produces an operand. To save
-memory, backward repeats two casts by the scales of forward: the columnwise weight, which it alone reads, and the input behind
-an activation. Compiled code follows the same policy, with casts as operators that take the index of a slot.
+memory, backward repeats two casts by the scales of forward: the columnwise weight of 16 bits, which it alone reads, and the
+input behind an activation. Compiled code follows the same policy, with casts as operators that take the index of a slot.
 """
 
 from __future__ import annotations
@@ -153,22 +153,29 @@ class LinearQuantizer:
         kind = self.recipe.casts[Operand.INPUT].format
         return Quantizer(kind.dtype, kind.max, self._input_scale, rowwise=False, columnwise=True)
 
-    def weight(self, weight: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        """The weight, rowwise for the output and columnwise for the input gradient; both if it outlives this use."""
+    def weight(
+        self, weight: Tensor, *, rowwise: bool = True, columnwise: bool = False, recompute: bool = False
+    ) -> QuantizedTensor:
+        """The weight, rowwise for the output and columnwise for the input gradient; both if it outlives this use.
+
+        recompute: backward casts it again rather than read a layout from here.
+        """
         if self.recipe is None:
             return QuantizedTensor(weight.to(self.out_dtype)) if rowwise or columnwise else NOTHING
-        if not self._transposes_late or (rowwise and columnwise):
+        if (rowwise and columnwise) or not self._is_for_one_use:
             return self._weight_in_both(weight)
         if self._drops_cached:
             self.state.weight_cache = None
+        # Of 16 bits the columnwise layout is cast in backward. A second read of float32 would be of four bytes to save one.
+        columnwise = columnwise or (self.grads and not recompute and weight.itemsize > 2)
         keep = not columnwise and self.grads
         w, scale = self._cast(Operand.WEIGHT, self._producer(weight), rowwise=rowwise, columnwise=columnwise, keep=keep)
         self._weight_scale = scale
         return w
 
     @property
-    def _transposes_late(self) -> bool:
-        """True if the columnwise weight is cast in backward. A shared, gathered or compiled weight has both layouts at once."""
+    def _is_for_one_use(self) -> bool:
+        """True if this use alone reads the cast weight, in eager code; a shared or gathered one has both layouts at once."""
         once = self.first is None and self.state.gathered is None
         return once and has_one_scale(self.recipe) and not torch.compiler.is_compiling()
 
@@ -270,6 +277,8 @@ class LinearQuantizer:
             seen = self._of_operand(slot.amax) if record else None
             if not stored and seen is None:
                 return NOTHING, kept
+            if seen is None and self.trains:
+                seen = torch.empty_like(self._of_operand(slot.amax))  # a recomputation runs forward's very kernels
             scale = self._of_operand(slot.scale)
             return producer(Quantizer(kind.dtype, kind.max, scale, seen, rowwise, columnwise)), kept
         if how.granularity is Granularity.TENSOR and not compiling:

@@ -26,11 +26,11 @@ from octavo.kernels.timing import median_us
 LEAST_OPERATIONS = 2**31
 """Multiplications and additions of a product that is worth a measurement: about two microseconds."""
 MOST_SHAPES = 256
-"""Shapes measured in a process, each by some fifty products."""
+"""Shapes measured in a process, each by up to a hundred products."""
 MOST_USES = 64
 """Uses after which a shape is given up: its results are zeros, infinities or NaN, which do not tell algorithms apart."""
 _MOST_SEEN = 4096
-_FINALISTS, _ROUNDS = 3, 5
+_FIRST_ROUNDS, _FINALISTS, _ROUNDS = 2, 4, 5
 _HIDE_CYCLES = 40_000
 """About 20 µs, in which the host launches a product between two events."""
 _GAIN = 1.02
@@ -175,8 +175,8 @@ def _fastest(shape: ProductShape, operands: _Operands, out: Tensor) -> tuple[Pro
         with contextlib.suppress(RefusedError):
             run()
             runs[number] = run
-    once = zip(time(*runs.values(), rounds=1), runs, strict=True)
-    finalists = [number for _, number in sorted(once)[:_FINALISTS]]
+    first = zip(time(*runs.values(), rounds=_FIRST_ROUNDS), runs, strict=True)
+    finalists = [number for _, number in sorted(first)[:_FINALISTS]]
     own, *times = time(pytorch, *(runs[number] for number in finalists), rounds=_ROUNDS)
     for us, number in sorted(zip(times, finalists, strict=True)):
         if us * _GAIN >= own:

@@ -27,8 +27,8 @@ _MAX_WORKSPACE, _SPLITS = 1, 2
 """Attributes of a preference and of an algorithm: bytes of workspace, parts of the sum."""
 
 MOST_ALGORITHMS = 16
-MOST_WORKSPACE = 2**20
-"""Bytes."""
+WORKSPACES = 2**20, 0
+"""Bytes that an algorithm may need, as asked of the heuristic. A counter in a workspace is cleared before each product."""
 ALIGNMENT = 256
 """Bytes to which cuBLAS assumes operands aligned by default."""
 
@@ -119,7 +119,7 @@ def _splits(algorithm: _Algorithm) -> int:
 
 
 class Product:
-    """A product of one shape and cuBLAS's algorithms for it, in its heuristic's order; none splits the sum.
+    """A product of one shape and cuBLAS's algorithms for it; none splits the sum.
 
     Its descriptors in cuBLAS (some hundred bytes) are never freed.
     """
@@ -149,7 +149,12 @@ class Product:
         _call("cublasLtMatmulDescSetAttribute", self._description, attribute, *_sized(value))
 
     def _offered(self) -> list[_Algorithm]:
-        preference, most = ctypes.c_void_p(), ctypes.c_uint64(MOST_WORKSPACE)
+        found = {tuple(algorithm.data): algorithm for workspace in WORKSPACES for algorithm in self._heuristic(workspace)}
+        return [algorithm for algorithm in found.values() if _splits(algorithm) <= 1]
+
+    def _heuristic(self, workspace: int) -> list[_Algorithm]:
+        """cuBLAS's algorithms that need no more bytes of workspace, its favourite first."""
+        preference, most = ctypes.c_void_p(), ctypes.c_uint64(workspace)
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         _call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, *_sized(most))
         found, count = (_Algorithm * MOST_ALGORITHMS)(), ctypes.c_int()
@@ -159,7 +164,7 @@ class Product:
                 preference, MOST_ALGORITHMS, found, ctypes.byref(count),
             )  # fmt: skip
         _call("cublasLtMatmulPreferenceDestroy", preference)
-        return [algorithm for algorithm in found[: count.value] if algorithm.state == 0 and _splits(algorithm) <= 1]
+        return [algorithm for algorithm in found[: count.value] if algorithm.state == 0]
 
     def __call__(
         self, number: int, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor] | None, bias: Tensor | None, out: Tensor

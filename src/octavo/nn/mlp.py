@@ -64,7 +64,7 @@ class _NormMlpFunction(torch.autograd.Function):
         producer = NormProducer(residual, delta, NormParameters(kind, norm_weight, norm_bias, eps))
         columnwise = want_w1 and not (recompute_hidden and fc1.quantizer.recomputable)
         x = fc1.quantizer.input(producer, columnwise=columnwise)
-        w1 = fc1.quantizer.weight(weight_1, rowwise=needs_hidden)
+        w1 = fc1.quantizer.weight(weight_1, rowwise=needs_hidden, recompute=recompute_hidden)
         hidden = fc1.output(x, w1, bias_1) if needs_hidden else None
 
         def activate(quantizer: Quantizer) -> QuantizedTensor:

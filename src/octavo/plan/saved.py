@@ -293,6 +293,11 @@ def root_bytes(setup: Setup) -> int:
     return setup.gather_bytes if setup.sharded else setup.params_bytes
 
 
+def keeps_columnwise(setup: Setup) -> bool:
+    """Forward casts weights with a scale in both layouts, for this forward's backward: `LinearQuantizer.weight`."""
+    return not setup.sharded and not setup.accumulates and setup.params_bytes == 4
+
+
 def _input(rows: int, columns: int, granularity: str | None, compute: int, *, rowwise: bool = False) -> list[int]:
     """A saved operand [rows, columns]: in high precision, or columnwise FP8 with its scales; rowwise: that layout too."""
     if granularity is None:
@@ -324,7 +329,7 @@ def _saved_weight(
     if granularity is None:
         seen = block_bytes(setup)
         return [rows * columns * setup.compute_bytes] if copied and seen != setup.compute_bytes else []
-    if granularity == "tensor" or setup.accumulates:
+    if setup.accumulates or (granularity == "tensor" and (rowwise or not keeps_columnwise(setup))):
         return []
     along, across = _weight_copy(rows, columns, granularity)
     return along + (across if rowwise else [])
