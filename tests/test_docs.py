@@ -343,26 +343,43 @@ def test_speeds_of_two_gpus_of_80_gb_are_in_benchmarks():
         assert f"| {row['tokens_per_second']:,.0f} | {apart} | {hidden} |" in table
         assert row is before[1] or f"{row['tokens_per_second']:,.0f}" in parallelism
     assert " and ".join(f"{row['tokens_per_second']:,.0f}" for row in one) in table
-    whole, spread = rows_of("sharded-mixtral-8x7b-2layers-h100")
-    flowing = results.replace("\n", " ")
-    apart = 100 * (1 - spread["tokens_per_second"] / whole["tokens_per_second"])
-    assert f"over two (`expert_parallel_degree = 2`), {apart:.1f}% apart" in flowing
+
+
+def test_speeds_of_mixtures_are_in_benchmarks():
+    results, parallelism = results_page(), (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8").replace("\n", " ")
+    flowing, readme = results.replace("\n", " "), (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "")
+    *alone, spread = rows_of("sharded-mixtral-8x7b-2layers-h100")
+    gain = 100 * (spread["tokens_per_second"] / statistics.mean(row["tokens_per_second"] for row in alone) - 1)
+    assert f"over two (`expert_parallel_degree = 2`), {gain:.1f}% more" in flowing
     assert f"{spread['exposed_communication_ms']:.1f} of {spread['step_ms']:.1f} ms are communication" in flowing
-    for row in (whole, spread):
+    for row in (*alone, spread):
         assert f"{row['tokens_per_second']:,.0f}" in flowing
         assert f"{row['tokens_per_second']:,.0f}" in parallelism
     fp8, bf16 = rows_of("one-gpu-mixtral-8x7b-4layers-h100")
     rates = [f"{row['tokens_per_second']:,.0f}" for row in (fp8, bf16)]
     assert f"{ratio_of(fp8, bf16)} times as fast in FP8 as in bf16: {' and '.join(rates)} tokens/s" in flowing
+    ours, *others = rows_of("one-gpu-mixtral-8x7b-layers")
+    assert figures_of(ours) in results
+    for row in others:
+        assert f"{figures_of(row)} {ratio_of(ours, row)} |" in results, row["entry"]
+    peers = [next(row for row in others if row["entry"] == name) for name in ("te-delayed", "te-delayed-fp8-head")]
+    cells = [f"{peer['tokens_per_second']:,.0f} | {ratio_of(ours, peer)}" for peer in peers]
+    assert f"4 \u00d7 4,096 tokens | {ours['tokens_per_second']:,.0f} | {' | '.join(cells)} |" in readme
 
 
 def test_replicas_of_vision_transformers_are_in_benchmarks():
     text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8").replace("\n", " ")
-    two, one, _ = rows_of("vision-vit-huge-patch16-h100-beside")
+    two, one, other = rows_of("vision-vit-huge-patch16-h100-beside")
     before = [row for row in rows_of("vision-vit-huge-patch16-h100") if row["entry"] == "octavo-delayed"]
-    rates = [f"{row['images_per_second']:.0f}" for row in (one, two)]
-    assert f"alone trains {rates[0]} images/s at patch 16, each trains {rates[1]}" in text
+    rates = [f"{row['images_per_second']:.0f}" for row in (one, other, two)]
+    assert f"alone trains {rates[0]} images/s at patch 16 and the other {rates[1]}, each trains {rates[2]}" in text
+    assert f"{100 * (1 - two['images_per_second'] / other['images_per_second']):.1f}% less than the slower one" in text
     assert f"{two['exposed_communication_ms']:.1f} of {two['step_ms']:.1f} ms is communication" in text
+    ours, fast, block = (
+        {row["entry"]: row["images_per_second"] for row in rows_of("vision-vit-huge-patch16-blocks")}[name]
+        for name in ("octavo-delayed", "te-delayed", "te-delayed-block")
+    )
+    assert f"{ours / block:.2f} times as fast as Transformer Engine by its block, and {ours / fast:.2f} times" in text
     products = [f"{row['kernel_ms']['fp8 products']:.1f}" for row in (two, one)]
     assert f"products take {products[0]} ms rather than {products[1]}" in text
     assert f"{before[1]['exposed_communication_ms']:.1f} ms were in the open" in text

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from octavo.bench.cases import CASES, Case
+from octavo.bench.chosen import experts_of
 from octavo.bench.measure import Measurement, Target, all_fit
 from octavo.bench.peers import ENTRIES, build_octavo, build_plain
 from octavo.bench.plain import FAMILIES, PlainDecoder, places
@@ -39,6 +40,27 @@ _SIZES = SHAPES["llama-tiny"] | {
     "tie_word_embeddings": False,
 }
 UNTIED = Case("untied", _SIZES, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("octavo-delayed", "a product an expert"),  # on a GPU of Hopper's one launch
+        ("torch-bf16", "_grouped_mm"),
+        ("torch-huggingface-bf16", "transformers, experts_implementation=grouped_mm"),
+        ("te-delayed", "Transformer Engine's GroupedLinear, use_grouped_tensor=False"),
+    ],
+)
+def test_rows_name_what_multiplies_the_experts(entry, said):
+    class GroupedLinear(torch.nn.Module):
+        use_grouped_tensor = False
+
+    case, entry = CASES["tiny-mixtral"], ENTRIES[entry]
+    model = torch.nn.Sequential(GroupedLinear()) if entry.group == "te" else entry.build(case, CPU, False).model
+    measured = Measurement(entry, seconds=[0.1], loss=5.0, experts=experts_of(entry, case, model, CPU))
+    assert row(case, measured, ONE_H200)["experts"] == said
+    assert experts_of(entry, CASES["tiny"], model, CPU) is None
+    assert "experts" not in row(CASES["tiny"], Measurement(entry, seconds=[0.1], loss=5.0), ONE_H200)
 
 
 def test_routers_of_random_weights_visit_all_experts_about_equally():

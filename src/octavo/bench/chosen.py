@@ -1,6 +1,6 @@
-"""The attention kernel of an entry, in words, for its row of results.
+"""The kernels of an entry's attention and of its experts, in words, for its row of results.
 
-It depends on the environment of the entry's process. Octavo's is that of `octavo.describe`, PyTorch's its choice for the
+Attention depends on the environment of the entry's process. Octavo's is that of `octavo.describe`, PyTorch's its choice for the
 case's heads; for Transformer Engine the row has the variables that choose.
 """
 
@@ -14,6 +14,8 @@ from torch.nn.attention import SDPBackend
 
 from octavo.bench.cases import AnyCase, VisionCase
 from octavo.bench.peers import ENVIRONMENT, Entry
+from octavo.bench.plain import Experts
+from octavo.kernels import gemm
 from octavo.models.description import kernels_on
 
 
@@ -25,6 +27,21 @@ def attention_of(entry: Entry, case: AnyCase, model: nn.Module, device: torch.de
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         return kernels_on(device.type, capability, model, native=False)[0]
     return f"scaled_dot_product_attention, {_of_pytorch(case, device)}"
+
+
+def experts_of(entry: Entry, case: AnyCase, model: nn.Module, device: torch.device) -> str | None:
+    """What multiplies the experts of an entry's model; None for a model without experts."""
+    if isinstance(case, VisionCase) or not case.spec.experts:
+        return None
+    if entry.package == "transformer-engine":
+        layer = next(module for module in model.modules() if type(module).__name__ == "GroupedLinear")
+        return f"Transformer Engine's GroupedLinear, use_grouped_tensor={getattr(layer, 'use_grouped_tensor', False)}"
+    if entry.group is None:
+        return "Octavo's grouped products" if gemm.has_grouped_products(device) else "a product an expert"
+    experts = next((module for module in model.modules() if isinstance(module, Experts)), None)
+    if experts is not None:
+        return str(getattr(experts.grouped_mm, "func", experts.grouped_mm).__name__)
+    return f"transformers, experts_implementation={getattr(model.config, '_experts_implementation', None)}"
 
 
 def _of_pytorch(case: AnyCase, device: torch.device) -> str:

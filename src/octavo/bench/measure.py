@@ -53,7 +53,7 @@ class Measurement:
         interleaved: its turns alternated with other entries'.
         build_seconds: from the start of its process to a built and filled model.
         start_seconds: from the start of its process to the end of the first step; None without a warm-up.
-        attention: the kernel that computes it, in words.
+        attention, experts: the kernels that compute them, in words; None for a model without experts.
         breakdown: kernel times (`octavo.bench.breakdown`); empty unless recorded.
         error: the reason for missing figures.
     """
@@ -66,6 +66,7 @@ class Measurement:
     build_seconds: float | None = None
     start_seconds: float | None = None
     attention: str | None = None
+    experts: str | None = None
     breakdown: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
@@ -93,7 +94,8 @@ class RunningEntry:
     def start(self, warmup: int) -> None:
         """Build the model and take the warm-up steps."""
         answers = self._ask("build")
-        self.result.attention = answers[0]["attention"] if answers else None
+        if answers:
+            self.result.attention, self.result.experts = answers[0]["attention"], answers[0]["experts"]
         self.result.build_seconds = time.perf_counter() - self.group.started
         if warmup:
             self._ask("warm_up", steps=1)

@@ -112,6 +112,7 @@ def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
         "loss": measured.loss,
         "layers": entry.layers,
         "attention": measured.attention,
+        **({} if measured.experts is None else {"experts": measured.experts}),
         "batch": case.batch,
         **({"image_size": case.image_size} if isinstance(case, VisionCase) else {}),
         "sequence_length": case.sequence_length,

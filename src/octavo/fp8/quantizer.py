@@ -158,7 +158,7 @@ class LinearQuantizer:
     ) -> QuantizedTensor:
         """The weight, rowwise for the output and columnwise for the input gradient; both if it outlives this use.
 
-        recompute: backward casts it again rather than read a layout from here.
+        recompute: memory is to be small, so backward casts it again; true inside activation checkpoints and offloading.
         """
         if self.recipe is None:
             return QuantizedTensor(weight.to(self.out_dtype)) if rowwise or columnwise else NOTHING
@@ -166,8 +166,9 @@ class LinearQuantizer:
             return self._weight_in_both(weight)
         if self._drops_cached:
             self.state.weight_cache = None
-        # Of 16 bits the columnwise layout is cast in backward. A second read of float32 would be of four bytes to save one.
-        columnwise = columnwise or (self.grads and not recompute and weight.itemsize > 2)
+        # Backward casts a weight of 16 bits again. Of float32 it would read four bytes to save one.
+        small = recompute or checkpoints.has_hooks() or weight.itemsize <= 2
+        columnwise = columnwise or (self.grads and not small)
         keep = not columnwise and self.grads
         w, scale = self._cast(Operand.WEIGHT, self._producer(weight), rowwise=rowwise, columnwise=columnwise, keep=keep)
         self._weight_scale = scale

@@ -73,7 +73,7 @@ class _NormMlpFunction(torch.autograd.Function):
 
         columnwise = want_w2 and not recompute_activated
         activated = fc2.quantizer.input(activate, rowwise=not unread, columnwise=columnwise, recompute=recompute_activated)
-        w2 = fc2.quantizer.weight(weight_2, rowwise=not unread)
+        w2 = fc2.quantizer.weight(weight_2, rowwise=not unread, recompute=recompute_hidden)
         if unread:
             y = residual.new_empty(flat(residual).shape[0], weight_2.shape[0], dtype=fc2.out_dtype)
         else:

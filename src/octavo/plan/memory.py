@@ -217,13 +217,13 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
     _, _, ffn = widths(spec)
     q3, q4 = granularity_of(recipes.fc1), granularity_of(recipes.fc2)
     first_again = setup.recompute == "mlp" or setup.mlp_chunks > 1
-    held, saved = setup.sharded or setup.accumulates, keeps_columnwise(setup)
+    held = setup.sharded or setup.accumulates or (keeps_columnwise(setup) and not first_again)
 
-    def weight(size: int, granularity: str | None, is_there: bool) -> int:
+    def weight(size: int, granularity: str | None) -> int:
         """A copy of a weight for one product: what is saved or gathered needs none."""
         if granularity is None:
             return size * c if c != w else 0
-        return size if granularity == "tensor" and not is_there else 0
+        return size if granularity == "tensor" and not held else 0
 
     dy = n * d * c + (2 * n * d if q4 else 0)  # the gradient of the residual stream, and its FP8 in both layouts
     if several:  # the whole gradient of the stream, with that of each part
@@ -232,9 +232,8 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
     activated = 0 if q4 in ("row", "block") else n * f * (1 if q4 else c)
     d_hidden = 2 * n * ffn if q3 else n * ffn * c
     wide = n * ffn * 4 if q3 in ("row", "block") else 0  # in float32 before its cast
-    first, second = weight(ffn * d, q3, held or (saved and not first_again)), weight(f * d, q4, held or saved)
-    products = (2 if several else 1) * (f * d + ffn * d) * w + first + 2 * n * d * c
-    return dy + hidden + activated + d_hidden + max(n * f * c + wide, second + n * f * c, products)
+    products = (2 if several else 1) * (f * d + ffn * d) * w + weight(ffn * d, q3) + 2 * n * d * c
+    return dy + hidden + activated + d_hidden + max(n * f * c + wide, weight(f * d, q4) + n * f * c, products)
 
 
 def _backward_of_experts(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:

@@ -187,7 +187,8 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
     if q4 in ("row", "block"):  # the cast is not repeated
         mlp += _input(n, spec.ffn_size, q4, c)
     weights = _saved_weight(setup, qkv, d, q1), _saved_weight(setup, d, attended, q2, copied=True)
-    mlp_weights = _saved_weight(setup, ffn, d, q3, rowwise=first_again), _saved_weight(setup, d, spec.ffn_size, q4)
+    first = _saved_weight(setup, ffn, d, q3, rowwise=first_again, again=first_again)
+    mlp_weights = first, _saved_weight(setup, d, spec.ffn_size, q4, again=first_again)
     out = [Saved(size, "activations", False) for size in attention] + [Saved(size, "activations", True) for size in mlp]
     out += [Saved(size, "weight copies", False) for sizes in weights for size in sizes]
     return out + [Saved(size, "weight copies", True) for sizes in mlp_weights for size in sizes]
@@ -295,7 +296,8 @@ def root_bytes(setup: Setup) -> int:
 
 def keeps_columnwise(setup: Setup) -> bool:
     """Forward casts weights with a scale in both layouts, for this forward's backward: `LinearQuantizer.weight`."""
-    return not setup.sharded and not setup.accumulates and setup.params_bytes == 4
+    shared, small = setup.sharded or setup.accumulates, setup.recompute in (True, "selective") or setup.offload
+    return not shared and not small and setup.params_bytes == 4
 
 
 def _input(rows: int, columns: int, granularity: str | None, compute: int, *, rowwise: bool = False) -> list[int]:
@@ -320,16 +322,23 @@ def _weight_copy(rows: int, columns: int, granularity: str) -> tuple[list[int], 
 
 
 def _saved_weight(
-    setup: Setup, rows: int, columns: int, granularity: str | None, *, rowwise: bool = False, copied: bool = False
+    setup: Setup,
+    rows: int,
+    columns: int,
+    granularity: str | None,
+    *,
+    rowwise: bool = False,
+    copied: bool = False,
+    again: bool = False,
 ) -> list[int]:
     """Copies of a weight that backward keeps; the FP8 weights of micro-batches count in `kept_weights`.
 
-    copied: a projection outside FP8 saves its weight in the compute dtype.
+    copied: a projection outside FP8 saves its weight in the compute dtype. again: backward casts with one scale again.
     """
     if granularity is None:
         seen = block_bytes(setup)
         return [rows * columns * setup.compute_bytes] if copied and seen != setup.compute_bytes else []
-    if setup.accumulates or (granularity == "tensor" and (rowwise or not keeps_columnwise(setup))):
+    if setup.accumulates or (granularity == "tensor" and (again or not keeps_columnwise(setup))):
         return []
     along, across = _weight_copy(rows, columns, granularity)
     return along + (across if rowwise else [])
