@@ -8,7 +8,8 @@ import torch
 from rich.console import Console
 
 from octavo.bench.cases import ALL_CASES
-from octavo.bench.kernels import products
+from octavo.bench.kernels import grouped, products
+from octavo.bench.kernels.contest import Workload
 from octavo.bench.kernels.products import WORKLOADS, measure_products, products_of
 from octavo.bench.results import render, write
 from octavo.bench.run import run_suite
@@ -33,11 +34,39 @@ def test_both_contestants_multiply_the_same(monkeypatch):
         return (a.float() @ b.float()).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", by_pytorch)
-    small = products.Workload("small", 64, ((32, 48),))
+    small = Workload("small", 64, ((32, 48),))
     for product in products_of(small):
         for calls in products.CONTESTS.values():
             theirs, ours = (call() for call in calls(product))
             assert ours.shape == (product.rows, product.columns)
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-2)
+
+
+def test_contestants_of_experts_multiply_the_same(monkeypatch):
+    """On a CPU, product by product; expert by expert their sums are over other rows."""
+
+    def by_pytorch(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
+        return (a.float() @ b.float()).to(out_dtype)
+
+    def grouped_by_pytorch(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum):
+        ends = offs.tolist()
+        bounds = list(zip([0, *ends[:-1]], ends, strict=True))
+        if b.dim() == 2:
+            assert scale_a.shape == (len(ends) * len(a),)
+            assert scale_b.shape == (len(ends) * b.shape[1],)
+            return torch.stack([a[:, i:j].float() @ b[i:j].float() for i, j in bounds]).to(out_dtype)
+        assert scale_a.shape == (len(a),)
+        assert scale_b.shape == (len(b), b.shape[2])
+        return torch.cat([a[i:j].float() @ b[n].float() for n, (i, j) in enumerate(bounds)]).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", by_pytorch)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped_by_pytorch)
+    small = Workload("small", 24, ((32, 48),), experts=4, visited=2)
+    for product in products_of(small):
+        assert product.flops == 2 * 48 * 32 * 48  # 48 copies of tokens
+        for calls in grouped.CONTESTS.values():
+            theirs, ours = (call() for call in calls(product))
+            assert ours.shape == ((4, 48, 32) if product.kind == "weight gradient" else (product.rows, product.columns))
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-2)
 
 
@@ -46,7 +75,7 @@ def test_rows_are_written_and_shown(tmp_path, monkeypatch):
     monkeypatch.setattr("octavo.bench.kernels.bandwidth.median_us", lambda *runs, **how: next(times))
     monkeypatch.setattr("octavo.bench.kernels.bandwidth.FLUSHED_BYTES", 4)
     said = []
-    small = products.Workload("small", 64, ((32, 48),))
+    small = Workload("small", 64, ((32, 48),))
     rows = measure_products([small], torch.device("cpu"), iterations=1, warmup=1, say=said.append)
     assert said == [f"small {name}: 60 us, PyTorch 90 us, 1.500 x" for name in ("fp8", "fp8 fast", "bf16")]
     assert rows[0] == {

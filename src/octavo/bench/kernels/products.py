@@ -2,51 +2,27 @@
 
 Each layer of a workload has three products: in FP8 (E4M3 with E5M2 gradients, which accumulate precisely), the same with fast
 accumulation in the gradients too, and in bf16. Both contestants run in turns on random operands; medians count. The results are
-the same to the last bit, or Octavo would not take the algorithm (`octavo.kernels.algorithms`).
+the same to the last bit, or Octavo would not take the algorithm (`octavo.kernels.algorithms`). The products of experts have
+contestants of their own (`octavo.bench.kernels.grouped`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.bench.kernels import grouped
 from octavo.bench.kernels.bandwidth import cold_timer
+from octavo.bench.kernels.contest import Contest, Product, Workload
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import gemm
 
 CHOOSING = 3
 """Calls until the algorithm of a product is settled."""
-
-Contest = tuple[Callable[[], Tensor], Callable[[], Tensor]]
-"""A product by PyTorch and by Octavo."""
-
-
-class Workload(NamedTuple):
-    """The linear layers of one block: tokens a step, (columns in, columns out) of each."""
-
-    name: str
-    tokens: int
-    layers: tuple[tuple[int, int], ...]
-
-
-class Product(NamedTuple):
-    """a [rows, summed] · b [columns, summed]ᵀ, in FP8 with the formats of a and b."""
-
-    kind: str
-    rows: int
-    columns: int
-    summed: int
-    gradient: bool
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of one call."""
-        return 2 * self.rows * self.columns * self.summed
-
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
@@ -55,20 +31,22 @@ WORKLOADS: dict[str, Workload] = {
         Workload("llama-8b", 16_384, ((4096, 6144), (4096, 4096), (4096, 28_672), (14_336, 4096))),
         Workload("llama2-7b", 16_384, ((4096, 12_288), (4096, 4096), (4096, 22_016), (11_008, 4096))),
         Workload("vit-huge", 32_896, ((1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280))),
+        Workload("mixtral-8x7b", 16_384, ((4096, 28_672), (14_336, 4096)), experts=8, visited=2),
     )
 }
 
 
 def products_of(workload: Workload) -> list[Product]:
-    """All products of a block, forward and backward."""
-    tokens = workload.tokens
+    """All products of a block, forward and backward; of a mixture, its experts'."""
+    of = workload.experts, workload.visited
+    rows = workload.tokens * max(1, workload.visited)
     return [
         product
         for columns_in, columns_out in workload.layers
         for product in (
-            Product("output", tokens, columns_out, columns_in, gradient=False),
-            Product("input gradient", tokens, columns_in, columns_out, gradient=True),
-            Product("weight gradient", columns_out, columns_in, tokens, gradient=True),
+            Product("output", rows, columns_out, columns_in, False, *of),
+            Product("input gradient", rows, columns_in, columns_out, True, *of),
+            Product("weight gradient", columns_out, columns_in, rows, True, *of),
         )
     ]
 
@@ -80,7 +58,7 @@ def measure_products(
     time = cold_timer(device, iterations, max(warmup, CHOOSING))
     rows: list[dict[str, Any]] = []
     for workload in workloads:
-        for precision, calls in CONTESTS.items():
+        for precision, calls in (grouped.CONTESTS if workload.experts else CONTESTS).items():
             found = []
             for product in products_of(workload):
                 with device:
