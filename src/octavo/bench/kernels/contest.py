@@ -12,7 +12,7 @@ Contest = tuple[Callable[[], Tensor], Callable[[], Tensor]]
 
 
 class Workload(NamedTuple):
-    """The linear layers of one block: tokens a step, (columns in, columns out) of each; those of experts if a token visits any."""
+    """The linear layers of one block: tokens a step, (columns in, columns out) of each; of experts if a token visits any."""
 
     name: str
     tokens: int
