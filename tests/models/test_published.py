@@ -172,11 +172,30 @@ def test_a_missing_expert_is_refused(edited):
     config, folder = edited(
         lambda tensors: {n: t for n, t in tensors.items() if ".1.block_sparse_moe.experts.5.w3" not in n}, "mixtral"
     )
-    refused(("experts.0.w1.weight", "cannot be joined", "gate_up_proj"), build, config, folder)
+    refused(("layers.1.block_sparse_moe.experts.5.w3.weight missing (1)", "12 experts", "gate_up_proj"), build, config, folder)
     config, folder = edited(
         lambda tensors: {n: t for n, t in tensors.items() if ".1.block_sparse_moe.experts.5." not in n}, "mixtral"
     )
-    refused(("mlp.experts.gate_up_proj", "(11, 96, 32)", "(12, 96, 32)"), build, config, folder)
+    refused(("experts.5.w1.weight, ", "experts.5.w3.weight missing (2)", "12 experts"), build, config, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: {"experts.12.w1": w["experts.0.w1"].clone()}, ("experts.12.w1.weight surplus (1)", "12 experts")),
+        (lambda w: {"experts.3.w2": w["experts.3.w2"].t().contiguous()}, ("experts.3.w2.weight (", "the other experts is (")),
+        (lambda w: {"experts.3.w1": w["experts.3.w1"][:-1]}, ("experts.3.w1.weight (", "the other experts is (")),
+    ],
+)
+def test_a_surplus_expert_and_one_of_another_shape_are_named(edited, change, words):
+    prefix = "model.layers.1.block_sparse_moe."
+
+    def edit(tensors):
+        own = {n.removeprefix(prefix).removesuffix(".weight"): t for n, t in tensors.items() if n.startswith(prefix)}
+        return tensors | {f"{prefix}{name}.weight": tensor for name, tensor in change(own).items()}
+
+    config, folder = edited(edit, "mixtral")
+    refused(words, build, config, folder)
 
 
 @pytest.mark.parametrize("stored", ["model.embed_tokens.weight", "lm_head.weight", "both"])

@@ -188,3 +188,10 @@ def test_settings_that_mean_nothing_are_refused(shape, moe, words):
 def test_settings_of_a_model_with_its_own_code_are_refused():
     with pytest.raises(InputError, match=r"the model \(mixtral\) keeps its own code"):
         octavo.transform(llama(**SHAPES["mixtral"]), blocks="own", moe=BOTH)
+
+
+def test_a_config_that_balances_experts_of_which_there_are_none_is_refused():
+    model = llama(7, **(MODELS["qwen3"] | {"mlp_only_layers": [0, 1, 2, 3]}))
+    assert model.config.output_router_logits
+    with pytest.raises(InputError, match=r"no layer has experts \(mlp_only_layers"):
+        octavo.transform(model)

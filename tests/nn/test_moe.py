@@ -225,7 +225,14 @@ def test_jitter_is_of_training_alone():
 
 @pytest.mark.parametrize(
     ("experts", "named"),
-    [(Experts(4, 5), "1 to 4"), (Experts(4, 0), "1 to 4"), (Experts(4, 2, jitter=1.0), "below 1")],
+    [
+        (Experts(4, 5), "from 1 to 4"),
+        (Experts(4, 0), "from 1 to 4"),
+        (Experts(4, 2.5), "visits 2.5 of 4"),
+        (Experts(0, 0), "0 experts .* from 1"),
+        (Experts(-1, 1), "-1 experts"),
+        (Experts(4, 2, jitter=1.0), "below 1"),
+    ],
     ids=str,
 )
 def test_impossible_mixtures_are_refused(experts, named):

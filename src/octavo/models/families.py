@@ -262,9 +262,15 @@ def with_moe(spec: ModelSpec | None, config: Any, moe: MoeConfig | None) -> Mode
     """The spec of a model with the settings of [moe], which go before those of its Hugging Face config.
 
     Raises:
-        InputError: settings for a model without experts or with its own code, or a coefficient without its loss.
+        InputError: settings for a model without experts or with its own code, a coefficient without its loss, or a config that
+            balances experts of which there are none.
     """
     if moe is None or not moe.given:
+        if spec is not None and spec.balance and not spec.mixtures:
+            raise InputError(
+                "model.config.output_router_logits = true: no layer has experts (mlp_only_layers, decoder_sparse_step), so no "
+                "router is to balance. Set it to false."
+            )
         return spec
     settings = ", ".join(f"moe.{key} = {json.dumps(value)}" for key, value in moe.given.items())
     if spec is None or not spec.mixtures:

@@ -34,6 +34,8 @@ _QUANTISED_NAME = re.compile(
     r"\.(weight_(scale\w*|packed|shape|global_scale)|weight\.(absmax|quant_\w+|quant_state\S*)|q(weight|zeros)|scales|SCB|input_scale)$"
 )
 """Names of the scales and tables of quantised weights."""
+_EXPERT = re.compile(r"(.*\.)(\d+)(\..*)")
+"""The last number of a tensor's name, which is that of its expert."""
 _ROWS = 1 << 14
 """Rows of a tied weight that are compared at a time."""
 
@@ -78,6 +80,7 @@ class PublishedWeights(Weights):
         shapes = {name: files.shapes[theirs] for name, theirs in self._sources.items()}
         kinds = {name: files.kinds[theirs] for name, theirs in self._sources.items()}
         for first, (_, parts) in self._parts.items():
+            self._refuse_experts(first, parts, len(state[first]))
             sources = [theirs for names in parts.values() for theirs in names]
             kind = next((kind for kind in map(files.kinds.__getitem__, sources) if kind != "float"), "float")
             for name, made in self._convert(first, lambda theirs: torch.empty(files.shapes[theirs], device="meta")).items():
@@ -130,6 +133,31 @@ class PublishedWeights(Weights):
                 _, parts = self._parts.setdefault(name, (converter_of[pattern], {}))
                 parts.setdefault(pattern, []).append(theirs)
         return unused
+
+    def _refuse_experts(self, first: str, parts: Mapping[str, list[str]], count: int) -> None:
+        """Raise an InputError for experts that are missing, surplus, or of another shape than the others of their matrix."""
+        kinds: dict[tuple[str, str], dict[int, str]] = {}
+        for theirs in (theirs for pattern, names in parts.items() if "experts.*" in pattern for theirs in names):
+            before, number, behind = _EXPERT.fullmatch(theirs).groups()  # type: ignore[union-attr]
+            kinds.setdefault((before, behind), {})[int(number)] = theirs
+        missing = [f"{a}{i}{b}" for (a, b), own in kinds.items() for i in range(count) if i not in own]
+        surplus = [theirs for own in kinds.values() for i, theirs in own.items() if i >= count]
+        if missing or surplus:
+            said = [f"{some(missing, LISTED)} missing ({len(missing)})"] if missing else []
+            said += [f"{some(surplus, LISTED)} surplus ({len(surplus)})"] if surplus else []
+            raise InputError(
+                f"{self._files.owner}: {'; '.join(said)}: {first} is of {count} experts, as the config says. "
+                "Give the config that belongs to the weights, or the whole folder."
+            )
+        for own in kinds.values():
+            shapes = {theirs: self._files.shapes[theirs] for theirs in own.values()}
+            usual = max(shapes.values(), key=list(shapes.values()).count)
+            odd = [f"{theirs} {shape}" for theirs, shape in shapes.items() if shape != usual]
+            if odd:
+                raise InputError(
+                    f"{self._files.owner}: {some(odd, LISTED)}: the same matrix of the other experts is {usual}. "
+                    "Give the folder as it was published."
+                )
 
     def _convert(self, first: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The results of one converter."""

@@ -64,12 +64,18 @@ class LayerNormMoE(ResidualLayer):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= experts.visited <= experts.count:
+        count, visited = experts.count, experts.visited
+        if not (isinstance(count, int) and count >= 1):
+            raise InputError(f"{count} experts (num_local_experts or num_experts of a config): use a whole number from 1.")
+        if not (isinstance(visited, int) and 1 <= visited <= count):
             raise InputError(
-                f"a token visits {experts.visited} of {experts.count} experts: use 1 to {experts.count} (num_experts_per_tok)."
+                f"a token visits {visited} of {count} experts (num_experts_per_tok of a config): use a whole number "
+                f"from 1 to {count}."
             )
         if not 0 <= experts.jitter < 1:
-            raise InputError(f"router_jitter_noise = {experts.jitter}: use 0, for none, or a number below 1 such as 0.01.")
+            raise InputError(
+                f"router_jitter_noise = {experts.jitter} (jitter of a layer): use 0 for none, or a number below 1, as 0.01."
+            )
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
         self.hidden_size, self.eps, self.mixture, self.normalization = hidden_size, eps, experts, normalization
         self.init_method, self.draws = init_method, Draws(get_rng_state_tracker)
