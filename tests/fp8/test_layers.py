@@ -14,6 +14,7 @@ from restatement import E4M3, amax, normalised, round_trip, swiglu
 
 import octavo
 from octavo.fp8.quantizer import LinearQuantizer
+from octavo.fp8.recipe import Operand
 from octavo.kernels import gemm
 
 NORMS = ["RMSNorm", "LayerNorm"]
@@ -327,3 +328,31 @@ def test_float32_weights_are_read_once_and_those_of_16_bits_twice(name, dtype, a
     once = around == "micro-batches" or (dtype == torch.float32 and around == "nothing")
     assert counted.call_count == 2 * (1 if once else 2)
     assert all(map(torch.equal, found[0][1:], found[1][1:]))
+
+
+@pytest.mark.parametrize("make", [octavo.nn.Linear, octavo.nn.LayerNormLinear])
+def test_a_float32_weight_whose_layout_no_backward_reads_is_cast_rowwise_alone(make):
+    layer, x, made = make(HIDDEN, 32, bias=False, params_dtype=torch.float32), torch.randn(16, HIDDEN).bfloat16(), []
+    cast = LinearQuantizer._cast
+
+    def noted(self, operand, *args, **how):
+        made.append((operand, how["rowwise"], how["columnwise"]))
+        return cast(self, operand, *args, **how)
+
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name == "weight")
+    for wanted in (False, True):
+        with mock.patch.object(LinearQuantizer, "_cast", noted), octavo.fp8_autocast(), torch.autocast("cpu", torch.bfloat16):
+            layer(x.clone().requires_grad_(wanted))
+        assert [how for operand, *how in made if operand is Operand.WEIGHT][-1] == [True, wanted]
+
+
+def test_parts_of_a_flat_parameter_are_cast_twice():
+    """FSDP1 frees the flat parameter of a layer between forward and backward."""
+    flat, x = torch.randn(2 * 32 * HIDDEN), torch.randn(16, HIDDEN).bfloat16().requires_grad_()
+    layer = octavo.nn.Linear(HIDDEN, 32, bias=False, params_dtype=torch.float32)
+    layer.weight.data = flat[: 32 * HIDDEN].view(32, HIDDEN)
+    reads = mock.patch.object(LinearQuantizer, "_producer", autospec=True, side_effect=LinearQuantizer._producer)
+    with octavo.fp8_autocast(), reads as counted:
+        layer(x).float().sum().backward()
+    assert counted.call_count == 2

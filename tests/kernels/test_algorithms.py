@@ -5,8 +5,10 @@ from unittest import mock
 
 import torch
 
-from octavo.kernels import algorithms
+from octavo.kernels import algorithms, cublaslt
 from octavo.kernels.cublaslt import ProductShape
+
+E4M3 = torch.float8_e4m3fn
 
 
 class Product:
@@ -29,3 +31,23 @@ def test_a_comparison_without_memory_leaves_the_bits_of_pytorch():
     with mock.patch.object(algorithms, "Product", Product), mock.patch.dict(algorithms._chosen), no_device:
         assert torch.equal(algorithms._measured(shape, operands, None), a @ b)
         assert algorithms._chosen[shape] is None
+
+
+def test_a_workspace_without_algorithms_leaves_those_of_the_other(monkeypatch):
+    calls = []
+
+    def call(name, *arguments):
+        calls.append(name)
+        if name == "cublasLtMatmulAlgoGetHeuristic":
+            if calls.count(name) == 2:
+                raise cublaslt.RefusedError
+            found, count = arguments[-2], arguments[-1]
+            found[0].workspace = 4
+            count._obj.value = 1
+
+    monkeypatch.setattr(cublaslt, "_call", call)
+    monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    product = cublaslt.Product(ProductShape(0, 64, 64, 32, E4M3, True, E4M3, False, torch.bfloat16, False, False))
+    assert [algorithm.workspace for algorithm in product.algorithms] == [4]
+    assert calls.count("cublasLtMatmulPreferenceCreate") == calls.count("cublasLtMatmulPreferenceDestroy") == 2

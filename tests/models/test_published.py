@@ -182,17 +182,22 @@ def test_a_missing_expert_is_refused(edited):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (
+            lambda w: {f"experts.{i}.w3": None for i in range(12)},
+            ("experts.0.w3.weight, ", "experts.9.w3.weight and 2 more missing (12)"),
+        ),
         (lambda w: {"experts.12.w1": w["experts.0.w1"].clone()}, ("experts.12.w1.weight surplus (1)", "12 experts")),
         (lambda w: {"experts.3.w2": w["experts.3.w2"].t().contiguous()}, ("experts.3.w2.weight (", "the other experts is (")),
         (lambda w: {"experts.3.w1": w["experts.3.w1"][:-1]}, ("experts.3.w1.weight (", "the other experts is (")),
     ],
 )
-def test_a_surplus_expert_and_one_of_another_shape_are_named(edited, change, words):
+def test_experts_without_a_matrix_surplus_ones_and_other_shapes_are_named(edited, change, words):
     prefix = "model.layers.1.block_sparse_moe."
 
     def edit(tensors):
         own = {n.removeprefix(prefix).removesuffix(".weight"): t for n, t in tensors.items() if n.startswith(prefix)}
-        return tensors | {f"{prefix}{name}.weight": tensor for name, tensor in change(own).items()}
+        changed = tensors | {f"{prefix}{name}.weight": tensor for name, tensor in change(own).items()}
+        return {name: tensor for name, tensor in changed.items() if tensor is not None}
 
     config, folder = edited(edit, "mixtral")
     refused(words, build, config, folder)

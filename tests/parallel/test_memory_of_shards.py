@@ -1,12 +1,18 @@
 """The estimate of memory over several ranks, against the storages that FSDP2 holds."""
 
+from unittest import mock
+
 import pytest
 import torch
 from llamas import llama_config
 from sharded import build, bytes_held, weights_in_fp8
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import octavo
 import ranks
 from octavo.fp8.autocast import fp8_autocast, microbatch
+from octavo.fp8.quantizer import LinearQuantizer
 from octavo.fp8.recipe import RECIPES
 from octavo.models.families import spec_of
 from octavo.parallel import world
@@ -80,3 +86,20 @@ def test_gathered_weights_and_whole_gradients(recipe, experts):
         assert found["root"] == pytest.approx(saved.root_parameters(spec) * 2, rel=0.01)
         assert found["whole gradients"] == memory._whole_gradients(setup, spec) == 4 * saved.parameters(spec)
         assert found["shards"] == memory.exact_bytes(saved.parameters(spec), 4, 2) // 4
+
+
+def casts_of_a_weight(sharded):
+    """Casts of a float32 weight in a step of a layer by itself, under PyTorch's `fully_shard` or not."""
+    world.init({})
+    layer = octavo.nn.LayerNormLinear(64, 32, bias=False, params_dtype=torch.float32)
+    if sharded:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    reads = mock.patch.object(LinearQuantizer, "_producer", autospec=True, side_effect=LinearQuantizer._producer)
+    with reads as counted, fp8_autocast():
+        layer(torch.randn(16, 64).requires_grad_()).square().sum().backward()
+    return counted.call_count
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_fsdp_of_others_frees_the_weight_that_backward_casts_again(sharded):
+    assert ranks.run(2, casts_of_a_weight, sharded) == [1 + sharded] * 2

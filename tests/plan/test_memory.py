@@ -85,9 +85,8 @@ def measured():
     for row in rows("recompute-llama-1b"):
         case, kind = CASES["llama-1b"], {"false": False, "mlp": "mlp", "true": True}[row["entry"].partition("=")[2]]
         setup = setup_of(case.spec, 4, 4096, "delayed", head="backward", recompute=kind, history=32)
-        # Since then columnwise weights of float32 parameters are kept for backward, but for what is recomputed.
-        kept = {False: 2048 * (3072 + 2048 + 16_384 + 8192), "mlp": 2048 * (3072 + 2048), True: 0}[kind]
-        yield f"recompute {kind}", setup, row["peak_gib"] + case.spec.layers * kept / GIB
+        if kind is True:  # the others are from before columnwise weights of float32 parameters were kept for backward
+            yield f"recompute {kind}", setup, row["peak_gib"]
 
 
 MEASURED = list(measured())
@@ -155,7 +154,7 @@ def test_experts_that_are_whole_on_a_rank_need_no_buffer_for_their_sum():
 
 def test_there_are_measured_peaks_at_three_moments():
     """The cases above cover more than one term of the estimate."""
-    assert len(MEASURED) >= 18
+    assert len(MEASURED) >= 16
     assert {estimate(setup).moment for _, setup, _ in MEASURED} == {
         "at the output head",
         "in the backward of the last block",

@@ -37,7 +37,9 @@ def experts_of(entry: Entry, case: AnyCase, model: nn.Module, device: torch.devi
         layer = next(module for module in model.modules() if type(module).__name__ == "GroupedLinear")
         return f"Transformer Engine's GroupedLinear, use_grouped_tensor={getattr(layer, 'use_grouped_tensor', False)}"
     if entry.group is None:
-        return "Octavo's grouped products" if gemm.has_grouped_products(device) else "a product an expert"
+        if not gemm.has_grouped_products(device):
+            return "a product an expert"
+        return "torch._grouped_mm" if entry.layers == "bf16" else "Octavo's grouped products"
     experts = next((module for module in model.modules() if isinstance(module, Experts)), None)
     if experts is not None:
         return str(getattr(experts.grouped_mm, "func", experts.grouped_mm).__name__)

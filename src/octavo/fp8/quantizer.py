@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._composable_state import _module_state_mapping
 
 from octavo.errors import InputError
 from octavo.fp8 import autocast, buffers, checkpoints
@@ -67,6 +68,14 @@ def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
 def has_one_scale(recipe: Recipe | None, operand: Operand = Operand.WEIGHT) -> bool:
     """True if the recipe casts this operand with one scale a tensor: such a weight can be cast before it is gathered."""
     return recipe is not None and recipe.casts[operand].granularity is Granularity.TENSOR
+
+
+def _is_gathered(weight: Tensor) -> bool:
+    """True if FSDP may free the weight between forward and backward, so that a kept layout would undo what it saves.
+
+    Also for other weights of a process in which a model is sharded by FSDP2; those of FSDP1 are parts of a flat parameter.
+    """
+    return bool(_module_state_mapping) or weight.untyped_storage().nbytes() != weight.nbytes
 
 
 def shard_scale(
@@ -153,12 +162,11 @@ class LinearQuantizer:
         kind = self.recipe.casts[Operand.INPUT].format
         return Quantizer(kind.dtype, kind.max, self._input_scale, rowwise=False, columnwise=True)
 
-    def weight(
-        self, weight: Tensor, *, rowwise: bool = True, columnwise: bool = False, recompute: bool = False
-    ) -> QuantizedTensor:
+    def weight(self, weight: Tensor, *, rowwise: bool = True, columnwise: bool = False, keep: bool = True) -> QuantizedTensor:
         """The weight, rowwise for the output and columnwise for the input gradient; both if it outlives this use.
 
-        recompute: memory is to be small, so backward casts it again; true inside activation checkpoints and offloading.
+        keep: backward may read a layout from here. Otherwise it reads none, or casts the weight again, as it does under
+        activation checkpoints, offloading and FSDP.
         """
         if self.recipe is None:
             return QuantizedTensor(weight.to(self.out_dtype)) if rowwise or columnwise else NOTHING
@@ -167,10 +175,10 @@ class LinearQuantizer:
         if self._drops_cached:
             self.state.weight_cache = None
         # Backward casts a weight of 16 bits again. Of float32 it would read four bytes to save one.
-        small = recompute or checkpoints.has_hooks() or weight.itemsize <= 2
-        columnwise = columnwise or (self.grads and not small)
-        keep = not columnwise and self.grads
-        w, scale = self._cast(Operand.WEIGHT, self._producer(weight), rowwise=rowwise, columnwise=columnwise, keep=keep)
+        keep = keep and weight.itemsize > 2 and not (checkpoints.has_hooks() or _is_gathered(weight))
+        columnwise = columnwise or (self.grads and keep)
+        again = self.grads and not columnwise
+        w, scale = self._cast(Operand.WEIGHT, self._producer(weight), rowwise=rowwise, columnwise=columnwise, keep=again)
         self._weight_scale = scale
         return w
 

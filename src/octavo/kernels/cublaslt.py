@@ -6,6 +6,7 @@ and numbers are those of `cublasLt.h`, the same in CUDA 12 and 13.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -158,7 +159,7 @@ class Product:
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         _call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, *_sized(most))
         found, count = (_Algorithm * MOST_ALGORITHMS)(), ctypes.c_int()
-        with torch.cuda.device(self.shape.device):
+        with torch.cuda.device(self.shape.device), contextlib.suppress(RefusedError):  # has none
             _call(
                 "cublasLtMatmulAlgoGetHeuristic", self._handle, self._description, self._b, self._a, self._out, self._out,
                 preference, MOST_ALGORITHMS, found, ctypes.byref(count),

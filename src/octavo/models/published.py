@@ -9,8 +9,9 @@ refused before any weight is read, and then to the tensors of one converter at a
 from __future__ import annotations
 
 import copy
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +35,8 @@ _QUANTISED_NAME = re.compile(
     r"\.(weight_(scale\w*|packed|shape|global_scale)|weight\.(absmax|quant_\w+|quant_state\S*)|q(weight|zeros)|scales|SCB|input_scale)$"
 )
 """Names of the scales and tables of quantised weights."""
-_EXPERT = re.compile(r"(.*\.)(\d+)(\..*)")
-"""The last number of a tensor's name, which is that of its expert."""
+_EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
+"""A matrix of one expert: what is in front of the expert's number, the number, and what is behind it."""
 _ROWS = 1 << 14
 """Rows of a tied weight that are compared at a time."""
 
@@ -79,8 +80,8 @@ class PublishedWeights(Weights):
         unused = self._match(state)
         shapes = {name: files.shapes[theirs] for name, theirs in self._sources.items()}
         kinds = {name: files.kinds[theirs] for name, theirs in self._sources.items()}
-        for first, (_, parts) in self._parts.items():
-            self._refuse_experts(first, parts, len(state[first]))
+        for first, (converter, parts) in self._parts.items():
+            self._refuse_experts(first, converter.source_patterns, parts, len(state[first]))
             sources = [theirs for names in parts.values() for theirs in names]
             kind = next((kind for kind in map(files.kinds.__getitem__, sources) if kind != "float"), "float")
             for name, made in self._convert(first, lambda theirs: torch.empty(files.shapes[theirs], device="meta")).items():
@@ -134,12 +135,19 @@ class PublishedWeights(Weights):
                 parts.setdefault(pattern, []).append(theirs)
         return unused
 
-    def _refuse_experts(self, first: str, parts: Mapping[str, list[str]], count: int) -> None:
-        """Raise an InputError for experts that are missing, surplus, or of another shape than the others of their matrix."""
+    def _refuse_experts(self, first: str, patterns: Sequence[str], parts: Mapping[str, list[str]], count: int) -> None:
+        """Raise an InputError for experts that are missing, surplus, or of another shape than the others of their matrix.
+
+        first: the parameter of `count` experts. patterns: of the matrices that are joined to it. parts: their tensors.
+        """
         kinds: dict[tuple[str, str], dict[int, str]] = {}
-        for theirs in (theirs for pattern, names in parts.items() if "experts.*" in pattern for theirs in names):
-            before, number, behind = _EXPERT.fullmatch(theirs).groups()  # type: ignore[union-attr]
-            kinds.setdefault((before, behind), {})[int(number)] = theirs
+        for theirs in itertools.chain.from_iterable(parts.values()):
+            if found := _EXPERT.fullmatch(theirs):
+                before, number, behind = found.groups()
+                kinds.setdefault((before, behind), {})[int(number)] = theirs
+        for before, pattern in itertools.product({before for before, _ in kinds}, patterns):
+            if pattern not in parts and "experts.*" in pattern:
+                kinds[before, re.sub(r"[\\$]", "", pattern.partition("experts.*")[2])] = {}
         missing = [f"{a}{i}{b}" for (a, b), own in kinds.items() for i in range(count) if i not in own]
         surplus = [theirs for own in kinds.values() for i, theirs in own.items() if i >= count]
         if missing or surplus:

@@ -132,7 +132,7 @@ class _ExpertsFunction(torch.autograd.Function):
         want_hidden = want_x or want_scores or want_w1
         weight_1, weight_2 = (weight.unflatten(0, (len(ends), -1)) for weight in (weight_1, weight_2))
         again_x, again_activated = want_w1 and fc1.quantizer.recomputable, want_w2 and fc2.quantizer.recomputable
-        w1 = fc1.quantizer.weight(weight_1)
+        w1 = fc1.quantizer.weight(weight_1, keep=want_x)
         exchange, tokens_here = None if trip is None else trip.exchange, x.shape[0]
         if trip is not None:
             x, scores = trip.copies.wait(), trip.weights.wait()
@@ -143,7 +143,7 @@ class _ExpertsFunction(torch.autograd.Function):
             lambda quantizer: expert_activation(curve, hidden, weights, routes, quantizer),
             rowwise=not unread, columnwise=want_w2 and not again_activated, recompute=again_activated,
         )  # fmt: skip
-        w2 = fc2.quantizer.weight(weight_2, rowwise=not unread)
+        w2 = fc2.quantizer.weight(weight_2, rowwise=not unread, keep=want_hidden)
         if unread:
             y = x.new_empty(tokens_here, weight_2.shape[1], dtype=fc2.out_dtype)
         else:

@@ -150,7 +150,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
         want_x, want_w = ctx.needs_input_grad[0], ctx.needs_input_grad[2 : 2 + n]
         with autocast.scales_of_forward():
             xs = gemms.input(x, want_w)
-            ws = [quantizer.weight(weight) for quantizer, weight in zip(gemms.quantizers, weights, strict=True)]
+            ws = [quantizer.weight(weight, keep=want_x) for quantizer, weight in zip(gemms.quantizers, weights, strict=True)]
         wanted = want_w if len(xs) == n else [any(want_w)]  # in high precision the rows of all experts are one operand
         kept = [saved_input(*pair) for pair in zip(xs, wanted, strict=True)]
         triples = zip(gemms.quantizers, ws, weights, strict=True)

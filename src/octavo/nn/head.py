@@ -117,7 +117,7 @@ class _Fp8Head(_Head):
         self.w: QuantizedTensor | None = None
         if fp8_logits:
             self.x = gemms.quantizer.input(DenseOperand(hidden), columnwise=want_weight)
-            self.w = gemms.quantizer.weight(weight, recompute=True)
+            self.w = gemms.quantizer.weight(weight, keep=False)
 
     def logits(self, part: slice) -> Tensor:
         if self.high_precision is not None:

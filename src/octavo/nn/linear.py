@@ -94,7 +94,7 @@ def product(
     # The casts stand outside of the autograd function: a compiler allows no writes to a layer's FP8 state inside of it.
     with torch.no_grad(), autocast.scales_of_forward():
         x_q = quantizer.input(DenseOperand(flat(x)), rowwise=not unread, columnwise=weight.requires_grad)
-        w_q = quantizer.weight(weight, rowwise=not unread)
+        w_q = quantizer.weight(weight, rowwise=not unread, keep=x.requires_grad)
     casts = *_without_repetition(x_q), *_without_repetition(w_q)
     if torch.compiler.is_compiling():  # torch 2.11 loses the gradient of a result that the function itself has reshaped
         y = _LinearFunction.apply(flat(x), weight, bias, *casts, quantizer.grad_output_slot(), gemms, unread)
@@ -163,7 +163,7 @@ class _NormLinearFunction(torch.autograd.Function):
         want_x, want_weight = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4]
         producer = NormProducer(residual, delta, NormParameters(kind, norm_weight, norm_bias, eps))
         x = quantizer.input(producer, columnwise=want_weight)
-        w = quantizer.weight(weight)
+        w = quantizer.weight(weight, keep=want_x)
         y = unflat(gemms.output(x, w, bias), (*residual.shape[:-1], weight.shape[0]))
         ctx.set_materialize_grads(False)
         h = residual if delta is None else unflat(producer.sum, residual.shape)

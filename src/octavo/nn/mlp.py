@@ -64,7 +64,7 @@ class _NormMlpFunction(torch.autograd.Function):
         producer = NormProducer(residual, delta, NormParameters(kind, norm_weight, norm_bias, eps))
         columnwise = want_w1 and not (recompute_hidden and fc1.quantizer.recomputable)
         x = fc1.quantizer.input(producer, columnwise=columnwise)
-        w1 = fc1.quantizer.weight(weight_1, rowwise=needs_hidden, recompute=recompute_hidden)
+        w1 = fc1.quantizer.weight(weight_1, rowwise=needs_hidden, keep=want_x and not recompute_hidden)
         hidden = fc1.output(x, w1, bias_1) if needs_hidden else None
 
         def activate(quantizer: Quantizer) -> QuantizedTensor:
@@ -73,7 +73,7 @@ class _NormMlpFunction(torch.autograd.Function):
 
         columnwise = want_w2 and not recompute_activated
         activated = fc2.quantizer.input(activate, rowwise=not unread, columnwise=columnwise, recompute=recompute_activated)
-        w2 = fc2.quantizer.weight(weight_2, rowwise=not unread, recompute=recompute_hidden)
+        w2 = fc2.quantizer.weight(weight_2, rowwise=not unread, keep=want_hidden and not recompute_hidden)
         if unread:
             y = residual.new_empty(flat(residual).shape[0], weight_2.shape[0], dtype=fc2.out_dtype)
         else:

@@ -74,7 +74,7 @@ class LayerNormMoE(ResidualLayer):
             )
         if not 0 <= experts.jitter < 1:
             raise InputError(
-                f"router_jitter_noise = {experts.jitter} (jitter of a layer): use 0 for none, or a number below 1, as 0.01."
+                f"router_jitter_noise = {experts.jitter} (jitter of a layer): use 0 for none, or a number below 1."
             )
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
         self.hidden_size, self.eps, self.mixture, self.normalization = hidden_size, eps, experts, normalization

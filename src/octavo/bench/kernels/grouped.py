@@ -38,6 +38,14 @@ class _Case:
         else:
             self.a, self.b = _random(rows, product.summed) * real, _random(product.experts, product.columns, product.summed)
 
+    def room(self) -> tuple[Tensor, list[Tensor]]:
+        """A result of all experts, and the part of each: of its rows, or its matrix."""
+        product = self.product
+        rows, columns = product.rows if self.over_rows else len(self.a), product.columns
+        shape = (product.experts, rows, columns) if self.over_rows else (rows, columns)
+        out = torch.empty(shape, dtype=torch.bfloat16, device=self.a.device)
+        return out, list(out) if self.over_rows else [out[i:j] for i, j in self.bounds]
+
     def fp8(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """a in this format and b in E4M3; of sums over rows columnwise."""
         a, b = self.a.to(dtype), self.b.to(E4M3.dtype)
@@ -58,11 +66,12 @@ def _fp8(product: Product) -> Contest:
         pairs = [(a[i:j], matrix) for (i, j), matrix in zip(case.bounds, b, strict=True)]
 
     def theirs() -> Tensor:
-        parts = [
-            torch._scaled_mm(x, y.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
-            for x, y in pairs
-        ]
-        return torch.stack(parts) if case.over_rows else torch.cat(parts)
+        out, parts = case.room()
+        for (x, y), part in zip(pairs, parts, strict=True):
+            torch._scaled_mm(
+                x, y.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast, out=part
+            )  # fmt: skip
+        return out
 
     def ours() -> Tensor:
         multiply = grouped_weight_mm if case.over_rows else grouped_mm
@@ -96,10 +105,16 @@ def _fp8_rows(product: Product) -> Contest:
 def _bf16(product: Product) -> Contest:
     case = _Case(product)
 
+    if case.over_rows:
+        pairs = [(case.a[i:j].t(), case.b[i:j]) for i, j in case.bounds]
+    else:
+        pairs = [(case.a[i:j], matrix.t()) for (i, j), matrix in zip(case.bounds, case.b, strict=True)]
+
     def theirs() -> Tensor:
-        if case.over_rows:
-            return torch.stack([case.a[i:j].t() @ case.b[i:j] for i, j in case.bounds])
-        return torch.cat([case.a[i:j] @ matrix.t() for (i, j), matrix in zip(case.bounds, case.b, strict=True)])
+        out, parts = case.room()
+        for (x, y), part in zip(pairs, parts, strict=True):
+            torch.mm(x, y, out=part)
+        return out
 
     def ours() -> Tensor:
         multiply = grouped_weight_mm if case.over_rows else grouped_mm

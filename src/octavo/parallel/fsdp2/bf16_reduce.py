@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.kernels.attention.join import add_up
-from octavo.parallel.fsdp2.reduction import Exchange, before_reduction, group_of, use_exchange
+from octavo.parallel.fsdp2.reduction import Reduction, before_reduction, group_of, use_reduction
 
 
-class ReduceScatter(Exchange):
+class ReduceScatter(Reduction):
     """Sums in float32 of gradients in their own dtype; plain: FSDP2's exchange, for gradients in float32."""
 
     def __init__(self, plain: Any) -> None:
@@ -49,7 +49,7 @@ def use(modules: Sequence[FSDPModule]) -> None:
     """
     for group, module in {group_of(module): module for module in modules}.items():
         if group is not None:
-            use_exchange(module, ReduceScatter(group._reduce_scatter_comm))
+            use_reduction(module, ReduceScatter(group._reduce_scatter_comm))
             _reduce_in_own_dtype(group)
 
 

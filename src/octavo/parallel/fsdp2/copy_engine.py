@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.errors import InputError, warn
-from octavo.parallel.fsdp2.reduction import Exchange, use_exchange
+from octavo.parallel.fsdp2.reduction import Reduction, use_reduction
 from octavo.parallel.storages import uses_of
 from octavo.parallel.world import on_one_host
 
@@ -89,7 +89,7 @@ class Gather:
         handle.barrier(channel=1)
 
 
-class ReduceScatter(Exchange):
+class ReduceScatter(Reduction):
     """FSDP2's `ReduceScatter`: each rank copies its part of the others' gradients and adds them up."""
 
     def __init__(self, slots: _Slots) -> None:
@@ -137,4 +137,4 @@ def use(modules: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
         gathers, sums = _Slots(group), _Slots(group)
         for module in modules:
             module.set_custom_all_gather(Gather(gathers))  # type: ignore[arg-type]  # its interface
-            use_exchange(module, ReduceScatter(sums))
+            use_reduction(module, ReduceScatter(sums))

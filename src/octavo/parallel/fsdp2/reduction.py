@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 
 def group_of(module: FSDPModule) -> Any:
@@ -27,7 +28,7 @@ def before_reduction(group: Any, action: Callable[[], None]) -> None:
     group.post_backward = post_backward
 
 
-class Exchange:
+class Reduction:
     """Base of a `ReduceScatter` for FSDP2, which asks it for two buffers: of all gradients, then of this rank's sums.
 
     A reduction may fail between the two, so each starts anew.
@@ -55,7 +56,7 @@ class Exchange:
         return torch.empty(numel, dtype=dtype, device=device)
 
 
-def use_exchange(module: FSDPModule, exchange: Any) -> None:
-    """Reduce the gradients of a module by `exchange`, an `Exchange` with FSDP2's `__call__`."""
-    module.set_custom_reduce_scatter(exchange)
-    before_reduction(group_of(module), exchange.begin)
+def use_reduction(module: FSDPModule, reduction: Reduction) -> None:
+    """Reduce the gradients of a module by this `Reduction`, which has FSDP2's `__call__`."""
+    module.set_custom_reduce_scatter(cast(ReduceScatter, reduction))
+    before_reduction(group_of(module), reduction.begin)
