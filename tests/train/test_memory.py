@@ -220,7 +220,13 @@ def test_a_shorter_sequence_is_advised_where_no_setting_is_enough(tiny_run):
 
 
 def test_the_larger_of_two_trainings_counts(tiny_run):
-    sizes = ["model.source=llama-1b", "model.config={}", "data.sequence_length=4096", "train.micro_batch=4"]
+    sizes = [
+        "model.source=llama-1b",
+        "model.config={}",
+        "data.sequence_length=4096",
+        "train.micro_batch=4",
+        "model.params_dtype=bfloat16",
+    ]
     alone, both, without = (
         memory_of(planned(tiny_run(name), *sizes, *more)).estimate.total
         for name, more in (("a", []), ("b", ["train.compare_bf16=true", "fp8.head=false"]), ("c", ["fp8.enabled=false"]))
