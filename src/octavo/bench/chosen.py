@@ -30,7 +30,7 @@ def attention_of(entry: Entry, case: AnyCase, model: nn.Module, device: torch.de
 
 
 def experts_of(entry: Entry, case: AnyCase, model: nn.Module, device: torch.device) -> str | None:
-    """What multiplies the experts of an entry's model; None for a model without experts."""
+    """The grouped GEMM of an entry's experts, in words; None for a model without experts."""
     if isinstance(case, VisionCase) or not case.spec.experts:
         return None
     if entry.package == "transformer-engine":

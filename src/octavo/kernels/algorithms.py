@@ -26,7 +26,7 @@ from octavo.kernels.timing import median_us
 LEAST_OPERATIONS = 2**31
 """Multiplications and additions of a product that is worth a measurement: about two microseconds."""
 MOST_SHAPES = 256
-"""Shapes measured in a process, each by up to some 170 products."""
+"""Shapes measured in a process, each by up to 170 products."""
 MOST_USES = 64
 """Uses after which a shape is given up: its results are zeros, infinities or NaN, which do not tell algorithms apart."""
 _MOST_SEEN = 4096

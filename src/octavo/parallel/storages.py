@@ -1,4 +1,4 @@
-"""Who else has a tensor's memory."""
+"""References to a tensor's storage."""
 
 from __future__ import annotations
 

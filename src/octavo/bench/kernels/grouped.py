@@ -17,17 +17,16 @@ from torch import Tensor
 
 from octavo.bench.kernels.contest import Contest, Product
 from octavo.fp8.formats import E4M3, E5M2
-from octavo.kernels.experts.gemm import grouped_mm, grouped_weight_mm
-from octavo.kernels.experts.routes import Routes, make_routes, tile_of_device
+from octavo.kernels.experts.gemm import Operand, grouped_mm, grouped_weight_mm
+from octavo.kernels.experts.routes import make_routes
 
 
 class _Case:
     """Random operands of a product: of experts' rows a [R, K] and matrices b [E, N, K], or of the sums over rows."""
 
     def __init__(self, product: Product) -> None:
-        device = torch.get_default_device()
         chosen = torch.rand(product.tokens, product.experts).argsort(1)[:, : product.visited]
-        self.routes: Routes = make_routes(chosen, product.experts, tile_of_device(device))
+        self.routes = make_routes(chosen, product.experts)
         ends = self.routes.ends.tolist()
         self.bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         self.product, self.over_rows = product, product.kind == "weight gradient"
@@ -45,6 +44,11 @@ class _Case:
         shape = (product.experts, rows, columns) if self.over_rows else (rows, columns)
         out = torch.empty(shape, dtype=torch.bfloat16, device=self.a.device)
         return out, list(out) if self.over_rows else [out[i:j] for i, j in self.bounds]
+
+    def by_octavo(self, a: Operand, b: Operand, *, precise: bool = False) -> Tensor:
+        """The product of such operands."""
+        multiply = grouped_weight_mm if self.over_rows else grouped_mm
+        return multiply(a, b, self.routes, torch.bfloat16, precise=precise)
 
     def fp8(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """a in this format and b in E4M3; of sums over rows columnwise."""
@@ -73,11 +77,7 @@ def _fp8(product: Product) -> Contest:
             )  # fmt: skip
         return out
 
-    def ours() -> Tensor:
-        multiply = grouped_weight_mm if case.over_rows else grouped_mm
-        return multiply((a, scales), (b, scales), case.routes, torch.bfloat16, precise=not fast)
-
-    return theirs, ours
+    return theirs, lambda: case.by_octavo((a, scales), (b, scales), precise=not fast)
 
 
 def _fp8_rows(product: Product) -> Contest:
@@ -95,16 +95,11 @@ def _fp8_rows(product: Product) -> Contest:
         ends = case.routes.ends
         return torch._scaled_grouped_mm(a, second, *flat, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
-    def ours() -> Tensor:
-        multiply = grouped_weight_mm if case.over_rows else grouped_mm
-        return multiply((a, a_scale), (b, b_scale), case.routes, torch.bfloat16, precise=not fast)
-
-    return theirs, ours
+    return theirs, lambda: case.by_octavo((a, a_scale), (b, b_scale), precise=not fast)
 
 
 def _bf16(product: Product) -> Contest:
     case = _Case(product)
-
     if case.over_rows:
         pairs = [(case.a[i:j].t(), case.b[i:j]) for i, j in case.bounds]
     else:
@@ -116,11 +111,7 @@ def _bf16(product: Product) -> Contest:
             torch.mm(x, y, out=part)
         return out
 
-    def ours() -> Tensor:
-        multiply = grouped_weight_mm if case.over_rows else grouped_mm
-        return multiply((case.a, None), (case.b, None), case.routes, torch.bfloat16)
-
-    return theirs, ours
+    return theirs, lambda: case.by_octavo((case.a, None), (case.b, None))
 
 
 CONTESTS: dict[str, Callable[[Product], Contest]] = {"fp8": _fp8, "fp8 rows": _fp8_rows, "bf16": _bf16}
