@@ -384,6 +384,15 @@ def test_replicas_of_vision_transformers_are_in_benchmarks():
     assert f"alone trains {rates[0]} images/s at patch 16 and the other {rates[1]}, each trains {rates[2]}" in text
     assert f"{100 * (1 - two['images_per_second'] / other['images_per_second']):.1f}% less than the slower one" in text
     assert f"{two['exposed_communication_ms']:.1f} of {two['step_ms']:.1f} ms is communication" in text
+    beside, single, *peers = rows_of("vision-vit-huge-patch16-two")
+    first, alone, theirs = (row["images_per_second"] for row in (beside, single, peers[1]))
+    assert f"each of two trains {first:.0f} images/s, and one of them alone {alone:.0f}: " in text
+    assert f"{100 * (1 - first / alone):.1f}% are lost" in text
+    products = [f"{row['kernel_ms']['fp8 products']:.1f}" for row in (beside, single)]
+    assert f"FP8 products take {products[0]} ms rather than {products[1]} beside NCCL's kernels" in text
+    assert f"Transformer Engine trains {theirs:.0f} there, Octavo {first / theirs:.2f} times as many" in text
+    ours, _, theirs = (row["images_per_second"] for row in rows_of("vision-vit-huge-patch16-b64-two"))
+    assert f"with 64 images {theirs:.0f} to {ours:.0f}" in text
     gains = []
     for name, peer in (("te-block", "te-delayed-block"), ("b64", "te-delayed-block"), ("blocks", "te-delayed")):
         rates = {row["entry"]: row["images_per_second"] for row in rows_of(f"vision-vit-huge-patch16-{name}")}
@@ -398,6 +407,22 @@ def test_replicas_of_vision_transformers_are_in_benchmarks():
     assert f"products take {products[0]} ms rather than {products[1]}" in text
     assert f"{before[1]['exposed_communication_ms']:.1f} ms were in the open" in text
     assert f"{before[1]['images_per_second']:.0f} of {before[0]['images_per_second']:.0f} images/s were left" in text
+
+
+def test_steps_of_the_walk_through_are_in_benchmarks():
+    text = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+    names = {
+        "no-context": "no context parallelism",
+        "context": "context parallelism",
+        "context-fp8": "context parallelism, FP8",
+    }
+    ways = {"run": "run file", "estimator": "estimator"}
+    for row in rows_of("walkthrough-llama-8b"):
+        cells = [row.get("failed") or f"{row['samples_per_second']:.3f}", "", "", ""]
+        if "peak_gib" in row:
+            cells[1:] = f"{row['tokens_per_second_per_gpu']:,.0f}", f"{row['tflops_per_gpu']:.0f}", f"{row['peak_gib']:.1f}"
+        line = f"| {names[row['step']]} | {ways[row['way']]} | {' | '.join(cells)} |"
+        assert " ".join(line.split()) in " ".join(text.split()), line
 
 
 def test_gaps_of_the_demo_are_in_benchmarks():
