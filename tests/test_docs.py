@@ -116,9 +116,9 @@ def test_figures_of_the_page_on_performance_are_in_benchmarks():
     for theirs, ours in [*blocks.values(), *experts.values()]:
         assert f" {theirs:,.0f} → {ours:,.0f}, {theirs / ours:.3f} ×" in text  # noqa: RUF001
     longer = [100 / row["gain"] - 100 for row in rows_of("products-mixtral-8x7b") if row["precision"] == "fp8"]
-    outputs, rest = sorted(longer)[:2], sorted(longer)[2:]
-    assert f"Outputs take {max(outputs):.0f}% longer" in text
-    assert f"{min(rest):.0f} to {max(rest):.0f}%." in text
+    outputs, rest = longer[::3], longer[1::3] + longer[2::3]
+    assert f"outputs take up to {max(outputs):.0f}% longer" in text
+    assert f"accumulate precisely, {min(rest):.0f} to {max(rest):.0f}% longer" in text
     gaps = {row["run"]: row["gap_percent"] for row in rows_of("loss-llama-1b")}
     assert f"{gaps['fp8-delayed']:.2f}% above bf16" in text
     assert f"summation {gaps['bf16-again']:.2f}%" in text
@@ -384,29 +384,34 @@ def test_replicas_of_vision_transformers_are_in_benchmarks():
     assert f"alone trains {rates[0]} images/s at patch 16 and the other {rates[1]}, each trains {rates[2]}" in text
     assert f"{100 * (1 - two['images_per_second'] / other['images_per_second']):.1f}% less than the slower one" in text
     assert f"{two['exposed_communication_ms']:.1f} of {two['step_ms']:.1f} ms is communication" in text
-    beside, single, *peers = rows_of("vision-vit-huge-patch16-two")
-    first, alone, theirs = (row["images_per_second"] for row in (beside, single, peers[1]))
-    assert f"each of two trains {first:.0f} images/s, and one of them alone {alone:.0f}: " in text
-    assert f"{100 * (1 - first / alone):.1f}% are lost" in text
-    products = [f"{row['kernel_ms']['fp8 products']:.1f}" for row in (beside, single)]
-    assert f"FP8 products take {products[0]} ms rather than {products[1]} beside NCCL's kernels" in text
-    assert f"Transformer Engine trains {theirs:.0f} there, Octavo {first / theirs:.2f} times as many" in text
-    ours, _, theirs = (row["images_per_second"] for row in rows_of("vision-vit-huge-patch16-b64-two"))
-    assert f"with 64 images {theirs:.0f} to {ours:.0f}" in text
-    gains = []
-    for name, peer in (("te-block", "te-delayed-block"), ("b64", "te-delayed-block"), ("blocks", "te-delayed")):
-        rates = {row["entry"]: row["images_per_second"] for row in rows_of(f"vision-vit-huge-patch16-{name}")}
-        gains.append(f"{rates['octavo-delayed'] / rates[peer]:.2f}")
-    assert f"{gains[0]} times as fast as Transformer Engine by its block" in text
-    late = next(row for row in rows_of("vision-vit-huge-patch16-b64") if row["entry"] == "te-delayed-block")
-    waits = late["step_ms"] - sum(late["kernel_ms"].values())
-    assert f"With 64 images it is {gains[1]} times as fast" in text
-    assert f"the GPU waits for the host in {waits:.0f} of {late['step_ms']:.0f} ms a step" in text
-    assert f"was {gains[2]} times as fast as by the faster block" in text
     products = [f"{row['kernel_ms']['fp8 products']:.1f}" for row in (two, one)]
     assert f"products take {products[0]} ms rather than {products[1]}" in text
     assert f"{before[1]['exposed_communication_ms']:.1f} ms were in the open" in text
     assert f"{before[1]['images_per_second']:.0f} of {before[0]['images_per_second']:.0f} images/s were left" in text
+
+
+def test_gains_of_vision_transformers_are_in_benchmarks():
+    text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8").replace("\n", " ")
+    two, one, _, peer = rows_of("vision-vit-huge-patch16-two")
+    both, alone, theirs = (row["images_per_second"] for row in (two, one, peer))
+    assert (
+        f"alone trains {alone:.0f} images/s at patch 16, each trains {both:.0f}, {100 * (1 - both / alone):.1f}% less" in text
+    )
+    products = [f"{row['kernel_ms']['fp8 products']:.1f}" for row in (two, one)]
+    assert f"FP8 products take {products[0]} ms rather than {products[1]}" in text
+    assert f"is {both / theirs:.2f} times Transformer Engine's {theirs:.0f} by its block" in text
+    ours, _, theirs = (row["images_per_second"] for row in rows_of("vision-vit-huge-patch16-b64-two"))
+    assert f"With 64 images Octavo trains {ours:.0f} and Transformer Engine {theirs:.0f}" in text
+    gains = []
+    for name, peer in (("te-block", "te-delayed-block"), ("b64", "te-delayed-block"), ("blocks", "te-delayed")):
+        rates = {row["entry"]: row["images_per_second"] for row in rows_of(f"vision-vit-huge-patch16-{name}")}
+        gains.append(f"{rates['octavo-delayed'] / rates[peer]:.2f}")
+    assert f"is {gains[0]} times as fast as Transformer Engine by its block" in text
+    assert f"With 64 images it is {gains[1]} times as fast" in text
+    assert f"was {gains[2]} times as fast as by the faster block" in text
+    late = next(row for row in rows_of("vision-vit-huge-patch16-b64") if row["entry"] == "te-delayed-block")
+    waits = late["step_ms"] - sum(late["kernel_ms"].values())
+    assert f"the GPU then waits for the host in {waits:.0f} of {late['step_ms']:.0f} ms a step" in text
 
 
 def test_steps_of_the_walk_through_are_in_benchmarks():
