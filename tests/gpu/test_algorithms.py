@@ -58,13 +58,14 @@ def test_fp8_products_have_pytorchs_bits_by_whichever_algorithm_is_taken(dtypes,
     for _ in range(4):
         ab = operands(dtypes=dtypes)
         same(by_algorithm(ab, **how), by_pytorch(ab, **how))
-    ((shape, taken),) = algorithms._chosen.items()
-    assert shape == (0, ROWS, COLUMNS, SUMMED, dtypes[0], True, dtypes[1], False, out_dtype, bias, fast)
-    product = cublaslt.Product(shape) if taken is None else taken[0]
-    assert product.algorithms
-    for number in range(len(product.algorithms)):  # none splits the sum, so none adds in another order
-        out = torch.empty(ROWS, COLUMNS, device="cuda", dtype=out_dtype)
-        same(product(number, *ab, how.get("bias"), out), by_pytorch(ab, **how))
+    (shape,) = algorithms._chosen
+    assert shape == (0, ROWS, COLUMNS, SUMMED, dtypes[0], True, dtypes[1], False, out_dtype, bias, fast, False)
+    for dynamic in (False, True):
+        product = cublaslt.Product(shape._replace(dynamic=dynamic))
+        assert product.algorithms
+        for number in range(len(product.algorithms)):  # none splits the sum, so none adds in another order
+            out = torch.empty(ROWS, COLUMNS, device="cuda", dtype=out_dtype)
+            same(product(number, *ab, how.get("bias"), out), by_pytorch(ab, **how))
 
 
 @pytest.mark.parametrize("gain", [0.0, algorithms._GAIN])

@@ -3,7 +3,9 @@
 import contextlib
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from octavo.kernels import algorithms, cublaslt
 from octavo.kernels.cublaslt import ProductShape
@@ -26,28 +28,46 @@ class Product:
 def test_a_comparison_without_memory_leaves_the_bits_of_pytorch():
     a, b = torch.randn(64, 32).bfloat16(), torch.randn(32, 64).bfloat16()
     operands = algorithms._Operands(a, b, torch.bfloat16, None, False, None)
-    shape = ProductShape(0, 64, 64, 32, a.dtype, True, b.dtype, True, torch.bfloat16, False, False)
+    shape = ProductShape(0, 64, 64, 32, a.dtype, True, b.dtype, True, torch.bfloat16, False, False, False)
     no_device = mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext())
     with mock.patch.object(algorithms, "Product", Product), mock.patch.dict(algorithms._chosen), no_device:
         assert torch.equal(algorithms._measured(shape, operands, None), a @ b)
         assert algorithms._chosen[shape] is None
 
 
-def test_a_workspace_without_algorithms_leaves_those_of_the_other(monkeypatch):
-    calls = []
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("without", [True, False])
+def test_algorithms_are_tried_with_a_workspace_and_of_one_rank_without(dynamic, without, monkeypatch):
+    asked, calls = [], []
 
     def call(name, *arguments):
         calls.append(name)
+        if name == "cublasLtMatmulPreferenceSetAttribute":
+            asked.append(arguments[2]._obj.value)
         if name == "cublasLtMatmulAlgoGetHeuristic":
-            if calls.count(name) == 2:
-                raise cublaslt.RefusedError
+            if not asked[-1] and not without:
+                raise cublaslt.RefusedError  # none that needs no workspace
             found, count = arguments[-2], arguments[-1]
-            found[0].workspace = 4
-            count._obj.value = 1
+            for algorithm, name in zip(found, (7, 7, 8), strict=False):  # the first twice
+                algorithm.data[0], algorithm.workspace = name, min(4, asked[-1])
+            count._obj.value = 3
 
     monkeypatch.setattr(cublaslt, "_call", call)
     monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    product = cublaslt.Product(ProductShape(0, 64, 64, 32, E4M3, True, E4M3, False, torch.bfloat16, False, False))
-    assert [algorithm.workspace for algorithm in product.algorithms] == [4]
-    assert calls.count("cublasLtMatmulPreferenceCreate") == calls.count("cublasLtMatmulPreferenceDestroy") == 2
+    product = cublaslt.Product(ProductShape(0, 64, 64, 32, E4M3, True, E4M3, False, torch.bfloat16, False, False, dynamic))
+    expected = [(7, 4), (8, 4)] + [(7, 0), (8, 0)] * (without and not dynamic)
+    assert [(algorithm.data[0], algorithm.workspace) for algorithm in product.algorithms] == expected
+    assert calls.count("cublasLtMatmulPreferenceCreate") == calls.count("cublasLtMatmulPreferenceDestroy") == 2 - dynamic
+
+
+@pytest.mark.parametrize("ranks", [None, 1, 2])
+def test_products_of_several_ranks_are_dynamic(ranks, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: ranks is not None)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
+    monkeypatch.setattr(cublaslt, "library", object)
+    monkeypatch.setattr(algorithms, "_is_aligned", lambda *tensors: True)
+    a, b = torch.randn(1024, 1024).bfloat16(), torch.randn(1024, 1024).bfloat16()
+    shape = algorithms._Operands(a, b, torch.bfloat16, None, False, None).shape()
+    assert shape is not None
+    assert shape.dynamic == (ranks == 2)

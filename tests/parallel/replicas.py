@@ -39,7 +39,7 @@ class Net(torch.nn.Module):
 
 def train(how, recipe, *, steps, large_bytes=averaging.LARGE_BYTES, warmup=graphed.WARM_UP):
     """(losses of this rank, gradients of each step, weights, digest of weights and FP8 state) of one rank."""
-    averaging.LARGE_BYTES, averaging.BUCKET_BYTES = large_bytes, 10_000
+    averaging.LARGE_BYTES, averaging.BUCKET_BYTES, averaging.TOGETHER_BYTES = large_bytes, 10_000, 60_000
     rank, device = dist.get_rank(), own_device()
     torch.manual_seed(rank)  # other initial weights on every rank
     model = Net().to(device)

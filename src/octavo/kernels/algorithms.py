@@ -5,6 +5,8 @@ algorithms run on the operands, the fastest few in turns with PyTorch's. The fas
 last bit, as all had in `tests/gpu/test_algorithms.py`; algorithms that split the sum are left out. So only time depends on a
 measurement: ranks need not agree, and a repeated run has the same losses.
 
+Of several ranks, whose collectives hold multiprocessors at times, algorithms are taken that hand out tiles dynamically.
+
 PyTorch multiplies small products, those seen once, differentiated, compiled or first met while a CUDA graph is recorded, and
 all under a dispatch mode, which would not see another product.
 """
@@ -16,6 +18,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -82,7 +85,8 @@ class _Operands(NamedTuple):
         if bias is not None and not (bias.is_contiguous() and _is_aligned(bias)):
             return None
         return ProductShape(
-            self.a.device.index, rows, columns, summed, a, a_by_rows, b, b_by_rows, out, bias is not None, self.fast
+            self.a.device.index, rows, columns, summed, a, a_by_rows, b, b_by_rows, out, bias is not None, self.fast,
+            dynamic=_has_collectives(),
         )  # fmt: skip
 
 
@@ -116,6 +120,11 @@ def mm(
         except RefusedError:
             _chosen[shape] = None
     return operands.by_pytorch(out)
+
+
+def _has_collectives() -> bool:
+    """True in a process that is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _is_free(*operands: Tensor) -> bool:

@@ -28,8 +28,9 @@ _MAX_WORKSPACE, _SPLITS = 1, 2
 """Attributes of a preference and of an algorithm: bytes of workspace, parts of the sum."""
 
 MOST_ALGORITHMS = 16
-WORKSPACES = 2**20, 0
-"""Bytes that an algorithm may need, as asked of the heuristic. A counter in a workspace is cleared before each product."""
+WORKSPACE = 2**20
+"""Bytes that an algorithm may need. With a workspace tiles are handed out by a counter there, which is cleared before each
+product; without one the same algorithm gives each multiprocessor its share of tiles beforehand."""
 ALIGNMENT = 256
 """Bytes to which cuBLAS assumes operands aligned by default."""
 
@@ -43,6 +44,8 @@ class ProductShape(NamedTuple):
         a_by_rows, b_by_rows: operands are stored row after row; otherwise column after column.
         bias: [columns] of the result's dtype is added.
         fast: Hopper's fast accumulation of FP8.
+        dynamic: multiprocessors get tiles as they become free. A share fixed beforehand needs no counter, but takes up to twice
+            as long where another kernel holds a multiprocessor.
     """
 
     device: int
@@ -56,6 +59,7 @@ class ProductShape(NamedTuple):
     out: torch.dtype
     bias: bool
     fast: bool
+    dynamic: bool
 
 
 class _Algorithm(ctypes.Structure):
@@ -150,8 +154,9 @@ class Product:
         _call("cublasLtMatmulDescSetAttribute", self._description, attribute, *_sized(value))
 
     def _offered(self) -> list[_Algorithm]:
-        found = {tuple(algorithm.data): algorithm for workspace in WORKSPACES for algorithm in self._heuristic(workspace)}
-        return [algorithm for algorithm in found.values() if _splits(algorithm) <= 1]
+        found = self._heuristic(WORKSPACE) + ([] if self.shape.dynamic else self._heuristic(0))
+        distinct = {(*algorithm.data, algorithm.workspace): algorithm for algorithm in found}
+        return [algorithm for algorithm in distinct.values() if _splits(algorithm) <= 1]
 
     def _heuristic(self, workspace: int) -> list[_Algorithm]:
         """cuBLAS's algorithms that need no more bytes of workspace, its favourite first."""

@@ -1,8 +1,8 @@
 """Means of gradients over replicas of a model, summed while the backward runs: what DistributedDataParallel does, for a graph.
 
-A large gradient is reduced where it lies, as soon as autograd has added it up; small ones go into flat buckets behind the
-backward. NCCL's collectives run on a stream of their own, are part of a CUDA graph that is being recorded, and divide on the
-way. Other backends cannot be recorded: behind a replay they reduce all gradients at once.
+Large gradients are reduced where they lie, several by one kernel, as soon as autograd has added them up; small ones go into
+flat buckets behind the backward. NCCL's collectives run on a stream of their own, are part of a CUDA graph that is being
+recorded, and divide on the way. Other backends cannot be recorded: behind a replay they reduce all gradients at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from octavo.errors import InputError
 from octavo.parallel.storages import ALONE, uses_of
 
 LARGE_BYTES = 2**20
-"""Gradients from here on are reduced alone: at this size a launch costs less than a copy into a bucket and out of it."""
+"""Gradients from here on are reduced where they lie: at this size that costs less than a copy into a bucket and out of it."""
+TOGETHER_BYTES = 32 * 2**20
+"""Of large gradients that are reduced by one kernel, at least: fewer kernels wait for multiprocessors and for other ranks."""
 BUCKET_BYTES = 128 * 2**20
 """Of small gradients together: enough for the full rate of the links."""
 _ALIGNMENT = 64
@@ -50,7 +52,8 @@ class Average:
         for own in by_kind.values():
             self._lay_out(own)
         self._ready: set[Tensor] = set()
-        self._begun = 0  # large gradients that are on their way
+        self._next = 0  # of the large gradients, the first that is not complete or behind one that is not
+        self._waiting: list[Tensor] = []  # complete ones that wait for others to be reduced with
         self._works: list[dist.Work] = []
         for parameter in parameters:
             value = parameter.detach().contiguous()
@@ -97,7 +100,8 @@ class Average:
     def _restart(self) -> None:
         self._ready.clear()
         self._works.clear()  # of a backward that failed
-        self._begun = 0
+        self._next = 0
+        self._waiting = []
 
     def _arrived(self, parameter: Tensor) -> None:
         """Reduce what is complete, in one order on all ranks."""
@@ -108,26 +112,37 @@ class Average:
                 "torch.utils.checkpoint use_reentrant=False."
             )
         self._ready.add(parameter)
-        while self._begun < len(self._large) and self._large[self._begun] in self._ready:
-            self._reduce_large(self._large[self._begun])
-            self._begun += 1
+        while self._next < len(self._large) and self._large[self._next] in self._ready:
+            self._reduce_large(self._large[self._next])
+            self._next += 1
 
     def _reduce_large(self, parameter: Tensor) -> None:
+        """Reduce this gradient, or let it wait for more."""
         assert parameter.grad is not None
         # Autograd can hand over a view of what the rest of the backward reads.
         shared = uses_of(parameter.grad) > ALONE
         if shared or not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
-        self._sum(parameter.grad.detach())
+        share = parameter.grad.detach()
+        if self._waiting and self._waiting[0].dtype != share.dtype:
+            self._reduce_waiting()
+        self._waiting.append(share)
+        if sum(share.nbytes for share in self._waiting) >= TOGETHER_BYTES:
+            self._reduce_waiting()
 
-    def _sum(self, share: Tensor) -> None:
-        """Begin to make `share` the mean of all ranks' shares."""
-        if self.recordable:  # NCCL divides as it reads
-            operation = dist.ReduceOp.AVG
-        else:
-            share.mul_(1 / self.ranks)
-            operation = dist.ReduceOp.SUM
-        work = dist.all_reduce(share, operation, group=self.group, async_op=True)
+    def _reduce_waiting(self) -> None:
+        if self._waiting:
+            self._sum(self._waiting)
+        self._waiting = []
+
+    def _sum(self, shares: list[Tensor]) -> None:
+        """Begin to make means of all ranks' shares, which are of one dtype."""
+        options = dist.AllreduceCoalescedOptions()
+        options.asyncOp = True
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if self.recordable else dist.ReduceOp.SUM)
+        if not self.recordable:  # NCCL divides as it reads
+            torch._foreach_mul_(shares, 1 / self.ranks)
+        work = self.group.allreduce_coalesced(shares, options)
         assert work is not None  # this rank is in the group
         self._works.append(work)
 
@@ -139,14 +154,15 @@ class Average:
                 "other ranks wait for theirs: give octavo.graphed the parameters that the loss depends on, or freeze the rest "
                 "(requires_grad_(False))."
             )
-        for parameter in self._large[self._begun :]:
+        for parameter in self._large[self._next :]:
             self._reduce_large(parameter)
+        self._reduce_waiting()
         for parameter, view in self._views.items():
             assert parameter.grad is not None
             view.copy_(parameter.grad)
             parameter.grad = view
         for bucket in self._buckets:
-            self._sum(bucket)
+            self._sum([bucket])
         for work in self._works:
             work.wait()
         self._works.clear()
