@@ -71,3 +71,7 @@ def test_products_of_several_ranks_are_dynamic(ranks, monkeypatch):
     shape = algorithms._Operands(a, b, torch.bfloat16, None, False, None).shape()
     assert shape is not None
     assert shape.dynamic == (ranks == 2)
+    with algorithms.without_collectives():
+        shape = algorithms._Operands(a, b, torch.bfloat16, None, False, None).shape()
+    assert shape is not None
+    assert not shape.dynamic

@@ -39,7 +39,7 @@ class Net(torch.nn.Module):
 
 def train(how, recipe, *, steps, large_bytes=averaging.LARGE_BYTES, warmup=graphed.WARM_UP):
     """(losses of this rank, gradients of each step, weights, digest of weights and FP8 state) of one rank."""
-    averaging.LARGE_BYTES, averaging.BUCKET_BYTES, averaging.TOGETHER_BYTES = large_bytes, 10_000, 60_000
+    averaging.LARGE_BYTES, averaging.BUCKET_BYTES, averaging.GROUP_BYTES = large_bytes, 10_000, 60_000
     rank, device = dist.get_rank(), own_device()
     torch.manual_seed(rank)  # other initial weights on every rank
     model = Net().to(device)
@@ -69,6 +69,31 @@ def train(how, recipe, *, steps, large_bytes=averaging.LARGE_BYTES, warmup=graph
         optimizer.zero_grad()
     weights = [parameter.detach().cpu() for parameter in model.parameters()]
     return losses, gradients, weights, digest(model)
+
+
+def groups():
+    """(names in each group of gradients before the first backward, behind it, and as agreed with another rank's) of a rank."""
+    averaging.LARGE_BYTES, averaging.GROUP_BYTES = 10_000, 100_000
+    model = Net()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def loss(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).square().mean()
+
+    step = octavo.graphed(loss, model.parameters(), group=dist.group.WORLD)
+    average = step._average
+
+    def named():
+        ends = sorted(average._ends)
+        large = [names[parameter] for parameter in average._large]
+        return [large[first:end] for first, end in zip([0, *ends], ends, strict=False)]
+
+    found = [named()]
+    step(torch.randn(2, 16, SHAPE[0]))
+    found.append(named())
+    average._agree({0, 2} if dist.get_rank() == 0 else {3})
+    return [*found, named()]
 
 
 class Aliased(torch.nn.Module):

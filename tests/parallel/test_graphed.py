@@ -1,5 +1,7 @@
 """`octavo.graphed` on a CPU, where every call is eager: the contract that a GPU's graph is held to in tests/gpu."""
 
+import itertools
+
 import pytest
 import replicas
 import torch
@@ -108,6 +110,20 @@ def test_replicas_are_those_of_distributed_data_parallel(recipe):
         for step, their_step in zip(gradients, their_gradients, strict=True):
             assert all(map(torch.equal, step, their_step))
         assert all(map(torch.equal, weights, their_weights))
+
+
+@ranks.alone
+def test_groups_of_gradients_end_where_an_attention_begins():
+    found, other = ranks.run(2, replicas.groups)
+    assert found == other
+    by_size, by_attention, agreed = found
+    assert [len(group) for group in by_size] == [4, 4]
+    assert [len(group) for group in by_attention] == [3, 4, 1]
+    assert [*itertools.chain(*by_size)] == [*itertools.chain(*by_attention)] == [*itertools.chain(*agreed)]
+    assert {group[-1].removeprefix("layers.") for group in by_attention[:2]} == {
+        f"{layer}.self_attention.proj.weight" for layer in (0, 1)
+    }
+    assert [len(group) for group in agreed] == [2, 6]
 
 
 @ranks.alone

@@ -5,7 +5,8 @@ algorithms run on the operands, the fastest few in turns with PyTorch's. The fas
 last bit, as all had in `tests/gpu/test_algorithms.py`; algorithms that split the sum are left out. So only time depends on a
 measurement: ranks need not agree, and a repeated run has the same losses.
 
-Of several ranks, whose collectives hold multiprocessors at times, algorithms are taken that hand out tiles dynamically.
+Of several ranks, whose collectives hold multiprocessors at times, algorithms are taken that hand out tiles dynamically, except
+in `without_collectives`.
 
 PyTorch multiplies small products, those seen once, differentiated, compiled or first met while a CUDA graph is recorded, and
 all under a dispatch mode, which would not see another product.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +46,7 @@ _DIGESTED = 2**22
 
 _uses: dict[ProductShape, int] = {}
 _chosen: dict[ProductShape, tuple[Product, int] | None] = {}
+_quiet = 0  # calls of `without_collectives` that have not ended
 
 
 class _Operands(NamedTuple):
@@ -122,9 +125,20 @@ def mm(
     return operands.by_pytorch(out)
 
 
+@contextlib.contextmanager
+def without_collectives() -> Iterator[None]:
+    """No collective of other ranks runs beside the products inside: they may give each multiprocessor a fixed share."""
+    global _quiet
+    _quiet += 1
+    try:
+        yield
+    finally:
+        _quiet -= 1
+
+
 def _has_collectives() -> bool:
-    """True in a process that is one of several ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    """True where collectives can run beside a product: in a process that is one of several ranks."""
+    return not _quiet and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _is_free(*operands: Tensor) -> bool:

@@ -37,7 +37,7 @@ from octavo.kernels.attention import flash, library
 from octavo.kernels.attention.kept import is_keeping
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import SMALLEST_WINDOW, attention, gradients
-from octavo.kernels.autograd import refuse_second_derivative
+from octavo.kernels.autograd import attention_begins, refuse_second_derivative
 from octavo.nn.holes import around_holes
 
 MASKED_PAIRS = 1 << 24
@@ -172,6 +172,7 @@ class _Pieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("these attention kernels")
+        attention_begins()
         q, k, v, out, lse = ctx.saved_tensors
         pattern, scale = ctx.call
         spans = pattern.spans(q.shape[0])

@@ -19,7 +19,7 @@ from octavo.errors import InputError, unknown
 from octavo.kernels.attention import short
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
-from octavo.kernels.autograd import refuse_second_derivative
+from octavo.kernels.autograd import attention_begins, refuse_second_derivative
 from octavo.nn.attend import attend
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
 from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, ResidualLayer, check_input
@@ -61,6 +61,7 @@ class _ShortAttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("these attention kernels")
+        attention_begins()
         qkv, out, lse = ctx.saved_tensors
         return short.backward(d_out, qkv, out, lse, *ctx.call), None, None, None
 

@@ -1,26 +1,32 @@
 """Means of gradients over replicas of a model, summed while the backward runs: what DistributedDataParallel does, for a graph.
 
-Large gradients are reduced where they lie, several by one kernel, as soon as autograd has added them up; small ones go into
-flat buckets behind the backward. NCCL's collectives run on a stream of their own, are part of a CUDA graph that is being
+Large gradients are reduced where they lie, a group of them by one kernel, as soon as autograd has added them up; small ones go
+into flat buckets behind the backward. NCCL's collectives run on a stream of their own, are part of a CUDA graph that is being
 recorded, and divide on the way. Other backends cannot be recorded: behind a replay they reduce all gradients at once.
+
+A product loses more to a collective beside it than Octavo's short attention does: it waits for the multiprocessors that NCCL
+holds. So from the second backward on groups end where attentions began in the first one.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from octavo.errors import InputError
+from octavo.kernels.autograd import at_attention
 from octavo.parallel.storages import ALONE, uses_of
 
 LARGE_BYTES = 2**20
 """Gradients from here on are reduced where they lie: at this size that costs less than a copy into a bucket and out of it."""
-TOGETHER_BYTES = 32 * 2**20
-"""Of large gradients that are reduced by one kernel, at least: fewer kernels wait for multiprocessors and for other ranks."""
+GROUP_BYTES = 32 * 2**20
+"""Of large gradients in a group at least, without attentions: fewer kernels wait for multiprocessors and for other ranks."""
+MOST_GROUP_BYTES = 256 * 2**20
+"""The same where attentions end the groups."""
 BUCKET_BYTES = 128 * 2**20
 """Of small gradients together: enough for the full rate of the links."""
 _ALIGNMENT = 64
@@ -51,9 +57,11 @@ class Average:
                 by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         for own in by_kind.values():
             self._lay_out(own)
+        self._ends = self._group_ends([])  # of groups among the large gradients
+        self._has_schedule = False
         self._ready: set[Tensor] = set()
-        self._next = 0  # of the large gradients, the first that is not complete or behind one that is not
-        self._waiting: list[Tensor] = []  # complete ones that wait for others to be reduced with
+        self._next = 0  # the first large gradient that is not complete, or behind one that is not
+        self._group: list[Tensor] = []  # shares of the group that is not complete
         self._works: list[dist.Work] = []
         for parameter in parameters:
             value = parameter.detach().contiguous()
@@ -80,17 +88,42 @@ class Average:
             strides = torch.empty_like(parameter, device="meta").stride()  # the parameter's, or contiguous where it overlaps
             self._views[parameter] = bucket.as_strided(parameter.shape, strides, start)
 
+    def _group_ends(self, attentions: Collection[int]) -> frozenset[int]:
+        """Numbers of large gradients after which a group ends. attentions: numbers that were complete where one began."""
+        most = MOST_GROUP_BYTES if attentions else GROUP_BYTES
+        ends, size = set(attentions), 0
+        for number, parameter in enumerate(self._large, 1):
+            after = self._large[number] if number < len(self._large) else None
+            size += parameter.nbytes
+            if size >= most or after is None or after.dtype != parameter.dtype:
+                ends.add(number)
+            size = 0 if number in ends else size
+        return frozenset(ends)
+
+    def _agree(self, attentions: set[int]) -> None:
+        """Take the groups that end at the attentions of the group's first rank."""
+        began = torch.zeros(len(self._large) + 1, dtype=torch.uint8, device=next(iter(self._devices)))
+        began[list(attentions)] = 1
+        dist.broadcast(began, group=self.group, group_src=0)
+        self._ends = self._group_ends(began[1:].nonzero().flatten().add(1).tolist())
+        self._has_schedule = True
+
     @contextlib.contextmanager
     def of_backward(self) -> Iterator[None]:
         """Around a backward that sets every `grad`: behind it they are means, for which the current stream has waited."""
         self._restart()
+        attentions: set[int] = set()
         with contextlib.ExitStack() as hooks:
             # Several devices have a thread each, which would begin reductions at the same time.
             for parameter in self._large if len(self._devices) == 1 else ():
                 if parameter.requires_grad:
                     hooks.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
+            if not self._has_schedule:
+                hooks.enter_context(at_attention(lambda: attentions.add(self._next)))
             yield
         self._finish()
+        if not self._has_schedule and self._large:
+            self._agree(attentions)
 
     def reduce(self) -> None:
         """Make means of all `grad`s at once."""
@@ -100,11 +133,11 @@ class Average:
     def _restart(self) -> None:
         self._ready.clear()
         self._works.clear()  # of a backward that failed
+        self._group = []
         self._next = 0
-        self._waiting = []
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Reduce what is complete, in one order on all ranks."""
+        """Reduce the groups that are complete, in one order on all ranks."""
         if parameter in self._ready:
             raise InputError(
                 f"a parameter of shape {tuple(parameter.shape)} got its gradient twice in one backward, and the first is being "
@@ -113,27 +146,21 @@ class Average:
             )
         self._ready.add(parameter)
         while self._next < len(self._large) and self._large[self._next] in self._ready:
-            self._reduce_large(self._large[self._next])
-            self._next += 1
+            self._add_next()
 
-    def _reduce_large(self, parameter: Tensor) -> None:
-        """Reduce this gradient, or let it wait for more."""
+    def _add_next(self) -> None:
+        """Add the next large gradient to its group, which is reduced with its last one."""
+        parameter = self._large[self._next]
         assert parameter.grad is not None
         # Autograd can hand over a view of what the rest of the backward reads.
         shared = uses_of(parameter.grad) > ALONE
         if shared or not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
-        share = parameter.grad.detach()
-        if self._waiting and self._waiting[0].dtype != share.dtype:
-            self._reduce_waiting()
-        self._waiting.append(share)
-        if sum(share.nbytes for share in self._waiting) >= TOGETHER_BYTES:
-            self._reduce_waiting()
-
-    def _reduce_waiting(self) -> None:
-        if self._waiting:
-            self._sum(self._waiting)
-        self._waiting = []
+        self._group.append(parameter.grad.detach())
+        self._next += 1
+        if self._next in self._ends:
+            self._sum(self._group)
+            self._group = []
 
     def _sum(self, shares: list[Tensor]) -> None:
         """Begin to make means of all ranks' shares, which are of one dtype."""
@@ -154,9 +181,8 @@ class Average:
                 "other ranks wait for theirs: give octavo.graphed the parameters that the loss depends on, or freeze the rest "
                 "(requires_grad_(False))."
             )
-        for parameter in self._large[self._next :]:
-            self._reduce_large(parameter)
-        self._reduce_waiting()
+        while self._next < len(self._large):
+            self._add_next()
         for parameter, view in self._views.items():
             assert parameter.grad is not None
             view.copy_(parameter.grad)

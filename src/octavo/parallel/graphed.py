@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo.errors import InputError, warn
+from octavo.kernels.algorithms import without_collectives
 from octavo.parallel.averaging import Average
 
 WARM_UP = 3
@@ -75,7 +76,11 @@ class Graphed:
         return loss
 
     def _eager(self, *inputs: Tensor, average: bool = True) -> Tensor:
-        with contextlib.nullcontext() if self._checked else _refusing_ddp():
+        with contextlib.ExitStack() as around:
+            if not self._checked:
+                around.enter_context(_refusing_ddp())
+            if self._average is not None:  # which reduces beside the backward alone
+                around.enter_context(without_collectives())
             loss = self._loss(*inputs)
         if not self._checked:
             _check_loss(loss)
