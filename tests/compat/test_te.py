@@ -225,6 +225,24 @@ def test_transformer_engines_own_state_dicts_load(te, capsys, fused):
     assert torch.equal(other(x), layers[0](x))
 
 
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "DotProductAttention"])
+def test_layers_without_fp8_state_have_transformer_engines_empty_entry(te, name):
+    class Block(torch.nn.Sequential):
+        pass
+
+    def build():
+        kind = getattr(te, name)
+        return Block(te.Linear(8, 8), kind(2, 4) if name == "DotProductAttention" else kind(8))
+
+    torch.manual_seed(0)
+    state = build().state_dict()
+    assert state["1._extra_state"].numel() == 0
+    for given in (state, {key: value for key, value in state.items() if not key.endswith("_extra_state")}):
+        block = build()
+        block.load_state_dict(given)
+        assert torch.equal(block[0].weight, state["0.weight"])
+
+
 def test_parameters_filled_by_name_as_in_transformer_engines_tutorial_give_hugging_faces_layer(te):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer

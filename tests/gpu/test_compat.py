@@ -102,7 +102,7 @@ def test_layers_beside_the_real_ones(case, fp8):
     first = kwargs.get("attn_input_format") != "bshd"
     x = torch.randn((T, B, H) if first else (B, T, H), device="cuda", dtype=torch.bfloat16)
     contexts = (
-        lambda: te.fp8_autocast(enabled=fp8, fp8_recipe=recipe.DelayedScaling(amax_history_len=4)),
+        lambda: te.autocast(enabled=fp8, recipe=recipe.DelayedScaling(amax_history_len=4)),
         lambda: fp8_autocast(fp8, False, DelayedScaling(amax_history_len=4)),
     )
     for _ in range(3 if fp8 else 1):  # with scales of earlier steps

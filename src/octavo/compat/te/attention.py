@@ -11,7 +11,7 @@ from octavo.compat.te.layers import Kind
 from octavo.compat.te.masks import PLAIN, TYPES, mask_and_type, window_pair
 from octavo.compat.te.parts import separate
 from octavo.compat.te.signatures import SIGNATURES, bound, normal
-from octavo.compat.te.state import Stateful
+from octavo.compat.te.state import Stateful, Stateless
 from octavo.errors import InputError, unknown
 from octavo.nn import attention as _attention
 from octavo.nn import block as _block
@@ -75,8 +75,8 @@ def _given(values: dict[str, Any]) -> Any:
     return None if values["init_method"] is normal else values["init_method"]
 
 
-class DotProductAttention(_Masked, _attention.DotProductAttention, metaclass=Kind):
-    """softmax(q · kᵀ · scale) · v. Without parameters, so without anything in a checkpoint."""
+class DotProductAttention(_Masked, Stateless, _attention.DotProductAttention, metaclass=Kind):
+    """softmax(q · kᵀ · scale) · v, without parameters."""
 
     octavo = _attention.DotProductAttention
     __signature__ = SIGNATURES["DotProductAttention"]

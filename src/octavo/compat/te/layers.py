@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from octavo.compat.te import parts
 from octavo.compat.te.signatures import SIGNATURES, bound
-from octavo.compat.te.state import Stateful
+from octavo.compat.te.state import Stateful, Stateless
 from octavo.errors import InputError
 from octavo.nn import grouped as _grouped
 from octavo.nn import linear as _linear
@@ -87,7 +87,7 @@ class GroupedLinear(Stateful, _grouped.GroupedLinear, metaclass=Kind):
         super().__init__(**bound("GroupedLinear", args, kwargs))
 
 
-class LayerNorm(_norm.LayerNorm, metaclass=Kind):
+class LayerNorm(Stateless, _norm.LayerNorm, metaclass=Kind):
     """(x − mean) / √(variance + eps) · weight + bias."""
 
     octavo = _norm.LayerNorm
@@ -97,7 +97,7 @@ class LayerNorm(_norm.LayerNorm, metaclass=Kind):
         super().__init__(**bound("LayerNorm", args, kwargs))
 
 
-class RMSNorm(_norm.RMSNorm, metaclass=Kind):
+class RMSNorm(Stateless, _norm.RMSNorm, metaclass=Kind):
     """x / √(mean(x²) + eps) · weight."""
 
     octavo = _norm.RMSNorm

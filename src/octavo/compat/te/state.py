@@ -110,6 +110,26 @@ class Stateful(nn.Module):
             )
 
 
+class Stateless(nn.Module):
+    """Base of layers without FP8 state, which have an empty entry for it, as Transformer Engine's."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.register_load_state_dict_pre_hook(_add_entry)
+
+    def get_extra_state(self) -> Tensor:
+        """Nothing: uint8 [0]."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Accepted without effect."""
+
+
+def _add_entry(module: Stateless, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Of a script that keeps parameters alone."""
+    state.setdefault(f"{prefix}{KEY}", torch.empty(0, dtype=torch.uint8))
+
+
 def _before_loading(module: Stateful, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Convert a state dict of Transformer Engine's layer, or of this one, to the entries of this layer."""
     keys = [key for key in state if key.startswith(prefix) and key.rpartition(".")[2] == KEY]
