@@ -99,6 +99,9 @@ Suite = Annotated[
     ),
 ]
 Breakdown = Annotated[bool, typer.Option("--breakdown", help="Also record the time of a step by kind of kernel.")]
+Traces = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Folder for Chrome traces of the first rank; includes --breakdown.")
+]
 Output = Annotated[
     Path | None, typer.Option(metavar="PATH", help="A .json file, or a folder for one new file a workload; here if absent.")
 ]

@@ -1,7 +1,9 @@
 """Breakdown of a step's time: names of kernels as they are written on a Hopper GPU, and the sums that a row keeps."""
 
+import gzip
 import importlib
 import io
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -122,8 +124,11 @@ def test_a_measured_entry_tells_its_breakdown(tmp_path, forked_workers):
     target = Target(describe_device("cpu"), "cpu")
     entries = [ENTRIES["torch-bf16"]]
     case = CASES["tiny"]
-    (measured,) = measure_case("one-gpu", case, entries, target=target, steps=2, warmup=0, profiled=1, say=lambda line: None)
+    how = {"steps": 2, "warmup": 0, "profiled": 1, "traces": tmp_path, "say": lambda line: None}
+    (measured,) = measure_case("one-gpu", case, entries, target=target, **how)
     assert measured.error is None
+    trace = json.loads(gzip.decompress((tmp_path / "tiny-torch-bf16.json.gz").read_bytes()))
+    assert "aten::mm" in {event.get("name") for event in trace["traceEvents"]}
     figures = row(case, measured, target)
     assert figures["kernel_ms"]
     assert 0 < len(figures["largest_kernels"]) <= LARGEST

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -389,6 +390,10 @@ def test_peers_are_chosen_by_group(monkeypatch):
         (
             {"breakdown": True},
             "--breakdown reads the kernels of training steps on a GPU: not those of the suite one-gpu on cpu",
+        ),
+        (
+            {"traces": Path("traces")},
+            "--traces reads the kernels of training steps on a GPU: not those of the suite one-gpu on cpu",
         ),
         ({"cases": ["tiny-vit"], "entries": ["octavo-delayed-fp8-head"]}, "octavo-delayed-fp8-head: none runs tiny-vit"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -111,9 +112,10 @@ def _covered(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def record(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, Any]:
+def record(step: Callable[[], object], steps: int, device: torch.device, trace: Path | None = None) -> dict[str, Any]:
     """Profile `steps` calls of `step` and summarise the kernels; on a CPU PyTorch's operators.
 
+    trace: a file for the profile in Chrome's format, which `octavo.bench.timeline` reads.
     On a GPU with collectives also `exposed_communication_ms` of a step; waiting for other ranks is included.
     """
     on_gpu = device.type == "cuda"
@@ -123,6 +125,8 @@ def record(step: Callable[[], object], steps: int, device: torch.device) -> dict
             step()
         if on_gpu:
             torch.cuda.synchronize(device)
+    if trace is not None:
+        profiled.export_chrome_trace(str(trace))
 
     def is_kernel(event: Any) -> bool:
         span = getattr(event, "is_user_annotation", False) or _SPAN.match(event.key)

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from octavo.bench.cases import AnyCase
@@ -109,13 +110,13 @@ class RunningEntry:
             self.result.take(answers)
         return answers
 
-    def profile(self, steps: int) -> None:
-        """Record kernel times of so many steps."""
-        answers = self._ask("profile", steps=steps)
+    def profile(self, steps: int, trace: Path | None) -> None:
+        """Record kernel times of so many steps, and their trace in this file."""
+        answers = self._ask("profile", steps=steps, trace=None if trace is None else str(trace))
         if answers:
             self.result.breakdown = answers[0]
 
-    def _ask(self, do: str, **arguments: int) -> Answers:
+    def _ask(self, do: str, **arguments: Any) -> Answers:
         """The ranks' answers; none for no steps and once the entry has failed."""
         if self.result.error is None and arguments.get("steps", 1) > 0:
             try:
@@ -123,6 +124,11 @@ class RunningEntry:
             except EntryFailed as failure:
                 self.result.error = str(failure)
         return []
+
+
+def trace_name(case: str, entry: str) -> str:
+    """The file of an entry's trace."""
+    return f"{case}-{entry}.json.gz"
 
 
 def largest(answers: Answers, key: str) -> float | None:
@@ -139,6 +145,7 @@ def measure_case(
     steps: int,
     warmup: int,
     profiled: int = 0,
+    traces: Path | None = None,
     say: Callable[[str], None],
     finished: Callable[[list[Measurement]], object] = lambda measured: None,
 ) -> list[Measurement]:
@@ -148,9 +155,14 @@ def measure_case(
         steps: timed steps of each entry, over both turns.
         warmup: steps before them, compilation included.
         profiled: steps after them, whose kernel times are recorded.
+        traces: folder for a trace of the profiled steps of each entry.
         finished: takes the entries that are complete, each time that another is.
     """
     later = steps // 2
+
+    def trace_of(entry: Entry) -> Path | None:
+        return None if traces is None else traces / trace_name(case.name, entry.name)
+
     running: list[RunningEntry] = []
     keep: bool | None = None
     with contextlib.ExitStack() as processes:
@@ -167,7 +179,7 @@ def measure_case(
                 say(f"{case.name}: {'entries take turns' if keep else 'one entry after the other, to fit the memory'}")
             if not keep:
                 one.turn(steps - first)
-                one.profile(profiled)
+                one.profile(profiled, trace_of(one.result.entry))
                 one.group.close()
                 if one.result.error is None:
                     say(f"{case.name}: {entry.name}: {one.result.step_seconds * 1e3:.1f} ms a step")
@@ -177,7 +189,7 @@ def measure_case(
                 one.result.interleaved = len(entries) > 1
                 one.turn(later)
             for one in running:  # after all timed steps, since a profiler slows
-                one.profile(profiled)
+                one.profile(profiled, trace_of(one.result.entry))
     for one in running:
         if one.result.error:
             say(f"{case.name}: {one.result.entry.name} failed: {one.result.error}")

@@ -19,7 +19,7 @@ from octavo.bench.kernels.attention import measure_attention
 from octavo.bench.kernels.bandwidth import measure_kernels
 from octavo.bench.kernels.products import measure_products
 from octavo.bench.layers.suite import OCTAVO, measure_layers, transformer_engine
-from octavo.bench.measure import Measurement, Target, measure_case
+from octavo.bench.measure import Measurement, Target, measure_case, trace_name
 from octavo.bench.memory import measure_memory
 from octavo.bench.peers import ENTRIES, PEERS, Entry
 from octavo.bench.results import check_output, document, render, row, write
@@ -49,6 +49,7 @@ def run_suite(
     steps: int | None = None,
     warmup: int | None = None,
     breakdown: bool = False,
+    traces: Path | None = None,
     output: Path | None = None,
     device: str | None = None,
     gpus: int | None = None,
@@ -69,6 +70,7 @@ def run_suite(
         peers: groups from `PEERS` beside Octavo's entries; None: all that are installed.
         steps, warmup: timed steps of each entry, at least 1, and steps before them; None: the suite's numbers.
         output: a .json file, replaced if it exists; or a folder for one new file a workload; None: the current folder.
+        traces: folder for Chrome traces of the first rank, one an entry; includes a breakdown.
         prices: a TOML file with prices of machines (`octavo.bench.vision.prices`), for costs of the vision suite.
         folder: parent folder of temporary checkpoints; None: beside the output.
         command: the command line, for the record.
@@ -83,7 +85,7 @@ def run_suite(
     """
     chosen = _choose(suite, cases, entries, peers)
     target = _target(chosen, device, gpus)
-    _check_gpu(chosen, target, breakdown)
+    _check_gpu(chosen, target, "--traces" if traces else "--breakdown" if breakdown else None)
     output, known = output or Path(), _prices(chosen, target, prices)
     how: dict[str, Any] = {
         "steps": chosen.steps if steps is None else steps,
@@ -98,7 +100,7 @@ def run_suite(
             options = {"target": target, "folder": disk, "restore_ranks": ranks, "saves": saves, **how}
             return [measure_checkpoints(case, entry, **options) for entry in able]
         rows = partial(_rows, case, target)
-        options = {"target": target, "profiled": PROFILED_STEPS if breakdown else 0, **how}
+        options = {"target": target, "profiled": PROFILED_STEPS if breakdown or traces else 0, "traces": traces, **how}
         return rows(measure_case(suite, case, able, finished=lambda measured: results.write(rows(measured)), **options))
 
     measurements: Iterable[list[dict[str, Any]]]
@@ -106,6 +108,7 @@ def run_suite(
         compared = _compared(chosen, entries, peers, say)
         plan = _plan(chosen, cases, compared, target, say)
         check_output(suite, [case.name for case, _ in plan], output, say)
+        _make(traces, plan)
         measurements = (measure(case, able) for case, able in plan)
     else:
         check_output(suite, [], output, say)
@@ -198,16 +201,26 @@ def _choose(suite: str, cases: Sequence[str] | None, entries: Sequence[str] | No
     return chosen
 
 
-def _check_gpu(suite: Suite, target: Target, breakdown: bool) -> None:
-    """Refuse kernels without a GPU, and a breakdown without a GPU or without training steps."""
+def _make(traces: Path | None, plan: list[tuple[Any, list[Entry]]]) -> None:
+    """Make the folder of traces, in which none of these may exist."""
+    if traces is None:
+        return
+    traces.mkdir(parents=True, exist_ok=True)
+    names = [trace_name(case.name, entry.name) for case, able in plan for entry in able]
+    if there := [name for name in names if (traces / name).exists()]:
+        raise InputError(f"{traces / there[0]} exists: give --traces another folder, or move its files away.")
+
+
+def _check_gpu(suite: Suite, target: Target, profile: str | None) -> None:
+    """Refuse kernels without a GPU, and a profile (its option) without a GPU or without training steps."""
     if suite.name in ("kernels", "products", "attention", "memory") and target.device.kind != "cuda":
         what = "measures memory" if suite.name == "memory" else "times kernels"
         raise InputError(
             f"the suite {suite.name} {what} of a GPU, and the device is cpu. Use --device cuda where there is one."
         )
-    if breakdown and (target.device.kind != "cuda" or suite.name not in ("one-gpu", "sharded", "context", "vision")):
+    if profile and (target.device.kind != "cuda" or suite.name not in ("one-gpu", "sharded", "context", "vision")):
         raise InputError(
-            f"--breakdown reads the kernels of training steps on a GPU: not those of the suite {suite.name}"
+            f"{profile} reads the kernels of training steps on a GPU: not those of the suite {suite.name}"
             f" on {target.torch_device}."
         )
 

@@ -106,11 +106,15 @@ class Worker:
         self.released = True
         return {**figures, "held_gib": torch.cuda.memory_reserved(self.device) / GIB}
 
-    def profile(self, steps: int) -> dict[str, Any]:
-        """Kernel milliseconds a step by kind, and the largest kernels, from steps that are not timed."""
+    def profile(self, steps: int, trace: str | None = None) -> dict[str, Any]:
+        """Kernel milliseconds a step by kind, and the largest kernels, from steps that are not timed.
+
+        trace: a file for the first rank's profile.
+        """
         self._step()
         self._wait()
-        found = record(self._step, steps, self.device)
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        found = record(self._step, steps, self.device, Path(trace) if trace and first else None)
         if self.on_gpu:
             torch.cuda.empty_cache()
         return found

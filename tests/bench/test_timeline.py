@@ -1,0 +1,81 @@
+"""Timelines of traces that are written by hand, and traces of a run."""
+
+import gzip
+import json
+
+import pytest
+from matplotlib.image import imread
+
+from octavo.bench import run
+from octavo.bench.timeline import Call, calls_of, cut, main
+from octavo.errors import InputError
+
+PRODUCT, GATHER = "nvjet_sm90_qqtst_128x160_TNT", "ncclDevKernel_AllGather_RING_LL"
+
+
+def event(name, stream, start, dur, cat="kernel"):
+    """An event of a Chrome trace, times in microseconds."""
+    return {"ph": "X", "cat": cat, "name": name, "ts": 5000.0 + start, "dur": dur, "args": {"stream": stream}}
+
+
+@pytest.fixture
+def trace(tmp_path):
+    events = [
+        event("_norm_rows", 7, 900.0, 100.0),
+        event(PRODUCT, 7, 0.0, 400.0),
+        event(GATHER, 31, 100.0, 1100.0),
+        event("Memcpy DtoD (Device -> Device)", 7, 450.0, 50.0, "gpu_memcpy"),
+        event("aten::mm", 7, 0.0, 9e6, "cpu_op"),
+        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+    ]
+    path = tmp_path / "case-entry.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    return path
+
+
+def test_calls_have_a_stream_a_kind_and_times_from_the_first(trace):
+    calls = calls_of(json.loads(gzip.decompress(trace.read_bytes())))
+    assert calls == [
+        Call(7, "fp8 products", 0.0, 0.4), Call(31, "communication", 0.1, pytest.approx(1.2)),
+        Call(7, "copies and elementwise", 0.45, 0.5), Call(7, "norms", 0.9, 1.0),
+    ]  # fmt: skip
+    assert cut(calls, 0.3, 0.9) == [
+        Call(7, "fp8 products", 0.0, pytest.approx(0.1)),
+        Call(31, "communication", 0.0, pytest.approx(0.6)),
+        Call(7, "copies and elementwise", pytest.approx(0.15), pytest.approx(0.2)),
+    ]
+    with pytest.raises(InputError, match=r"no kernel runs between 2 and 3 ms: the trace has 0 to 1\.2 ms"):
+        cut(calls, 2.0, 3.0)
+
+
+def test_a_stretch_is_printed_drawn_and_kept(trace, tmp_path, capsys):
+    kept, picture = tmp_path / "stretch.json", tmp_path / "stretch.png"
+    assert main([str(trace), "--from", "0.3", "--to", "0.9", "--output", str(kept), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines() == [
+        "stream 31: communication 0.60 ms",
+        "stream 7: fp8 products 0.10, copies and elementwise 0.05 ms",
+    ]
+    assert imread(picture).shape[1] == 1440
+    assert main([str(kept)]) == 0  # what was kept says the same
+    assert capsys.readouterr().out == printed
+
+
+def test_what_is_no_trace_is_refused(tmp_path, trace, capsys):
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "broken.json.gz").write_bytes(trace.read_bytes()[:40])
+    for name in ("other.json", "broken.json.gz", "none.json"):
+        assert main([str(tmp_path / name)]) == 2
+        assert "is not a trace" in capsys.readouterr().err
+
+
+def test_traces_of_a_run_are_not_written_over(tmp_path, monkeypatch, forked_workers):
+    monkeypatch.setattr(run, "_check_gpu", lambda *arguments: None)  # PyTorch's operators stand for kernels
+    how = {"cases": ["tiny"], "entries": ["torch-bf16"], "steps": 1, "warmup": 0, "device": "cpu", "command": "octavo bench"}
+    made = run.run_suite("one-gpu", traces=tmp_path / "traces", output=tmp_path / "one.json", **how)
+    assert made["rows"][0]["kernel_ms"]
+    (found,) = (tmp_path / "traces").iterdir()
+    assert found.name == "tiny-torch-bf16.json.gz"
+    with pytest.raises(InputError, match=r"tiny-torch-bf16\.json\.gz exists: give --traces another folder"):
+        run.run_suite("one-gpu", traces=tmp_path / "traces", output=tmp_path / "two.json", **how)
+    assert not (tmp_path / "two.json").exists()
