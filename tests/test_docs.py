@@ -247,8 +247,32 @@ def test_figures_with_flash_attention_on_the_readme_are_in_benchmarks():
         ("one-gpu-flash-fp8-head-llama-1b", "llama-1b"),
         ("one-gpu-flash-fp8-head-llama-8b-8layers", "llama-8b-8layers"),
         ("one-gpu-flash-fp8-head-neox-20b-layers", "neox-20b-layers"),
+        ("context-llama-8b-16k", "llama-8b-16k"),
+        ("sharded-llama-8b-8k-two", "llama-8b-8k"),
     ):
         assert f" | {pair(name, workload)} |" in readme
+
+
+def test_figures_of_two_gpus_and_long_sequences_are_in_benchmarks():
+    results, page = results_page(), (ROOT / "docs" / "context-parallelism.md").read_text(encoding="utf-8")
+    shared, own, theirs = rows_of("context-llama-8b-16k")
+    shorter, their_shorter = rows_of("sharded-llama-8b-8k-two")
+    for pair, peers in (((own, shorter), (theirs, their_shorter)), ((theirs, their_shorter), (theirs, their_shorter))):
+        figures = [
+            f"{row['tokens_per_second']:,.0f} | {row['step_ms']:,.0f} | {row['tflops']:.0f} | {row['peak_gib']:.1f} | "
+            f"{ratio_of(row, peer)}"
+            for row, peer in zip(pair, peers, strict=True)
+        ]
+        assert f"| {' | '.join(figures)} |" in results
+    assert f"{own['exposed_communication_ms']:.1f} are communication" in results
+    for row, degree in ((own, 1), (shared, 2)):
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| `context_parallel_degree = {degree}`, ")]
+        figures = f"{row['tokens_per_second']:,.0f} | {row['step_ms']:,.0f} | {row['exposed_communication_ms']:.1f}"
+        assert line.endswith(f"| {figures} | {row['peak_gib']:.1f} |")
+    before, _, peer = rows_of("context-llama-8b-16k-cp2")
+    said = " ".join(page.split())
+    assert f"trained {before['tokens_per_second']:,.0f} tokens/s a GPU" in said
+    assert f"trained {peer['tokens_per_second']:,.0f}: {ratio_of(before, peer)} times as fast" in said
 
 
 def test_figures_of_recomputation_and_offloading_are_in_benchmarks():
