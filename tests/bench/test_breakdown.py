@@ -13,10 +13,10 @@ import torch
 from rich.console import Console
 
 import octavo.kernels
-from octavo.bench.breakdown import KINDS, LARGEST, OTHER, KernelTime, exposed_ms, kind_of, record, summarise
 from octavo.bench.cases import CASES
 from octavo.bench.measure import Target, measure_case
 from octavo.bench.peers import ENTRIES
+from octavo.bench.profile.breakdown import KINDS, LARGEST, OTHER, KernelTime, exposed_ms, kind_of, record, summarise
 from octavo.bench.results import render, row
 from octavo.hardware import describe_device
 

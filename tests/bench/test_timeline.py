@@ -7,7 +7,7 @@ import pytest
 from matplotlib.image import imread
 
 from octavo.bench import run
-from octavo.bench.timeline import Call, calls_of, cut, main
+from octavo.bench.profile.timeline import Call, calls_of, cut, main
 from octavo.errors import InputError
 
 PRODUCT, GATHER = "nvjet_sm90_qqtst_128x160_TNT", "ncclDevKernel_AllGather_RING_LL"

@@ -5,12 +5,12 @@ import os
 import pytest
 import torch
 
-from octavo.bench.breakdown import OTHER, record
 from octavo.bench.cases import Case, VisionCase
 from octavo.bench.kernels.bandwidth import KERNELS, Kernel, measure_kernels
 from octavo.bench.layers.suite import LAYERS, OCTAVO, SETTLING, measure_layers
 from octavo.bench.layers.suite import transformer_engine as their_layers
 from octavo.bench.peers import ENTRIES, ENVIRONMENT, build_plain
+from octavo.bench.profile.breakdown import OTHER, record
 from octavo.bench.worker import labelled_batches
 from octavo.models.shapes import SHAPES
 from octavo.nn.attention import merge_qkv

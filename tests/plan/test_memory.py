@@ -118,7 +118,11 @@ def measured_on_two():
             if row["entry"].startswith("octavo-"):
                 case, gpus = ALL_CASES[row["workload"]], row["gpus"]
                 options = {"head": "backward", "history": 1024, "world": gpus, "shard": gpus, "context": case.context}
-                yield f"{name} {row['workload']}", setup_of(case.spec, case.batch, case.sequence_length, "delayed", **options), row["peak_gib"]
+                yield (
+                    f"{name} {row['workload']}",
+                    setup_of(case.spec, case.batch, case.sequence_length, "delayed", **options),
+                    row["peak_gib"],
+                )
 
 
 def test_measured_peaks_on_two_gpus():

@@ -55,7 +55,7 @@ class Measurement:
         build_seconds: from the start of its process to a built and filled model.
         start_seconds: from the start of its process to the end of the first step; None without a warm-up.
         attention, experts: the kernels that compute them, in words; None for a model without experts.
-        breakdown: kernel times (`octavo.bench.breakdown`); empty unless recorded.
+        breakdown: kernel times (`octavo.bench.profile.breakdown`); empty unless recorded.
         error: the reason for missing figures.
     """
 

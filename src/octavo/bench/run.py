@@ -60,7 +60,7 @@ def run_suite(
     command: str,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure entries on cases, each entry in processes of its own, and write the results.
+    """Measure entries on cases, each entry in processes of its own; returns the document that was written.
 
     Arguments are the options of `octavo bench`; None is an option that is absent.
 
@@ -75,9 +75,6 @@ def run_suite(
         folder: parent folder of temporary checkpoints; None: beside the output.
         command: the command line, for the record.
         say: takes progress messages, a line each.
-
-    Returns:
-        The document that was written, with the rows of all cases.
 
     Raises:
         InputError: an unknown suite, case, entry, peer or device, a number of GPUs that is not there, a suite that needs a

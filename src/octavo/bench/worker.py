@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from octavo.bench.breakdown import record
 from octavo.bench.cases import AnyCase, Case
 from octavo.bench.chosen import attention_of, experts_of
 from octavo.bench.peers import SEED, Entry
+from octavo.bench.profile.breakdown import record
 from octavo.bench.suites import SUITES
 from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.reader import restore

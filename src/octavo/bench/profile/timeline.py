@@ -1,7 +1,7 @@
 """Timeline of a trace: what each stream of a GPU does in a stretch of a step.
 
     octavo bench context --cases llama-8b-16k-cp2 --traces traces
-    python -m octavo.bench.timeline traces/llama-8b-16k-cp2-octavo-delayed.json.gz --from 120 --to 160 --plot timeline.png
+    python -m octavo.bench.profile.timeline traces/llama-8b-16k-cp2-octavo-delayed.json.gz --from 120 --to 160 --plot out.png
 
 prints the busy time of each kind of kernel in each stream, and draws them. Milliseconds count from the first kernel of a trace.
 """
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from octavo.bench.breakdown import kind_of
+from octavo.bench.profile.breakdown import kind_of
 from octavo.errors import InputError, OctavoError, warn
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def figure(calls: Sequence[Call]) -> Figure:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table, write the calls, draw them; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m octavo.bench.timeline", description="Timeline of a trace.")
+    parser = argparse.ArgumentParser(prog="python -m octavo.bench.profile.timeline", description="Timeline of a trace.")
     parser.add_argument("trace", type=Path, help="a file of octavo bench --traces, or of --output")
     parser.add_argument("--from", dest="first", type=float, default=0.0, metavar="MS", help="0 if absent")
     parser.add_argument("--to", dest="last", type=float, default=float("inf"), metavar="MS", help="the end if absent")

@@ -115,7 +115,7 @@ def _covered(intervals: Iterable[tuple[float, float]]) -> float:
 def record(step: Callable[[], object], steps: int, device: torch.device, trace: Path | None = None) -> dict[str, Any]:
     """Profile `steps` calls of `step` and summarise the kernels; on a CPU PyTorch's operators.
 
-    trace: a file for the profile in Chrome's format, which `octavo.bench.timeline` reads.
+    trace: a file for the profile in Chrome's format, which `octavo.bench.profile.timeline` reads.
     On a GPU with collectives also `exposed_communication_ms` of a step; waiting for other ranks is included.
     """
     on_gpu = device.type == "cuda"

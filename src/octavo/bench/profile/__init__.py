@@ -1,0 +1,1 @@
+"""Profiles of training steps: kernel times by kind, and the timeline of a trace."""
