@@ -22,6 +22,7 @@ parser.add_argument("--length", type=int, default=16384, help="tokens of a chunk
 parser.add_argument("--vocabulary", type=int, default=4096)
 parser.add_argument("--batch", type=int, default=1)
 parser.add_argument("--steps", type=int, default=3)
+parser.add_argument("--lr", type=float, default=3e-3, help="learning rate; 1e-4 for 8B")
 parser.add_argument("--checkpointing", type=int, default=1, help="activation_checkpointing")
 parser.add_argument("--channels", default="channels", help="the folder of octavo prepare --channels")
 parser.add_argument("--name", help="name of the job")
@@ -40,6 +41,7 @@ hyperparameters = {
     "vocab_size": options.vocabulary,
     "hf_pretrained_model_name_or_dir": str(Path(options.model).resolve()),
     "max_steps": options.steps,
+    "lr": options.lr,
 }
 channels = {name: str(Path(options.channels, name)) for name in ("train", "test")}
 

@@ -25,7 +25,7 @@ step() {  # name, context degree, global batch, fp8
     rm -rf "runs/$1/checkpoints"  # 96 GB each
     local flag=; [ "$4" = true ] && flag=--fp8
     python "$here/estimator.py" --context "$2" --shard 2 $flag --instance ml.p5en.48xlarge --model llama-8b --length 32768 \
-        --vocabulary 128256 --checkpointing 0 --steps 20 --name "$1" 2>&1 | tee "estimator-$1.txt"
+        --vocabulary 128256 --checkpointing 0 --lr 1e-4 --steps 20 --name "$1" 2>&1 | tee "estimator-$1.txt"
 }
 
 step no-context 1 2 false
