@@ -64,9 +64,18 @@ def test_a_stretch_is_printed_drawn_and_kept(trace, tmp_path, capsys):
 def test_what_is_no_trace_is_refused(tmp_path, trace, capsys):
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "broken.json.gz").write_bytes(trace.read_bytes()[:40])
-    for name in ("other.json", "broken.json.gz", "none.json"):
+    data = bytearray(trace.read_bytes())
+    data[30] ^= 255
+    (tmp_path / "corrupt.json.gz").write_bytes(data)
+    for name in ("other.json", "broken.json.gz", "corrupt.json.gz", "none.json"):
         assert main([str(tmp_path / name)]) == 2
         assert "is not a trace" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_written_is_said(tmp_path, trace, capsys):
+    for option in ("--output", "--plot"):
+        assert main([str(trace), option, str(tmp_path / "none" / "file")]) == 2
+        assert "none/file cannot be written: No such file or directory" in capsys.readouterr().err
 
 
 def test_traces_of_a_run_are_not_written_over(tmp_path, monkeypatch, forked_workers):
@@ -78,4 +87,6 @@ def test_traces_of_a_run_are_not_written_over(tmp_path, monkeypatch, forked_work
     assert found.name == "tiny-torch-bf16.json.gz"
     with pytest.raises(InputError, match=r"tiny-torch-bf16\.json\.gz exists: give --traces another folder"):
         run.run_suite("one-gpu", traces=tmp_path / "traces", output=tmp_path / "two.json", **how)
+    with pytest.raises(InputError, match=r"--traces .* cannot be made: File exists"):
+        run.run_suite("one-gpu", traces=found, output=tmp_path / "two.json", **how)
     assert not (tmp_path / "two.json").exists()

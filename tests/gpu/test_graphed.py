@@ -71,7 +71,8 @@ def test_graphs_of_two_ranks_average_as_distributed_data_parallel(recipe):
     graph = ranks.run(2, replicas.train, "graphed", recipe, steps=20, large_bytes=10_000, timeout=300)
     eager = ranks.run(2, replicas.train, "graphed", recipe, steps=20, warmup=100, timeout=300)
     theirs = ranks.run(2, replicas.train, "ddp", recipe, steps=20, timeout=300)
-    assert graph[0][3] == graph[1][3] == eager[0][3]  # weights, scales and histories
+    gloo = ranks.run(2, replicas.train, "graphed by gloo", recipe, steps=20, large_bytes=10_000, timeout=300)
+    assert graph[0][3] == graph[1][3] == eager[0][3] == gloo[1][3]  # weights, scales and histories
     assert bool(graph[0][3][1]) is (recipe == "delayed")
     for (losses, gradients, _, _), (eager_losses, *_), (their_losses, their_gradients, _, _) in zip(
         graph, eager, theirs, strict=True

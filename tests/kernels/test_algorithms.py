@@ -35,9 +35,20 @@ def test_a_comparison_without_memory_leaves_the_bits_of_pytorch():
         assert algorithms._chosen[shape] is None
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("without", [True, False])
-def test_algorithms_are_tried_with_a_workspace_and_of_one_rank_without(dynamic, without, monkeypatch):
+WITH, WITHOUT = [(7, 4), (7, 4), (8, 4), (9, 0)], [(7, 0), (8, 0)]
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "offers", "expected"),
+    [
+        (False, {2**20: WITH, 0: WITHOUT}, [(7, 4), (8, 4), (9, 0), (7, 0), (8, 0)]),
+        (False, {2**20: WITH}, [(7, 4), (8, 4), (9, 0)]),  # none that needs no workspace
+        (False, {2**20: WITHOUT, 0: WITHOUT}, WITHOUT),
+        (True, {2**20: WITH, 0: WITHOUT}, [(7, 4), (8, 4)]),
+        (True, {2**20: WITHOUT}, WITHOUT),  # of older GPUs
+    ],
+)
+def test_algorithms_have_a_workspace_or_not_and_one_if_they_are_to_be_dynamic(dynamic, offers, expected, monkeypatch):
     asked, calls = [], []
 
     def call(name, *arguments):
@@ -45,20 +56,19 @@ def test_algorithms_are_tried_with_a_workspace_and_of_one_rank_without(dynamic, 
         if name == "cublasLtMatmulPreferenceSetAttribute":
             asked.append(arguments[2]._obj.value)
         if name == "cublasLtMatmulAlgoGetHeuristic":
-            if not asked[-1] and not without:
-                raise cublaslt.RefusedError  # none that needs no workspace
+            if asked[-1] not in offers:
+                raise cublaslt.RefusedError
             found, count = arguments[-2], arguments[-1]
-            for algorithm, name in zip(found, (7, 7, 8), strict=False):  # the first twice
-                algorithm.data[0], algorithm.workspace = name, min(4, asked[-1])
-            count._obj.value = 3
+            for algorithm, (number, workspace) in zip(found, offers[asked[-1]], strict=False):
+                algorithm.data[0], algorithm.workspace = number, workspace
+            count._obj.value = len(offers[asked[-1]])
 
     monkeypatch.setattr(cublaslt, "_call", call)
     monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     product = cublaslt.Product(ProductShape(0, 64, 64, 32, E4M3, True, E4M3, False, torch.bfloat16, False, False, dynamic))
-    expected = [(7, 4), (8, 4)] + [(7, 0), (8, 0)] * (without and not dynamic)
     assert [(algorithm.data[0], algorithm.workspace) for algorithm in product.algorithms] == expected
-    assert calls.count("cublasLtMatmulPreferenceCreate") == calls.count("cublasLtMatmulPreferenceDestroy") == 2 - dynamic
+    assert calls.count("cublasLtMatmulPreferenceCreate") == calls.count("cublasLtMatmulPreferenceDestroy") == len(asked)
 
 
 @pytest.mark.parametrize("ranks", [None, 1, 2])

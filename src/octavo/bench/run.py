@@ -105,7 +105,7 @@ def run_suite(
         compared = _compared(chosen, entries, peers, say)
         plan = _plan(chosen, cases, compared, target, say)
         check_output(suite, [case.name for case, _ in plan], output, say)
-        _make(traces, plan)
+        _make_trace_folder(traces, plan)
         measurements = (measure(case, able) for case, able in plan)
     else:
         check_output(suite, [], output, say)
@@ -198,11 +198,14 @@ def _choose(suite: str, cases: Sequence[str] | None, entries: Sequence[str] | No
     return chosen
 
 
-def _make(traces: Path | None, plan: list[tuple[Any, list[Entry]]]) -> None:
+def _make_trace_folder(traces: Path | None, plan: list[tuple[Any, list[Entry]]]) -> None:
     """Make the folder of traces, in which none of these may exist."""
     if traces is None:
         return
-    traces.mkdir(parents=True, exist_ok=True)
+    try:
+        traces.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--traces {traces} cannot be made: {error.strerror}. Name a folder, new or old.") from None
     names = [trace_name(case.name, entry.name) for case, able in plan for entry in able]
     if there := [name for name in names if (traces / name).exists()]:
         raise InputError(f"{traces / there[0]} exists: give --traces another folder, or move its files away.")

@@ -46,7 +46,7 @@ _DIGESTED = 2**22
 
 _uses: dict[ProductShape, int] = {}
 _chosen: dict[ProductShape, tuple[Product, int] | None] = {}
-_quiet = 0  # calls of `without_collectives` that have not ended
+_without_collectives = 0  # calls of `without_collectives` that have not ended
 
 
 class _Operands(NamedTuple):
@@ -128,17 +128,17 @@ def mm(
 @contextlib.contextmanager
 def without_collectives() -> Iterator[None]:
     """No collective of other ranks runs beside the products inside: they may give each multiprocessor a fixed share."""
-    global _quiet
-    _quiet += 1
+    global _without_collectives
+    _without_collectives += 1
     try:
         yield
     finally:
-        _quiet -= 1
+        _without_collectives -= 1
 
 
 def _has_collectives() -> bool:
     """True where collectives can run beside a product: in a process that is one of several ranks."""
-    return not _quiet and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return not _without_collectives and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _is_free(*operands: Tensor) -> bool:

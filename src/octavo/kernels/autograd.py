@@ -1,4 +1,4 @@
-"""What autograd functions share whose backward runs kernels: a guard, and word of an attention's backward."""
+"""What autograd functions share whose backward runs kernels: a guard, and a notice where an attention's backward begins."""
 
 from __future__ import annotations
 

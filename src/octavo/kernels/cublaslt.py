@@ -44,8 +44,8 @@ class ProductShape(NamedTuple):
         a_by_rows, b_by_rows: operands are stored row after row; otherwise column after column.
         bias: [columns] of the result's dtype is added.
         fast: Hopper's fast accumulation of FP8.
-        dynamic: multiprocessors get tiles as they become free. A share fixed beforehand needs no counter, but takes up to twice
-            as long where another kernel holds a multiprocessor.
+        dynamic: multiprocessors get tiles as they become free. A share fixed beforehand needs no counter, but where another
+            kernel holds its multiprocessor it begins when all others have ended.
     """
 
     device: int
@@ -154,7 +154,11 @@ class Product:
         _call("cublasLtMatmulDescSetAttribute", self._description, attribute, *_sized(value))
 
     def _offered(self) -> list[_Algorithm]:
-        found = self._heuristic(WORKSPACE) + ([] if self.shape.dynamic else self._heuristic(0))
+        found = self._heuristic(WORKSPACE)
+        if self.shape.dynamic:  # before Hopper no product has a workspace, nor a fixed share
+            found = [algorithm for algorithm in found if algorithm.workspace] or found
+        else:
+            found += self._heuristic(0)
         distinct = {(*algorithm.data, algorithm.workspace): algorithm for algorithm in found}
         return [algorithm for algorithm in distinct.values() if _splits(algorithm) <= 1]
 

@@ -4,8 +4,8 @@ Large gradients are reduced where they lie, a group of them by one kernel, as so
 into flat buckets behind the backward. NCCL's collectives run on a stream of their own, are part of a CUDA graph that is being
 recorded, and divide on the way. Other backends cannot be recorded: behind a replay they reduce all gradients at once.
 
-A product loses more to a collective beside it than Octavo's short attention does: it waits for the multiprocessors that NCCL
-holds. So from the second backward on groups end where attentions began in the first one.
+From the second backward on groups end where Octavo's attentions began in the first one, so that NCCL's kernels run beside
+attention: products would wait for the multiprocessors that these hold.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LARGE_BYTES = 2**20
 """Gradients from here on are reduced where they lie: at this size that costs less than a copy into a bucket and out of it."""
 GROUP_BYTES = 32 * 2**20
 """Of large gradients in a group at least, without attentions: fewer kernels wait for multiprocessors and for other ranks."""
-MOST_GROUP_BYTES = 256 * 2**20
-"""The same where attentions end the groups."""
+GROUP_BYTES_BETWEEN_ATTENTIONS = 256 * 2**20
+"""The same between two attentions, which end groups too."""
 BUCKET_BYTES = 128 * 2**20
 """Of small gradients together: enough for the full rate of the links."""
 _ALIGNMENT = 64
@@ -90,19 +90,20 @@ class Average:
 
     def _group_ends(self, attentions: Collection[int]) -> frozenset[int]:
         """Numbers of large gradients after which a group ends. attentions: numbers that were complete where one began."""
-        most = MOST_GROUP_BYTES if attentions else GROUP_BYTES
+        first, last = min(attentions, default=0), max(attentions, default=0)
         ends, size = set(attentions), 0
         for number, parameter in enumerate(self._large, 1):
             after = self._large[number] if number < len(self._large) else None
             size += parameter.nbytes
-            if size >= most or after is None or after.dtype != parameter.dtype:
+            least = GROUP_BYTES_BETWEEN_ATTENTIONS if first < number <= last else GROUP_BYTES
+            if size >= least or after is None or (after.device, after.dtype) != (parameter.device, parameter.dtype):
                 ends.add(number)
             size = 0 if number in ends else size
         return frozenset(ends)
 
     def _agree(self, attentions: set[int]) -> None:
         """Take the groups that end at the attentions of the group's first rank."""
-        began = torch.zeros(len(self._large) + 1, dtype=torch.uint8, device=next(iter(self._devices)))
+        began = torch.zeros(len(self._large) + 1, dtype=torch.uint8, device=self._large[0].device)
         began[list(attentions)] = 1
         dist.broadcast(began, group=self.group, group_src=0)
         self._ends = self._group_ends(began[1:].nonzero().flatten().add(1).tolist())
@@ -112,17 +113,23 @@ class Average:
     def of_backward(self) -> Iterator[None]:
         """Around a backward that sets every `grad`: behind it they are means, for which the current stream has waited."""
         self._restart()
+        # Several devices have a thread each, which would begin reductions at the same time.
+        beside = self._large if len(self._devices) == 1 else []
+        learns = bool(beside) and not self._has_schedule
         attentions: set[int] = set()
         with contextlib.ExitStack() as hooks:
-            # Several devices have a thread each, which would begin reductions at the same time.
-            for parameter in self._large if len(self._devices) == 1 else ():
+            for parameter in beside:
                 if parameter.requires_grad:
                     hooks.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
-            if not self._has_schedule:
+            if learns:
                 hooks.enter_context(at_attention(lambda: attentions.add(self._next)))
-            yield
+            try:
+                yield
+            except BaseException:
+                self._restart()  # and keep no gradient
+                raise
         self._finish()
-        if not self._has_schedule and self._large:
+        if learns:
             self._agree(attentions)
 
     def reduce(self) -> None:
@@ -132,7 +139,7 @@ class Average:
 
     def _restart(self) -> None:
         self._ready.clear()
-        self._works.clear()  # of a backward that failed
+        self._works.clear()
         self._group = []
         self._next = 0
 
@@ -163,15 +170,20 @@ class Average:
             self._group = []
 
     def _sum(self, shares: list[Tensor]) -> None:
-        """Begin to make means of all ranks' shares, which are of one dtype."""
+        """Begin to make means of all ranks' shares, on one device: of each dtype in one call under NCCL."""
+        if not self.recordable:
+            torch._foreach_mul_(shares, 1 / self.ranks)
+            works = [dist.all_reduce(share, group=self.group, async_op=True) for share in shares]
+            self._works += [work for work in works if work is not None]  # this rank is in the group
+            return
         options = dist.AllreduceCoalescedOptions()
         options.asyncOp = True
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if self.recordable else dist.ReduceOp.SUM)
-        if not self.recordable:  # NCCL divides as it reads
-            torch._foreach_mul_(shares, 1 / self.ranks)
-        work = self.group.allreduce_coalesced(shares, options)
-        assert work is not None  # this rank is in the group
-        self._works.append(work)
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)  # NCCL divides as it reads
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for share in shares:
+            share = torch.view_as_real(share) if share.is_complex() else share
+            by_dtype.setdefault(share.dtype, []).append(share)
+        self._works += [self.group.allreduce_coalesced(own, options) for own in by_dtype.values()]
 
     def _finish(self) -> None:
         """Reduce what is not on its way, and wait."""

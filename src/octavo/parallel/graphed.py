@@ -50,10 +50,10 @@ class Graphed:
         if self._stream is None:
             return self._eager(*inputs)
         if self._recorded is None and self._left:
-            self._left -= 1
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):  # the stream of the recording, so that libraries prepare it
                 loss = self._eager(*inputs)
+            self._left -= 1  # a call that failed has prepared nothing
             torch.cuda.current_stream().wait_stream(self._stream)
             return loss
         if self._recorded is None:

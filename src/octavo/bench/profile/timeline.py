@@ -12,6 +12,7 @@ import argparse
 import gzip
 import json
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,6 +127,9 @@ def main(arguments: Sequence[str]) -> int:
     except OctavoError as error:
         warn(str(error))
         return error.exit_code
+    except OSError as error:
+        warn(f"{error.filename} cannot be written: {error.strerror}. Change --output or --plot.")
+        return InputError.exit_code
     print(table(calls))
     return 0
 
@@ -134,7 +138,7 @@ def _read(path: Path) -> list[Call]:
     try:
         data = path.read_bytes()
         return calls_of(json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data))
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
         raise InputError(f"{path} is not a trace: {error}. Give a file of octavo bench --traces.") from None
 
 

@@ -110,6 +110,10 @@ class Stateful(nn.Module):
             )
 
 
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
 class Stateless(nn.Module):
     """Base of layers without FP8 state, which have an empty entry for it, as Transformer Engine's."""
 
@@ -119,7 +123,7 @@ class Stateless(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Nothing: uint8 [0]."""
-        return torch.empty(0, dtype=torch.uint8)
+        return _nothing()
 
     def set_extra_state(self, state: Any) -> None:
         """Accepted without effect."""
@@ -127,7 +131,7 @@ class Stateless(nn.Module):
 
 def _add_entry(module: Stateless, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Of a script that keeps parameters alone."""
-    state.setdefault(f"{prefix}{KEY}", torch.empty(0, dtype=torch.uint8))
+    state.setdefault(f"{prefix}{KEY}", _nothing())
 
 
 def _before_loading(module: Stateful, state: dict[str, Any], prefix: str, *others: Any) -> None:
@@ -135,7 +139,7 @@ def _before_loading(module: Stateful, state: dict[str, Any], prefix: str, *other
     keys = [key for key in state if key.startswith(prefix) and key.rpartition(".")[2] == KEY]
     if not is_ours(state.get(f"{prefix}{KEY}")):
         foreign = next((state[key] for key in keys if isinstance(state[key], Tensor) and state[key].numel()), None)
-        state[f"{prefix}{KEY}"] = torch.empty(0, dtype=torch.uint8) if foreign is None else foreign
+        state[f"{prefix}{KEY}"] = _nothing() if foreign is None else foreign
     for key in keys:
         if key != f"{prefix}{KEY}":
             state.pop(key)
