@@ -187,12 +187,29 @@ def states(tsm, mine, folder):
     with torch.no_grad():
         ids = batch(9, mine)
         losses = hf(input_ids=ids, labels=ids).loss.item(), model(input_ids=ids, labels=ids).loss.item()
+
+    def loss_of(logits, ids):
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    loss_of(model(ids).logits, ids).backward()  # of the script's own, without labels
+    norm = model.clip_grad_norm_(1e9).item()
+    model.zero_grad()
+    whole = batch(9, slice(0, 2 * dist.get_world_size()))
+    loss_of(hf(whole).logits, whole).backward()
+    norms = norm, torch.nn.utils.clip_grad_norm_(hf.parameters(), 1e9).item()
     shapes = {name: tuple(entries["exp_avg"].shape) for name, entries in moments["state"].items()}
     found = {
         "hugging face": losses,
+        "norms of an own loss": norms,
         "whole states": shapes == {name: tuple(p.shape) for name, p in model.named_parameters()},
     }
-    for name, how in (("local", by_local), ("full", by_full), ("all", by_model_checkpoint), ("file", by_file)):
+    for name, how in (
+        ("local", by_local),
+        ("together", by_local_together),
+        ("full", by_full),
+        ("all", by_model_checkpoint),
+        ("file", by_file),
+    ):
         other = sharded(tsm)
         fresh = torch.optim.AdamW(other.parameters(), lr=5.0)
         found |= how(tsm, model, optimizer, other, fresh, folder)
@@ -228,6 +245,35 @@ def by_local(tsm, model, optimizer, other, fresh, folder):
         state["optimizer"] = fresh.state_dict()
     load(state, checkpoint_id=path, process_group=own)
     return {"finalised": finalised}
+
+
+def by_local_together(tsm, model, optimizer, other, fresh, folder):
+    """Rows of all ranks in one folder; what would lose some of them is refused."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+    from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
+    from torch.sagemaker.distributed.checkpoint.state_dict_saver import save
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import init_optim_state
+
+    path, refused = str(folder / "together"), []
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        state = model.state_dict()
+        save({"model": state, "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+        name = next(name for name, value in state.items() if isinstance(value, torch.Tensor))
+        state[name] = state[name].clone()
+        for given in (lambda: save({"model": state}, checkpoint_id=path + "2"),
+                      lambda: save({"model": model.state_dict()}, checkpoint_id=f"{path}-{model.rank}")):  # fmt: skip
+            try:
+                given()
+            except octavo.errors.InputError as error:
+                refused.append(str(error))
+    with FSDP.state_dict_type(other, StateDictType.LOCAL_STATE_DICT):
+        init_optim_state(fresh, skip_empty_param=True)
+        state = {"model": other.state_dict(), "optimizer": fresh.state_dict()}
+        load(state, checkpoint_id=path)
+        other.load_state_dict(state["model"])
+    fresh.load_state_dict(state["optimizer"])
+    return {"refused": refused}
 
 
 def by_full(tsm, model, optimizer, other, fresh, folder):

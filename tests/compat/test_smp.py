@@ -57,8 +57,12 @@ def test_checkpoints_wrappers_fine_tuning_and_pytorchs_own_fsdp(tmp_path):
         assert found["same with attention alone"]
         assert found["finalised"] == [0]
         assert found["hugging face"][0] > 0
+        assert found["norms of an own loss"][0] == pytest.approx(found["norms of an own loss"][1], rel=1e-4)
         assert found["whole states"]
         assert found["local"]
+        assert found["together"]
+        assert "is not the model's own tensor" in found["refused"][0]
+        assert "ranks write one checkpoint and give the folders" in found["refused"][1]
         assert found["full"]
         assert found["all"]
         assert found["file"]

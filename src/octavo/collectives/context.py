@@ -136,6 +136,15 @@ def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
+def averaged(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """x, with a gradient divided by the ranks of the group: gradients of a rank's mean, summed over them, are then means."""
+    if group is None or not x.requires_grad:
+        return x
+    view, ranks = x.view_as(x), dist.get_world_size(group)
+    view.register_hook(lambda grad: grad / ranks)
+    return view
+
+
 def _check_group(group: object) -> None:
     """Raise an InputError unless `group` is a process group of this rank."""
     outside = group is dist.GroupMember.NON_GROUP_MEMBER

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from octavo.collectives.context import ContextGroup, summed
+from octavo.collectives.context import ContextGroup, averaged, summed
 from octavo.errors import InputError
 from octavo.fp8 import checkpoints
 from octavo.fp8.linear import LinearGemms
@@ -168,7 +168,8 @@ class Decoder(PretrainedInterface):
             others: arguments of Hugging Face's that ask for nothing (`use_cache=False`).
 
         Returns:
-            `CausalLMOutput`: `.loss` float32 [] with labels (`.logits` is None then), else `.logits` [B, T, V].
+            `CausalLMOutput`: `.loss` float32 [] with labels (`.logits` is None then), else `.logits` [B, T, V]. Gradients of a
+            loss of your own, of logits or hidden states, are averaged over ranks with other samples.
 
         Raises:
             InputError: a shape or dtype does not fit, or another argument asks for something. On a CPU also an id or a label
@@ -195,14 +196,16 @@ class Decoder(PretrainedInterface):
         options = {"counted": self._counted(attention_mask, input_ids, padded)} if self.spec.experts else {}
         for layer in self.layers:
             if output_hidden_states:
-                states.append(self._whole(residual if delta is None else residual + delta, tokens))
+                state = residual if delta is None else residual + delta
+                states.append(averaged(self._whole(state, tokens), self.data_group))
             arguments = residual, delta, pattern, angles, is_first_microbatch
             residual, delta, *routing = self.run_block(layer, *arguments, **(options if layer.experts else {}))
             routings += routing
         hidden = self.norm(residual, delta)
-        output = CausalLMOutput(hidden_states=(*states, self._whole(hidden, tokens)) if output_hidden_states else None)
+        last = (averaged(self._whole(hidden, tokens), self.data_group),) if output_hidden_states else ()
+        output = CausalLMOutput(hidden_states=(*states, *last) or None)
         if labels is None:
-            output["logits"] = self._logits(hidden, tokens, logits_to_keep)
+            output["logits"] = averaged(self._logits(hidden, tokens, logits_to_keep), self.data_group)
         else:
             loss = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch, routings)
             output["loss"] = loss if same is None else loss.where(same, torch.nan)

@@ -120,6 +120,7 @@ def save(
 
     The last four arguments are SMP's, without effect.
     """
+    _check_folder(checkpoint_id, storage_writer, process_group)
     _write(_of_group(state_dict, process_group), checkpoint_id, storage_writer, planner, process_group)
 
 
@@ -142,6 +143,7 @@ def async_save(
 
     Over another group than a sharded model's, its replicas or all ranks it writes before it returns.
     """
+    _check_folder(checkpoint_id, storage_writer, process_group)
     there, group = _background_group(process_group)
     if not there:
         _write(_of_group(state_dict, process_group), checkpoint_id, storage_writer, planner, process_group)
@@ -234,16 +236,41 @@ def _write(
         state_dict_saver.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
 
 
+def _check_folder(checkpoint_id: Any, writer: Any, group: dist.ProcessGroup | None) -> None:
+    """Refuse several folders for what the ranks of a group write as one checkpoint. Collective."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    given: list[Any] = [None] * dist.get_world_size(group)
+    path = getattr(writer, "path", checkpoint_id)
+    dist.all_gather_object(given, None if path is None else str(path), group=group)
+    if len(set(given)) > 1:
+        folders = ", ".join(map(repr, sorted(set(given), key=str)))
+        raise InputError(
+            f"save: ranks write one checkpoint and give the folders {folders}: give one, or for a folder a rank process_group, "
+            "the ranks with the same shard."
+        )
+
+
 def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
-    """A state with this rank's rows in place of DTensors of ranks outside of the group."""
+    """A state with this rank's rows in place of DTensors of ranks outside of the group, and DTensors in place of other rows."""
     members = set(dist.get_process_group_ranks(group)) if group is not None else None
 
-    def rows(value: Any) -> Any:
-        if isinstance(value, DTensor) and members is not None and not _covers(members, value):
-            return local_shard(value).local
-        return value
+    def together(value: DTensor) -> bool:
+        return members is None or _covers(members, value)
 
-    return _mapped(rows, state)
+    def rows(value: Any) -> Any:
+        return local_shard(value).local if isinstance(value, DTensor) and not together(value) else value
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, ModelState):
+            value = value.sharded(together)
+        if isinstance(value, Mapping):
+            return {key: mapped(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple) and not isinstance(value, torch.Size) and not hasattr(value, "_fields"):
+            return type(value)(mapped(entry) for entry in value)
+        return rows(value)
+
+    return mapped(state)
 
 
 def _covers(members: set[int], value: DTensor) -> bool:
@@ -252,14 +279,6 @@ def _covers(members: set[int], value: DTensor) -> bool:
     shards = mesh.mesh if mesh.ndim == 1 else mesh.mesh.reshape(-1, mesh.size(-1))
     groups = [shards.tolist()] if mesh.ndim == 1 else shards.tolist()
     return any(members.issuperset(group) for group in groups)
-
-
-def _mapped(function: Any, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _mapped(function, entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size) and not hasattr(value, "_fields"):
-        return type(value)(_mapped(function, entry) for entry in value)
-    return function(value)
 
 
 def _loaded(old: Any, new: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -79,6 +79,27 @@ class ModelState(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         return OrderedDict, (), None, None, iter(self.items())  # a file is read without this class, and by weights_only
+
+    def sharded(self, among: Callable[[DTensor], bool]) -> dict[str, Any]:
+        """The entries, with DTensors in place of this rank's rows where other rows are `among` those of a checkpoint's ranks.
+
+        Raises:
+            InputError: these rows are no longer the model's.
+        """
+        model = self._model()
+        if model is None:
+            raise InputError("a local state dict is saved or loaded while its model is there: keep the model until then.")
+        tensors, found = tensors_of(model), dict(self)
+        for name, value in self.items():
+            tensor = tensors.get(name)
+            if isinstance(tensor, DTensor) and not isinstance(value, DTensor) and among(tensor):
+                if not isinstance(value, Tensor) or value.data_ptr() != local_shard(tensor).local.data_ptr():
+                    raise InputError(
+                        f"{name} of a local state dict is not the model's own tensor, and ranks that share a folder would "
+                        "write over each other's rows: save state_dict() as it is, or a SHARDED_STATE_DICT."
+                    )
+                found[name] = tensor.detach()
+        return found
 
     def loaded(self) -> None:
         """After its tensors were filled in place."""
