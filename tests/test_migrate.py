@@ -116,6 +116,19 @@ def test_each_line_of_a_script_is_told_and_nothing_of_it_runs(place, capsys):
     assert "own" not in text or "octavo.fp8_autocast" in text
 
 
+def test_an_except_excuses_what_its_own_try_does_not_find(place):
+    header = "try:\n    import transformer_engine.pytorch as te\nexcept ImportError:\n    te = None\n"
+    (place / "found.py").write_text(f"{header}import transformer_engine.pytorch.cpu_offload\nte.ops.Linear(8, 8)\n")
+    assert lines(read(place / "found.py"))[-1] == (
+        "To change first: transformer_engine.pytorch.cpu_offload (line 5), transformer_engine.pytorch.ops.Linear (line 6)."
+    )
+    (place / "lacking.py").write_text(
+        "try:\n    import transformer_engine.pytorch as te\n    import transformer_engine.pytorch.cpu_offload as co\n"
+        "except ImportError:\n    te = None\nif te:\n    te.ops.Linear(8, 8), co.Offload()\n"
+    )
+    assert "It runs unchanged: " in lines(read(place / "lacking.py"))[-2]
+
+
 def test_names_that_are_not_there_come_first_to_change(place, capsys):
     (place / "old.py").write_text(
         "import torch.sagemaker as tsm\nimport transformer_engine.pytorch as te\ntsm.frobnicate()\nx = te.cpp_thing\n"

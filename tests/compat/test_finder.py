@@ -1,6 +1,7 @@
 """Import finder: specs, pickling by name, refusals beside installed packages, a hidden sitecustomize, and taking it back."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import pickle
@@ -16,6 +17,20 @@ from octavo.compat import finder
 from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
 from octavo.errors import InputError
+
+
+def test_installed_packages_have_transformer_engine_while_its_names_are_there():
+    for name in ("transformer_engine", "Transformer-Engine"):
+        with pytest.raises(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(name)
+        finder.install(TE)
+        try:
+            assert importlib.metadata.version(name) == importlib.import_module("transformer_engine").__version__
+            assert "transformer_engine" in {found.metadata["Name"] for found in importlib.metadata.distributions()}
+            with pytest.raises(importlib.metadata.PackageNotFoundError):
+                importlib.metadata.version("transformer_engine_none")
+        finally:
+            finder.uninstall(TE)
 
 
 @pytest.mark.parametrize("shim", [TE, SMP], ids=["te", "smp"])

@@ -180,7 +180,10 @@ def test_recipes_compare_and_print_as_there(te):
     assert not coerce(recipe).native
     assert coerce(recipe).fast_accumulation is False
     assert Format.HYBRID.value.max_bwd == 57344
-    with pytest.raises(InputError, match="MXFP8BlockScaling"), te.autocast(recipe=MXFP8BlockScaling()):
+    with (
+        pytest.raises(InputError, match=r"MXFP8BlockScaling is of Blackwell's units.* Use Float8BlockScaling"),
+        te.autocast(recipe=MXFP8BlockScaling()),
+    ):
         pass
     with pytest.raises(InputError, match="fp8_dpa"), te.autocast(recipe=DelayedScaling(fp8_dpa=True)):
         pass

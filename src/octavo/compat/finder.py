@@ -11,10 +11,12 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +41,7 @@ class Shim:
         absent: other packages of the library, of which nothing is here; `ways` has the way for each.
         begin: a module whose `apply` runs when the root is imported, and returns the function that undoes it.
         before: modules that the root imports, so that they are its attributes.
+        version: a module with the `__version__` of the installed package that it stands for; None for a part of another.
     """
 
     root: str
@@ -48,6 +51,7 @@ class Shim:
     absent: Sequence[str] = ()
     begin: str | None = None
     before: Sequence[str] = ()
+    version: str | None = None
 
     def real(self) -> str | None:
         """Where the real package is installed; None if it is not."""
@@ -74,6 +78,24 @@ class Shim:
             )
 
 
+class _Metadata(Distribution):
+    """What `importlib.metadata` says of a shim, by which libraries ask for a package."""
+
+    def __init__(self, shim: Shim) -> None:
+        self._shim = shim
+
+    def read_text(self, filename: str) -> str | None:
+        """The metadata; there are no other files."""
+        if filename != "METADATA" or self._shim.version is None:
+            return None
+        version = importlib.import_module(self._shim.version).__version__
+        return f"Metadata-Version: 2.1\nName: {self._shim.root}\nVersion: {version}\n"
+
+    def locate_file(self, path: Any) -> Any:
+        """A file of the package, of which there are none."""
+        return Path(path)
+
+
 class Finder(MetaPathFinder):
     """Finds the modules of one shim."""
 
@@ -96,6 +118,13 @@ class Finder(MetaPathFinder):
         known = [name.rpartition(".")[2] for name in self.shim.modules] + self._names(fullname.rpartition(".")[0])
         # The name of the root: `from module import name` goes on to its own message if it is the missing name.
         raise MissingModule(way_of(fullname, self.shim.ways, known), self.shim.root)
+
+    def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
+        """The package that the shim stands for, if it is asked for."""
+        asked = None if context is None else context.name
+        if self.shim.version is None or (asked or self.shim.root).lower().replace("-", "_") != self.shim.root:
+            return ()
+        return (_Metadata(self.shim),)
 
     def _names(self, module: str) -> list[str]:
         return [name for names in self.shim.modules.get(module, {}).values() for name in names.split()]

@@ -355,6 +355,14 @@ def find(dotted: str) -> Name | None:
     return _absent(dotted, shim.ways, names)
 
 
+def is_below_absent(dotted: str) -> bool:
+    """True for a name of a module that the compatibility layer does not have, and says so."""
+    shim = next((shim for root, shim in _ROOTS.items() if dotted.startswith(f"{root}.")), None)
+    return shim is not None and any(
+        name in shim.ways and name not in shim.modules and name.rpartition(".")[2].islower() for name in _around(dotted)
+    )
+
+
 def names_of(module: str) -> list[str]:
     """The names that Octavo has of a module of the table."""
     shim = next((shim for root, shim in _ROOTS.items() if module == root or module.startswith(f"{root}.")), None)

@@ -83,6 +83,13 @@ def _end(script: Script) -> list[str]:
         return ["Its estimator is Octavo's already."]
     runs = "As far as it is read, it runs unchanged" if script.notes else "It runs unchanged"
     jobs = bool(script.estimators) and all(use.library == "SageMaker SDK" for use in script.uses)
+    return [
+        "Names are read here; values of arguments that Octavo cannot honour are refused in the run.",
+        *_way(script, runs, jobs),
+    ]
+
+
+def _way(script: Script, runs: str, jobs: bool) -> list[str]:
     if script.path.suffix == ".ipynb":
         install = "import octavo.compat.smp, octavo.compat.te; octavo.compat.te.install(); octavo.compat.smp.install()"
         return [f"{runs}, with this in its first cell: {'from octavo.launch import PyTorch' if jobs else install}"]

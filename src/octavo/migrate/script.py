@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError
-from octavo.migrate.names import LIBRARIES, METHODS, NAMES, Name, find, library_of, names_of
+from octavo.migrate.names import LIBRARIES, METHODS, NAMES, Name, find, is_below_absent, library_of, names_of
 from octavo.migrate.values import UNKNOWN, Values, entries
 
 _CUDA = ("torch.cuda.",)
@@ -312,15 +312,31 @@ class _Reader:
 
 
 def _spared_imports(tree: ast.AST) -> set[int]:
-    """Imports (`id`) in a `try` whose `except` goes on without them."""
+    """Imports (`id`) in a `try` of which one is not there, and whose `except` goes on without them."""
     found: set[int] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Try):
             continue
         caught = [name for handler in node.handlers if not _ends(handler) for name in _caught(handler)]
         if {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"} & set(caught):
-            found.update(id(each) for statement in node.body for each in ast.walk(statement))
+            inside = [each for statement in node.body for each in ast.walk(statement)]
+            imports = [each for each in inside if isinstance(each, ast.Import | ast.ImportFrom)]
+            if any(_is_absent(name) for each in imports for name in _imported(each)):
+                found.update(map(id, imports))
     return found
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """Dotted names that an import asks for; none of a relative one."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [] if node.level else [f"{node.module}.{alias.name}" for alias in node.names if alias.name != "*"]
+
+
+def _is_absent(dotted: str) -> bool:
+    """True for a name of a known library that the compatibility layer does not have."""
+    row = find(canonical(dotted))
+    return library_of(dotted) is not None and (row is None or row.status == "absent")
 
 
 def _caught(handler: ast.ExceptHandler) -> list[str]:
@@ -344,7 +360,7 @@ def _ends(handler: ast.ExceptHandler) -> bool:
 
 def canonical(dotted: str) -> str:
     """The name of the table for a name that a library has in several modules, such as the private ones."""
-    if dotted in NAMES:
+    if dotted in NAMES or is_below_absent(dotted):
         return dotted
     last = dotted.rpartition(".")[2]
     if library_of(dotted) is None:

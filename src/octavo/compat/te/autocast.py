@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from octavo.compat.notices import say_once
-from octavo.compat.te.recipes import DelayedScaling, Recipe
+from octavo.compat.te.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from octavo.errors import InputError
 from octavo.fp8 import autocast as fp8
 from octavo.fp8.recipe import coerce
@@ -35,6 +35,11 @@ def autocast(
         raise InputError(
             "autocast(enabled=False, calibrating=True): amaxes are measured by casts to FP8 here. Use enabled=True, or leave "
             "calibrating out."
+        )
+    if enabled and isinstance(recipe, MXFP8BlockScaling | NVFP4BlockScaling):
+        raise InputError(
+            f"{type(recipe).__name__} is of Blackwell's units, which Octavo does not use. Use Float8BlockScaling or "
+            "Float8CurrentScaling."
         )
     chosen = coerce(DelayedScaling() if recipe is None else recipe) if enabled else None
     with fp8.fp8_autocast(bool(enabled), chosen, amax_reduction_group):

@@ -78,7 +78,7 @@ WAYS = {
 
 SHIM = Shim(
     "transformer_engine", "Transformer Engine", MODULES, WAYS, absent=("transformer_engine_torch",),
-    before=("transformer_engine.pytorch",),
+    before=("transformer_engine.pytorch",), version="octavo.compat.te.version",
 )  # fmt: skip
 
 
