@@ -137,7 +137,7 @@ def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def averaged(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """x, with a gradient divided by the ranks of the group: gradients of a rank's mean, summed over them, are then means."""
+    """x, for a loss of the caller's: its gradient is divided by the ranks, and a sum over them is that of the mean loss."""
     if group is None or not x.requires_grad:
         return x
     view, ranks = x.view_as(x), dist.get_world_size(group)
