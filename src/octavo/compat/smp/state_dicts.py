@@ -147,7 +147,8 @@ def model_state(model: nn.Module, settings: Settings) -> dict[str, Any]:
     if settings.kind is StateDictType.SHARDED_STATE_DICT:
         state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
     else:
-        state = {name: local_shard(tensor).local for name, tensor in tensors.items()}
+        # Detached from hooks of FSDP2 that some versions of PyTorch keep on the rows, which torch.save would pickle.
+        state = {name: local_shard(tensor).local.detach() for name, tensor in tensors.items()}
     if getattr(settings.model, "offload_to_cpu", False) and settings.kind is StateDictType.SHARDED_STATE_DICT:
         state = {name: tensor.cpu() for name, tensor in state.items()}
     return ModelState(model, {**state, FP8: encode(model).numpy().tobytes()})
