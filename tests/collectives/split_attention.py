@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import time
 import weakref
 from unittest import mock
 
@@ -143,8 +144,14 @@ def kept_at_the_exchange():
         results.append(gathered.untyped_storage()._weak_ref())
         return work, gathered
 
+    def is_there(result):
+        return torch.UntypedStorage._new_with_weak_ptr(result) is not None
+
     def noted(*args):
-        kept.append(torch.UntypedStorage._new_with_weak_ptr(results[-1]) is not None)
+        end = time.monotonic() + 2
+        while is_there(results[-1]) and time.monotonic() < end:  # gloo's thread may let go of it a moment later
+            time.sleep(0.01)
+        kept.append(is_there(results[-1]))
         return exchange(*args)
 
     inside, before = (mock.patch.object(module, "start_gather", noted_gather) for module in (causal, attention))
