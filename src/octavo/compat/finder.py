@@ -79,7 +79,7 @@ class Shim:
 
 
 class _Metadata(Distribution):
-    """What `importlib.metadata` says of a shim, by which libraries ask for a package."""
+    """Distribution metadata of a shim, by which libraries ask for a package."""
 
     def __init__(self, shim: Shim) -> None:
         self._shim = shim

@@ -1,4 +1,4 @@
-"""What autograd functions share whose backward runs kernels: a guard, and a notice where an attention's backward begins."""
+"""Helpers of autograd functions whose backward runs kernels: a guard, and a notice where an attention's backward begins."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def calls_of(trace: Any) -> list[Call]:
 
 
 def cut(calls: Sequence[Call], first: float, last: float) -> list[Call]:
-    """What runs between two times, in milliseconds from the first.
+    """Calls between two times, in milliseconds from the first.
 
     Raises:
         InputError: nothing runs there.
