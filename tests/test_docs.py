@@ -249,6 +249,8 @@ def test_figures_with_flash_attention_on_the_readme_are_in_benchmarks():
         ("one-gpu-flash-fp8-head-neox-20b-layers", "neox-20b-layers"),
         ("context-llama-8b-16k", "llama-8b-16k"),
         ("sharded-llama-8b-8k-two", "llama-8b-8k"),
+        ("context-llama-8b-16k-cp2", "llama-8b-16k-cp2"),
+        ("context-llama-8b-128k-cp2", "llama-8b-128k-cp2"),
     ):
         assert f" | {pair(name, workload)} |" in readme
 
@@ -269,10 +271,13 @@ def test_figures_of_two_gpus_and_long_sequences_are_in_benchmarks():
         (line,) = [line for line in page.splitlines() if line.startswith(f"| `context_parallel_degree = {degree}`, ")]
         figures = f"{row['tokens_per_second']:,.0f} | {row['step_ms']:,.0f} | {row['exposed_communication_ms']:.1f}"
         assert line.endswith(f"| {figures} | {row['peak_gib']:.1f} |")
-    before, _, peer = rows_of("context-llama-8b-16k-cp2")
-    said = " ".join(page.split())
-    assert f"trained {before['tokens_per_second']:,.0f} tokens/s a GPU" in said
-    assert f"trained {peer['tokens_per_second']:,.0f}: {ratio_of(before, peer)} times as fast" in said
+    for name in ("context-llama-8b-16k-cp2", "context-llama-8b-128k-cp2"):
+        ours, peer = rows_of(name)
+        (line,) = [line for line in page.splitlines() if f"{name}.json" in line]
+        figures = [f"{row['tokens_per_second']:,.0f} | {row['peak_gib']:.1f}" for row in (ours, peer)]
+        assert line.endswith(f"| {' | '.join(figures)} | {ratio_of(ours, peer)} |")
+    (shown,) = (row for row in rows_of("context-llama-8b-16k-cp2") if "exposed_communication_ms" in row)
+    assert f"of the {shown['exposed_communication_ms']:.1f} ms of a step that nothing hides" in " ".join(page.split())
 
 
 def test_figures_of_recomputation_and_offloading_are_in_benchmarks():
@@ -416,6 +421,14 @@ def test_replicas_of_vision_transformers_are_in_benchmarks():
 
 def test_gains_of_vision_transformers_are_in_benchmarks():
     text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8").replace("\n", " ")
+    grouped, *singles = rows_of("vision-vit-huge-patch16-groups-two")
+    slow, fast = sorted(row["images_per_second"] for row in singles)
+    rate = grouped["images_per_second"]
+    assert f"train {rate:.0f} images/s each, where one alone trains {slow:.0f} and the other {fast:.0f}" in text
+    assert f"{100 * (1 - 2 * rate / (slow + fast)):.1f}% less than their mean" in text
+    assert f"{100 * (1 - rate / slow):.1f}% less than the slower one, for which the other waits. " in text
+    hidden = f"{grouped['exposed_communication_ms']:.1f} of {grouped['step_ms']:.1f} ms is communication that nothing hides"
+    assert hidden in text
     two, one, _, peer = rows_of("vision-vit-huge-patch16-two")
     both, alone, theirs = (row["images_per_second"] for row in (two, one, peer))
     assert (

@@ -109,6 +109,7 @@ def measured_on_two():
     for name in (
         "context-llama-8b-16k",
         "context-llama-8b-16k-cp2",
+        "context-llama-8b-128k-cp2",
         "sharded-llama-8b-8layers-1",
         "sharded-llama-8b-8layers-2",
         "sharded-llama-8b-8layers-h100-1",
@@ -117,7 +118,14 @@ def measured_on_two():
         for row in rows(name):
             if row["entry"].startswith("octavo-"):
                 case, gpus = ALL_CASES[row["workload"]], row["gpus"]
-                options = {"head": "backward", "history": 1024, "world": gpus, "shard": gpus, "context": case.context}
+                options = {
+                    "head": "backward",
+                    "history": 1024,
+                    "world": gpus,
+                    "shard": gpus,
+                    "context": case.context,
+                    "recompute": case.recompute,
+                }
                 yield (
                     f"{name} {row['workload']}",
                     setup_of(case.spec, case.batch, case.sequence_length, "delayed", **options),
