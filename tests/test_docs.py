@@ -236,15 +236,13 @@ def test_figures_of_other_families_are_in_benchmarks():
 def test_figures_with_flash_attention_on_the_readme_are_in_benchmarks():
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "")
 
-    def pair(name, workload):
-        ours, theirs = (row for row in rows_of(name) if row["workload"] == workload)
+    def pair(name, workload, without=()):
+        ours, theirs = (row for row in rows_of(name) if row["workload"] == workload and row["entry"] not in without)
         return f"{ours['tokens_per_second']:,.0f} | {theirs['tokens_per_second']:,.0f} | {ratio_of(ours, theirs)}"
 
     for name, workload in (
-        ("one-gpu-flash-attention", "llama-1b"),
         ("one-gpu-flash-attention", "llama-8b-8layers"),
         ("one-gpu-flash-llama2-7b-8layers", "llama2-7b-8layers"),
-        ("one-gpu-flash-fp8-head-llama-1b", "llama-1b"),
         ("one-gpu-flash-fp8-head-llama-8b-8layers", "llama-8b-8layers"),
         ("one-gpu-flash-fp8-head-neox-20b-layers", "neox-20b-layers"),
         ("context-llama-8b-16k", "llama-8b-16k"),
@@ -253,6 +251,9 @@ def test_figures_with_flash_attention_on_the_readme_are_in_benchmarks():
         ("context-llama-8b-128k-cp2", "llama-8b-128k-cp2"),
     ):
         assert f" | {pair(name, workload)} |" in readme
+    heads = ("octavo-delayed-fast-fp8-head", "te-delayed-fp8-head")
+    pairs = (pair("one-gpu-flash-llama-1b", "llama-1b", without=left) for left in (heads, ("octavo-default", "te-delayed")))
+    assert f"| {' | '.join(pairs)} |" in readme
 
 
 def test_figures_of_two_gpus_and_long_sequences_are_in_benchmarks():
@@ -278,6 +279,23 @@ def test_figures_of_two_gpus_and_long_sequences_are_in_benchmarks():
         assert line.endswith(f"| {' | '.join(figures)} | {ratio_of(ours, peer)} |")
     (shown,) = (row for row in rows_of("context-llama-8b-16k-cp2") if "exposed_communication_ms" in row)
     assert f"of the {shown['exposed_communication_ms']:.1f} ms of a step that nothing hides" in " ".join(page.split())
+
+
+def test_figures_of_eight_layers_on_two_gpus_are_in_benchmarks():
+    (one,), (two,) = (rows_of(f"sharded-llama-8b-8layers-{gpus}") for gpus in (1, 2))
+    text = " ".join(results_page().split())
+    rates = [row["tokens_per_second"] for row in (one, two)]
+    assert f"train at {rates[0]:,.0f} tokens/s on one of them, and at {rates[1]:,.0f} a GPU on both" in text
+    assert (
+        f"{100 * (1 - rates[1] / rates[0]):.1f}% less. {two['exposed_communication_ms']:.1f} of {two['step_ms']:.1f} ms" in text
+    )
+    products = [f"{row['kernel_ms']['fp8 products']:.1f}" for row in (two, one)]
+    assert f"FP8 products take {products[0]} rather than {products[1]}" in text
+    page = (ROOT / "docs" / "context-parallelism.md").read_text(encoding="utf-8")
+    for row in rows_of("context-llama-8b-32k-cp2"):
+        samples = 2 * row["tokens_per_second"] / 32_768
+        figures = f"{row['tokens_per_second']:,.0f} | {samples:.3f} | {row['tflops']:.0f} | {row['peak_gib']:.1f}"
+        assert f"| {figures} |" in page
 
 
 def test_figures_of_recomputation_and_offloading_are_in_benchmarks():

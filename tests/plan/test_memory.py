@@ -110,6 +110,7 @@ def measured_on_two():
         "context-llama-8b-16k",
         "context-llama-8b-16k-cp2",
         "context-llama-8b-128k-cp2",
+        "context-llama-8b-32k-cp2",
         "sharded-llama-8b-8layers-1",
         "sharded-llama-8b-8layers-2",
         "sharded-llama-8b-8layers-h100-1",
@@ -118,6 +119,7 @@ def measured_on_two():
         for row in rows(name):
             if row["entry"].startswith("octavo-"):
                 case, gpus = ALL_CASES[row["workload"]], row["gpus"]
+                recipe = None if row["entry"] == "octavo-bf16" else "delayed"
                 options = {
                     "head": "backward",
                     "history": 1024,
@@ -127,15 +129,15 @@ def measured_on_two():
                     "recompute": case.recompute,
                 }
                 yield (
-                    f"{name} {row['workload']}",
-                    setup_of(case.spec, case.batch, case.sequence_length, "delayed", **options),
+                    f"{name} {row['workload']} {row['entry']}",
+                    setup_of(case.spec, case.batch, case.sequence_length, recipe, **options),
                     row["peak_gib"],
                 )
 
 
 def test_measured_peaks_on_two_gpus():
     found = {name: (estimate(setup).total / GIB, gib) for name, setup, gib in measured_on_two()}
-    assert len(found) == 8
+    assert len(found) == 10
     for name, (estimated, gib) in found.items():
         assert estimated == pytest.approx(gib, rel=0.04), name
 
