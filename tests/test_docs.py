@@ -292,6 +292,8 @@ def test_figures_of_eight_layers_on_two_gpus_are_in_benchmarks():
     products = [f"{row['kernel_ms']['fp8 products']:.1f}" for row in (two, one)]
     assert f"FP8 products take {products[0]} rather than {products[1]}" in text
     page = (ROOT / "docs" / "context-parallelism.md").read_text(encoding="utf-8")
+    (row,) = rows_of("context-llama-8b-256k-cp2")
+    assert f"train at {row['tokens_per_second']:,.0f} tokens/s a GPU and {row['peak_gib']:.1f} GiB" in page
     for row in rows_of("context-llama-8b-32k-cp2"):
         samples = 2 * row["tokens_per_second"] / 32_768
         figures = f"{row['tokens_per_second']:,.0f} | {samples:.3f} | {row['tflops']:.0f} | {row['peak_gib']:.1f}"
@@ -439,6 +441,11 @@ def test_replicas_of_vision_transformers_are_in_benchmarks():
 
 def test_gains_of_vision_transformers_are_in_benchmarks():
     text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8").replace("\n", " ")
+    grouped, *singles = rows_of("vision-vit-huge-patch16-groups-two-again")
+    slow, fast = sorted(row["images_per_second"] for row in singles)
+    rate = grouped["images_per_second"]
+    less = f"{100 * (1 - 2 * rate / (slow + fast)):.1f}% and {100 * (1 - rate / slow):.1f}%"
+    assert f"it is {rate:.0f} of {slow:.0f} and {fast:.0f}: {less}." in text
     grouped, *singles = rows_of("vision-vit-huge-patch16-groups-two")
     slow, fast = sorted(row["images_per_second"] for row in singles)
     rate = grouped["images_per_second"]
