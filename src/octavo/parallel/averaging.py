@@ -47,7 +47,7 @@ class Average:
         on_gpus = {device.type for device in self._devices} == {"cuda"}
         self.recordable = on_gpus and _backends(group).get("cuda") == "nccl"
         self._buckets: list[Tensor] = []
-        self._views: dict[Tensor, Tensor] = {}
+        self._in_bucket: list[dict[Tensor, Tensor]] = []  # the parameters of each, with their parts of it
         # In the order of a backward, which is that of the forward reversed and, nearly always, that of the parameters.
         self._large = [p for p in reversed(self._parameters) if p.nbytes >= LARGE_BYTES and p.is_contiguous()]
         large = set(self._large)
@@ -83,10 +83,12 @@ class Average:
         self._fill(buckets[-1], first.new_zeros(end))
 
     def _fill(self, parts: list[tuple[Tensor, int]], bucket: Tensor) -> None:
-        self._buckets.append(bucket)
+        views = {}
         for parameter, start in parts:
             strides = torch.empty_like(parameter, device="meta").stride()  # the parameter's, or contiguous where it overlaps
-            self._views[parameter] = bucket.as_strided(parameter.shape, strides, start)
+            views[parameter] = bucket.as_strided(parameter.shape, strides, start)
+        self._buckets.append(bucket)
+        self._in_bucket.append(views)
 
     def _group_ends(self, attentions: Collection[int]) -> frozenset[int]:
         """Numbers of large gradients after which a group ends. attentions: numbers that were complete where one began."""
@@ -195,10 +197,10 @@ class Average:
             )
         while self._next < len(self._large):
             self._add_next()
-        for parameter, view in self._views.items():
-            assert parameter.grad is not None
-            view.copy_(parameter.grad)
-            parameter.grad = view
+        for views in self._in_bucket:
+            torch._foreach_copy_(list(views.values()), [p.grad for p in views if p.grad is not None])  # all, by the check above
+            for parameter, view in views.items():
+                parameter.grad = view
         for bucket in self._buckets:
             self._sum([bucket])
         for work in self._works:

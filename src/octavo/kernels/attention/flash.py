@@ -8,12 +8,13 @@ Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head d
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import itertools
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,14 @@ def _interface() -> Any:
         warn(f"flash-attn-4 {VERSION} cannot be imported, so attention takes cuDNN's kernels: {error!r}")
         return None
     warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)  # by its compiler, for each kernel
+    interface._tile_size_bwd_sm90 = functools.partial(_backward_tiles, interface._tile_size_bwd_sm90)
     return interface
+
+
+def _backward_tiles(chosen: Callable[..., Any], head_dim: int, *rest: Any, **options: Any) -> Any:
+    """The package's tiles of a backward, which takes 2 to 3% less time with heads of 64 (H200) if d_out is loaded in one stage."""
+    tiles = chosen(head_dim, *rest, **options)
+    return dataclasses.replace(tiles, num_stages_dO=1) if head_dim <= 64 else tiles
 
 
 def serves(capability: tuple[int, int] | None, head_dim: int) -> bool:
