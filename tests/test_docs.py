@@ -241,9 +241,7 @@ def test_figures_with_flash_attention_on_the_readme_are_in_benchmarks():
         return f"{ours['tokens_per_second']:,.0f} | {theirs['tokens_per_second']:,.0f} | {ratio_of(ours, theirs)}"
 
     for name, workload in (
-        ("one-gpu-flash-attention", "llama-8b-8layers"),
         ("one-gpu-flash-llama2-7b-8layers", "llama2-7b-8layers"),
-        ("one-gpu-flash-fp8-head-llama-8b-8layers", "llama-8b-8layers"),
         ("one-gpu-flash-fp8-head-neox-20b-layers", "neox-20b-layers"),
         ("context-llama-8b-16k", "llama-8b-16k"),
         ("sharded-llama-8b-8k-two", "llama-8b-8k"),
@@ -252,8 +250,10 @@ def test_figures_with_flash_attention_on_the_readme_are_in_benchmarks():
     ):
         assert f" | {pair(name, workload)} |" in readme
     heads = ("octavo-delayed-fast-fp8-head", "te-delayed-fp8-head")
-    pairs = (pair("one-gpu-flash-llama-1b", "llama-1b", without=left) for left in (heads, ("octavo-default", "te-delayed")))
-    assert f"| {' | '.join(pairs)} |" in readme
+    for workload in ("llama-1b", "llama-8b-8layers"):
+        entries = (heads, ("octavo-default", "te-delayed"))
+        pairs = (pair(f"one-gpu-flash-{workload}", workload, without=others) for others in entries)
+        assert f"| {' | '.join(pairs)} |" in readme
 
 
 def test_figures_of_two_gpus_and_long_sequences_are_in_benchmarks():
@@ -282,8 +282,12 @@ def test_figures_of_two_gpus_and_long_sequences_are_in_benchmarks():
 
 
 def test_figures_of_eight_layers_on_two_gpus_are_in_benchmarks():
-    (one,), (two,) = (rows_of(f"sharded-llama-8b-8layers-{gpus}") for gpus in (1, 2))
     text = " ".join(results_page().split())
+    (one,), (two,) = (rows_of(f"sharded-llama-8b-8layers-{gpus}-again") for gpus in (1, 2))
+    rates = [row["tokens_per_second"] for row in (two, one)]
+    assert "{:,.0f} of {:,.0f} are left, {:.1f}% less".format(*rates, 100 * (1 - rates[0] / rates[1])) in text
+    assert f"with {two['exposed_communication_ms']:.1f} ms in the open" in text
+    (one,), (two,) = (rows_of(f"sharded-llama-8b-8layers-{gpus}") for gpus in (1, 2))
     rates = [row["tokens_per_second"] for row in (one, two)]
     assert f"train at {rates[0]:,.0f} tokens/s on one of them, and at {rates[1]:,.0f} a GPU on both" in text
     assert (
@@ -295,6 +299,9 @@ def test_figures_of_eight_layers_on_two_gpus_are_in_benchmarks():
 
 def test_figures_of_long_sequences_that_two_gpus_share_are_in_benchmarks():
     page = (ROOT / "docs" / "context-parallelism.md").read_text(encoding="utf-8")
+    shared, alone = (row["tokens_per_second"] for row in rows_of("context-llama-8b-8k"))
+    assert f"{alone:,.0f} tokens/s a GPU and degree 2 at {shared:,.0f}, {100 * (1 - shared / alone):.1f}% less" in page
+    assert all("OutOfMemoryError" in row["error"] for row in rows_of("context-llama-8b-32k"))
     (row,) = rows_of("context-llama-8b-256k-cp2")
     assert f"train at {row['tokens_per_second']:,.0f} tokens/s a GPU and {row['peak_gib']:.1f} GiB" in page
     for row in rows_of("context-llama-8b-32k-cp2"):
@@ -445,7 +452,7 @@ def test_replicas_of_vision_transformers_are_in_benchmarks():
 def test_gains_of_vision_transformers_are_in_benchmarks():
     text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8").replace("\n", " ")
     said = (
-        ("-again", "it is {:.0f} of {:.0f} and {:.0f}: {:.1f}% and {:.1f}%."),
+        *((name, "it is {:.0f} of {:.0f} and {:.0f}: {:.1f}% and {:.1f}%.") for name in ("-again", "-third", "-copies")),
         (
             "",
             "train {:.0f} images/s each, where one alone trains {:.0f} and the other {:.0f}",

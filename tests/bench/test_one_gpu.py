@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import statistics
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from octavo.bench.cases import CASES, Case
 from octavo.bench.chosen import experts_of
-from octavo.bench.measure import Measurement, Target, all_fit
+from octavo.bench.measure import Measurement, RunningEntry, Target, all_fit
 from octavo.bench.peers import ENTRIES, build_octavo, build_plain
 from octavo.bench.plain import FAMILIES, PlainDecoder, places
 from octavo.bench.results import best_peer, commit, document, render, row, write
@@ -173,6 +174,8 @@ def test_a_run_on_a_cpu_is_measured_written_and_rendered(tmp_path):
     assert own["interleaved"] == figures["interleaved"] is True
     assert (figures["workload"], figures["entry"], figures["head"], figures["steps"]) == ("tiny", "torch-bf16", "bf16", 4)
     assert figures["tokens_per_second"] == pytest.approx(64 / (figures["step_ms"] / 1e3))
+    assert len(figures["each_step_ms"]) == 4
+    assert figures["step_ms"] == pytest.approx(statistics.median(figures["each_step_ms"]))
     assert (figures["mfu"], figures["peak_gib"]) == (None, None)
     # One step to warm up, four timed: the losses of the same model in this process.
     trainer, batches = build_plain(CASES["tiny"], CPU, False), labelled_batches(CASES["tiny"], CPU)
@@ -217,6 +220,20 @@ def test_a_broken_peer_is_a_row_with_its_error(tmp_path, monkeypatch, source):
     assert json.loads(output.read_text()) == results
     assert error in rendered(results)
     assert "failed" in rendered(results)
+
+
+def test_an_entry_alone_takes_its_steps_at_once(tmp_path, monkeypatch, forked_workers):
+    turns = []
+    turn = RunningEntry.turn
+    monkeypatch.setattr(RunningEntry, "turn", lambda entry, steps: turns.append(steps) or turn(entry, steps))
+    said = []
+    (row,) = run_suite(
+        "one-gpu", cases=["tiny"], entries=["torch-bf16"], steps=3, warmup=1,
+        output=tmp_path, device="cpu", command="octavo bench one-gpu", say=said.append,
+    )["rows"]  # fmt: skip
+    assert [steps for steps in turns if steps] == [3]
+    assert (row["steps"], row["interleaved"]) == (3, False)
+    assert not any("turns" in line for line in said)
 
 
 def test_what_ends_a_suite_loses_no_finished_entry(tmp_path, monkeypatch, forked_workers):

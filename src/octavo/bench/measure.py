@@ -164,7 +164,7 @@ def measure_case(
         return None if traces is None else traces / trace_name(case.name, entry.name)
 
     running: list[RunningEntry] = []
-    keep: bool | None = None
+    keep = None if len(entries) > 1 else False  # one alone takes all steps at once
     with contextlib.ExitStack() as processes:
         for entry in entries:
             say(f"{case.name}: {entry.name}")

@@ -106,6 +106,7 @@ def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
         case.rate: rate,
         **({"images_per_second_total": rate * target.ranks} if isinstance(case, VisionCase) else {}),
         "step_ms": measured.step_seconds * 1e3,
+        "each_step_ms": [seconds * 1e3 for seconds in measured.seconds],
         "tflops": flops.total * rate / 1e12,
         "mfu": mfu({precision: work * rate for precision, work in split.items()}, target.device.gpu),
         "peak_gib": measured.peak_gib,
