@@ -31,6 +31,9 @@ NAMES = {
     "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16>": "attention",
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>": "attention",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<bfloat16>>": "optimizer",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float, float, 2>>": (
+        "copies and elementwise"
+    ),
     "void transformer_engine::detail::cast_transpose_optimized_kernel<__nv_bfloat16, __nv_fp8_e4m3>": "casts",
     "void transformer_engine::transpose_kernel<8, 8, __nv_fp8_e4m3>": "casts",
     "void transformer_engine::gated_act_kernel<float, silu, __nv_bfloat16, __nv_fp8_e4m3>": "activation",

@@ -14,6 +14,7 @@ from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate, shard
+from octavo.parallel.fsdp2 import direct_reduce
 
 pytestmark = ranks.alone
 
@@ -104,18 +105,19 @@ def test_ranks_that_have_accumulated_nothing_reduce_as_the_others():
             assert (gradient - wanted).norm() < 0.02 * wanted.norm()
 
 
-def after_an_error():
+def after_an_error(direct):
     """Gradients and exchanges of a step, and those of a step behind one whose reduction had no memory."""
+    module, name = (direct_reduce, "add_up") if direct else (_fsdp_collectives, "foreach_reduce_scatter_copy_in")
     world.init({})
-    model = build(torch.bfloat16, None, sizes={"num_hidden_layers": 1})
+    model = build(torch.bfloat16, None, sizes={"num_hidden_layers": 1, "vocab_size": 18 if direct else 17})
     ids = torch.randint(0, 17, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
-    copy_in, found = _fsdp_collectives.foreach_reduce_scatter_copy_in, []
+    works, found = getattr(module, name), []
 
     def fail(*_):
         raise torch.OutOfMemoryError
 
     for fails in (False, True, False):
-        _fsdp_collectives.foreach_reduce_scatter_copy_in = fail if fails else copy_in
+        setattr(module, name, fail if fails else works)
         model.zero_grad()
         with exchanged() as travelled, contextlib.suppress(torch.OutOfMemoryError):
             model(input_ids=ids, labels=ids, num_items_in_batch=100).loss.backward()
@@ -124,8 +126,9 @@ def after_an_error():
     return found
 
 
-def test_a_reduction_that_failed_does_not_change_the_next():
-    for (first, sent), (second, sent_then) in ranks.run(2, after_an_error):
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_reduction_that_failed_does_not_change_the_next(direct):
+    for (first, sent), (second, sent_then) in ranks.run(2, after_an_error, direct):
         assert all(map(torch.equal, first, second))
         assert sent == sent_then
         assert set(sent) == {torch.bfloat16}

@@ -25,7 +25,7 @@ from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
-from octavo.parallel.fsdp2 import bf16_reduce, copy_engine, single_rank
+from octavo.parallel.fsdp2 import bf16_reduce, copy_engine, direct_reduce, single_rank
 from octavo.parallel.fsdp2.fp8_gather import gather_in_fp8
 from octavo.parallel.sharding import Sharding
 from octavo.parallel.world import on_one_host
@@ -143,9 +143,11 @@ def _spare_copies(model: nn.Module, units: Sequence[Unit], how: Sharding, *, who
     """Reduce gradients without what FSDP2 copies for nothing; whole: a rank shares its experts with no other."""
     experts = [_fsdp(part) for unit in units for part in unit[:-1]] if whole else []
     single_rank.use(experts)
+    apart = [*experts, *(_fsdp(unit[-1]) for unit in units if copy_engine.is_asked())]
+    rest = [module for module in sharded_modules(model) if module not in apart]
     if how.reduce_dtype == torch.float32 and on_one_host():
-        apart = [*experts, *(_fsdp(unit[-1]) for unit in units if copy_engine.is_asked())]
-        bf16_reduce.use([module for module in sharded_modules(model) if module not in apart])
+        bf16_reduce.use(rest)
+    direct_reduce.use(rest, how.reduce_dtype, one_host=on_one_host())
 
 
 def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Unit]) -> None:

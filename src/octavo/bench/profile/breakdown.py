@@ -37,6 +37,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     # cuBLAS writes a letter for each type: q and r are the two FP8 formats, t is bfloat16, h float16, s float32.
     ("fp8 products", rf"nvjet_(sm\d+_)?[a-z]*[qr][a-z]*_|({_PRODUCT}).*({_FP8})|({_FP8}).*({_PRODUCT})"),
     ("bf16 products", rf"nvjet|{_PRODUCT}|xmma|splitk|gemv|convolve|conv2d"),
+    ("copies and elementwise", r"multi_tensor\w*<.*copy"),  # of FSDP2's shards
     ("optimizer", r"adam|sgd|multi_tensor|optimizer"),
     ("cross entropy", r"cross_?entropy|log_softmax|logsumexp|nll_loss|softmax"),
     ("scales", r"delayed_scaling|amax_and_scale|update_amax|(compute|update)_scale"),

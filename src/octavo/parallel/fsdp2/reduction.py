@@ -28,6 +28,33 @@ def before_reduction(group: Any, action: Callable[[], None]) -> None:
     group.post_backward = post_backward
 
 
+def gradient_of(parameter: Any) -> Tensor | None:
+    """The gradient of a gathered `FSDPParam`, of all micro-batches; None without one."""
+    if not hasattr(parameter, "_unsharded_param"):  # no forward yet
+        return None
+    parameter.accumulate_unsharded_grad_if_needed()
+    if parameter.unsharded_accumulated_grad is not None:
+        return cast(Tensor, parameter.unsharded_accumulated_grad_data)
+    return None if parameter.unsharded_param.grad is None else cast(Tensor, parameter.unsharded_grad_data)
+
+
+def drop_gradient(parameter: Any) -> None:
+    """Leave FSDP2 no gradient of an `FSDPParam` to reduce."""
+    parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
+
+
+def add_to_shard(parameter: Any, gradient: Tensor) -> None:
+    """Make a gradient of its shard that of an `FSDPParam`, or add it."""
+    shard = parameter.sharded_param
+    gradient = gradient.to(shard.dtype).contiguous()
+    if shard.grad is None:
+        shard.grad = parameter.to_sharded_dtensor(gradient)
+    else:
+        shard.grad._local_tensor += gradient
+    for hook in (shard._post_accumulate_grad_hooks or {}).values():
+        hook(shard)
+
+
 class Reduction:
     """Base of a `ReduceScatter` for FSDP2, which asks it for two buffers: of all gradients, then of this rank's sums.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from octavo.parallel.fsdp2.reduction import before_reduction, group_of
+from octavo.parallel.fsdp2.reduction import add_to_shard, before_reduction, drop_gradient, gradient_of, group_of
 
 
 def use(modules: Sequence[FSDPModule]) -> None:
@@ -22,32 +22,13 @@ def use(modules: Sequence[FSDPModule]) -> None:
         before_reduction(group, partial(_hand_over_all, group))
 
 
+@torch.no_grad()
 def _hand_over_all(group: Any) -> None:
     """Leave FSDP2 no gradients to reduce, unless it would change them."""
     plain = group._all_reduce_hook is None and group.gradient_divide_factor in (None, 1.0)
     if group.reduce_grads and plain:
         for parameter in group.fsdp_params:
-            _hand_over(parameter)
-
-
-@torch.no_grad()
-def _hand_over(parameter: Any) -> None:
-    """Make the gradient of a gathered parameter that of its shard."""
-    if not hasattr(parameter, "_unsharded_param"):  # no forward yet
-        return
-    parameter.accumulate_unsharded_grad_if_needed()
-    if parameter.unsharded_accumulated_grad is not None:
-        gradient = parameter.unsharded_accumulated_grad_data
-    elif parameter.unsharded_param.grad is not None:
-        gradient = parameter.unsharded_grad_data
-    else:
-        return
-    parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
-    shard = parameter.sharded_param
-    gradient = gradient.to(shard.dtype).contiguous()
-    if shard.grad is None:
-        shard.grad = parameter.to_sharded_dtensor(gradient)
-    else:
-        shard.grad._local_tensor += gradient
-    for hook in (shard._post_accumulate_grad_hooks or {}).values():
-        hook(shard)
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                drop_gradient(parameter)
+                add_to_shard(parameter, gradient)
