@@ -9,17 +9,26 @@ import argparse
 import hashlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import octavo
+from octavo.errors import install_extra
 from octavo.hardware import supports_fp8
+
+try:
+    from timm.models.vision_transformer import VisionTransformer
+except ModuleNotFoundError as error:
+    if error.name != "timm":
+        raise
+    sys.stderr.write(f"timm is not installed, and the model is timm's. Install it by {install_extra('bench')}.\n")
+    sys.exit(2)
 
 HUGE = {"embed_dim": 1280, "depth": 32, "num_heads": 16}
 TINY = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8, "num_classes": 10}
@@ -143,6 +152,10 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if min(options.gpus, options.batch) < 1 or not 0 <= options.warmup < options.steps:
         parser.error("--gpus and --batch are at least 1, and --steps is above --warmup, which is at least 0")
+    if torch.cuda.is_available() and options.gpus > torch.cuda.device_count():
+        parser.error(
+            f"--gpus {options.gpus}: torch sees {torch.cuda.device_count()} GPUs. Use --gpus {torch.cuda.device_count()}"
+        )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(train, (options, port), nprocs=options.gpus)

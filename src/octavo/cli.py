@@ -335,13 +335,16 @@ def bench(
     device: Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")] = None,
     gpus: options.Gpus = None,
     folder: options.Folder = None,
-    saves: Annotated[int, typer.Option(min=1, help="Checkpoints written in the background; the last counts.")] = 2,
+    saves: Annotated[int | None, typer.Option(min=1, help="Saves in the background; the last counts; 2 if absent.")] = None,
     restore_gpus: options.RestoreGpus = None,
     prices: options.Prices = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure Octavo and its peers in the same run: steps, checkpoints, kernels, errors of layers."""
-    from octavo.bench.run import render, run_suite
+    """Measure Octavo and its peers in the same run: steps, checkpoints, kernels, errors of layers.
+
+    Exit code 1: every entry of a workload failed. Out of memory is no failure in the suite context.
+    """
+    from octavo.bench.run import check_figures, render, run_suite
 
     console = _console(stderr=as_json)
     result = run_suite(
@@ -367,6 +370,7 @@ def bench(
         _print(result)
     else:
         render(result, console)
+    check_figures(result)
 
 
 @app.command(epilog="Example: octavo migrate train.py launch.py --run-file run.toml")

@@ -15,6 +15,7 @@ from octavo.bench.checkpoint import Fingerprint, difference
 from octavo.bench.plain import PlainDecoder
 from octavo.bench.results import render
 from octavo.bench.run import run_suite
+from octavo.errors import InputError
 
 pytestmark = ranks.alone
 
@@ -63,6 +64,19 @@ def test_a_rank_that_fails_leaves_no_files(tmp_path, break_rank_1):
     assert figures["error"] == "rank 1: RuntimeError: no device"
     assert figures["build_seconds"] > 0
     assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_folders_and_options_are_checked_before_a_run(tmp_path):
+    (tmp_path / "file").touch()
+    said = []
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/octavo")):
+        with pytest.raises(InputError, match=f"^--folder {folder} cannot be written to: "):
+            run(tmp_path, folder=folder, say=said.append)
+    for option, value in (("folder", tmp_path), ("restore_gpus", 1), ("saves", 3)):
+        with pytest.raises(InputError, match=f"{value}: only the suite checkpoint saves. Leave this out of the suite one-gpu"):
+            run_suite("one-gpu", cases=["tiny"], device="cpu", command="octavo bench", **{option: value})
+    assert not said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_does_not_come_back_is_an_error():

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from octavo import build
+from octavo.bench import memory
 from octavo.bench.memory import USUAL, WORKLOADS, measure_memory
 from octavo.bench.results import render
 from octavo.bench.run import run_suite
@@ -41,6 +42,26 @@ def test_each_setting_is_trained_and_stands_beside_its_estimate():
     render({"suite": "memory", "machine": machine, "rows": rows}, Console(file=(text := io.StringIO()), width=120))
     assert "vs peer" not in text.getvalue()
     assert "recompute=mlp offload=true" in text.getvalue()
+
+
+def test_a_setting_that_does_not_fit_costs_the_others_nothing(monkeypatch):
+    def train(workload, device, steps, warmup):
+        if workload.recompute is False:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nAnd more")
+        return [0.5], GIB
+
+    monkeypatch.setattr(memory, "_train", train)
+    said = []
+    chosen = [WORKLOADS["tiny-none"], WORKLOADS["tiny-recompute-mlp"]]
+    full, other = measure_memory(chosen, torch.device("cpu"), iterations=1, warmup=1, say=said.append)
+    assert full["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert "step_ms" not in full
+    assert full["estimated_gib"] > 0
+    assert (other["step_ms"], other["peak_gib"]) == (500.0, 1.0)
+    assert said[0] == f"tiny-none failed: {full['error']}"
+    machine = {"gpu": "H200", "count": 1, "torch": "2.11"}
+    render({"suite": "memory", "machine": machine, "rows": [full, other]}, Console(file=(text := io.StringIO()), width=120))
+    assert "failed" in text.getvalue()
 
 
 def test_the_usual_ones_are_of_one_model():

@@ -397,17 +397,31 @@ def test_results_are_written_where_the_user_is_and_never_over_others(tmp_path, m
     [
         ("folder.json", "a folder, and a name in .json is a file"),
         ("text.txt", "a file, and its name does not end in .json"),
-        ("text.txt/results.json", "not a folder that this user can write to"),
-        ("text.txt/results", "not a folder that this user can write to"),
+        ("text.txt/results.json", "--output: results.json cannot be written in '.*text.txt': it is a file"),
+        ("text.txt/results", "--output: one-gpu-tiny.json cannot be written in '.*text.txt/results': '.*text.txt' is a file"),
+        ("link", "--output: one-gpu-tiny.json cannot be written in '.*link': it is a symbolic link to nothing"),
+        # Where permissions allow root to write, and nothing can be.
+        ("/proc/results.json", "--output: results.json cannot be written in '/proc': "),
+        ("/proc/results", "--output: one-gpu-tiny.json cannot be written in '/proc/results': "),
+        (f"{'n' * 245}.json", "--output: n*.json cannot be written in .*: File name too long. Give a shorter path"),
     ],
 )
 def test_results_that_could_not_be_written_are_refused_before_a_run(tmp_path, output, message):
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "text.txt").write_text("")
-    said = []
+    (tmp_path / "link").symlink_to("nothing")
+    before, said = sorted(tmp_path.iterdir()), []
     with pytest.raises(InputError, match=message):
         run_suite(
             "one-gpu", cases=["tiny"], entries=["torch-bf16"], device="cpu", output=tmp_path / output,
             command="octavo bench", say=said.append,
         )  # fmt: skip
     assert not said
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
+def test_a_folder_without_permission_is_refused_before_a_run(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    with pytest.raises(InputError, match=r"--output: one-gpu-tiny\.json cannot be written in '.*closed': .*permissions"):
+        run_suite("one-gpu", cases=["tiny"], device="cpu", output=tmp_path / "closed", command="octavo bench")

@@ -20,7 +20,7 @@ from octavo.bench.peers import ENTRIES, PEERS, build_octavo
 from octavo.bench.run import run_suite
 from octavo.bench.suites import SUITES
 from octavo.cli import main
-from octavo.errors import InputError
+from octavo.errors import InputError, install_extra
 from octavo.fp8 import recipe
 from octavo.fp8.autocast import fp8_autocast
 
@@ -357,8 +357,9 @@ def test_peers_that_are_installed_stand_beside_octavo(monkeypatch):
     names, said = compared(monkeypatch, {"transformers"})
     assert names == [*OWN, "torch-bf16", "torch-huggingface-bf16"]
     assert said == [
-        "torchao is not installed: without ao-tensorwise, ao-rowwise",
-        "transformer-engine is not installed: without te-bf16, te-delayed, te-delayed-block, te-delayed-fp8-head, te-current",
+        f"torchao is not installed: without ao-tensorwise, ao-rowwise. Install it by {install_extra('bench')}",
+        "transformer-engine is not installed: without te-bf16, te-delayed, te-delayed-block, te-delayed-fp8-head, te-current. "
+        "Install it by pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ]
 
 
@@ -430,14 +431,18 @@ def test_the_command_refuses_a_number_too_small(capsys, suite, option, value):
     assert option in capsys.readouterr().err
 
 
-def test_a_workload_whose_model_is_not_installed_is_left_out(monkeypatch):
+def test_a_workload_whose_model_is_not_installed_is_left_out_or_refused_by_name(monkeypatch):
     monkeypatch.setattr(run, "version", lambda package: None)
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
     said = []
     gpu = run.Target(run.describe_device("cpu").__class__("a GPU", None, (9, 0), 140.0, "cuda"), "cuda:0")
     entries = [ENTRIES["octavo-delayed"], ENTRIES["octavo-delayed-fp8-head"]]
     plan = run._plan(ONE_GPU, None, entries, gpu, said.append)
     assert [case.name for case, _ in plan] == ["llama-1b", "llama-8b-8layers", "llama2-7b-8layers"]
-    assert said == ["timm is not installed: without vit-huge"]
+    assert said == [f"timm is not installed: without vit-huge. Install it by {install_extra('bench')}"]
+    with pytest.raises(InputError, match=r"^vit-huge: timm is not installed\. Install it by pip install 'octavo\[bench\]'"):
+        run._plan(ONE_GPU, ["llama-1b", "vit-huge"], entries, gpu, said.append)
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: name)  # in a folder of the path
     ((case, able),) = run._plan(ONE_GPU, ["vit-huge"], entries, gpu, said.append)
     assert (case, able) == (VISION_CASES["vit-huge"], entries[:1])
     assert said[1:] == ["vit-huge: without octavo-delayed-fp8-head"]

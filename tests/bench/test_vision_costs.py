@@ -187,6 +187,24 @@ def test_the_page_has_a_row_for_each_result(tmp_path):
     assert f"\n\nPlots: [vision-b](../{tmp_path.name}/vision-b.png).\n\n" in page.rewrite(text, tmp_path)
 
 
+def test_a_page_of_results_that_are_none_is_refused(tmp_path, capsys):
+    file = tmp_path / "page.md"
+    file.write_text(f"{page.BEGIN}\n{page.END}\n")
+    before = file.read_text()
+    results = document(PUBLISHED_PRICES)
+    for text, words in (
+        ("text", "it is not JSON. Give the JSON files of octavo bench vision"),
+        (json.dumps({key: results[key] for key in ("suite", "machine", "rows")}), "it has no prices"),
+        (json.dumps({**results, "suite": "one-gpu"}), "vision-b.json is of the suite one-gpu"),
+    ):
+        (tmp_path / "vision-b.json").write_text(text)
+        assert page.main([str(file), str(tmp_path)]) == 2
+        said = capsys.readouterr().err
+        assert words in said
+        assert said.count("\n") == 1
+    assert file.read_text() == before
+
+
 @pytest.mark.parametrize("text", ["", page.BEGIN, f"{page.END}{page.BEGIN}", f"{page.BEGIN}{page.BEGIN}{page.END}"])
 def test_a_page_without_its_markers_is_refused(text, tmp_path, capsys):
     file = tmp_path / "page.md"

@@ -2,64 +2,92 @@
 
     python -m octavo.bench.lengths benchmarks/context-*.json --entry octavo-delayed --plot benchmarks/context-lengths.png
 
-prints the table of one entry. A dash: no such row. Reasons of failed rows stand below the table.
+prints the table of one entry. A dash: no such row. Where files have several rows of a cell, that of the file given last counts;
+a line below the table names the files, with the figures that are left out. Reasons of failed rows stand there too.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo.bench.cases import CONTEXT_CASES
-from octavo.errors import InputError, OctavoError, unknown, warn
+from octavo.bench.files import check_file, does_not_fit, read_results
+from octavo.errors import OctavoError, unknown, warn
+from octavo.storage import describe_fault
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Cells = Mapping[tuple[int, int], Mapping[str, Any]]
-"""(tokens of a sequence, GPUs that share it) → the row."""
 
-_FULL = "out of memory"
+class Found(NamedTuple):
+    """A row and the file that has it."""
+
+    file: str
+    row: Mapping[str, Any]
 
 
-def cells_of(documents: Sequence[Mapping[str, Any]], entry: str) -> dict[tuple[int, int], Mapping[str, Any]]:
-    """The rows of an entry in results of the context suite; of two for one cell the later one.
+Cells = Mapping[tuple[int, int], Sequence[Found]]
+"""(tokens of a sequence, GPUs that share it) → its rows in the order of the files; the last counts."""
+
+
+def cells_of(documents: Sequence[tuple[str, Mapping[str, Any]]], entry: str) -> dict[tuple[int, int], list[Found]]:
+    """The rows of an entry in results of the context suite, each document with the name of its file.
 
     Raises:
-        InputError: no row is of this entry.
+        InputError: no row is of this entry, or a workload is unknown.
     """
-    rows = [row for found in documents for row in found["rows"] if found["suite"] == "context"]
-    own = [row for row in rows if row["entry"] == entry and row["workload"] in CONTEXT_CASES]
+    found = [Found(file, row) for file, document in documents for row in document["rows"]]
+    own = [one for one in found if one.row["entry"] == entry]
     if not own:
-        raise unknown("entry", entry, sorted({row["entry"] for row in rows}), key="--entry")
-    cases = ((CONTEXT_CASES[row["workload"]], row) for row in own)
-    return {(case.sequence_length, case.context): row for case, row in cases}
+        raise unknown("entry", entry, {one.row["entry"] for one in found}, key="--entry")
+    cells: dict[tuple[int, int], list[Found]] = {}
+    for one in own:
+        if (name := one.row["workload"]) not in CONTEXT_CASES:
+            raise unknown(f"workload in {one.file}", name, CONTEXT_CASES)
+        case = CONTEXT_CASES[name]
+        cells.setdefault((case.sequence_length, case.context), []).append(one)
+    return cells
 
 
 def table(cells: Cells) -> str:
-    """Lengths down; for each degree tokens/s of a GPU, peak GiB and the settings of the case."""
+    """Lengths down; for each degree tokens/s of a GPU, peak GiB and settings; sources of doubled cells below."""
     degrees = sorted({degree for _, degree in cells})
     titles = [f"{'one GPU' if n == 1 else f'{n} GPUs'} a sequence: tokens/s a GPU | GiB | settings" for n in degrees]
     lines = [f"| tokens | {' | '.join(titles)} |", "|---" * (1 + 3 * len(degrees)) + "|"]
     for length in sorted({length for length, _ in cells}):
         parts = [part for degree in degrees for part in _cell(cells.get((length, degree)))]
         lines.append(f"| {length:,} | {' | '.join(parts)} |")
-    errors = [f"{row['workload']}: {row['error']}" for _, row in sorted(cells.items()) if "error" in row]
-    return "\n".join([*lines, *([""] if errors else []), *errors])
+    ordered = [cells[place] for place in sorted(cells)]
+    sources = [_source(found) for found in ordered if len(found) > 1]
+    rows = [found[-1].row for found in ordered]
+    errors = [f"{row['workload']}: {row['error']}" for row in rows if "error" in row]
+    return "\n".join([*lines, *([""] if sources else []), *sources, *([""] if errors else []), *errors])
 
 
-def _cell(row: Mapping[str, Any] | None) -> tuple[str, str, str]:
-    if row is None:
+def _cell(found: Sequence[Found] | None) -> tuple[str, str, str]:
+    if found is None:
         return "-", "-", "-"
+    row = found[-1].row
     case = CONTEXT_CASES[row["workload"]]
     settings = [f"recompute={str(case.recompute).lower()}"] * bool(case.recompute) + ["offload"] * case.offload
+    peak = "-" if "error" in row or not row.get("peak_gib") else f"{row['peak_gib']:.1f}"
+    return _speed(row), peak, " ".join(settings)
+
+
+def _speed(row: Mapping[str, Any]) -> str:
     if "error" in row:
-        return "does not fit" if _FULL in row["error"].lower() else "failed", "-", " ".join(settings)
-    return f"{row['tokens_per_second']:,.0f}", f"{row['peak_gib']:.1f}" if row.get("peak_gib") else "-", " ".join(settings)
+        return "does not fit" if does_not_fit(row) else "failed"
+    return f"{row['tokens_per_second']:,.0f}"
+
+
+def _source(found: Sequence[Found]) -> str:
+    """The files of a cell that has several rows."""
+    *others, last = (f"{_speed(row)} of {file}" for file, row in found)
+    return f"{found[-1].row['workload']}: {last}, given last; left out: {', '.join(others)}"
 
 
 def figure(cells: Cells, entry: str) -> Figure:
@@ -68,12 +96,13 @@ def figure(cells: Cells, entry: str) -> Figure:
 
     drawn = Figure(figsize=(8, 4.5), layout="constrained")
     axes = drawn.subplots()
-    for degree in sorted({degree for _, degree in cells}):
-        trained = [(length, row) for (length, found), row in cells.items() if found == degree and "error" not in row]
+    rows = {place: found[-1].row for place, found in cells.items()}
+    for degree in sorted({degree for _, degree in rows}):
+        trained = [(length, row) for (length, found), row in rows.items() if found == degree and "error" not in row]
         points = sorted((length, row["tokens_per_second"]) for length, row in trained)
         label = "a sequence on one GPU" if degree == 1 else f"a sequence on {degree} GPUs"
         axes.plot([n for n, _ in points], [speed for _, speed in points], marker="o", label=label)
-    lengths = sorted({length for length, _ in cells})
+    lengths = sorted({length for length, _ in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
     axes.set_ylim(bottom=0)
@@ -86,31 +115,31 @@ def figure(cells: Cells, entry: str) -> Figure:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table, draw the plot; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m octavo.bench.lengths", description="Table and plot of the context suite.")
+    parser = argparse.ArgumentParser(
+        prog="python -m octavo.bench.lengths",
+        description="Table and plot of the context suite. Where files have several rows of a cell, that of the file given last "
+        "counts; a line below the table names the files, with the figures that are left out.",
+    )
     parser.add_argument("results", nargs="+", type=Path, help="JSON files of octavo bench context")
-    parser.add_argument("--entry", default="octavo-delayed")
-    parser.add_argument("--plot", type=Path, help="a .png file")
+    parser.add_argument("--entry", default="octavo-delayed", help="octavo-delayed if absent")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
     given = parser.parse_args(arguments)
     try:
-        cells = cells_of([_read(path) for path in given.results], given.entry)
+        if given.plot is not None:
+            check_file(given.plot, "--plot", ".png")
+        documents = [(str(path), read_results(path, "context", "tokens_per_second")) for path in given.results]
+        cells = cells_of(documents, given.entry)
         if given.plot is not None:
             figure(cells, given.entry).savefig(given.plot, dpi=120, format="png")
     except OctavoError as error:
         warn(str(error))
         return error.exit_code
+    except OSError as error:  # of the plot, such as a full disk
+        message, code = describe_fault(error)
+        warn(message)
+        return code
     print(table(cells))
     return 0
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found["suite"], found["rows"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{path} is not a file of octavo bench: {error}. Give the JSON files of octavo bench context."
-        ) from None
-    return found
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 
 from octavo.bench.cases import Case
 from octavo.bench.peers import ADAMW
+from octavo.errors import first_line
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import DelayedScaling
 from octavo.hardware import GIB
@@ -71,21 +72,31 @@ USUAL = tuple(name for name, workload in WORKLOADS.items() if workload.case is _
 def measure_memory(
     workloads: Iterable[Workload], device: torch.device, *, iterations: int, warmup: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """A row for each workload; iterations: timed steps."""
+    """A row for each workload, or its error; iterations: timed steps."""
     rows: list[dict[str, Any]] = []
     for workload in workloads:
-        seconds, peak = _train(workload, device, iterations, max(1, warmup))
-        found, made, step = workload.case, estimate(workload.setup()), statistics.median(seconds)
-        rows.append(
-            {
-                "workload": found.name, "entry": "octavo-delayed", "settings": workload.settings,
-                "recompute": workload.recompute, "mlp_chunks": workload.mlp_chunks, "offload": workload.offload,
-                "tokens_per_second": found.units / step,
-                "step_ms": step * 1e3, "peak_gib": peak / GIB, "estimated_gib": made.total / GIB, "host_gib": made.host / GIB,
-                "batch": found.batch, "sequence_length": found.sequence_length, "steps": len(seconds),
-            }
-        )  # fmt: skip
-        say(f"{workload.name}: {step * 1e3:.0f} ms, {peak / GIB:.2f} GiB, by the estimate {made.total / GIB:.2f}")
+        found, made = workload.case, estimate(workload.setup())
+        row: dict[str, Any] = {
+            "workload": found.name, "entry": "octavo-delayed", "settings": workload.settings,
+            "recompute": workload.recompute, "mlp_chunks": workload.mlp_chunks, "offload": workload.offload,
+            "estimated_gib": made.total / GIB, "host_gib": made.host / GIB,
+            "batch": found.batch, "sequence_length": found.sequence_length,
+        }  # fmt: skip
+        rows.append(row)
+        try:
+            seconds, peak = _train(workload, device, iterations, max(1, warmup))
+        except Exception as error:  # a setting that does not fit must not cost the others their figures
+            row["error"] = first_line(error)
+            say(f"{workload.name} failed: {row['error']}")
+        else:
+            step = statistics.median(seconds)
+            row |= {
+                "tokens_per_second": found.units / step, "step_ms": step * 1e3, "peak_gib": peak / GIB, "steps": len(seconds),
+            }  # fmt: skip
+            say(f"{workload.name}: {step * 1e3:.0f} ms, {peak / GIB:.2f} GiB, by the estimate {made.total / GIB:.2f}")
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     return rows
 
 
@@ -115,10 +126,6 @@ def _train(workload: Workload, device: torch.device, steps: int, warmup: int) ->
         _wait(device)
         seconds += [time.perf_counter() - begun] if step >= warmup else []
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    del model, optimizer, loss
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     return seconds, peak
 
 

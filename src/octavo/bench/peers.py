@@ -3,7 +3,7 @@
 Every entry does the same work on the same tokens: forward, backward, AdamW on parameters and states in bfloat16 (Octavo's own;
 for the peers PyTorch's fused one), gradients set to None. Entries differ in the precision of the blocks' linear layers. Vision
 transformers train by SGD with momentum on float32 weights under autocast. A peer's package is imported when its entry is built:
-a missing one is a row with an error.
+a missing one is a row with an error, and with the command that installs it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from octavo.bench.cases import AnyCase, Case, VisionCase
 from octavo.bench.plain import FAMILIES, Experts, PlainDecoder
 from octavo.bench.vision.models import Around, Classifier, replace_blocks, timm_model, under_autocast
+from octavo.errors import first_line, install_extra
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES, FastAccumulation, Format, Recipe
 from octavo.parallel.graphed import graphed
@@ -55,6 +56,12 @@ MODEL_SETTINGS: dict[str, Any] = {
 """Arguments of `octavo.transform` and `build_model` that are the same in all entries."""
 PEERS = {"bf16": "torch-", "torchao": "ao-", "te": "te-"}
 """Groups of peers (`--peers`) and the prefix of their entries' names."""
+INSTALL = {
+    "timm": install_extra("bench"),
+    "torchao": install_extra("bench"),
+    "transformer-engine": "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+}
+"""Packages that an entry or a workload may need, and the command that installs each."""
 
 
 BLOCKS = re.compile(r"(model\.layers|blocks)\.(?!.*\.gate$)")
@@ -156,6 +163,13 @@ class Training:
         loss = self._loss(inputs, labels)
         loss.backward()
         return loss.detach()
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception of an entry in one line; of a missing package with the command that installs it."""
+    missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    install = INSTALL.get(missing.replace("_", "-"))
+    return first_line(error) if install is None else f"{first_line(error)}. Install it by {install}"
 
 
 def build_plain(

@@ -19,12 +19,13 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from octavo.bench.cases import ALL_CASES, AnyCase, VisionCase
+from octavo.bench.files import check_writable, does_not_fit
 from octavo.bench.measure import Measurement as Measured
 from octavo.bench.measure import Target
 from octavo.bench.peers import Entry
 from octavo.bench.vision.costs import FIGURES, figures_of, measured, unpriced, with_published
 from octavo.bench.vision.prices import Price, as_records
-from octavo.errors import InputError
+from octavo.errors import InputError, OctavoError, some
 from octavo.hardware import driver_version
 from octavo.kernels.attention import flash
 from octavo.plan.flops import mfu
@@ -184,11 +185,8 @@ def check_output(suite: str, workloads: Sequence[str], output: Path, say: Callab
         )
     if as_file and output.exists():
         say(f"replaces {output}")
-    folder = files[0].absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"--output {output}: {folder} is not a folder that this user can write to. Give another one.")
+    for path in files:
+        check_writable(path, "--output")
 
 
 def write(results: dict[str, Any], output: Path) -> list[Path]:
@@ -222,6 +220,23 @@ def _by_workload(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return rows
 
 
+def check_figures(results: dict[str, Any]) -> None:
+    """Check that each workload has a figure; in the suite context "does not fit" is one.
+
+    Raises:
+        OctavoError: names the workloads of which every entry failed.
+    """
+    found: dict[str, bool] = {}
+    for one in results["rows"]:
+        if results["suite"] == "layers":
+            name, has = one["layer"], one["octavo_error"] is not None or one["te_error"] is not None
+        else:
+            name, has = one["workload"], "error" not in one or (results["suite"] == "context" and does_not_fit(one))
+        found[name] = found.get(name, False) or has
+    if without := [name for name, has in found.items() if not has]:
+        raise OctavoError(f"no entry gave a figure of {some(without)}. The results are written, with the reason in each row.")
+
+
 def best_peer(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The fastest row that is not Octavo's, or None."""
     peers = [row for row in rows if speed(row) and not row["entry"].startswith("octavo-")]
@@ -249,7 +264,7 @@ def render(results: dict[str, Any], console: Console) -> None:
     else:
         for workload, own in _by_workload(results).items():
             columns = CHECKPOINT if suite == "checkpoint" else SPEED
-            if any("images_per_second" in row for row in own):
+            if isinstance(ALL_CASES.get(workload), VisionCase) or any("images_per_second" in row for row in own):
                 columns = REPLICAS if suite == "vision" else VISION
             _print_rows(_titled(f"{suite} · {workload}", results), ("entry", "head"), columns, own, console)
             if any("kernel_ms" in row for row in own):
@@ -294,7 +309,7 @@ def _print_rows(title: str, names: Sequence[str], columns: Columns, rows: list[d
     _print_table(title, names, titles, lines, console)
     for row in rows:
         if "error" in row:
-            console.print(f"{_names(row)[0]}: {row['error']}", markup=False, highlight=False)
+            console.print(f"{_names(row)[0]}: {row['error']}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _names(row: dict[str, Any]) -> tuple[str, str]:

@@ -5,6 +5,7 @@ run_suite("one-gpu", cases=["llama-1b"], peers=["te"], command="octavo bench one
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,27 +16,30 @@ import torch
 
 from octavo.bench.cases import Case
 from octavo.bench.checkpoint import measure_checkpoints
+from octavo.bench.files import check_folder
 from octavo.bench.kernels.attention import measure_attention
 from octavo.bench.kernels.bandwidth import measure_kernels
 from octavo.bench.kernels.products import measure_products
 from octavo.bench.layers.suite import OCTAVO, measure_layers, transformer_engine
 from octavo.bench.measure import Measurement, Target, measure_case, trace_name
 from octavo.bench.memory import measure_memory
-from octavo.bench.peers import ENTRIES, PEERS, Entry
-from octavo.bench.results import check_output, document, render, row, write
+from octavo.bench.peers import ENTRIES, INSTALL, PEERS, Entry
+from octavo.bench.results import check_figures, check_output, document, render, row, write
 from octavo.bench.suites import SUITES, Suite
 from octavo.bench.vision.plot import draw_costs
 from octavo.bench.vision.prices import Price, prices_with
-from octavo.errors import InputError, install_extra, unknown
+from octavo.errors import InputError, unknown
 from octavo.hardware import describe_device
 from octavo.run.provenance import version
 
-__all__ = ["render", "run_suite"]
+__all__ = ["check_figures", "render", "run_suite"]
 
 CPU_RANKS = 2
 """Default number of ranks on a CPU for suites of several."""
 PROFILED_STEPS = 3
 """Steps of a breakdown."""
+SAVES = 2
+"""Default number of saves in the background."""
 
 Say = Callable[[str], None]
 
@@ -54,7 +58,7 @@ def run_suite(
     device: str | None = None,
     gpus: int | None = None,
     folder: Path | None = None,
-    saves: int = 2,
+    saves: int | None = None,
     restore_gpus: int | None = None,
     prices: Path | None = None,
     command: str,
@@ -78,12 +82,14 @@ def run_suite(
 
     Raises:
         InputError: an unknown suite, case, entry, peer or device, a number of GPUs that is not there, a suite that needs a
-            GPU where there is none, results that are there already, or a file that has no prices.
+            GPU where there is none, an option of another suite, a package of a case that is missing, a folder that cannot
+            be written to, results that are there already, or a file that has no prices.
     """
     chosen = _choose(suite, cases, entries, peers)
     target = _target(chosen, device, gpus)
     _check_gpu(chosen, target, "--traces" if traces else "--breakdown" if breakdown else None)
     output, known = output or Path(), _prices(chosen, target, prices)
+    saving = _saving(chosen, target, folder, output, restore_gpus, saves)
     how: dict[str, Any] = {
         "steps": chosen.steps if steps is None else steps,
         "warmup": chosen.warmup if warmup is None else warmup,
@@ -91,11 +97,8 @@ def run_suite(
     }
 
     def measure(case: Any, able: list[Entry]) -> list[dict[str, Any]]:
-        if suite == "checkpoint":
-            disk = folder or (output.parent if output.suffix == ".json" else output)
-            ranks = _restoring(target, restore_gpus)
-            options = {"target": target, "folder": disk, "restore_ranks": ranks, "saves": saves, **how}
-            return [measure_checkpoints(case, entry, **options) for entry in able]
+        if saving:
+            return [measure_checkpoints(case, entry, target=target, **saving, **how) for entry in able]
         rows = partial(_rows, case, target)
         options = {"target": target, "profiled": PROFILED_STEPS if breakdown or traces else 0, "traces": traces, **how}
         return rows(measure_case(suite, case, able, finished=lambda measured: results.write(rows(measured)), **options))
@@ -140,12 +143,22 @@ class _Results:
         return write(self.document, self.output)
 
 
-def _restoring(target: Target, asked: int | None) -> int:
-    """The number of ranks that restore a checkpoint."""
-    ranks = max(1, target.ranks // 2) if asked is None else asked
+def _saving(
+    suite: Suite, target: Target, folder: Path | None, output: Path, restore_gpus: int | None, saves: int | None
+) -> dict[str, Any]:
+    """The arguments of `measure_checkpoints` that are its own; none outside of the checkpoint suite."""
+    if suite.name != "checkpoint":
+        asked = {"--folder": folder, "--restore-gpus": restore_gpus, "--saves": saves}
+        if given := [f"{option} {value}" for option, value in asked.items() if value is not None]:
+            raise InputError(f"{', '.join(given)}: only the suite checkpoint saves. Leave this out of the suite {suite.name}.")
+        return {}
+    ranks = max(1, target.ranks // 2) if restore_gpus is None else restore_gpus
     if target.device.kind == "cuda" and ranks > target.ranks:
         raise InputError(f"restore_gpus = {ranks}: use 1 to {target.ranks} of the GPUs that save.")
-    return ranks
+    if folder is not None:
+        check_folder(folder, "--folder")
+    beside = output.parent if output.suffix == ".json" else output
+    return {"folder": folder or beside, "restore_ranks": ranks, "saves": SAVES if saves is None else saves}
 
 
 def _prices(suite: Suite, target: Target, path: Path | None) -> tuple[Price, ...]:
@@ -162,7 +175,7 @@ def _measure_here(
 ) -> tuple[list[Entry], list[dict[str, Any]]]:
     """Peers and rows of a suite of kernels, products or layers, measured in this process."""
     device = torch.device(target.torch_device)
-    chosen = [suite.known[name] for name in names]
+    chosen = [suite.known[name] for name in dict.fromkeys(names)]
     timed: dict[str, Callable[..., list[dict[str, Any]]]] = {
         "kernels": measure_kernels,
         "products": measure_products,
@@ -202,13 +215,11 @@ def _make_trace_folder(traces: Path | None, plan: list[tuple[Any, list[Entry]]])
     """Make the folder of traces, in which none of these may exist."""
     if traces is None:
         return
-    try:
-        traces.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--traces {traces} cannot be made: {error.strerror}. Name a folder, new or old.") from None
+    check_folder(traces, "--traces")
     names = [trace_name(case.name, entry.name) for case, able in plan for entry in able]
     if there := [name for name in names if (traces / name).exists()]:
         raise InputError(f"{traces / there[0]} exists: give --traces another folder, or move its files away.")
+    traces.mkdir(parents=True, exist_ok=True)
 
 
 def _check_gpu(suite: Suite, target: Target, profile: str | None) -> None:
@@ -228,7 +239,7 @@ def _check_gpu(suite: Suite, target: Target, profile: str | None) -> None:
 def _compared(suite: Suite, entries: Sequence[str] | None, peers: Sequence[str] | None, say: Say) -> list[Entry]:
     """The entries by name; or Octavo's own with those of the groups of peers, by default all that are installed."""
     if entries or (suite.usual and peers is None):
-        return [suite.entries[name] for name in entries or suite.usual]
+        return [suite.entries[name] for name in dict.fromkeys(entries or suite.usual)]
     found: list[Entry] = []
     missing: dict[str, list[str]] = {}
     for name, entry in suite.entries.items():
@@ -237,8 +248,22 @@ def _compared(suite: Suite, entries: Sequence[str] | None, peers: Sequence[str] 
         elif entry.group is None or peers is None or entry.group in peers:
             found.append(entry)
     for package, names in missing.items():
-        say(f"{package} is not installed: without {', '.join(names)}")
+        say(_absence(package, names))
     return found
+
+
+def _absence(package: str, names: Iterable[str]) -> str:
+    return f"{package} is not installed: without {', '.join(names)}. Install it by {_install(package)}"
+
+
+def _install(package: str) -> str:
+    """The command that installs a package."""
+    return INSTALL.get(package, f"pip install {package}")
+
+
+def _is_missing(package: str | None) -> bool:
+    """True for a package that is neither installed nor importable from a folder."""
+    return package is not None and version(package) is None and importlib.util.find_spec(package) is None
 
 
 def _plan(
@@ -246,12 +271,9 @@ def _plan(
 ) -> list[tuple[Any, list[Entry]]]:
     """Each case with the entries that support it; an InputError without any."""
     usual = (suite.tiny,) if target.device.kind == "cpu" else suite.cases
-    plan, absent = [], set()
-    for case in (suite.known[name] for name in cases or usual):
-        if not cases and case.package and version(case.package) is None:
-            say(f"{case.package} is not installed: without {case.name}")
-            absent.add(case.package)
-            continue
+    chosen = [suite.known[name] for name in dict.fromkeys(cases or usual)]
+    plan = []
+    for case in _installed(chosen, compared, named=bool(cases), say=say):
         for degree, use in _groups(case):
             if target.ranks % degree:
                 raise InputError(
@@ -263,13 +285,27 @@ def _plan(
             say(f"{case.name}: without {', '.join(unable)}")
         if able:
             plan.append((case, able))
-    if not plan and absent:
-        raise InputError(f"the suite {suite.name} trains models of {', '.join(absent)}: {install_extra('bench')}.")
     if not plan:
         raise InputError(
             f"{', '.join(entry.name for entry in compared)}: none runs {', '.join(cases or usual)}. Use another case."
         )
     return plan
+
+
+def _installed(cases: list[Any], compared: list[Entry], *, named: bool, say: Say) -> list[Any]:
+    """The cases that lack no package; an InputError if none is left, and for one that was named. Those of no entry stay."""
+    absent: dict[str, list[str]] = {}
+    left = []
+    for case in cases:
+        if _is_missing(case.package) and any(entry.trains(case) for entry in compared):
+            absent.setdefault(case.package, []).append(case.name)
+        else:
+            left.append(case)
+    for package, names in absent.items():
+        if named or not left:
+            raise InputError(f"{', '.join(names)}: {package} is not installed. Install it by {_install(package)}.")
+        say(_absence(package, names))
+    return left
 
 
 def _groups(case: Any) -> list[tuple[int, str]]:

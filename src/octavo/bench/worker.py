@@ -26,14 +26,13 @@ from torch import Tensor, nn
 
 from octavo.bench.cases import AnyCase, Case
 from octavo.bench.chosen import attention_of, experts_of
-from octavo.bench.peers import SEED, Entry
+from octavo.bench.peers import SEED, Entry, reason_of
 from octavo.bench.profile.breakdown import record
 from octavo.bench.suites import SUITES
 from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.reader import restore
 from octavo.checkpoint.shard_io import raw
 from octavo.collectives.whole import whole_tensor
-from octavo.errors import first_line
 from octavo.fp8.scaling import state_records
 from octavo.hardware import GIB
 from octavo.parallel import world
@@ -283,7 +282,7 @@ def answers(requests: Iterable[str], worker: Worker) -> Iterator[str]:
         try:
             answer = getattr(worker, request.pop("do"))(**request)
         except Exception as error:  # a peer's exception of any kind becomes its row of the results
-            yield json.dumps({"error": first_line(error)})
+            yield json.dumps({"error": reason_of(error)})
             return
         yield json.dumps(answer)
 

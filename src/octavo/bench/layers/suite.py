@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import octavo.nn
 from octavo.bench.layers import exact
-from octavo.bench.peers import ENVIRONMENT
+from octavo.bench.peers import ENVIRONMENT, reason_of
 from octavo.bench.plain import rotary_angles
 from octavo.bench.vision.models import Around
 from octavo.errors import first_line
@@ -196,7 +196,7 @@ def transformer_engine(device: torch.device, say: Callable[[str], None]) -> Libr
 
         from octavo.bench import te
     except (ImportError, OSError) as error:
-        say(f"Transformer Engine cannot be imported ({error}): only Octavo's errors")
+        say(f"only Octavo's errors, since Transformer Engine cannot be imported: {reason_of(error)}")
         return None
     return Library("te", layers, lambda recipe: te.autocast(None if recipe == "bf16" else recipe))
 

@@ -9,17 +9,18 @@ prints the busy time of each kind of kernel in each stream, and draws them. Mill
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
+import math
 import sys
-import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from octavo.bench.files import check_file, read_json
 from octavo.bench.profile.breakdown import kind_of
 from octavo.errors import InputError, OctavoError, warn
+from octavo.storage import describe_fault
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,10 +43,10 @@ class Call(NamedTuple):
     end: float
 
 
-def calls_of(trace: Any) -> list[Call]:
+def calls_of(trace: Mapping[str, Any]) -> list[Call]:
     """The calls of a Chrome trace in the order of their starts, or those that `main` has written."""
     if "calls" in trace:
-        return [Call(*call) for call in trace["calls"]]
+        return [Call(int(stream), str(kind), float(start), float(end)) for stream, kind, start, end in trace["calls"]]
     events = [event for event in trace["traceEvents"] if event.get("cat") in _KERNELS]
     begun = min((event["ts"] for event in events), default=0.0)
     times = ((event, (event["ts"] - begun) / 1e3, event["dur"] / 1e3) for event in events)
@@ -64,8 +65,9 @@ def cut(calls: Sequence[Call], first: float, last: float) -> list[Call]:
     found = [call for call in calls if call.end > first and call.start < last]
     if not found:
         end = max((call.end for call in calls), default=0.0)
+        until = "the end" if math.isinf(last) else f"{last:g} ms"
         raise InputError(
-            f"no kernel runs between {first:g} and {last:g} ms: the trace has 0 to {end:.1f} ms. Change --from and --to."
+            f"no kernel runs between {first:g} ms and {until}: the trace has 0 to {end:.1f} ms. Change --from and --to."
         )
     return [call._replace(start=max(call.start, first) - first, end=min(call.end, last) - first) for call in found]
 
@@ -118,6 +120,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     given = parser.parse_args(arguments)
     try:
+        _check(given)
         calls = cut(_read(given.trace), given.first, given.last)
         if given.output is not None:
             rounded = [[call.stream, call.kind, round(call.start, 4), round(call.end, 4)] for call in calls]
@@ -127,19 +130,49 @@ def main(arguments: Sequence[str]) -> int:
     except OctavoError as error:
         warn(str(error))
         return error.exit_code
-    except OSError as error:
-        warn(f"{error.filename} cannot be written: {error.strerror}. Change --output or --plot.")
-        return InputError.exit_code
+    except OSError as error:  # of a file that is written, such as a full disk
+        message, code = describe_fault(error)
+        warn(message)
+        return code
     print(table(calls))
     return 0
 
 
+def _check(given: argparse.Namespace) -> None:
+    """Refuse a stretch of no length and files that could not be written."""
+    if not 0 <= given.first < given.last:  # NaN too
+        swapped = f", such as --from {given.last:g} --to {given.first:g}" if 0 <= given.last < given.first else ""
+        raise InputError(
+            f"--from {given.first:g} and --to {given.last:g} are no stretch of a trace: --from is 0 ms or more, and --to is "
+            f"above it{swapped}."
+        )
+    if given.output is not None:
+        check_file(given.output, "--output", ".json")
+        if given.output.exists() and given.trace.exists() and given.output.samefile(given.trace):
+            raise InputError(
+                f"--output {given.output} is the trace itself, whose other calls would be lost: give another name."
+            )
+    if given.plot is not None:
+        check_file(given.plot, "--plot", ".png")
+
+
 def _read(path: Path) -> list[Call]:
+    """The calls of a file.
+
+    Raises:
+        InputError: it is no trace, or has no kernel of a GPU.
+    """
+    what, give = "a trace", "a file of octavo bench --traces, or of --output"
+    found = read_json(path, what, give)
+    if not isinstance(found, dict) or not {"calls", "traceEvents"} & found.keys():
+        raise InputError(f"{path} is not {what}: it has neither traceEvents nor calls. Give {give}.")
     try:
-        data = path.read_bytes()
-        return calls_of(json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
-        raise InputError(f"{path} is not a trace: {error}. Give a file of octavo bench --traces.") from None
+        calls = calls_of(found)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise InputError(f"{path} is not {what}: its calls are not as PyTorch's profiler writes them. Give {give}.") from None
+    if not calls:
+        raise InputError(f"{path} has no kernel of a GPU. Give {give}.")
+    return calls
 
 
 if __name__ == "__main__":

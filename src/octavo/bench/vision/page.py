@@ -7,11 +7,11 @@ rewrites the part of the page between its two markers from every `vision-*.json`
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from textwrap import fill
 
+from octavo.bench.files import read_results
 from octavo.bench.vision.costs import (
     BLOCK_PERCENT,
     FP8_PERCENT,
@@ -25,7 +25,7 @@ from octavo.bench.vision.costs import (
 )
 from octavo.bench.vision.prices import PUBLISHED_PRICES
 from octavo.errors import InputError, OctavoError, warn
-from octavo.storage import write_atomic
+from octavo.storage import describe_fault, write_atomic
 
 BEGIN, END = "<!-- The table: python -m octavo.bench.vision.page docs/vision.md benchmarks -->", "<!-- End of the table -->"
 WIDTH = 128
@@ -42,7 +42,7 @@ def generated(results: Path) -> str:
         link = f"[measured](../{results.name}/{path.name})"
         if (picture := path.with_suffix(".png")).is_file():
             pictures.append(f"[{picture.stem}](../{results.name}/{picture.name})")
-        lines += [_line(link, row) for row in measured(json.loads(path.read_text(encoding="utf-8")))]
+        lines += [_line(link, row) for row in measured(read_results(path, "vision", "images_per_second", "machine", "prices"))]
     plots = [f"Plots: {', '.join(pictures)}.", ""] if pictures else []
     return "\n".join([*lines, "", *plots, fill(_assumptions(), WIDTH), "", fill(_conclusions(), WIDTH)])
 
@@ -72,6 +72,10 @@ def main(arguments: list[str]) -> int:
     except OctavoError as error:
         warn(str(error))
         return error.exit_code
+    except OSError as error:  # of the page, which cannot be read or written
+        message, code = describe_fault(error)
+        warn(message)
+        return code
     return 0
 
 
