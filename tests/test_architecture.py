@@ -26,7 +26,7 @@ LAYERS = (
     ("nn",),
     ("models",),
     ("parallel",),
-    ("plan", "context_parallel"),
+    ("plan", "context_parallel", "recipe"),
     ("build",),
     ("data",),
     ("checkpoint", "watchdog"),

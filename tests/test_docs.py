@@ -216,6 +216,31 @@ def test_speeds_of_the_results_are_in_benchmarks():
         assert f"| {figures} | {row['images_per_second'] / peer:.3f} |" in results, row["entry"]
 
 
+def test_files_without_their_whole_provenance_are_named_in_the_results():
+    found = set()
+    for path in (ROOT / "benchmarks").glob("*.json"):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        machine = document.get("machine", {})
+        command = re.match(r"octavo |bash |[A-Z_]+=", document.get("command", ""))  # others describe a script
+        device = machine.get("cpu") or (machine.get("gpu") and machine.get("driver"))
+        if not (command and document["commit"] and device and machine["torch"] and machine["triton"]):
+            found.add(path.name)
+    assert found == set(re.findall(r"`([\w-]+\.json)`", results_page().split("## Provenance")[1]))
+
+
+def test_entries_that_ran_one_after_the_other_are_named_in_the_results():
+    one_gpu, several = results_page().split("## One GPU")[1].split("## Loss")[0], results_page().split("## Several GPUs")[1]
+
+    def one_after_the_other(text):
+        named = set(re.findall(r"benchmarks/([\w-]+)\.json", text))
+        return {name for name in named if any(row.get("interleaved") is False for row in rows_of(name))}
+
+    sentence = one_gpu.replace("\n", " ").split("These ran one after the other:")[1].split(". ")[0]
+    assert set(re.findall(r"benchmarks/([\w-]+)\.json", sentence)) == one_after_the_other(one_gpu)
+    measured = set(re.findall(r"benchmarks/((?:sharded|context)-[\w-]+)\.json", several))
+    assert measured <= one_after_the_other(several)
+
+
 def test_figures_of_other_families_are_in_benchmarks():
     results, readme = results_page(), (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "")
     both = [rows_of(f"one-gpu-{name}") for name in ("neox-20b-layers", "mistral-7b-layers-16k")]

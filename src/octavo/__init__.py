@@ -27,15 +27,12 @@ _HOME = {
     "Trainer": "octavo.train.trainer",
     "Callback": "octavo.train.callbacks",
 }
-_MODULES = {name: f"octavo.{name}" for name in ("fp8", "nn", "errors", "config", "context_parallel", "launch")} | {
-    "recipe": "octavo.fp8.recipe"
-}
+_MODULES = ("fp8", "nn", "recipe", "errors", "config", "context_parallel", "launch")
 
 if TYPE_CHECKING:
-    from octavo import config, context_parallel, errors, fp8, launch, nn
+    from octavo import config, context_parallel, errors, fp8, launch, nn, recipe
     from octavo.build import describe, transform
     from octavo.checkpoint.api import load, save
-    from octavo.fp8 import recipe
     from octavo.fp8.autocast import fp8_autocast
     from octavo.models.convert import to_huggingface
     from octavo.parallel.deferred_init import delayed_init
@@ -57,7 +54,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
     elif name in _MODULES:
-        value = importlib.import_module(_MODULES[name])
+        value = importlib.import_module(f"octavo.{name}")
     else:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     globals()[name] = value

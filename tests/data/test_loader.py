@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.config.train import TrainConfig
 from octavo.data import rng
 from octavo.data.loader import BatchLoader, sequences_of
 from octavo.data.prepared import prepare
@@ -124,23 +125,27 @@ def test_order_does_not_depend_on_global_random_state(data):
     assert _rows(_loader(data).step(0)) == first
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("batches", [1, 3, 1000])
-def test_validation_is_the_same_sequences_on_any_number_of_ranks(data, ranks, batches):
-    everything = _sequences(data, "validation", packing="documents")
-    expected = _rows([everything.batch(range(min(2 * batches, len(everything))))])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("micro_batch", "batches", "sequences"), [(1, 1, 1), (1, 7, 7), (None, 1, 24), (None, 50, 1200)])
+def test_validation_is_the_same_sequences_on_any_number_of_ranks(data, ranks, micro_batch, batches, sequences):
+    everything = _sequences(data, "validation", packing="documents", sequence_length=8)
+    assert 24 < len(everything) < 1200
+    expected = _rows([everything.batch(range(min(sequences, len(everything))))])
+    train = TrainConfig(steps=1, global_batch=24, micro_batch=micro_batch, validate_batches=batches)
+    batch = {"global_batch": 24, "micro_batch": micro_batch}
     found = []
     for rank in range(ranks):
-        loader = _loader(data, "validation", packing="documents", dp_rank=rank, dp_size=ranks, global_batch=8)
-        found.append(list(loader.validation(batches)))
+        loader = _loader(data, "validation", packing="documents", sequence_length=8, dp_rank=rank, dp_size=ranks, **batch)
+        found.append(list(loader.validation(train.validation_sequences)))
     assert len({len(rank) for rank in found}) == 1  # ranks stay in step
+    assert max(len(each.input_ids) for rank in found for each in rank) <= (micro_batch or 24 // ranks)
     rows = [row for turn in zip(*found, strict=True) for row in _rows(turn)]
     assert [row for row in rows if set(row[1]) != {-100}] == expected
 
 
 def test_a_validation_split_smaller_than_a_micro_batch_gives_a_smaller_batch(data):
     loader = _loader(data, "validation", sequence_length=256, global_batch=64, micro_batch=64)
-    (batch,) = loader.validation(5)
+    (batch,) = loader.validation(5 * 64)
     assert 0 < len(batch.input_ids) == len(_sequences(data, "validation", sequence_length=256)) < 64
 
 
@@ -174,7 +179,7 @@ def test_documents_of_one_token_leave_nothing_to_predict(tmp_path, config):
     data = prepare(config(tmp_path / "ids.jsonl"))
     with pytest.raises(InputError, match=r"train split has 8 tokens in 8 documents, none with 2 tokens"):
         _loader(data, packing="documents")
-    assert len(_rows(_loader(data, packing="join").validation(9))) == 1
+    assert len(_rows(_loader(data, packing="join").validation(18))) == 1
 
 
 def test_a_sample_number_below_zero_is_a_mistake(data):

@@ -132,7 +132,7 @@ def test_validation_is_mixed_by_weight_with_each_sequence_once(sources, config):
     counts = sequences_of(data, "validation", sequence_length=10, packing="join").of_source
     assert counts == (60, 30, 5)
     loaders = [_loader(data, section, "validation", dp_rank=rank, dp_size=2, micro_batch=4) for rank in range(2)]
-    first = _sources_of([batch for loader in loaders for batch in loader.validation(4)])
+    first = _sources_of([batch for loader in loaders for batch in loader.validation(16)])
     assert torch.bincount(first).tolist() == [4, 8, 4]
     everything = _loader(data, section, "validation").validation(10**6)
     rows = [tuple(row) for batch in everything for row in batch.input_ids.tolist()]

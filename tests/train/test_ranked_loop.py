@@ -52,6 +52,29 @@ def test_two_and_four_ranks_train_as_one_does(tiny_run, packing):
             assert a.get("validation_loss", 0) == pytest.approx(b.get("validation_loss", 0), rel=1e-5)
 
 
+def test_a_validation_is_the_same_on_any_number_of_ranks(tiny_run):
+    """Without `train.micro_batch`, which is then another on each number of ranks."""
+    given = [*EXACT, "train.global_batch=4", "train.validate_batches=1", "data.packing=documents"]
+    found = []
+    for count in (1, 2, 4):
+        tiny = tiny_run(f"{count}", steps=2)
+        tiny.file.write_text(tiny.file.read_text().replace("micro_batch = 2\n", ""))
+        found += ranks.run(count, run, tiny.file, given)
+    wanted = found[0][1]
+    assert [validation for _, validation in found] == pytest.approx([wanted] * 7, rel=1e-5)
+
+
+def test_a_run_that_continues_on_other_ranks_validates_on_the_same_sequences(tiny_run):
+    """At a rate of zero the model stays, so that every validation has one loss."""
+    tiny = tiny_run(steps=6)
+    tiny.file.write_text(tiny.file.read_text().replace("micro_batch = 2\n", ""))
+    given = [*EXACT, "optimizer.lr=1e-30", "train.validate_every=2", "train.validate_batches=1"]
+    for count, steps in ((1, 2), (4, 4), (2, 6)):
+        ranks.run(count, run, tiny.file, [*given, f"train.steps={steps}"])
+    found = [r["validation_loss"] for r in read_metrics(tiny.output / "metrics.jsonl") if "validation_loss" in r]
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+
+
 def test_a_run_moves_between_numbers_of_ranks_and_degrees(tiny_run):
     whole = tiny_run("whole", steps=9, every=3)
     ranks.run(1, run, whole.file, [*EXACT, "train.micro_batch=1"])

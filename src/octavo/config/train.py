@@ -73,13 +73,21 @@ class TrainConfig(Section):
         0, ge=0, description="End the run after this many validations in a row without a new lowest loss; 0: never."
     )
     validate_batches: int = Field(
-        16, ge=1, description="Micro-batches in a validation, over all ranks; fewer where the split is smaller."
+        16,
+        ge=1,
+        description="Batches in a validation over all ranks, of `micro_batch` sequences each, or of `global_batch` when that "
+        "is absent: the same sequences on any number of ranks; fewer where the split is smaller.",
     )
     sample_every: int = Field(
         0, ge=0, description="Steps between samples of generated text on the screen; 0: only at the end of the run."
     )
     sample_prompt: str | None = Field(None, description="Beginning of the generated text; a new text when absent.")
     sample_tokens: int = Field(48, ge=0, description="Tokens of the generated text; 0: no samples.")
+
+    @property
+    def validation_sequences(self) -> int:
+        """Sequences in a validation, by the run file alone: its loss compares between numbers of ranks."""
+        return self.validate_batches * (self.micro_batch or self.global_batch)
 
     @field_validator("extended")
     @classmethod

@@ -91,16 +91,16 @@ class BatchLoader:
         """The epoch of each source after this many steps, in the order of `data.source`; without weights one, of all."""
         return self._order.epochs(steps * self.global_batch)
 
-    def validation(self, batches: int) -> Iterator[Batch]:
-        """This rank's part of the first `batches` micro-batches of the split, in fixed order, each sequence once.
+    def validation(self, sequences: int) -> Iterator[Batch]:
+        """This rank's part of the first `sequences` sequences of the split, in fixed order, each once, in its micro-batches.
 
         With weights the sources alternate by weight, until one has no more sequences.
 
-        `batches` counts over all ranks: any number of ranks validates on the same sequences. Every rank yields equally many
-        batches, since ranks run collectives together: the last may be smaller, and a rank without a sequence for it yields a
-        batch of IGNORED labels.
+        `sequences` counts over all ranks: any number of ranks, with any micro-batch, validates on the same ones. Every rank
+        yields equally many batches, since ranks run collectives together: the last may be smaller, and a rank without a
+        sequence for it yields a batch of IGNORED labels.
         """
-        total = min(batches * self.micro_batch, len(self._sequences))
+        total = min(sequences, len(self._sequences))
         order = self._order.once()
         for first in range(0, total, self.micro_batch * self._ranks):
             mine = first + self._rank * self.micro_batch

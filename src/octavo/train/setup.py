@@ -76,7 +76,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
     model.train()
     validation: list[Batch] = []
     if prepared.manifest.splits["validation"].tokens >= 2:
-        validation = list(_loader(plan, prepared, "validation").validation(config.train.validate_batches))
+        validation = list(_loader(plan, prepared, "validation").validation(config.train.validation_sequences))
     end = plan.steps * config.train.global_batch
     loader = Prefetcher(_loader(plan, prepared, "train"), workers=config.data.workers, device=plan.device, end=end)
     context = TrainContext(
