@@ -64,6 +64,47 @@ def test_other_shapes_are_refused():
         step(*(tensor[:2] for tensor in batches[2]))
 
 
+def test_a_model_of_the_host_is_never_recorded():
+    model = torch.nn.Linear(3, 4)
+    step = octavo.graphed(lambda x: model(x).sum(), model.parameters(), warmup=1)
+    for number in range(4):
+        x = torch.full((2, 3), float(number))
+        assert step(x).item() == model(x).sum().item()
+        assert model.weight.grad.unique().item() == 2 * number
+        model.zero_grad()
+
+
+def test_tensors_of_the_host_are_refused_beside_a_gpus():
+    model = torch.nn.Linear(3, 4, device="cuda")
+    step = octavo.graphed(lambda x, factor: (model(x) * factor).sum(), model.parameters())
+    with pytest.raises(InputError, match=r"input 1 of a graphed step is on cpu, .* \.to\(device, non_blocking=True\)"):
+        step(torch.ones(2, 3, device="cuda"), torch.tensor(0.5))
+    with pytest.raises(InputError, match=r"parameters are on cpu and cuda, .*model\.to\('cuda'\)"):
+        octavo.graphed(lambda x: model(x).sum(), [*model.parameters(), torch.nn.Parameter(torch.ones(3))])
+
+
+@pytest.mark.parametrize("warmup", [1, 2])
+def test_a_leaf_that_the_loss_makes_is_recorded_and_one_from_outside_refused(warmup):
+    """With one call before it, the recording is where a leaf is met again."""
+    model, prompt = torch.nn.Linear(3, 4, device="cuda"), torch.zeros(3, device="cuda", requires_grad=True)
+
+    def penalty(x):
+        between = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(between).square().sum(), between, create_graph=True)
+        return slope.square().mean()
+
+    step = octavo.graphed(penalty, model.parameters(), warmup=warmup)
+    for number in range(4):
+        x = torch.full((2, 3), float(number), device="cuda")
+        torch.testing.assert_close(step(x), penalty(x).detach())
+        model.zero_grad()
+    step = octavo.graphed(lambda x: model(x + prompt).mean(), model.parameters(), warmup=warmup)
+    step(x)
+    model.zero_grad()
+    with pytest.raises(InputError, match=r"trains 1 tensors .*, the first of shape \(3,\)"):
+        step(x)
+
+
 @ranks.alone
 @pytest.mark.parametrize("recipe", replicas.RECIPES)
 def test_graphs_of_two_ranks_average_as_distributed_data_parallel(recipe):

@@ -4,15 +4,18 @@ import contextlib
 import hashlib
 import os
 from typing import ClassVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import octavo
 from octavo.checkpoint.shard_io import raw
+from octavo.fp8 import buffers
 from octavo.fp8.scaling import state_records
 from octavo.kernels import algorithms
 from octavo.parallel import averaging, graphed
@@ -73,6 +76,24 @@ def train(how, recipe, *, steps, large_bytes=averaging.LARGE_BYTES, warmup=graph
         optimizer.zero_grad()
     weights = [parameter.detach().cpu() for parameter in model.parameters()]
     return losses, gradients, weights, digest(model)
+
+
+def joins():
+    """All-reduces for amaxes in a step of `octavo.graphed`, and in one of a plain loop, on this rank."""
+    layer = octavo.nn.Linear(32, 32)
+
+    def loss(x):
+        with octavo.fp8_autocast(fp8_recipe=RECIPES["delayed"]):
+            return layer(x).square().mean()
+
+    step = octavo.graphed(loss, layer.parameters(), group=dist.group.WORLD)
+    found = []
+    for way in (step, lambda x: loss(x).backward()):
+        with mock.patch.object(buffers, "_join", wraps=buffers._join) as join:
+            way(torch.randn(16, 32))
+        found.append(join.call_count)
+        layer.zero_grad(set_to_none=True)
+    return found
 
 
 def groups():
@@ -160,16 +181,18 @@ class Aliased(torch.nn.Module):
         super().__init__()
         self.weight, self.position = (torch.nn.Parameter(torch.randn(64, 64)) for _ in range(2))
         self.first, self.second = (torch.nn.Parameter(torch.randn(8, 512)) for _ in range(2))
+        self.apart = False  # no gradient reaches `position`
 
     def forward(self, x):
-        x = (x @ self.weight + self.position[None]) @ self.weight
+        position = self.position.detach() if self.apart else self.position
+        x = (x @ self.weight + position[None]) @ self.weight
         return x * (self.first.view(64, 64) + self.second.view(64, 64))
 
 
-def means(freeze):
+def means(fails):
     """Gradients of `Aliased` under `octavo.graphed`, and the means over the ranks of those of autograd alone.
 
-    freeze: a parameter is frozen after a step has been made; returns the refusal too.
+    fails: a parameter gets no gradient in a first call; returns the refusal too.
     """
     averaging.LARGE_BYTES = 1024
     torch.manual_seed(0)
@@ -177,13 +200,13 @@ def means(freeze):
     step = octavo.graphed(lambda x: model(x).square().mean(), model.parameters(), group=dist.group.WORLD)
     x = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
     refusal = None
-    if freeze:
-        model.position.requires_grad_(False)
+    if fails:
+        model.apart = True
         try:
             step(x)
         except octavo.errors.InputError as error:
             refusal = str(error)
-        model.position.requires_grad_(True)
+        model.apart = False
         model.zero_grad()
     step(x)
     found = [parameter.grad.clone() for parameter in model.parameters()]
@@ -222,8 +245,41 @@ def digest(model):
     return hashlib.sha256(weights).hexdigest(), hashlib.sha256(scales).hexdigest() if scales else ""
 
 
+def shards():
+    """{kind: (gradients of two graphed calls, of the plain loop, the refusal with a group)} of a sharded model."""
+    found = {}
+    for kind, shard in (
+        ("fsdp2", fully_shard),
+        ("fsdp1", lambda model: FullyShardedDataParallel(model, use_orig_params=True, device_id=own_device())),
+        ("fsdp1 flat", lambda model: FullyShardedDataParallel(model, device_id=own_device())),
+    ):
+        torch.manual_seed(0)
+        model = shard(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+        x = torch.ones(2, 4) * (1 + dist.get_rank())
+
+        def loss(x, model=model):
+            return model(x).square().sum()
+
+        def gradients(run, model=model, x=x):
+            kept = []
+            for _ in range(2):
+                model.zero_grad()
+                run(x)
+                kept += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            model.zero_grad()
+            return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in kept]
+
+        theirs = gradients(lambda x, loss=loss: loss(x).backward())
+        ours = gradients(octavo.graphed(loss, model.parameters()))
+        try:
+            octavo.graphed(loss, model.parameters(), group=dist.group.WORLD)
+        except octavo.errors.InputError as error:
+            found[kind] = ours, theirs, str(error)
+    return found
+
+
 def refusals():
-    """Messages of the calls that are refused on several ranks, and the gradients that are there after the first."""
+    """Messages of the calls that are refused on several ranks, and the gradients of a plain call behind them."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     wrapped, x = DistributedDataParallel(model), torch.ones(2, 4)
     unused = torch.nn.Linear(4, 4)
@@ -234,10 +290,12 @@ def refusals():
             lambda x: model(x).sum(), [*model.parameters(), *unused.parameters()], group=dist.group.WORLD
         )(x),
     }
-    shard = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),)))
+    shard = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),))).requires_grad_()
     calls["shards"] = lambda: octavo.graphed(torch.sum, [shard], group=dist.group.WORLD)
+    calls["part"] = lambda: octavo.graphed(lambda x: model(x).sum(), model[0].parameters(), group=dist.group.WORLD)(x)
     found = {}
     for name, call in calls.items():
+        model.zero_grad()
         try:
             call()
         except octavo.errors.InputError as error:

@@ -76,6 +76,117 @@ def test_a_loss_is_one_number_with_a_gradient(result, message):
         step(torch.ones(2, 3))
 
 
+def test_behind_the_warm_up_inputs_keep_their_shapes_and_dtypes():
+    """As a GPU's recording does, so that what runs here runs there."""
+    model = torch.nn.Linear(3, 4)
+    step = octavo.graphed(lambda x: model(x.float()).sum(), model.parameters(), warmup=2)
+    for rows in (2, 5, 4):
+        step(torch.ones(rows, 3))
+        model.zero_grad()
+    for other in (torch.ones(2, 3), torch.ones(4, 3, dtype=torch.float64)):
+        with pytest.raises(InputError, match=r"recorded with inputs of .*4, 3.* and got .*: drop the last, smaller batch"):
+            step(other)
+    step(torch.ones(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (2.0, "input 1 of a graphed step is float, and a graph keeps the value of its recording: give tensors"),
+        (torch.ones(2, 3, requires_grad=True), r"input 1 .*of shape \(2, 3\), requires a gradient.*: give its \.detach\(\)"),
+    ],
+    ids=["number", "gradient"],
+)
+def test_an_input_that_a_replay_would_not_follow_is_refused(given, message):
+    model = torch.nn.Linear(3, 4)
+    step = octavo.graphed(lambda x, y: model(x * y).sum(), model.parameters())
+    with pytest.raises(InputError, match=message):
+        step(torch.ones(2, 3), given)
+
+
+def checkpointed(model, x):
+    return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+
+
+def compiled(model, x):
+    return torch.compile(model, backend="aot_eager")(x)
+
+
+@pytest.mark.parametrize("run", [torch.nn.Module.__call__, checkpointed, compiled])
+@pytest.mark.parametrize("kind", [torch.nn.Linear, octavo.nn.LayerNormLinear])
+def test_a_loss_that_trains_other_parameters_is_refused(run, kind):
+    """A replay would leave their gradients None, and ranks would not average them."""
+    model = torch.nn.Sequential(kind(16, 16), kind(16, 16))
+    found = len([*model[1].parameters()])
+
+    def loss(x):
+        return run(model, x).float().square().mean()
+
+    step = octavo.graphed(loss, model[0].parameters())
+    with pytest.raises(InputError, match=rf"trains {found} tensors that are not among the {found} parameters.*requires_grad_"):
+        step(torch.ones(2, 16))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model[1].requires_grad_(False)
+    step(torch.ones(2, 16))
+    model[1].requires_grad_(True)
+    model.zero_grad()
+    octavo.graphed(loss, model.parameters())(torch.ones(2, 16))
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_leaves_that_the_loss_makes_are_its_own():
+    """A penalty of gradients has one, and so has the dummy of a reentrant checkpoint; a tensor from outside has not."""
+    model, prompt = torch.nn.Linear(3, 4), torch.zeros(3, requires_grad=True)
+
+    def penalty(x):
+        between = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(between).square().sum(), between, create_graph=True)
+        return slope.square().mean()
+
+    def hidden(x):
+        dummy = torch.ones(1, requires_grad=True)
+        return torch.utils.checkpoint.checkpoint(lambda x, _: model(x), x, dummy, use_reentrant=True).mean()
+
+    for loss in (penalty, hidden):
+        step = octavo.graphed(loss, model.parameters(), warmup=1)
+        for _ in range(3):
+            step(torch.ones(2, 3))
+            assert model.weight.grad is not None
+            model.zero_grad()
+    step = octavo.graphed(lambda x: model(x + prompt).mean(), model.parameters())
+    step(torch.ones(2, 3))
+    model.zero_grad()
+    with pytest.raises(InputError, match=r"trains 1 tensors .*, the first of shape \(3,\)"):
+        step(torch.ones(2, 3))
+    step = octavo.graphed(lambda x: model(x + prompt).mean(), [*model.parameters(), prompt])
+    prompt.grad = None
+    for _ in range(2):
+        step(torch.ones(2, 3))
+        model.zero_grad()
+        prompt.grad = None
+
+
+def test_frozen_parameters_alone_are_refused():
+    model = torch.nn.Linear(3, 4).requires_grad_(False)
+    with pytest.raises(InputError, match="all 2 parameters are frozen"):
+        octavo.graphed(lambda x: model(x).sum(), model.parameters())
+
+
+def test_parameters_stay_frozen_or_not():
+    """A graph repeats the gradients of its recording, and a group averages those that were there when it was made."""
+    model = torch.nn.Linear(3, 4)
+    step = octavo.graphed(lambda x: model(x).sum(), model.parameters())
+    model.bias.requires_grad_(False)
+    with pytest.raises(InputError, match=r"\(4,\) was trained when octavo.graphed was called and is frozen now"):
+        step(torch.ones(2, 3))
+    step = octavo.graphed(lambda x: model(x).sum(), model.parameters())
+    step(torch.ones(2, 3))
+    model.zero_grad()
+    model.bias.requires_grad_(True)
+    with pytest.raises(InputError, match=r"\(4,\) was frozen .* and is trained now.*: call octavo.graphed again"):
+        step(torch.ones(2, 3))
+
+
 def test_a_parameter_alone_is_not_taken_for_its_rows():
     model = torch.nn.Linear(3, 4)
     with pytest.raises(InputError, match=r"and parameters: graphed\(loss, model\.parameters\(\)\)"):
@@ -110,6 +221,22 @@ def test_replicas_are_those_of_distributed_data_parallel(recipe):
         for step, their_step in zip(gradients, their_gradients, strict=True):
             assert all(map(torch.equal, step, their_step))
         assert all(map(torch.equal, weights, their_weights))
+
+
+@ranks.alone
+def test_ranks_join_amaxes_once_a_step():
+    assert ranks.run(2, replicas.joins) == [[1, 2]] * 2
+
+
+@ranks.alone
+def test_shards_keep_their_gradients():
+    """FSDP computes with leaves of its own, which are not the parameters; with a group they would be averaged twice."""
+    for found in ranks.run(2, replicas.shards):
+        assert found.keys() == {"fsdp2", "fsdp1", "fsdp1 flat"}
+        for name, (ours, theirs, refusal) in found.items():
+            assert ours, name
+            assert all(map(torch.equal, ours, theirs)), name
+            assert "these parameters are shards, whose gradients are reduced in the backward" in refusal, name
 
 
 @ranks.alone
@@ -152,13 +279,13 @@ def test_three_ranks_and_none():
 
 
 @ranks.alone
-@pytest.mark.parametrize("freeze", [False, True])
-def test_gradients_that_share_memory_are_averaged_once(freeze):
+@pytest.mark.parametrize("fails", [False, True])
+def test_gradients_that_share_memory_are_averaged_once(fails):
     """A gradient can be a view of what the rest of the backward reads, or of another parameter's."""
-    for found, wanted, refusal in ranks.run(2, replicas.means, freeze):
+    for found, wanted, refusal in ranks.run(2, replicas.means, fails):
         for gradient, mean in zip(found, wanted, strict=True):
             torch.testing.assert_close(gradient, mean)
-        assert (refusal is not None and "1 of 4 parameters got no gradient" in refusal) is freeze
+        assert (refusal is not None and "1 of 4 parameters got no gradient" in refusal) is fails
 
 
 @ranks.alone
@@ -168,4 +295,5 @@ def test_what_would_average_wrongly_is_refused():
         assert "call the model inside it (model.module)" in messages["ddp"]
         assert "2 of 6 parameters got no gradient, the first of shape (4, 4)" in messages["unused"]
         assert "leave group out, or leave octavo.init out to train replicas" in messages["shards"]
+        assert "the loss trains 2 tensors that are not among the 2 parameters of octavo.graphed" in messages["part"]
         assert all(gradients)

@@ -13,7 +13,7 @@ import itertools
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,14 +23,12 @@ from torch import Tensor
 
 from octavo.fp8 import checkpoints
 from octavo.fp8.recipe import History, Operand
-from octavo.kernels.quantize.cast import CastResults, cast, fake_results, operator_results
-from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, of_one_scale
 from octavo.kernels.scales import update_scales_
 
 _FIRST_CAPACITY = 64
 _ROUNDING = 1 + 2.0**-20
 """An amax times the scale that was made from it may round to just above the maximum: that loses nothing."""
-_buffers: weakref.WeakValueDictionary[int, ScaleBuffer] = weakref.WeakValueDictionary()
+_by_number: weakref.WeakValueDictionary[int, ScaleBuffer] = weakref.WeakValueDictionary()
 _sets: weakref.WeakValueDictionary[int, BufferSet] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _LONG = 100
@@ -100,7 +98,7 @@ class ScaleBuffer:
         self.policy = policy
         self.device = device
         self.number = next(_numbers)
-        _buffers[self.number] = self
+        _by_number[self.number] = self
         self.scale = torch.ones(_FIRST_CAPACITY, device=device)
         self.history = torch.zeros(policy.length, _FIRST_CAPACITY, device=device)
         self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
@@ -141,9 +139,10 @@ class ScaleBuffer:
 
     @torch.no_grad()
     def update(self, joint: Joint) -> None:
-        """Roll every history in which something was recorded and compute its scale; see `reference.update_scales`."""
-        if joint.reduce_amax and several_ranks(joint.group):
-            _join(self.history[0], joint.group)
+        """Roll every history in which something was recorded and compute its scale; see `reference.update_scales`.
+
+        `joint`: the ranks over which the amaxes have been joined.
+        """
         self._share_experts(joint)
         self._kept = None  # the kernel's writes count no version
         update_scales_(
@@ -236,6 +235,7 @@ class BufferSet:
         if session is _state.session and _state.is_open and self.recorded == "evaluation":
             self.recorded = "training"
         elif session is not None and session in self.deferred:
+            _update_postponed()  # whose amaxes are of another forward
             for buffer, amaxes in self.deferred.pop(session):
                 own = buffer.history[0, : len(amaxes)]
                 own.copy_(torch.maximum(own, amaxes))
@@ -265,40 +265,48 @@ class BufferSet:
 
 
 def _update(buffers: Mapping[Any, ScaleBuffer], joint: Joint) -> None:
-    for buffer in buffers.values():
-        if buffer.slots:  # in use
-            buffer.update(joint)
+    used = {buffer: joint for buffer in buffers.values() if buffer.slots}
+    if _state.postponed is None:
+        _update_each(used)
+    else:
+        _state.postponed |= used
 
 
-def cast_delayed(
-    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
-) -> QuantizedTensor:
-    """Cast a matrix in compiled code by the scale of the slot at `position`, rowwise and if asked columnwise."""
-    q, q_t, scale_inv = _cast_delayed(x, position, dtype, fp8_max, record, columnwise)
-    return of_one_scale(q, q_t if columnwise else None, scale_inv)
+@torch.no_grad()
+def _update_each(joints: Mapping[ScaleBuffer, Joint]) -> None:
+    """Join the amaxes of all buffers, by one all-reduce for a group of ranks and a device, and update the buffers."""
+    together: dict[tuple[dist.ProcessGroup | None, torch.device], list[Tensor]] = {}
+    for buffer, joint in joints.items():
+        if joint.reduce_amax and several_ranks(joint.group):
+            together.setdefault((joint.group, buffer.device), []).append(buffer.history[0])
+    for (group, _), amaxes in together.items():
+        joined = amaxes[0] if len(amaxes) == 1 else torch.cat(amaxes)
+        _join(joined, group)
+        if len(amaxes) > 1:
+            torch._foreach_copy_(amaxes, joined.split([len(own) for own in amaxes]))
+    for buffer, joint in joints.items():
+        buffer.update(joint)
 
 
-# A compiler is given the position of a slot, not its tensors: as inputs of a graph they would be views of one buffer, one of
-# them written, which functionalisation copies and autograd's version counters refuse. Nothing in a graph reads the amax.
-# The position is a tensor, because a number would be compiled in: each layer would have code of its own.
-@torch.library.custom_op("octavo::cast_delayed", mutates_args=())
-def _cast_delayed(
-    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
-) -> CastResults:
-    number, index = position.tolist()
-    buffer = _buffers[number]
-    _state.seen = True
-    if record and buffer in buffer.owner.backward.values():
-        buffer.owner.record_gradient()
-    elif record and checkpoints.graph_task() == -1:
-        buffer.owner.record_forward(training=True)
-    amax = buffer.history[0, index] if record else None
-    return operator_results(cast(x, Quantizer(dtype, fp8_max, buffer.scale[index], amax, columnwise=columnwise)))
+def _update_postponed() -> None:
+    if _state.postponed:
+        postponed, _state.postponed = _state.postponed, {}
+        _update_each(postponed)
 
 
-@_cast_delayed.register_fake
-def _(x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool) -> CastResults:
-    return fake_results(x, dtype, columnwise)
+@contextlib.contextmanager
+def updates_together() -> Iterator[Callable[[], None]]:
+    """Around a forward and its backward: both update scales when the function that it gives is called, behind the backward.
+
+    So ranks wait for each other once. Results are the same: an outermost autocast inside that finds updates outstanding makes
+    them first. After an exception amaxes wait for the next forward, as those of a forward that was left by one.
+    """
+    _state.postponed = {}
+    try:
+        yield _update_postponed
+        _update_postponed()
+    finally:
+        _state.postponed = None
 
 
 @dataclass
@@ -312,6 +320,7 @@ class _State:
     backwards: int = 0  # that ended while it was open
     task: int = -1  # autograd's number of the last backward that recorded
     joined: dist.Work | None = None  # the last collective on a CPU
+    postponed: dict[ScaleBuffer, Joint] | None = None  # updates that are outstanding inside `updates_together`
 
 
 _state = _State()
@@ -326,6 +335,7 @@ def _default() -> BufferSet:
 
 def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
     """An outermost autocast begins."""
+    _update_postponed()
     _state.session = Session(Joint(group, reduce_amax))
     _state.seen = _state.recorded = False
     _state.is_open = True
@@ -344,6 +354,11 @@ def leave() -> None:
 def session() -> Session:
     """The current outermost autocast, or the last one."""
     return _state.session
+
+
+def by_number(number: int) -> ScaleBuffer:
+    """The buffer of a slot's `position`."""
+    return _by_number[number]
 
 
 def see() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed._composable_state import _module_state_mapping
 
 from octavo.errors import InputError
-from octavo.fp8 import autocast, buffers, checkpoints
+from octavo.fp8 import autocast, buffers, checkpoints, compiled
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
@@ -276,7 +276,7 @@ class LinearQuantizer:
                 assert matrix is not None
                 if slot_index is None:
                     slot_index = self.state.slot(operand, self.recipe, self.device, trains=record).position
-                return buffers.cast_delayed(matrix, slot_index, kind.dtype, kind.max, record, columnwise), None
+                return compiled.cast_delayed(matrix, slot_index, kind.dtype, kind.max, record, columnwise), None
             slot = self.state.slot(operand, self.recipe, self.device, trains=record)
             if record and operand is Operand.GRAD_OUTPUT:
                 slot.buffer.owner.record_gradient(self.session)

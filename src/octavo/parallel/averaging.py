@@ -11,7 +11,7 @@ attention: products would wait for the multiprocessors that these hold.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 import torch.distributed as dist
@@ -112,8 +112,11 @@ class Average:
         self._has_schedule = True
 
     @contextlib.contextmanager
-    def of_backward(self) -> Iterator[None]:
-        """Around a backward that sets every `grad`: behind it they are means, for which the current stream has waited."""
+    def of_backward(self, meanwhile: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Around a backward that sets every `grad`: behind it they are means, for which the current stream has waited.
+
+        meanwhile: is called behind the backward, while the last gradients are being reduced.
+        """
         self._restart()
         # Several devices have a thread each, which would begin reductions at the same time.
         beside = self._large if len(self._devices) == 1 else []
@@ -130,7 +133,7 @@ class Average:
             except BaseException:
                 self._restart()  # and keep no gradient
                 raise
-        self._finish()
+        self._finish(meanwhile)
         if learns:
             self._agree(attentions)
 
@@ -187,7 +190,7 @@ class Average:
             by_dtype.setdefault(share.dtype, []).append(share)
         self._works += [self.group.allreduce_coalesced(own, options) for own in by_dtype.values()]
 
-    def _finish(self) -> None:
+    def _finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Reduce what is not on its way, and wait."""
         if missing := [tuple(parameter.shape) for parameter in self._parameters if parameter.grad is None]:
             raise InputError(
@@ -203,6 +206,7 @@ class Average:
                 parameter.grad = view
         for bucket in self._buckets:
             self._sum([bucket])
+        meanwhile()
         for work in self._works:
             work.wait()
         self._works.clear()

@@ -2,8 +2,8 @@
 
 A step of ViT-Huge launches some two thousand kernels; a graph launches all of them at once, with the addresses of its
 recording. The optimizer is not part of the graph, so any optimizer, clipping and schedule can follow. With a group NCCL's
-reductions of gradients are in the graph, beside the backward (`octavo.parallel.averaging`). Amaxes of delayed scaling are
-joined where forward and backward end, which is inside the graph too.
+reductions of gradients are in the graph, beside the backward (`octavo.parallel.averaging`). Amaxes of delayed scaling, of
+forward and backward together, are joined where the backward ends, which is inside the graph too.
 """
 
 from __future__ import annotations
@@ -11,22 +11,27 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo.errors import InputError, warn
+from octavo.fp8.buffers import updates_together
 from octavo.kernels.algorithms import without_collectives
 from octavo.parallel.averaging import Average
 
 WARM_UP = 3
 """Eager calls before the recording, in which kernels are chosen and compiled and FP8 histories are created."""
 
-_Recorded = tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor, list[Tensor | None]]
+_Recorded = tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor, list[Tensor | None]]
 """A graph with its inputs, its loss and the gradients of the parameters."""
+_Kinds = list[tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each input."""
 
 
 class Graphed:
@@ -36,36 +41,61 @@ class Graphed:
         self, loss: Callable[..., Tensor], parameters: list[Tensor], warmup: int, group: dist.ProcessGroup | None
     ) -> None:
         self._loss, self._parameters, self._left = loss, parameters, warmup
+        self._trained = [parameter.requires_grad for parameter in parameters]
         self._average = None if group is None else Average(parameters, group)
-        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._stream = torch.cuda.Stream() if any(parameter.is_cuda for parameter in parameters) else None
         self._recorded: _Recorded | None = None
+        self._kinds: _Kinds | None = None  # of the call that is recorded on a GPU, on a CPU too
         self._checked = False
+        self._walks = 0 if any(map(_is_shard, parameters)) else 2  # shards are gathered to leaves of their own
+        self._made: set[Tensor] = set()  # leaves of the first call
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The detached loss of this rank; gradients are in the parameters' `grad`. The next call may overwrite both."""
+        self._check_parameters()
+        _check_inputs(inputs, self._stream is not None)
+        if self._left:
+            loss = self._warm_up(inputs)
+            self._left -= 1  # a call that failed has prepared nothing
+            return loss
+        kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in inputs]
+        if self._kinds not in (None, kinds):
+            itself = "" if self._average is not None else ", or call the loss itself for it"  # which averages nothing
+            raise InputError(
+                f"a graphed step was recorded with inputs of {self._kinds} and got {kinds}: drop the last, smaller batch "
+                f"(drop_last=True){itself}."
+            )
+        loss = self._eager(*inputs) if self._stream is None else self._replay(inputs)
+        self._kinds = kinds
+        return loss
+
+    def _check_parameters(self) -> None:
+        """Refuse gradients of an earlier call, and parameters that were frozen or unfrozen since."""
         if any(parameter.grad is not None for parameter in self._parameters):
             raise InputError(
                 "a graphed step overwrites gradients and adds to none: call optimizer.zero_grad(set_to_none=True) before it."
             )
+        for parameter, trained in zip(self._parameters, self._trained, strict=True):
+            if parameter.requires_grad != trained:
+                was, now = ("trained", "frozen") if trained else ("frozen", "trained")
+                raise InputError(
+                    f"a parameter of shape {tuple(parameter.shape)} was {was} when octavo.graphed was called and is {now} now, "
+                    "and a graph repeats its recording: call octavo.graphed again, behind requires_grad_."
+                )
+
+    def _warm_up(self, inputs: tuple[Tensor, ...]) -> Tensor:
         if self._stream is None:
             return self._eager(*inputs)
-        if self._recorded is None and self._left:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):  # the stream of the recording, so that libraries prepare it
-                loss = self._eager(*inputs)
-            self._left -= 1  # a call that failed has prepared nothing
-            torch.cuda.current_stream().wait_stream(self._stream)
-            return loss
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # the stream of the recording, so that libraries prepare it
+            loss = self._eager(*inputs)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return loss
+
+    def _replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
         if self._recorded is None:
             self._recorded = self._record(inputs)
         graph, own_inputs, loss, gradients = self._recorded
-        expected, given = ([(tuple(tensor.shape), tensor.dtype) for tensor in of] for of in (own_inputs, inputs))
-        if expected != given:
-            itself = "" if self._average is not None else ", or call the loss itself for it"  # which averages nothing
-            raise InputError(
-                f"a graphed step was recorded with inputs of {expected} and got {given}: drop the last, smaller batch "
-                f"(drop_last=True){itself}."
-            )
         for own, other in zip(own_inputs, inputs, strict=True):
             own.copy_(other, non_blocking=True)
         graph.replay()
@@ -76,6 +106,14 @@ class Graphed:
         return loss
 
     def _eager(self, *inputs: Tensor, average: bool = True) -> Tensor:
+        with updates_together() as update:
+            loss = self._forward(*inputs)
+            with contextlib.nullcontext() if self._average is None or not average else self._average.of_backward(update):
+                loss.backward()
+        return loss.detach()
+
+    def _forward(self, *inputs: Tensor) -> Tensor:
+        """The loss; what makes it no loss of a graph is refused."""
         with contextlib.ExitStack() as around:
             if not self._checked:
                 around.enter_context(_refusing_ddp())
@@ -85,12 +123,29 @@ class Graphed:
         if not self._checked:
             _check_loss(loss)
         self._checked = True
-        with contextlib.nullcontext() if self._average is None or not average else self._average.of_backward():
-            loss.backward()
-        return loss.detach()
+        if self._walks:
+            self._check_leaves(loss)
+        return loss
+
+    def _check_leaves(self, loss: Tensor) -> None:
+        """Refuse a loss that trains other leaves than the parameters, whose gradients nobody averages or sets in a replay.
+
+        A leaf that is no `torch.nn.Parameter` may be the loss's own, made in each call: it is refused in the second one.
+        Reentrant checkpoints hide their leaves.
+        """
+        known = set(self._parameters)
+        others = [leaf for leaf in _leaves(loss) if leaf not in known]
+        if strange := [leaf for leaf in others if isinstance(leaf, torch.nn.Parameter) or leaf in self._made]:
+            raise InputError(
+                f"the loss trains {len(strange)} tensors that are not among the {len(self._parameters)} parameters of "
+                f"octavo.graphed, the first of shape {tuple(strange[0].shape)}; their gradients would not be averaged, nor set "
+                "by a replay. Give it all of them (model.parameters()), or freeze these (requires_grad_(False))."
+            )
+        self._walks -= 1
+        self._made = set(others) if self._walks else set()
 
     def _record(self, inputs: tuple[Tensor, ...]) -> _Recorded:
-        own_inputs = [tensor.detach().clone() for tensor in inputs]
+        own_inputs = tuple(tensor.detach().clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog thread asks for events of earlier collectives at any time, which a recording in the mode "global"
         # takes for a fault.
@@ -98,6 +153,46 @@ class Graphed:
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local" if several else "global"):
             loss = self._eager(*own_inputs, average=self._average is not None and self._average.recordable)
         return graph, own_inputs, loss, [parameter.grad for parameter in self._parameters]
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """The tensors that the backward of a loss gives gradients, in the order of a walk through its graph."""
+    left: list[Any] = [get_gradient_edge(loss).node]
+    found, seen = [], set()
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            found.append(node.variable)
+        left += [following for following, _ in node.next_functions if following is not None]
+    return found
+
+
+def _is_shard(parameter: Tensor) -> bool:
+    """True for a parameter of FSDP2, and of FSDP1, which marks those that it has flattened."""
+    return isinstance(parameter, DTensor) or getattr(parameter, "_fsdp_flattened", False)
+
+
+def _check_inputs(inputs: tuple[object, ...], on_gpu: bool) -> None:
+    """Refuse inputs that a recording would not repeat."""
+    for number, tensor in enumerate(inputs):
+        if not isinstance(tensor, Tensor):
+            raise InputError(
+                f"input {number} of a graphed step is {type(tensor).__name__}, and a graph keeps the value of its recording: "
+                "give tensors, and constants in the loss itself."
+            )
+        if tensor.requires_grad:
+            raise InputError(
+                f"input {number} of a graphed step, of shape {tuple(tensor.shape)}, requires a gradient, which a replay does "
+                "not set: give its .detach(), or make it one of the parameters."
+            )
+        if on_gpu and not tensor.is_cuda:
+            raise InputError(
+                f"input {number} of a graphed step is on {tensor.device}, and a graph repeats the GPU's work alone: give "
+                "tensors of the GPU, .to(device, non_blocking=True)."
+            )
 
 
 def _check_loss(loss: object) -> None:
@@ -150,24 +245,35 @@ def graphed(
             optimizer.zero_grad()
 
     Args:
-        loss: takes tensors and returns a scalar. It may open `fp8_autocast` and `torch.autocast`; it must not wait for the
-            device (`.item()`, printing a tensor), and its Python code does not run again after the recording.
-        parameters: a call sets their `grad`. They keep their memory and are updated in place.
+        loss: takes tensors, of the GPU if the parameters are, and returns a scalar. It may open `fp8_autocast` and
+            `torch.autocast`; it must not wait for the device (`.item()`, printing a tensor), and its Python code does not run
+            again after the recording.
+        parameters: all that the loss trains; a call sets their `grad`. They keep their memory, are updated in place, and stay
+            frozen or not.
         warmup: eager calls before the recording; steps like any other.
         group: ranks with a replica of the model each, over which every call averages gradients, as DistributedDataParallel
             does: `torch.distributed.group.WORLD`. Parameters take the first rank's values at once. All ranks make the same
             calls. None: gradients are this rank's own.
 
-    Inputs keep their shapes and dtypes. Each call gives the same numbers as an eager one. On a CPU all calls are eager.
+    Behind `warmup` calls inputs keep their shapes and dtypes. Each call gives the same numbers as an eager one. On a CPU all
+    calls are eager, and the same inputs are refused.
+
+    With a group buffers are not broadcast, as DistributedDataParallel does: `graphed` has parameters alone. Statistics of batch
+    norm stay each rank's own. Before the first step, and before a validation or a checkpoint of them:
+
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, 0)
 
     On several ranks `fp8_autocast` joins amaxes over its own `fp8_group` inside the recording, which takes NCCL; gradients are
     reduced in it beside the backward by NCCL, and behind it by other backends. NCCL does not destroy a process group while a
     graph holds collectives of it: delete the callable before `torch.distributed.destroy_process_group()`.
 
     Raises:
-        InputError: no function or no parameters, a group that is none, shards of parameters with a group; from a call with
-            gradients left from the last one, with inputs of other shapes or dtypes, with a parameter that gets no gradient to
-            average, or with a loss that calls a DistributedDataParallel, is no scalar or has no gradient.
+        InputError: no function or no parameters, all of them frozen, some on a GPU and some not, a group that is none, shards
+            of parameters with a group; from a call with gradients left from the last one, with inputs that are no tensors,
+            require gradients or have other shapes or dtypes, with a parameter that gets no gradient to average or was frozen
+            or unfrozen since, or with a loss that calls a DistributedDataParallel, is no scalar, has no gradient or trains
+            other parameters too.
     """
     if type(warmup) is not int or warmup < 1:
         raise InputError(f"warmup = {warmup}: at least 1 call must run before one is recorded (usual: {WARM_UP}).")
@@ -175,12 +281,23 @@ def graphed(
     tensors = all(isinstance(parameter, Tensor) and parameter.is_leaf for parameter in parameters)  # rows of one are no leaves
     if not callable(loss) or not parameters or not tensors:
         raise InputError("octavo.graphed takes a function of the loss, and parameters: graphed(loss, model.parameters()).")
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise InputError(
+            f"octavo.graphed: all {len(parameters)} parameters are frozen, and a call sets the gradients of these alone: give "
+            "those that the loss trains, such as model.parameters(), or unfreeze some (requires_grad_())."
+        )
+    devices = {parameter.device.type for parameter in parameters}
+    if "cuda" in devices and len(devices) > 1:
+        raise InputError(
+            f"octavo.graphed: parameters are on {' and '.join(sorted(devices))}, and a graph repeats the GPU's work alone: "
+            "move the model to one device, model.to('cuda')."
+        )
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise InputError(
             f"octavo.graphed: group = {group!r} is not a process group that this rank has joined: give "
             "torch.distributed.group.WORLD after torch.distributed.init_process_group."
         )
-    if group is not None and any(isinstance(parameter, DTensor) for parameter in parameters):
+    if group is not None and any(map(_is_shard, parameters)):
         raise InputError(
             "octavo.graphed averages gradients of whole replicas, and these parameters are shards, whose gradients are reduced "
             "in the backward: leave group out, or leave octavo.init out to train replicas."

@@ -1,0 +1,41 @@
+"""Casts by delayed scaling in code that PyTorch compiles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.fp8 import buffers, checkpoints
+from octavo.kernels.quantize.cast import CastResults, cast, fake_results, operator_results
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, of_one_scale
+
+
+def cast_delayed(
+    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
+) -> QuantizedTensor:
+    """Cast a matrix in compiled code by the scale of the slot at `position`, rowwise and if asked columnwise."""
+    q, q_t, scale_inv = _cast_delayed(x, position, dtype, fp8_max, record, columnwise)
+    return of_one_scale(q, q_t if columnwise else None, scale_inv)
+
+
+# A compiler is given the position of a slot, not its tensors: as inputs of a graph they would be views of one buffer, one of
+# them written, which functionalisation copies and autograd's version counters refuse. Nothing in a graph reads the amax.
+# The position is a tensor, because a number would be compiled in: each layer would have code of its own.
+@torch.library.custom_op("octavo::cast_delayed", mutates_args=())
+def _cast_delayed(
+    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
+) -> CastResults:
+    number, index = position.tolist()
+    buffer = buffers.by_number(number)
+    buffers.see()
+    if record and buffer in buffer.owner.backward.values():
+        buffer.owner.record_gradient()
+    elif record and checkpoints.graph_task() == -1:
+        buffer.owner.record_forward(training=True)
+    amax = buffer.history[0, index] if record else None
+    return operator_results(cast(x, Quantizer(dtype, fp8_max, buffer.scale[index], amax, columnwise=columnwise)))
+
+
+@_cast_delayed.register_fake
+def _(x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool) -> CastResults:
+    return fake_results(x, dtype, columnwise)
