@@ -1,4 +1,7 @@
-"""Hugging Face's GPT-NeoX over ranks that share sequences: torchrun --nproc-per-node 2 examples/gpt_neox_context.py."""
+"""Hugging Face's GPT-NeoX over ranks that share sequences: torchrun --nproc-per-node 2 examples/gpt_neox_context.py.
+
+On one rank, python examples/gpt_neox_context.py, the same code computes whole sequences.
+"""
 
 import os
 from typing import Any
@@ -22,7 +25,7 @@ def attention(
 
 
 ALL_ATTENTION_FUNCTIONS.register("octavo-context", attention)
-ranks = int(os.environ["WORLD_SIZE"])
+ranks = int(os.environ.get("WORLD_SIZE", "1"))
 octavo.init({"context_parallel_degree": ranks})
 torch.manual_seed(0)  # the same weights on every rank
 sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -46,7 +49,9 @@ for step in range(1, 41):
     octavo.clip_grad_norm_(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    torch.distributed.all_reduce(mean := loss.detach() / ranks)
+    mean = loss.detach() / ranks
+    if ranks > 1:
+        torch.distributed.all_reduce(mean)
     if octavo.state.rank == 0 and step in (1, 40):
         print(f"step {step}: loss {mean.item():.3f}", flush=True)
 octavo.shutdown()

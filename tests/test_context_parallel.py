@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import runpy
 from pathlib import Path
 
@@ -80,10 +81,93 @@ def test_the_example_trains():
     assert last < 0.1
 
 
+@pytest.fixture
+def one_rank():
+    octavo.init({"context_parallel_degree": 1})
+    yield
+    octavo.shutdown()
+
+
+def test_the_example_trains_on_one_rank(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    first, last = (float(line.split()[-1]) for line in example().splitlines())
+    assert first > 4
+    assert last < 0.1
+
+
+MASKS = {
+    "causal": {},
+    "documents": {"position_ids": DOCUMENTS},
+    "padding": {"attention_mask": (torch.arange(24) < 19).long().expand(2, -1)},
+    "window": {"window": 5},
+}
+
+
+def plain_attention(q, k, v, position_ids=None, attention_mask=None, window=None):
+    """Attention written out, of real queries."""
+    at = torch.arange(q.shape[1])
+    seen = at[:, None] >= at
+    if window is not None:
+        seen = seen & (at[:, None] - at < window)
+    if position_ids is not None:
+        number = (position_ids[0] == 0).cumsum(0)
+        seen = seen & (number[:, None] == number)
+    if attention_mask is not None:
+        seen = seen & (attention_mask[0] == 1)
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("bhqk,bkhd->bqhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def errors_of_degree_one():
+    """{(mask, exchange): the largest error of the result and of gradients}, of whole sequences."""
+    found = {}
+    for (name, mask), strategy in itertools.product(MASKS.items(), ("all_gather", "p2p", "a2a", "auto")):
+        leaves = [torch.randn(2, 24, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+        real = slice(None, 19 if name == "padding" else None)
+        weights = torch.randn(2, 24, 4, 8, dtype=torch.float64)[:, real]
+        q, k, v = (octavo.context_parallel.split(x) for x in leaves)
+        out = octavo.context_parallel.gather(octavo.context_parallel.attention(q, k, v, cp_comm_type=strategy, **mask))
+        wanted = plain_attention(*leaves, **mask)
+        gradients, theirs = (torch.autograd.grad((x[:, real] * weights).sum(), leaves) for x in (out, wanted))
+        pairs = [(out[:, real], wanted[:, real]), *zip(gradients, theirs, strict=True)]
+        found[name, strategy] = max((ours - other).abs().max().item() for ours, other in pairs)
+    return found
+
+
+def degree_one_of_two():
+    octavo.init({"context_parallel_degree": 1})
+    return errors_of_degree_one()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_rank_alone_has_plain_attention():
+    for cell, error in errors_of_degree_one().items():
+        assert error < 1e-12, cell
+    q = torch.zeros(1, 5, 2, 8)
+    for call in (octavo.context_parallel.split, lambda q: octavo.context_parallel.attention(q, q, q)):
+        with pytest.raises(InputError, match="pad it, as to 6 tokens"):
+            call(q)
+    with pytest.raises(InputError, match="has 5 tokens of a rank"):
+        octavo.context_parallel.gather(q)
+    q = q[:, :4]
+    with pytest.raises(InputError, match="unknown cp_comm_type"):
+        octavo.context_parallel.attention(q, q, q, cp_comm_type="own")
+
+
+def test_each_of_two_ranks_alone_has_plain_attention():
+    for found in ranks.run(2, degree_one_of_two):
+        for cell, error in found.items():
+            assert error < 1e-12, cell
+
+
 def test_it_needs_ranks_and_whole_positions():
     q = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(InputError, match="context_parallel_degree"):
-        octavo.context_parallel.attention(q, q, q)
+    for call in (lambda: octavo.context_parallel.attention(q, q, q), lambda: octavo.context_parallel.split(q)):
+        with pytest.raises(
+            InputError, match=r'octavo\.init\(\{"context_parallel_degree": n\}\) in each rank, 1 on one, or pass a'
+        ):
+            call()
     assert "give that of whole sequences, [1, 8]" in ranks.run(2, wrong_positions)[1]
 
 
@@ -104,6 +188,8 @@ def wrong_positions():
         if said == "a str" or octavo.state.rank == 1:
             with pytest.raises(InputError, match=said):
                 octavo.context_parallel.attention(q, q, q, group)
+    with pytest.raises(InputError, match=r"position_ids is torch\.float32: positions are whole numbers"):
+        octavo.context_parallel.attention(q, q, q, position_ids=torch.arange(8.0)[None] / 2)
     with pytest.raises(InputError, match=r"a window of 2\.5 keys: give a whole number"):
         octavo.context_parallel.attention(q, q, q, window=2.5)
     with pytest.raises(InputError, match="attention_mask has the value -inf"):

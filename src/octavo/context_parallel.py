@@ -1,7 +1,7 @@
 """Context parallelism for a model of one's own: `attention`, `split` and `gather` over ranks that share each sequence.
 
 A sequence of T tokens is 2n chunks; of n ranks, rank r holds the chunks r and 2n−1−r. Everything but attention is computed on
-these tokens alone. Octavo's decoder does all of this by itself.
+these tokens alone. Octavo's decoder does all of this by itself. One rank has the whole sequence, and exchanges nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.collectives.attention import check_shapes, context_attention
-from octavo.collectives.context import ContextGroup
+from octavo.collectives.context import STRATEGIES, ContextGroup
 from octavo.errors import InputError
 from octavo.kernels.attention.pattern import pattern_of
+from octavo.nn.attend import attend
 from octavo.parallel.world import state
 
 __all__ = ["attention", "gather", "split"]
@@ -41,23 +42,29 @@ def attention(
         attention_mask: [B, T], 0 for padding at either end of a sequence, to which nobody attends.
         window: keys that a query sees, its own included; None for all.
         scale: of the logits; None for D^-½.
-        cp_comm_type: "all_gather", "p2p", "a2a", or "auto" for the one of the first and last that moves fewer bytes.
+        cp_comm_type: "all_gather", "p2p", "a2a", or "auto" for the one of the first and last that moves fewer bytes; no matter
+            for one rank.
 
     Returns:
         [B, T / n, H, D], of this rank's tokens.
 
     Raises:
-        InputError: shapes or dtypes do not fit, or the exchange cannot split these heads or compute this mask.
+        InputError: there is no group, shapes or dtypes do not fit, or the exchange cannot split these heads or compute this
+            mask.
     """
     check_shapes(q, k, v)
     context = _context(group, cp_comm_type).resolved(q.shape[2], k.shape[2])
-    tokens = q.shape[1] * context.size
+    tokens = context.split_of(q.shape[1] * context.size).tokens
     for name, whole in (("position_ids", position_ids), ("attention_mask", attention_mask)):
         if whole is not None and (whole.dim() != 2 or whole.shape[1] != tokens or whole.shape[0] not in (1, q.shape[0])):
             raise InputError(
                 f"{name} has the shape {list(whole.shape)}: give that of whole sequences, [{q.shape[0]}, {tokens}]."
             )
+    if position_ids is not None and position_ids.is_floating_point():
+        raise InputError(f"position_ids is {position_ids.dtype}: positions are whole numbers, torch.int64.")
     pattern = pattern_of(position_ids, attention_mask, q.shape[0], tokens).with_window(window)
+    if context.size == 1 and context.strategy in STRATEGIES:
+        return attend(q, k, v, pattern, scale=scale)
     return context_attention(q, k, v, context, pattern, scale)
 
 
@@ -84,11 +91,13 @@ def gather(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> T
 
 
 def _context(group: dist.ProcessGroup | None, strategy: str = "all_gather") -> ContextGroup:
+    """The ranks of `group` or of `octavo.init`, which starts no process group for one rank."""
     if group is None:
         group = state.cp_process_group
-    if group is None:
+    if group is None and "context_parallel_degree" not in state.config.model_fields_set:
         raise InputError(
-            'context parallelism needs several ranks: call octavo.init({"context_parallel_degree": n}) in each of them, or '
-            "pass a process group."
+            "there is no context group: group = None stands for the ranks of octavo.init, and none was called with a "
+            'context_parallel_degree. Call octavo.init({"context_parallel_degree": n}) in each rank, 1 on one, or pass a '
+            "process group, such as torch.distributed.group.WORLD after torch.distributed.init_process_group."
         )
     return ContextGroup(group, strategy)

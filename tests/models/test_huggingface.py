@@ -146,6 +146,16 @@ def test_results_as_a_tuple_and_logits_of_some_positions():
     [
         ({"use_cache": True}, "use_cache = True: it keeps no keys and values: model.generate"),
         ({"past_key_values": ()}, "past_key_values"),
+        ({"cache_position": torch.arange(9)}, "cache_position: it keeps no keys and values"),
+        ({"is_causal": False}, 'is_causal = False: its attention is causal; octavo.transform(model, blocks="own")'),
+        ({"ignore_index": 0}, "ignore_index = 0: a label of -100 is not predicted"),
+        ({"shift_labels": tokens(2, 9)}, "shift_labels: it shifts labels itself"),
+        ({"num_logits_to_keep": 1}, "num_logits_to_keep = 1: its name is logits_to_keep"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9])}, "cu_seq_lens_q: position_ids alone tell where documents begin"),
+        ({"max_length_k": 9}, "max_length_k = 9: position_ids alone"),
+        ({"something": 0}, "something = 0"),
+        ({"attention_mask": {"full_attention": None}}, "attention_mask is dict, not a tensor"),
+        ({"position_ids": torch.arange(9.0)[None] / 2}, "position_ids is torch.float32: positions are whole numbers"),
         ({"inputs_embeds": torch.zeros(1, 9, 48)}, 'blocks="own"'),
         ({"output_attentions": True}, "output_attentions"),
         ({"label": torch.ones(2, 9)}, "did you mean labels?"),
@@ -156,6 +166,31 @@ def test_results_as_a_tuple_and_logits_of_some_positions():
 def test_an_argument_that_the_decoder_cannot_follow_is_refused(arguments, words):
     _, model = pair()
     refused(words, model, input_ids=tokens(2, 9), **arguments)
+
+
+def test_an_argument_that_asks_for_nothing_is_accepted():
+    _, model = pair()
+    ids = tokens(2, 9)
+    nothing = {"is_causal": True, "ignore_index": -100, "num_logits_to_keep": 0, "use_cache": 0, "head_mask": None}
+    assert torch.equal(model(ids, None, None, None, **nothing).logits, model(ids).logits)
+
+
+def test_embeddings_in_place_of_ids_are_refused_with_the_way_that_takes_them():
+    reference, model = pair()
+    ids = tokens(2, 9)
+    embedded = reference.get_input_embeddings()(ids).detach()
+    refused(("does not take inputs_embeds", 'octavo.transform(model, blocks="own")'), model, inputs_embeds=embedded)
+    own = transform(copy.deepcopy(reference), dtype=torch.float32, blocks="own")
+    assert torch.equal(own(inputs_embeds=embedded, labels=ids).loss, reference(inputs_embeds=embedded, labels=ids).loss)
+
+
+def test_ids_are_needed_and_later_arguments_have_names():
+    """Hugging Face's positions behind position_ids are others: its labels would be another argument."""
+    _, model = pair()
+    ids = tokens(2, 9)
+    refused("input_ids is missing: give the decoder token ids", model, labels=ids)
+    refused("input_ids is list, not a tensor", model, ids.tolist())
+    refused(("got 6 arguments without a name", "labels=labels"), model, ids, None, None, None, None, ids)
 
 
 @pytest.mark.parametrize("shape", ["plain", "tied"])

@@ -100,7 +100,7 @@ def _check(pattern: Pattern, context: ContextGroup, heads: int, groups: int) -> 
 def check_heads(heads: int, groups: int, ranks: int) -> None:
     """Raise an InputError unless "a2a" can give each of `ranks` ranks as many query heads with their key-value heads."""
     if not splits_heads(heads, groups, ranks):
-        fits = [n for n in range(1, heads + 1) if splits_heads(heads, groups, n)]
+        fits = [n for n in range(1, ranks) if not ranks % n and splits_heads(heads, groups, n)]  # of as many ranks
         raise InputError(
             f'cp_comm_type = "a2a" gives each of {ranks} context-parallel ranks as many heads, and {heads} query heads with '
             f"{groups} key-value heads do not divide: use a context_parallel_degree of {', '.join(map(str, fits))}, or "

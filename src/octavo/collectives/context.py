@@ -31,16 +31,25 @@ def start_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor
 class ContextGroup:
     """The ranks of a context group and their exchange of keys and values; "auto" is decided by `resolved`.
 
+    Without a `group` this rank alone, which needs no process group.
+
     Raises:
         InputError: an unknown `strategy`, or a `group` without this rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, strategy: str = "all_gather") -> None:
+    def __init__(self, group: dist.ProcessGroup | None, strategy: str = "all_gather") -> None:
         if strategy not in (*STRATEGIES, "auto", "own"):
             raise unknown("cp_comm_type", str(strategy), (*STRATEGIES, "auto"))
-        _check_group(group)
-        self.group, self.strategy = group, strategy
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._group, self.strategy, self.size, self.rank = group, strategy, 1, 0
+        if group is not None:
+            _check_group(group)
+            self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks' process group."""
+        assert self._group is not None  # one rank calls no collective
+        return self._group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextGroup:
         return self  # ranks belong to the process, not to a layer
@@ -49,7 +58,7 @@ class ContextGroup:
         """This group; for "auto" with "a2a" if that can split the heads and moves fewer bytes, else with "all_gather"."""
         if self.strategy != "auto":
             return self
-        return ContextGroup(self.group, cheaper_exchange(heads, groups, self.size))
+        return ContextGroup(self._group, cheaper_exchange(heads, groups, self.size))
 
     @property
     def multiple(self) -> int:
@@ -95,6 +104,8 @@ class ContextGroup:
                 f"a tensor of shape {list(x.shape)} has {tokens} tokens of a rank along dimension {dim}, and a rank has two "
                 f"equal chunks: give as many as split does, such as {tokens + 1 if tokens % 2 else 2}."
             )
+        if self._group is None:
+            return x
         gathered: Tensor = _Gather.apply(x, self, dim)
         return gathered
 
@@ -107,13 +118,15 @@ class ContextGroup:
         digest = torch.zeros((), dtype=torch.int64, device=device)
         for x in tensors:
             digest = digest * 1_000_003 + (0 if x is None else _digest(x).to(device))
+        if self._group is None:
+            return torch.ones_like(digest, dtype=torch.bool)
         both = torch.stack((digest, -digest))
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
         return both[0] == -both[1]
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of the ranks' parts, the same bits on each; the gradient is that of the own part. Collective."""
-        return summed(part, self.group)
+        return part if self._group is None else summed(part, self._group)
 
 
 def splits_heads(heads: int, groups: int, ranks: int) -> bool:

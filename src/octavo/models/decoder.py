@@ -26,16 +26,19 @@ from octavo.fp8.scaling import ModuleState
 from octavo.kernels.attention.pattern import pattern_of
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.families import ACTIVATIONS
-from octavo.models.huggingface import PretrainedInterface, refuse_arguments, refuse_other_balancing
+from octavo.models.huggingface import (
+    IGNORED,
+    PretrainedInterface,
+    check_inputs,
+    refuse_arguments,
+    refuse_other_balancing,
+)
 from octavo.models.spec import ModelSpec
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.head import OutputHead, linear_cross_entropy
 from octavo.nn.linear import compute_dtype, high_precision
 from octavo.nn.moe import Experts, balancing_loss, router_z_loss
 from octavo.nn.norm import NORM_LAYERS
-
-IGNORED = -100
-"""The label of a position that is not predicted, as in Hugging Face."""
 
 
 class RotaryAngles:
@@ -138,9 +141,10 @@ class Decoder(PretrainedInterface):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        *behind: Any,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         is_first_microbatch: bool | None = None,
@@ -152,10 +156,11 @@ class Decoder(PretrainedInterface):
         """Logits, or with labels the loss alone.
 
         Args:
-            input_ids: int64 [B, T].
+            input_ids: int64 [B, T]; needed.
             attention_mask: [B, T], 0 for padding, to which nobody attends.
             position_ids: int64 [B, T] or [1, T]; a position that does not follow the one before begins a new document, and
                 attention stays within documents. On the host it costs a GPU no wait.
+            behind: nothing but None: the arguments that follow are given by name, since Hugging Face's have another order.
             labels: int64 [B, T], the tokens themselves (the model shifts them), -100 where nothing is predicted.
             num_items_in_batch: divisor of the sum of the losses; when absent the number of real targets of all ranks with
                 other samples, and the loss is then the mean over all of them. Where every rank has all weights and one may
@@ -172,16 +177,17 @@ class Decoder(PretrainedInterface):
             loss of your own, of logits or hidden states, are averaged over ranks with other samples.
 
         Raises:
-            InputError: a shape or dtype does not fit, or another argument asks for something. On a CPU also an id or a label
-                outside the vocabulary, and different sequences on ranks that share them; on a GPU, which is not waited for,
-                these make the loss NaN (different sequences after the first forward).
+            InputError: an input is missing, its shape or dtype does not fit, or another argument asks for something, such as
+                `inputs_embeds`. On a CPU also an id or a label outside the vocabulary, and different sequences on ranks that
+                share them; on a GPU, which is not waited for, these make the loss NaN (different sequences after the first
+                forward).
         """
         if output_hidden_states is None:
             output_hidden_states = self.output_hidden_states
         if self.spec.experts:
             refuse_other_balancing(self.config, self._router_logits, others.get("output_router_logits"), self.spec.balance)
-        refuse_arguments(others if labels is None else {**others, "logits_to_keep": logits_to_keep})
-        _check_inputs(input_ids, attention_mask, position_ids, labels, self.spec.vocabulary)
+        refuse_arguments(others if labels is None else {**others, "logits_to_keep": logits_to_keep}, behind)
+        input_ids = check_inputs(input_ids, attention_mask, position_ids, labels, self.spec.vocabulary)
         same = self._same_on_all(input_ids, labels, position_ids, attention_mask, num_items_in_batch)
         tokens = input_ids.shape[1]
         padded = tokens if self.context is None else -(-tokens // self.context.multiple) * self.context.multiple
@@ -416,34 +422,3 @@ def _block(spec: ModelSpec, layer: int, window: int | None, make: dict[str, Any]
     )
     block.drops_apart = True  # as GPT-NeoX does
     return block
-
-
-def _check_inputs(
-    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, labels: Tensor | None, vocabulary: int
-) -> None:
-    shape = tuple(input_ids.shape)
-    if len(shape) != 2 or not input_ids.numel():
-        raise InputError(f"input_ids has shape {list(shape)}: it is [samples, tokens], with at least one token.")
-    shapes = {"attention_mask": (shape,), "position_ids": (shape, (1, shape[1])), "labels": (shape,)}
-    given = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
-    for name, tensor in given.items():
-        if tensor is not None and tuple(tensor.shape) not in shapes[name]:
-            raise InputError(f"{name} has shape {list(tensor.shape)}, and input_ids {list(shape)}: give both the same.")
-    _check_ids("input_ids", input_ids, vocabulary)
-    if labels is not None:
-        _check_ids("labels", labels, vocabulary, ignored=IGNORED)
-
-
-def _check_ids(name: str, ids: Tensor, vocabulary: int, ignored: int | None = None) -> None:
-    if ids.dtype != torch.int64:
-        raise InputError(f"{name} is {ids.dtype}: token ids are torch.int64.")
-    if ids.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    unknown = (ids < 0) | (ids >= vocabulary)
-    nothing = ""
-    if ignored is not None:
-        unknown &= ids != ignored
-        nothing = f", or {ignored} where nothing is predicted"
-    if unknown.any():
-        at = unknown.nonzero()[0].tolist()
-        raise InputError(f"{name}{at} = {ids[tuple(at)].item()}: it is a token id from 0 to {vocabulary - 1}{nothing}.")

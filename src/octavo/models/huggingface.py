@@ -2,12 +2,13 @@
 
 Cheap and exact methods are here. Generation needs a cache of keys and values, so the weights are handed to transformers' own
 model: exact by construction, for the price of one copy of the weights a call. Every other name raises an error with the way,
-and `hasattr` is False for it, so that libraries do as with any module.
+and `hasattr` is False for it, so that libraries do as with any module. Arguments of the forward that ask for nothing are
+accepted, the others refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ _BEFORE = "call it on Hugging Face's model, before octavo.transform"
 _RECOMPUTE = "octavo.transform(model, recompute=True) recomputes activations in backward"
 _PEFT = "add adapters before octavo.transform: octavo.transform(get_peft_model(model, config))"
 _CACHE = "it keeps no keys and values: model.generate(...) generates with a cache, through transformers' own model"
+_DOCUMENTS = "position_ids alone tell where documents begin (DataCollatorWithFlattening(return_flash_attn_kwargs=False))"
 _COPY = "octavo.to_huggingface(model) is transformers' own model with these weights"
 _INSTEAD = {
     "resize_token_embeddings": _BEFORE,
@@ -56,24 +58,102 @@ _ARGUMENTS = {
     "output_attentions": f"its attention never stores the probabilities; {_OWN}, which can",
     "token_type_ids": "it has no embedding of token types",
     "cache_position": _CACHE,
+    "is_causal": f"its attention is causal; {_OWN}",
+    "ignore_index": "a label of -100 is not predicted; set the labels to it",
+    "shift_labels": "it shifts labels itself; give labels, the tokens",
+    "num_logits_to_keep": "its name is logits_to_keep",
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _DOCUMENTS),
     "logits_to_keep": "with labels it returns the loss alone; leave labels or logits_to_keep out",
 }
-"""Arguments of Hugging Face's forward → the way. None and False ask for nothing."""
+"""Arguments of Hugging Face's forward → the way. None, False and 0 ask for nothing."""
+_DEFAULTS = {"is_causal": True, "ignore_index": -100}
+"""Arguments whose False and 0 ask for something → the value that asks for nothing."""
+
+
+IGNORED = -100
+"""The label of a position that is not predicted, as in Hugging Face."""
 
 
 class NotInOctavo(InputError, AttributeError):
     """A name that Hugging Face's models have and Octavo's decoder has not; the message gives the way."""
 
 
-def refuse_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise an InputError for an argument of a forward that Octavo's decoder does not take, unless it is None, False or 0."""
+def refuse_arguments(arguments: Mapping[str, Any], behind: Sequence[Any] = ()) -> None:
+    """Raise an InputError for an argument of a forward that Octavo's decoder does not take, unless it asks for nothing.
+
+    behind: arguments without a name behind position_ids.
+    """
+    if any(value is not None for value in behind):
+        raise InputError(
+            f"Octavo's decoder got {3 + len(behind)} arguments without a name, and takes input_ids, attention_mask and "
+            "position_ids: give the others by name, labels=labels."
+        )
     for name, value in arguments.items():
-        if value is None or (isinstance(value, int) and not value):
+        if not _asks(name, value):
             continue
         guess = nearest(name, ("input_ids", "attention_mask", "position_ids", "labels", "num_items_in_batch"))
         way = _ARGUMENTS.get(name) or (f"did you mean {guess}?" if guess else _OWN)
         shown = f" = {value!r}" if isinstance(value, bool | int | str) else ""
         raise InputError(f"Octavo's decoder does not take {name}{shown}: {way.rstrip('.')}{'' if way.endswith('?') else '.'}")
+
+
+def _asks(name: str, value: Any) -> bool:
+    """True if an argument of this value changes what a forward computes or returns."""
+    if value is None or not isinstance(value, int):
+        return value is not None
+    if name in _DEFAULTS:
+        return value != _DEFAULTS[name]
+    return value is not False and (value != 0 or name not in _ARGUMENTS)
+
+
+def check_inputs(
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    labels: Tensor | None,
+    vocabulary: int,
+) -> Tensor:
+    """`input_ids`, if all inputs are there and fit one another; else an InputError.
+
+    Ids are read on a CPU alone: a GPU would have to be waited for.
+    """
+    if not isinstance(input_ids, Tensor):
+        raise InputError(f"input_ids is {_kind(input_ids)}: give the decoder token ids, int64 [samples, tokens].")
+    shape = tuple(input_ids.shape)
+    if len(shape) != 2 or not input_ids.numel():
+        raise InputError(f"input_ids has shape {list(shape)}: it is [samples, tokens], with at least one token.")
+    shapes = {"attention_mask": (shape,), "position_ids": (shape, (1, shape[1])), "labels": (shape,)}
+    given = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
+    for name, tensor in given.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise InputError(f"{name} is {_kind(tensor)}: give a tensor [samples, tokens].")
+        if tensor is not None and tuple(tensor.shape) not in shapes[name]:
+            raise InputError(f"{name} has shape {list(tensor.shape)}, and input_ids {list(shape)}: give both the same.")
+    _check_ids("input_ids", input_ids, vocabulary)
+    if labels is not None:
+        _check_ids("labels", labels, vocabulary, ignored=IGNORED)
+    if position_ids is not None and position_ids.is_floating_point():
+        raise InputError(f"position_ids is {position_ids.dtype}: positions are whole numbers, torch.int64.")
+    return input_ids
+
+
+def _kind(value: object) -> str:
+    return "missing" if value is None else f"{type(value).__name__}, not a tensor"
+
+
+def _check_ids(name: str, ids: Tensor, vocabulary: int, ignored: int | None = None) -> None:
+    if ids.dtype != torch.int64:
+        raise InputError(f"{name} is {ids.dtype}: token ids are torch.int64.")
+    if ids.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    unknown = (ids < 0) | (ids >= vocabulary)
+    nothing = ""
+    if ignored is not None:
+        unknown &= ids != ignored
+        nothing = f", or {ignored} where nothing is predicted"
+    if unknown.any():
+        at = unknown.nonzero()[0].tolist()
+        raise InputError(f"{name}{at} = {ids[tuple(at)].item()}: it is a token id from 0 to {vocabulary - 1}{nothing}.")
 
 
 def refuse_other_balancing(config: Any, made_with: bool | None, argument: bool | None, balance: float) -> None:
