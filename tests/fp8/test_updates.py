@@ -67,12 +67,15 @@ def test_a_failure_leaves_nothing_outstanding(layer):
     """The amaxes wait for the next forward, as those of a forward that an exception ended."""
     broken = copy.deepcopy(layer)
     large, small = torch.randn(ROWS, INNER) * 64, torch.randn(ROWS, INNER)
-    with pytest.raises(ValueError, match="broken"), buffers.updates_together():
-        loss(broken, large, 1)
+
+    def fail(own):
+        own(large)
         raise ValueError("broken")
+
     with pytest.raises(ValueError, match="broken"), octavo.fp8_autocast(fp8_recipe=delayed()):
-        layer(large)
-        raise ValueError("broken")
+        fail(layer)
+    with pytest.raises(ValueError, match="broken"), buffers.updates_together(), octavo.fp8_autocast(fp8_recipe=delayed()):
+        fail(broken)
     for each in (broken, layer):
         loss(each, small, 1).backward()
     assert snapshot(broken) == snapshot(layer)

@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -256,13 +256,14 @@ def build_octavo(
     fast: FastAccumulation = False,
     params_dtype: torch.dtype = torch.bfloat16,
     strategy: str = "all_gather",
+    reshard: bool = True,
     seed: int = SEED,
 ) -> Training:
     """Octavo's model over all ranks, or timm's through `octavo.transform`; in FP8 by a recipe of `octavo.recipe`.
 
-    head, fast, strategy: as `fp8.head`, `fp8.fast_accumulation` and `parallel.cp_comm_type`. Nothing is compiled: the layers
-    are fused kernels. A vision transformer's kernels are shorter than their launch from Python, so its forward and backward are
-    one CUDA graph.
+    head, fast, strategy, reshard: as `fp8.head`, `fp8.fast_accumulation`, `parallel.cp_comm_type` and
+    `parallel.reshard_after_forward`. Nothing is compiled: the layers are fused kernels. A vision transformer's kernels are
+    shorter than their launch from Python, so its forward and backward are one CUDA graph.
     """
     # With transformers' model classes, which import torchao: a broken torchao must not cost the other entries their rows.
     from octavo.build import build_model, transform
@@ -274,13 +275,16 @@ def build_octavo(
         dtypes["params_dtype"] = torch.float32
         model = transform(timm_model(case, device, seed), scaling, **dtypes, fp8_head=False, **MODEL_SETTINGS)
         return Training(model, Classifier(model), around, _sgd(model), graph=True)
+    sharding = sharding_of(state, scaling, **dtypes, strategy=strategy)
+    if sharding is not None and not reshard:
+        sharding = replace(sharding, reshard_after_forward=False)
     model = build_model(
         case.hf_config(),
         **dtypes,
         buffer_dtype=torch.float32,
         device=device,
         seed=seed,
-        sharding=sharding_of(state, scaling, **dtypes, strategy=strategy),
+        sharding=sharding,
         fp8_head=head,
         horizon=2,
         **MODEL_SETTINGS | {"recompute": case.recompute, "offload": case.offload},
