@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.bench import lengths
 from octavo.bench.vision import page
 from octavo.cli import main
 from octavo.config.run import RunConfig, known_keys
@@ -299,7 +300,7 @@ def test_figures_of_two_gpus_and_long_sequences_are_in_benchmarks():
         assert line.endswith(f"| {figures} | {row['peak_gib']:.1f} |")
     for name in ("context-llama-8b-16k-cp2", "context-llama-8b-128k-cp2"):
         ours, peer = rows_of(name)
-        (line,) = [line for line in page.splitlines() if f"{name}.json" in line]
+        (line,) = [line for line in page.splitlines() if line.startswith("|") and f"{name}.json" in line]
         figures = [f"{row['tokens_per_second']:,.0f} | {row['peak_gib']:.1f}" for row in (ours, peer)]
         assert line.endswith(f"| {' | '.join(figures)} | {ratio_of(ours, peer)} |")
     (shown,) = (row for row in rows_of("context-llama-8b-16k-cp2") if "exposed_communication_ms" in row)
@@ -322,17 +323,52 @@ def test_figures_of_eight_layers_on_two_gpus_are_in_benchmarks():
     assert f"FP8 products take {products[0]} rather than {products[1]}" in text
 
 
+def test_figures_of_eight_layers_that_stay_gathered_are_in_benchmarks():
+    text = " ".join(results_page().split())
+    *alone, plain, kept = rows_of("sharded-llama-8b-8layers-kept")
+    fast, slow = (row["tokens_per_second"] for row in alone)
+    rates = [row["tokens_per_second"] for row in (plain, kept)]
+    less = [100 * (1 - 2 * rate / (fast + slow)) for rate in rates]
+    assert (
+        f"one GPU alone trains {fast:,.0f}, the other {slow:,.0f}, and both {rates[0]:,.0f} each, {less[0]:.1f}% less" in text
+    )
+    assert f"until backward for {kept['peak_gib'] - plain['peak_gib']:.1f} GiB, {rates[1]:,.0f}: {less[1]:.1f}% less" in text
+    assert f"than the mean, {100 * (1 - rates[1] / slow):.1f}% less than the slower one" in text
+    faster = f"{100 * (rates[1] / rates[0] - 1):.1f}% faster for {kept['peak_gib'] - plain['peak_gib']:.1f} GiB"
+    assert faster in (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
+
+
+def test_figures_of_longer_measurements_beside_transformer_engine_are_in_benchmarks():
+    text = " ".join(results_page().split())
+    for name, words in (
+        ("llama-8b-8layers", "Llama-3.1-8B by the defaults {:,.0f} and {:,.0f}, {:.3f}"),
+        ("llama-1b-fp8-head", "1B with FP8 heads {:,.0f} and {:,.0f}, {:.3f}"),
+    ):
+        ours, theirs = (row["tokens_per_second"] for row in rows_of(f"one-gpu-flash-{name}-again"))
+        assert words.format(ours, theirs, ours / theirs) in text
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{ours / theirs:.3f} (1B, FP8 heads)" in readme
+
+
 def test_figures_of_long_sequences_that_two_gpus_share_are_in_benchmarks():
     page = (ROOT / "docs" / "context-parallelism.md").read_text(encoding="utf-8")
     shared, alone = (row["tokens_per_second"] for row in rows_of("context-llama-8b-8k"))
     assert f"{alone:,.0f} tokens/s a GPU and degree 2 at {shared:,.0f}, {100 * (1 - shared / alone):.1f}% less" in page
     assert all("OutOfMemoryError" in row["error"] for row in rows_of("context-llama-8b-32k"))
-    (row,) = rows_of("context-llama-8b-256k-cp2")
-    assert f"train at {row['tokens_per_second']:,.0f} tokens/s a GPU and {row['peak_gib']:.1f} GiB" in page
     for row in rows_of("context-llama-8b-32k-cp2"):
         samples = 2 * row["tokens_per_second"] / 32_768
         figures = f"{row['tokens_per_second']:,.0f} | {samples:.3f} | {row['tflops']:.0f} | {row['peak_gib']:.1f}"
         assert f"| {figures} |" in page
+
+
+def test_the_table_of_lengths_is_that_of_benchmarks(capsys):
+    page = (ROOT / "docs" / "context-parallelism.md").read_text(encoding="utf-8")
+    assert lengths.main([str(path) for path in sorted((ROOT / "benchmarks").glob("context-*.json"))]) == 0
+    table, _, _ = capsys.readouterr().out.partition("\n\n")
+    assert len(table.splitlines()) == 8
+    assert table in page
+    (alone,), (shared,) = (rows_of(f"context-llama-8b-256k{suffix}") for suffix in ("", "-cp2"))
+    assert f"they are {shared['tokens_per_second'] / alone['tokens_per_second']:.2f} times as fast" in page.replace("\n", " ")
 
 
 def test_figures_of_recomputation_and_offloading_are_in_benchmarks():
@@ -477,7 +513,10 @@ def test_replicas_of_vision_transformers_are_in_benchmarks():
 def test_gains_of_vision_transformers_are_in_benchmarks():
     text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8").replace("\n", " ")
     said = (
-        *((name, "it is {:.0f} of {:.0f} and {:.0f}: {:.1f}% and {:.1f}%.") for name in ("-again", "-third", "-copies")),
+        *(
+            (name, "it is {:.0f} of {:.0f} and {:.0f}: {:.1f}% and {:.1f}%.")
+            for name in ("-again", "-third", "-copies", "-joined")
+        ),
         (
             "",
             "train {:.0f} images/s each, where one alone trains {:.0f} and the other {:.0f}",

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 
 import pytest
@@ -42,7 +43,10 @@ def test_a_cell_has_its_speed_or_says_why_not(results, tmp_path, capsys):
     assert lines[-1] == "llama-8b-256k-cp2: rank 1: its process ended with exit code 7"
     assert imread(picture).shape[:2] == (540, 960)
     (one, two) = figure(cells_of([("a.json", {"rows": ROWS})], "octavo-delayed"), "octavo-delayed").axes[0].lines
-    assert (list(one.get_xdata()), list(two.get_ydata())) == ([16_384], [11_000.0])
+    assert (list(one.get_xdata()), list(two.get_xdata())) == ([16_384, 32_768], [32_768, 262_144])
+    assert (one.get_ydata()[0], two.get_ydata()[0]) == (12_757.4, 11_000.0)
+    assert math.isnan(one.get_ydata()[1])  # a gap
+    assert math.isnan(two.get_ydata()[1])
 
 
 def test_a_cell_of_several_rows_names_its_files(results, tmp_path, capsys):

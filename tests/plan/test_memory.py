@@ -111,6 +111,11 @@ def measured_on_two():
         "context-llama-8b-16k-cp2",
         "context-llama-8b-128k-cp2",
         "context-llama-8b-32k-cp2",
+        "context-llama-8b-64k",
+        "context-llama-8b-128k",
+        "context-llama-8b-256k",
+        "context-llama-8b-256k-cp2",
+        "sharded-llama-8b-8layers-kept",
         "sharded-llama-8b-8layers-1",
         "sharded-llama-8b-8layers-2",
         "sharded-llama-8b-8layers-h100-1",
@@ -127,9 +132,12 @@ def measured_on_two():
                     "shard": gpus,
                     "context": case.context,
                     "recompute": case.recompute,
+                    "offload": case.offload,
+                    "horizon": 2,
+                    "reshard": not row["entry"].endswith("-kept"),
                 }
                 yield (
-                    f"{name} {row['workload']} {row['entry']}",
+                    f"{name} {row['workload']} {row['entry']} {gpus}",
                     setup_of(case.spec, case.batch, case.sequence_length, recipe, **options),
                     row["peak_gib"],
                 )
@@ -137,7 +145,7 @@ def measured_on_two():
 
 def test_measured_peaks_on_two_gpus():
     found = {name: (estimate(setup).total / GIB, gib) for name, setup, gib in measured_on_two()}
-    assert len(found) == 10
+    assert len(found) == 18
     for name, (estimated, gib) in found.items():
         assert estimated == pytest.approx(gib, rel=0.04), name
 

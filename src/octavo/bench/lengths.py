@@ -9,6 +9,7 @@ a line below the table names the files, with the figures that are left out. Reas
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,15 +92,15 @@ def _source(found: Sequence[Found]) -> str:
 
 
 def figure(cells: Cells, entry: str) -> Figure:
-    """A line for each degree, over the lengths that it has trained."""
+    """A line for each degree over the lengths, with a gap where one does not train."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(8, 4.5), layout="constrained")
     axes = drawn.subplots()
     rows = {place: found[-1].row for place, found in cells.items()}
     for degree in sorted({degree for _, degree in rows}):
-        trained = [(length, row) for (length, found), row in rows.items() if found == degree and "error" not in row]
-        points = sorted((length, row["tokens_per_second"]) for length, row in trained)
+        own = sorted((length, row) for (length, found), row in rows.items() if found == degree)
+        points = [(length, math.nan if "error" in row else row["tokens_per_second"]) for length, row in own]
         label = "a sequence on one GPU" if degree == 1 else f"a sequence on {degree} GPUs"
         axes.plot([n for n, _ in points], [speed for _, speed in points], marker="o", label=label)
     lengths = sorted({length for length, _ in rows})
