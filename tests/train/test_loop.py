@@ -28,6 +28,7 @@ from octavo.models.families import spec_of
 from octavo.models.sources import load_config
 from octavo.run import provenance
 from octavo.run.metrics import read_metrics
+from octavo.run.resume import VALIDATED
 from octavo.train import loop, trainer
 from octavo.train.trainer import Trainer
 from octavo.watchdog.stopping import StopRequest
@@ -424,7 +425,7 @@ def test_degrees_of_a_later_version_are_refused(tiny_run, monkeypatch):
         (["model.config.attention_dropout=0.1"], r"model\.config\.attention_dropout = 0\.1 .*Set .* = 0\.0"),
         (["model.blocks=own"], "LlamaForCausalLM keeps its own code"),
         (["model.config.hidden_size=48", "model.config.num_attention_heads=3", "model.config.num_key_value_heads=1",
-          "parallel.cp_comm_type=a2a"], "3 query heads with 1 key-value heads do not divide: .*degree of 1, 3"),
+          "parallel.cp_comm_type=a2a"], "3 query heads with 1 key-value heads do not divide: .*degree of 1, or cp_comm_type"),
         (["parallel.hybrid_shard_degree=1"], "context 2 does not divide hybrid_shard 1"),
     ],
 )  # fmt: skip
@@ -495,6 +496,16 @@ def test_a_run_that_continues_on_another_machine_says_that_bits_may_differ(tiny_
     assert "is now another" in err
     assert "in the last bits" in err
     assert err.count("\n") == 1
+
+
+def test_a_run_that_continues_with_other_validations_says_so(tiny_run, capsys):
+    run = tiny_run(steps=6)
+    constant = ["optimizer.schedule=constant", "optimizer.warmup_steps=0"]
+    for steps, batches, changed in ((2, 1, False), (4, 1, False), (6, 2, True)):
+        assert main(["train", str(run.file), f"train.steps={steps}", f"train.validate_batches={batches}", *constant]) == 0
+        said = capsys.readouterr().err
+        assert (f"{VALIDATED} was 2 and is now 4" in said) == changed
+        assert "in the last bits" not in said
 
 
 def test_the_code_version_is_octavos_own_and_not_that_of_a_repository_around_it(tmp_path, monkeypatch):

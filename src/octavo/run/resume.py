@@ -50,7 +50,8 @@ _OLDER_DEFAULTS = {"fp8.head": False, "fp8.fast_accumulation": False}
 """Defaults of older versions, whose run files leave these keys out."""
 
 BALANCED = "the number of sequences over which experts are balanced"
-"""Key of a checkpoint's layout."""
+VALIDATED = "the number of sequences in a validation"
+"""Keys of a checkpoint's layout."""
 
 _PROVENANCE = {
     *("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache"),
@@ -221,14 +222,14 @@ def _show(value: Any) -> str:
 
 
 def warn_of_other_layout(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn of a continuation on other ranks or another device, or with experts that are balanced over other tokens.
+    """Warn of a continuation on other ranks or another device, with experts balanced over other tokens, or other validations.
 
-    saved, now: device, threads and ranks; and, where the loss balances experts, `BALANCED`.
+    saved, now: device, threads and ranks; `VALIDATED`; and, where the loss balances experts, `BALANCED`.
     """
     changed = {
         key: f"{key} was {saved[key]} and is now {value}" for key, value in now.items() if saved.get(key, value) != value
     }
-    balanced = changed.pop(BALANCED, None)
+    balanced, validated = (changed.pop(key, None) for key in (BALANCED, VALIDATED))
     if changed:
         warn(
             f"{checkpoint} continues, but {'; '.join(changed.values())}: sums have another order, so the losses may differ "
@@ -238,4 +239,10 @@ def warn_of_other_layout(checkpoint: Path, saved: Mapping[str, Any], now: Mappin
         warn(
             f"{checkpoint} continues, but {balanced} (micro-batch x data-parallel ranks): the losses from here on "
             "differ from those of an uninterrupted run."
+        )
+    if validated is not None:
+        warn(
+            f"{checkpoint} continues, but {validated} (train.validate_batches x train.micro_batch or train.global_batch): "
+            "validation losses from here on do not compare with earlier ones, with which train.early_stopping and "
+            "checkpoint.best go on to compare them."
         )
