@@ -135,7 +135,7 @@ def test_lengths_of_one_gpu_and_of_two():
         made = estimate(setup)
         assert (made.total / GIB < 131) == (name != "llama-8b-32k"), name
         assert made.host / GIB < 80  # of each rank
-        (line,) = [line for line in page.splitlines() if line.startswith(f"| {case.sequence_length:,} |")]
+        _, line = [line for line in page.splitlines() if line.startswith(f"| {case.sequence_length:,} |")]  # of estimates
         settings, total = [cell.strip() for cell in line.strip("|").split("|")][2 * case.context - 1 :][:2]
         assert total == f"{made.total / GIB:.1f}", name
         assert (f"offload {made.host / GIB:.1f}" in settings) == case.offload
