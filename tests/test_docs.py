@@ -334,6 +334,8 @@ def test_figures_of_eight_layers_that_stay_gathered_are_in_benchmarks():
     )
     assert f"until backward for {kept['peak_gib'] - plain['peak_gib']:.1f} GiB, {rates[1]:,.0f}: {less[1]:.1f}% less" in text
     assert f"than the mean, {100 * (1 - rates[1] / slow):.1f}% less than the slower one" in text
+    exposed = [row["exposed_communication_ms"] for row in (plain, kept)]
+    assert "{:.1f} and {:.1f} ms of communication are in the open".format(*exposed) in text
     faster = f"{100 * (rates[1] / rates[0] - 1):.1f}% faster for {kept['peak_gib'] - plain['peak_gib']:.1f} GiB"
     assert faster in (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
 

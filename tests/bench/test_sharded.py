@@ -201,6 +201,24 @@ def test_octavos_weights_are_sharded_in_float32():
         assert first[2] + second[2] == first[3]
 
 
+def kept_blocks():
+    """Of two entries, whether each block is gathered behind a forward."""
+    world.init({})
+    found = []
+    for suffix in ("", "-kept"):
+        training = SHARDED[f"octavo-delayed-fast-input-fp8-head-backward{suffix}"].build(CASES["tiny"], CPU, False)
+        training.loss(*labelled_batches(CASES["tiny"], CPU)[0])
+        found.append([block._get_fsdp_state()._fsdp_param_group.is_unsharded for block in training.model.layers])
+    return found
+
+
+def test_gathered_weights_are_kept_by_the_entry_that_says_so():
+    for plain, kept in ranks.run(2, kept_blocks):
+        assert kept
+        assert not any(plain)
+        assert all(kept)
+
+
 def test_torchao_converts_the_blocks_and_joins_amaxes_behind_the_optimizer(monkeypatch):
     float8, order = types.ModuleType("torchao.float8"), []
 

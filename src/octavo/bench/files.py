@@ -61,7 +61,7 @@ def read_results(path: Path, suite: str, rate: str, *keys: str) -> dict[str, Any
 
 
 def _fault(found: Any, rate: str, keys: tuple[str, ...]) -> str:
-    """What a document lacks, in words; empty if it has everything."""
+    """The fault of a document in words; empty if there is none."""
     if not isinstance(found, dict):
         return "it is no JSON object"
     if missing := [key for key in keys if key not in found]:
