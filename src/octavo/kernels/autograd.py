@@ -1,4 +1,4 @@
-"""Helpers of autograd functions whose backward runs kernels: a guard, and a notice where an attention's backward begins."""
+"""Helpers of autograd functions whose backward runs kernels: guards, and a notice where an attention's backward begins."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import nn
+from torch.nn.modules import module as modules
 
 _listeners: list[Callable[[], None]] = []
 
@@ -14,6 +16,12 @@ def refuse_second_derivative(of: str) -> None:
     """Call first in a backward: a RuntimeError under create_graph=True. of: subject of the message, in the plural."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"{of} have no second derivative: call backward without create_graph=True.")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """True if somebody's hook may see what goes into this module or comes out of it, or the gradients of either."""
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(own) or modules._has_any_global_hook()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Rotary embedding around attention: splits the joint query/key/value product and rotates; joins the gradients again.
 
 One read and one write each way; slicing, rotating and making contiguous would each be a pass. Backward goes from attention's
-gradients, in any strides, straight to the joint gradient in FP8, rowwise and columnwise.
+gradients, in any strides or as FlashAttention-4's sums, straight to the joint gradient in FP8, rowwise and columnwise.
 
 A row of the joint product is G groups of H/G query heads, their key and their value. Columns rotate in pairs half of Dr apart,
 so a tile holds two halves of a head. If Dr < D, the columns from Dr on are halved too, with the angle 0. A program
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import reference
+from octavo.kernels.attention.accumulated import Accumulated, Gradient, column_offsets, token_offsets
 from octavo.kernels.quantize.cast import load_scale, record_amax, store_layouts
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, quantize, without_elements
 from octavo.kernels.tiles import adjacent_columns, cdiv, next_power_of_2
@@ -131,22 +132,33 @@ def _split_rotate(
 @triton.jit
 def _join_heads(
     grad_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, there, angles_at, rows, tokens,
-    grad_b, grad_t, grad_h, one, first_head, KIND: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr, HEADS_EACH: tl.constexpr,
+    grad_b, grad_t, grad_h, factor, one, first_head, KIND: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr, HEADS_EACH: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one gradient."""
+    """Some heads of one gradient. SUMS: it is `factor` times sums in the order of `Accumulated`."""
     a, b = _halves(D, ROTATED if ROTATED else D, HALF)
     inside = there[:, None] & (tl.arange(0, HALF) < D // 2)[None, :]
     HEADS: tl.constexpr = G if KIND else H
     WIDTH: tl.constexpr = (H + 2 * G) * D
     BOTH: tl.constexpr = rowwise_ptr is not None and columnwise_ptr is not None
-    source = grad_ptr + ((n // tokens).to(tl.int64) * grad_b + (n % tokens).to(tl.int64) * grad_t)[:, None]
+    columns_a = a
+    columns_b = b
+    tokens_at = (n % tokens).to(tl.int64) * grad_t
+    if SUMS:
+        tokens_at = token_offsets(n % tokens, D).to(tl.int64)
+        pairs: tl.constexpr = (D // 2) % 2 == 0 and (ROTATED // 2) % 2 == 0
+        columns_a = column_offsets(a, pairs)
+        columns_b = column_offsets(b, pairs)
+    source = grad_ptr + ((n // tokens).to(tl.int64) * grad_b + tokens_at)[:, None]
     largest = tl.zeros([n.shape[0]], tl.float32)
     for i in range(tl.minimum(HEADS_EACH, HEADS - first_head)):
         head = first_head + i
         at = source + head.to(tl.int64) * grad_h
-        x = tl.load(at + a[None, :], mask=inside, other=0.0).to(tl.float32)
-        y = tl.load(at + b[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(at + columns_a[None, :], mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(at + columns_b[None, :], mask=inside, other=0.0).to(tl.float32)
+        if SUMS:
+            x = x * factor
+            y = y * factor
         if ROTATED:  # its angles are loaded for each head, not held in registers
             cos_1, sin_1, cos_2, sin_2 = _angles(cos_ptr, sin_ptr, angles_at, there, ROTATED, HALF, MIRRORED)
             rotated = x * cos_1 + y * sin_2
@@ -168,9 +180,9 @@ def _join_heads(
 @triton.jit
 def _join_rotated(
     dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_ptr, scale_inv_ptr, amax_ptr,
-    rows, tokens, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, batch_stride, token_stride, one,
+    rows, tokens, q_b, q_t, q_h, q_factor, k_b, k_t, k_h, k_factor, v_b, v_t, v_h, v_factor, batch_stride, token_stride, one,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS_EACH: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS_EACH: tl.constexpr, Q_SUMS: tl.constexpr, K_SUMS: tl.constexpr, V_SUMS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     angles_at = (n // tokens).to(tl.int64) * batch_stride + (n % tokens).to(tl.int64) * token_stride
@@ -181,17 +193,20 @@ def _join_rotated(
     if part < queries:
         _join_heads(
             dq_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, n < rows, angles_at,
-            rows, tokens, q_b, q_t, q_h, one, part * HEADS_EACH, 0, H, G, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
+            rows, tokens, q_b, q_t, q_h, q_factor, one, part * HEADS_EACH, 0, H, G, D, ROTATED, HALF, MIRRORED,
+            HEADS_EACH, Q_SUMS,
         )  # fmt: skip
     elif part < queries + keys:
         _join_heads(
             dk_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, n < rows, angles_at,
-            rows, tokens, k_b, k_t, k_h, one, (part - queries) * HEADS_EACH, 1, H, G, D, ROTATED, HALF, MIRRORED, HEADS_EACH,
+            rows, tokens, k_b, k_t, k_h, k_factor, one, (part - queries) * HEADS_EACH, 1, H, G, D, ROTATED, HALF, MIRRORED,
+            HEADS_EACH, K_SUMS,
         )  # fmt: skip
     else:
         _join_heads(
             dv_ptr, cos_ptr, sin_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, amax_ptr, scale, n, n < rows, angles_at,
-            rows, tokens, v_b, v_t, v_h, one, (part - queries - keys) * HEADS_EACH, 2, H, G, D, 0, HALF, MIRRORED, HEADS_EACH,
+            rows, tokens, v_b, v_t, v_h, v_factor, one, (part - queries - keys) * HEADS_EACH, 2, H, G, D, 0, HALF, MIRRORED,
+            HEADS_EACH, V_SUMS,
         )  # fmt: skip
 
 
@@ -239,22 +254,32 @@ def launch_split(
     return q, k, v
 
 
+def _found(gradient: Gradient) -> tuple[Tensor, tuple[int, int, int, float]]:
+    """The tensor that is read, and its strides of a sample, a token and a head and its factor."""
+    if isinstance(gradient, Accumulated):
+        sums = gradient.sums
+        return sums, (sums.stride(0), 0, sums.stride(1), gradient.scale)
+    found = adjacent_columns(gradient)
+    return found, (found.stride(0), found.stride(1), found.stride(2), 1.0)
+
+
 def launch_join(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, quantizer: Quantizer,
+    dq: Gradient, dk: Gradient, dv: Gradient, cos: Tensor | None, sin: Tensor | None, quantizer: Quantizer,
     *, mirrored: bool = False, tiles: Tiles = JOIN,
 ) -> QuantizedTensor:  # fmt: skip
     """Run the kernel; see `join_rotated`."""
     (batch, length, heads, head_dim), groups = dq.shape, dk.shape[2]
     rows = batch * length
-    out = allocate(quantizer, rows, (heads + 2 * groups) * head_dim, dq.device)
-    if dq.numel() == 0:
+    (q, of_q), (k, of_k), (v, of_v) = (_found(gradient) for gradient in (dq, dk, dv))
+    out = allocate(quantizer, rows, (heads + 2 * groups) * head_dim, q.device)
+    if rows == 0 or head_dim == 0:
         return without_elements(quantizer, out)
-    dq, dk, dv = (adjacent_columns(x) for x in (dq, dk, dv))
     cos, sin, batch_stride, token_stride = _strides(cos, sin)
     grid, constants = _programs(rows, heads, groups, head_dim, cos, mirrored, tiles)
     _join_rotated[grid](
-        dq, dk, dv, cos, sin, out.rowwise_data, out.columnwise_data, quantizer.scale, out.scale_inv, quantizer.amax,
-        rows, length, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], batch_stride, token_stride, 1.0, **constants,
+        q, k, v, cos, sin, out.rowwise_data, out.columnwise_data, quantizer.scale, out.scale_inv, quantizer.amax,
+        rows, length, *of_q, *of_k, *of_v, batch_stride, token_stride, 1.0, **constants,
+        Q_SUMS=isinstance(dq, Accumulated), K_SUMS=isinstance(dk, Accumulated), V_SUMS=isinstance(dv, Accumulated),
     )  # fmt: skip
     return out
 
@@ -275,12 +300,14 @@ def split_rotate(
 
 
 def join_rotated(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, quantizer: Quantizer, *, mirrored: bool = False
-) -> QuantizedTensor:
+    dq: Gradient, dk: Gradient, dv: Gradient, cos: Tensor | None, sin: Tensor | None, quantizer: Quantizer,
+    *, mirrored: bool = False,
+) -> QuantizedTensor:  # fmt: skip
     """The gradient of `split_rotate`'s argument, [N, (H + 2G)·D], stored as `quantizer` says without rounding in between.
 
     dq: [B, T, H, D]; dk, dv: [B, T, G, D], in any strides. cos, sin, mirrored: as `split_rotate` was given them.
     """
-    if dq.device.type == "cuda":
+    if _found(dq)[0].device.type == "cuda":
         return launch_join(dq, dk, dv, cos, sin, quantizer, mirrored=mirrored)
-    return quantize(reference.join_rotated(dq, dk, dv, cos, sin).flatten(0, 1), quantizer)
+    q, k, v = (x.dense() if isinstance(x, Accumulated) else x for x in (dq, dk, dv))
+    return quantize(reference.join_rotated(q, k, v, cos, sin).flatten(0, 1), quantizer)

@@ -36,9 +36,10 @@ from octavo.errors import InputError
 from octavo.kernels.attention import flash, library
 from octavo.kernels.attention.kept import is_keeping
 from octavo.kernels.attention.pattern import Pattern
-from octavo.kernels.attention.pieces import SMALLEST_WINDOW, attention, gradients
+from octavo.kernels.attention.pieces import SMALLEST_WINDOW, accumulated, attention, gradients
 from octavo.kernels.autograd import attention_begins, refuse_second_derivative
 from octavo.nn.holes import around_holes
+from octavo.nn.rotary import Handover
 
 MASKED_PAIRS = 1 << 24
 """Pairs of a query and a key of a sample whose mask is there at a time; all of 4,096 tokens."""
@@ -46,7 +47,7 @@ MASKED_PAIRS = 1 << 24
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor, *, scale: float | None, dropout: float = 0.0,
-    context: ContextGroup | None = None,
+    context: ContextGroup | None = None, handover: Handover | None = None,
 ) -> Tensor:  # fmt: skip
     """q [B, T, H, D], k and v [B, T, G, D] → [B, T, H, D]; differentiable once.
 
@@ -56,6 +57,7 @@ def attend(
         scale: None for D^-½.
         dropout: the probability with which a softmax's value is dropped.
         context: the ranks that share each sequence.
+        handover: to the rotation that made q, k and v, if it alone reads their gradients.
 
     Raises:
         InputError: the pattern is of another number of tokens, these ranks cannot compute it, or causal attention has other
@@ -92,7 +94,7 @@ def attend(
     if pattern.holes is not None or (pattern.window is not None and dropout):
         return _masked(q, k, v, pattern, scale, dropout)
     if pattern.window is not None or (not dropout and (is_keeping() or _prefers_pieces(q, k, pattern))):
-        out: Tensor = _Pieces.apply(q, k, v, pattern, scale_)
+        out: Tensor = _Pieces.apply(q, k, v, pattern, scale_, handover)
         return out
     if not pattern.documents:
         return _sdpa(q, k, v, None, pattern.causal, scale, dropout)
@@ -163,10 +165,10 @@ def _prefers_pieces(q: Tensor, k: Tensor, pattern: Pattern) -> bool:
 
 class _Pieces(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, handover: Handover | None) -> Tensor:
         out, lse = attention(q, k, v, pattern.spans(q.shape[0]), scale=scale, window=pattern.window)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = pattern, scale
+        ctx.call, ctx.handover = (pattern, scale), handover
         return out
 
     @staticmethod
@@ -176,4 +178,8 @@ class _Pieces(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         pattern, scale = ctx.call
         spans = pattern.spans(q.shape[0])
-        return *gradients(d_out, q, k, v, out, lse, spans, scale=scale, window=pattern.window), None, None
+        given = d_out, q, k, v, out, lse, spans
+        handover: Handover | None = ctx.handover
+        if handover is None or not handover.expected or torch.is_anomaly_enabled():  # which takes NaN for a fault
+            return *gradients(*given, scale=scale, window=pattern.window), *(None,) * 3
+        return *handover.give(accumulated(*given, scale=scale, window=pattern.window), q.dtype), *(None,) * 3

@@ -19,11 +19,11 @@ from octavo.errors import InputError, unknown
 from octavo.kernels.attention import short
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
-from octavo.kernels.autograd import attention_begins, refuse_second_derivative
+from octavo.kernels.autograd import attention_begins, has_hooks, refuse_second_derivative
 from octavo.nn.attend import attend
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
 from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, ResidualLayer, check_input
-from octavo.nn.rotary import Angles, Rotation, rotate
+from octavo.nn.rotary import Angles, Handover, Rotation, rotate
 from octavo.nn.te_arguments import (
     Draws,
     Init,
@@ -135,12 +135,13 @@ class DotProductAttention(nn.Module):
         attention_mask: Tensor | Pattern | None = None,
         *,
         attn_mask_type: str | None = None,
+        handover: Handover | None = None,
         **te_arguments: Any,
     ) -> Tensor:
         """query [B, T, H, D], key and value [B, T, G, D] → [B, T, H·D].
 
         With "sbhd" T stands before B. attention_mask: bool [B, 1, T, T], True where a query attends to a key, and then without
-        the window; or a `Pattern` of whole sequences. attn_mask_type: for this call.
+        the window; or a `Pattern` of whole sequences. attn_mask_type: for this call. handover: as `attend` takes it.
         """
         if te_arguments:
             check("DotProductAttention.forward", te_arguments, DotProductAttention.forward)
@@ -156,7 +157,7 @@ class DotProductAttention(nn.Module):
         if isinstance(pattern, Pattern):
             pattern = pattern.with_window(self.window)
         with self.draws() if dropout else contextlib.nullcontext():
-            out = attend(q, k, v, pattern, scale=self.softmax_scale, dropout=dropout, context=self.context)
+            out = attend(q, k, v, pattern, scale=self.softmax_scale, dropout=dropout, context=self.context, handover=handover)
         return (out.transpose(0, 1) if self.sequence_first else out).flatten(2)
 
 
@@ -277,18 +278,25 @@ class MultiheadAttention(ResidualLayer):
             context = short_attention(qkv, self.heads, self.groups, self.core_attention.softmax_scale)
         else:
             rotation = Rotation(self.heads, self.groups, *((not self.norm_first and angles) or (None, None)))
+            rotation = rotation._replace(handover=self._handover())
             h, *parts = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch, rotation=rotation)
             q, k, v = parts
             if self.q_norm is not None and self.k_norm is not None:
                 after = angles if self.norm_first else None
                 q, k = rotate(self.q_norm(q), after), rotate(self.k_norm(k), after)
-            context = self.core_attention(q, k, v, attention_mask, attn_mask_type=attn_mask_type)
+            handed = {} if rotation.handover is None else {"handover": rotation.handover}
+            context = self.core_attention(q, k, v, attention_mask, attn_mask_type=attn_mask_type, **handed)
         if self.sequence_first:
             h, context = h.transpose(0, 1), context.transpose(0, 1)
         attended = self.proj(context, is_first_microbatch)
         if self.core_attention.context is not None:
             gather_ahead(attended[0] if isinstance(attended, tuple) else attended, context)
         return (h, attended) if return_residual else attended
+
+    def _handover(self) -> Handover | None:
+        """None if the gradients of queries, keys and values have readers: their norms, hooks, or a class of the caller's."""
+        alone = type(self.core_attention) is DotProductAttention and self.q_norm is None
+        return Handover() if alone and not any(has_hooks(part) for part in (self.layernorm_qkv, self.core_attention)) else None
 
     def _is_short(self, x: Tensor, attn_mask_type: str | None) -> bool:
         """True if the kernel of short sequences takes the joint product of x [B, T, hidden]."""

@@ -172,6 +172,8 @@ class _NormLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(h, producer.stats, norm_weight, *saved_input(x, want_weight), *saved_weight, *tables)
         ctx.kind, ctx.gemms, ctx.shape = kind, gemms, residual.shape
         ctx.rotation = None if rotation is None else rotation._replace(cos=None, sin=None)
+        if rotation is not None and rotation.handover is not None:
+            rotation.handover.expected = True
         return (h, y) if rotation is None else (h, *rotation.split(y))
 
     @staticmethod

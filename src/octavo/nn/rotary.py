@@ -5,6 +5,7 @@ Queries and keys that are normalised between the two (`rotate`) rotate in PyTorc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from octavo.fp8.quantizer import DenseOperand, Producer
 from octavo.kernels import reference
+from octavo.kernels.attention.accumulated import Accumulated, Gradient
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.kernels.rope import join_rotated, split_rotate
 
@@ -20,11 +22,38 @@ Angles = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, bool]
 """cos, sin and optionally `mirrored`, as in `Rotation`."""
 
 
+class Handover:
+    """Gradients from attention to the `Rotation` in front of it, past autograd, which knows no sums in a kernel's own order.
+
+    Autograd gets NaN in their place: whoever reads between the two sees that there is nothing.
+    """
+
+    def __init__(self) -> None:
+        self.expected = False
+        """A backward of the rotation is going to `take`."""
+        self._sums: list[Accumulated | None] = [None] * 3
+
+    def give(self, gradients: Sequence[Gradient], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What autograd gets for these gradients of q, k and v, which are of this dtype."""
+        self._sums = [x if isinstance(x, Accumulated) else None for x in gradients]
+        return tuple(
+            x.sums.new_full((), math.nan, dtype=dtype).expand(x.shape) if isinstance(x, Accumulated) else x for x in gradients
+        )
+
+    def take(self, grads: Sequence[Tensor | None]) -> list[Gradient | None]:
+        """The gradients of q, k and v in the backward that runs, of which autograd has these."""
+        sums, self._sums = self._sums, [None] * 3
+        for grad, own in zip(grads, sums, strict=True):
+            if own is not None and (grad is None or any(grad.stride())):
+                raise RuntimeError("queries, keys and values have another reader than attention: their gradients are lost.")
+        return [grad if own is None else own for grad, own in zip(grads, sums, strict=True)]
+
+
 class Rotation(NamedTuple):
     """Split of a joint query/key/value product; cos and sin float32 [B or 1, T, Dr], None to rotate nothing.
 
     Of each head the first Dr columns rotate, an even number of them or all. mirrored: a promise that the second halves of both
-    tables repeat their first, so that only those are read.
+    tables repeat their first, so that only those are read. handover: where `join` may find gradients.
     """
 
     heads: int
@@ -32,6 +61,7 @@ class Rotation(NamedTuple):
     cos: Tensor | None
     sin: Tensor | None
     mirrored: bool = False
+    handover: Handover | None = None
 
     def composed(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`split` in differentiable PyTorch, for a compiler: qkv [B, T, (H + 2G)·D] → q [B, T, H, D], k and v [B, T, G, D]."""
@@ -51,12 +81,13 @@ class Rotation(NamedTuple):
 
     def join(self, grads: Sequence[Tensor | None]) -> Producer:
         """The gradient of the joint product from those of q, k and v, of which one at least is not None."""
+        found: list[Gradient | None] = [*grads] if self.handover is None else self.handover.take(grads)
         some = next(grad for grad in grads if grad is not None)
         shapes = [(*some.shape[:2], count, some.shape[3]) for count in (self.heads, self.groups, self.groups)]
-        dq, dk, dv = (some.new_zeros(shape) if d is None else d for d, shape in zip(grads, shapes, strict=True))
+        dq, dk, dv = (some.new_zeros(shape) if d is None else d for d, shape in zip(found, shapes, strict=True))
 
         def produce(quantizer: Quantizer) -> QuantizedTensor:
-            if dq.shape[-1] % 2:
+            if isinstance(dq, Tensor) and isinstance(dk, Tensor) and isinstance(dv, Tensor) and dq.shape[-1] % 2:
                 return DenseOperand(reference.join_rotated(dq, dk, dv, self.cos, self.sin).flatten(0, 1))(quantizer)
             return join_rotated(dq, dk, dv, self.cos, self.sin, quantizer, mirrored=self.mirrored)
 

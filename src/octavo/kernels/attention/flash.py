@@ -13,6 +13,7 @@ import functools
 import importlib.metadata
 import itertools
 import os
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from octavo.errors import warn
 from octavo.kernels import gemm
+from octavo.kernels.attention.accumulated import Accumulated, Gradient
 from octavo.kernels.attention.pattern import Span
 
 VERSION = "4.0.0b36"
@@ -67,6 +69,7 @@ def _interface() -> Any:
         return None
     warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)  # by its compiler, for each kernel
     interface._tile_size_bwd_sm90 = functools.partial(_backward_tiles, interface._tile_size_bwd_sm90)
+    interface._bwd_postprocess_convert = functools.partial(_round_sums, interface._bwd_postprocess_convert)
     return interface
 
 
@@ -74,6 +77,27 @@ def _backward_tiles(chosen: Callable[..., Any], head_dim: int, *rest: Any, **opt
     """The package's tiles of a backward: with heads of 64 (H200) it takes 2 to 3% less time if d_out is loaded in one stage."""
     tiles = chosen(head_dim, *rest, **options)
     return dataclasses.replace(tiles, num_stages_dO=1) if head_dim <= 64 else tiles
+
+
+_thread = threading.local()
+"""`.sums`: where a backward leaves its sums, in place of rounding them; by the address of the rounded ones."""
+
+
+def _round_sums(
+    round_: Callable[..., None], sums: Tensor, rounded: Tensor, scale: float, ends: Tensor | None, lengths: Tensor | None,
+    arch: int, dtype: Any, head_dim: int, tokens: int, threads: int, warp_groups: int, swapped: bool,
+    *rest: Any, **options: Any,
+) -> None:  # fmt: skip
+    """The package's rounding of sums, put off where `octavo.kernels.attention.accumulated` knows their order.
+
+    tokens: of a tile. warp_groups: those that share its rows, 64 for each.
+    """
+    kept: dict[int, Accumulated] | None = getattr(_thread, "sums", None)
+    if kept is not None and ends is None and lengths is None and not swapped and tokens == 64 * warp_groups:
+        kept[rounded.data_ptr()] = Accumulated(sums, scale, tuple(rounded.shape))
+        return
+    given = arch, dtype, head_dim, tokens, threads, warp_groups, swapped
+    round_(sums, rounded, scale, ends, lengths, *given, *rest, **options)
 
 
 def serves(capability: tuple[int, int] | None, head_dim: int) -> bool:
@@ -161,6 +185,20 @@ def backward(
     repeats = torch.are_deterministic_algorithms_enabled()
     grads = _interface()._flash_attn_bwd(*given, lse, softmax_scale=scale, deterministic=repeats, **options)
     dq, dk, dv = (grad.view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+def accumulate(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
+    window: int | None = None,
+) -> tuple[Gradient, Gradient, Gradient]:  # fmt: skip
+    """`backward`, whose gradients stay sums in float32 where the package has made such."""
+    _thread.sums = kept = {}
+    try:
+        grads = backward(d_out, q, k, v, out, lse, causal=causal, scale=scale, window=window)
+    finally:
+        _thread.sums = None
+    dq, dk, dv = (kept.get(grad.data_ptr(), grad) for grad in grads)
     return dq, dk, dv
 
 

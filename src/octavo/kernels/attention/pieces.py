@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention import flash, library, reference
+from octavo.kernels.attention.accumulated import Gradient
 from octavo.kernels.attention.flash import Packing
 from octavo.kernels.attention.join import add_, join_
 from octavo.kernels.attention.kept import once
@@ -139,6 +140,19 @@ def gradients(
         dq, dk, dv = summed.dq, *(torch.zeros(x.shape, dtype=summed.dq.dtype, device=x.device) for x in (k, v))
         summed.add(k, v, spans, dk, dv)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def accumulated(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Sequence[Span], *, scale: float,
+    window: int | None = None,
+) -> tuple[Gradient, Gradient, Gradient]:  # fmt: skip
+    """`gradients`, some of which stay the sums of a kernel, where one kernel computes them all."""
+    parts = list(_parts(q, k, spans, window))
+    part = parts[0]
+    alone = len(parts) == 1 and part.span == _whole(q, k, causal=part.span.causal) and part.packed is None
+    if alone and _backend(q, k, part) is flash:
+        return flash.accumulate(d_out, q, k, v, out, lse, causal=part.span.causal, scale=scale, window=part.window)
+    return gradients(d_out, q, k, v, out, lse, spans, scale=scale, window=window)
 
 
 def takes_more_keys(k: Tensor) -> bool:
