@@ -69,7 +69,7 @@ def _interface() -> Any:
         return None
     warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)  # by its compiler, for each kernel
     interface._tile_size_bwd_sm90 = functools.partial(_backward_tiles, interface._tile_size_bwd_sm90)
-    interface._bwd_postprocess_convert = functools.partial(_round_sums, interface._bwd_postprocess_convert)
+    interface._bwd_postprocess_convert = _with_sums(interface._bwd_postprocess_convert)
     return interface
 
 
@@ -83,6 +83,11 @@ _thread = threading.local()
 """`.sums`: where a backward leaves its sums, in place of rounding them; by the address of the rounded ones."""
 
 
+def _with_sums(round_: Any) -> Callable[..., None]:
+    """The package's rounding, by `_round_sums`."""
+    return functools.update_wrapper(functools.partial(_round_sums, round_), round_)  # its cache is looked up by its name
+
+
 def _round_sums(
     round_: Callable[..., None], sums: Tensor, rounded: Tensor, scale: float, ends: Tensor | None, lengths: Tensor | None,
     arch: int, dtype: Any, head_dim: int, tokens: int, threads: int, warp_groups: int, swapped: bool,
@@ -94,7 +99,8 @@ def _round_sums(
     """
     kept: dict[int, Accumulated] | None = getattr(_thread, "sums", None)
     if kept is not None and ends is None and lengths is None and not swapped and tokens == 64 * warp_groups:
-        kept[rounded.data_ptr()] = Accumulated(sums, scale, tuple(rounded.shape))
+        batch, length, heads, dim = rounded.shape
+        kept[rounded.data_ptr()] = Accumulated(sums, scale, (batch, length, heads, dim))
         return
     given = arch, dtype, head_dim, tokens, threads, warp_groups, swapped
     round_(sums, rounded, scale, ends, lengths, *given, *rest, **options)
@@ -193,7 +199,8 @@ def accumulate(
     window: int | None = None,
 ) -> tuple[Gradient, Gradient, Gradient]:  # fmt: skip
     """`backward`, whose gradients stay sums in float32 where the package has made such."""
-    _thread.sums = kept = {}
+    kept: dict[int, Accumulated] = {}
+    _thread.sums = kept
     try:
         grads = backward(d_out, q, k, v, out, lse, causal=causal, scale=scale, window=window)
     finally:
