@@ -58,6 +58,7 @@ FAMILIES = {
     "cross_entropy": "cross entropy", "norm": "norms",
     "norm_rows": "norms",
     "attention.forward": "attention", "attention.backward": "attention", "attention.join": "attention",
+    "embedding.forward": "copies and elementwise", "embedding.backward": "copies and elementwise",
     "column_sum": "copies and elementwise", "rope": "rope", "adamw": "optimizer", "scales": "scales",
 }  # fmt: skip
 """Of the files of kernels, the kind that theirs are."""

@@ -22,6 +22,8 @@ from triton.runtime.jit import JITFunction
 import octavo.kernels
 from octavo.kernels import activation, adamw, column_sum, cross_entropy, norm, rope, scales
 from octavo.kernels.attention import join, short
+from octavo.kernels.embedding import backward as embedding_backward
+from octavo.kernels.embedding import forward as embedding_forward
 from octavo.kernels.experts import activation as expert_activation
 from octavo.kernels.experts import cast as expert_cast
 from octavo.kernels.experts import gemm, permute, travel
@@ -130,6 +132,12 @@ def dense():
     for smoothing, fp8 in ((0.0, None), (0.1, None), (0.0, matrix(2048, 128256, dtype=E5M2))):
         cross_entropy.launch(logits, target, matrix(dtype=FP32), cross_entropy.Objective(label_smoothing=smoothing), fp8)
     cross_entropy.launch_scale(logits, matrix(dtype=FP32))
+    ids = matrix(2, 8192, dtype=torch.int64)
+    for dtype in (BF16, FP32):
+        weight = matrix(128256, 4096, dtype=dtype)
+        rows = embedding_forward.launch(ids, weight, BF16).flatten(0, 1)
+        for total in (None, weight):
+            embedding_backward.launch(rows, ids.flatten(), 128256, None, dtype, total)
 
 
 def scaled():

@@ -22,6 +22,10 @@ RECIPES = {
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 MODELS = {
     "llama": (LlamaConfig(num_key_value_heads=1, **TINY), {"norm_rows", "backward_rows", "_split_rotate", "_join_rotated"}),
+    "tied": (
+        LlamaConfig(num_key_value_heads=2, tie_word_embeddings=True, **TINY),
+        {"_embedding_rows", "_embedding_keys", "_embedding_sums"},
+    ),
     "gpt-neox": (GPTNeoXConfig(**TINY), {"norm_rows", "backward_rows", "activation_tiles", "_add_up"}),
     "mixtral": (
         MixtralConfig(num_key_value_heads=1, num_local_experts=4, output_router_logits=True, **TINY),

@@ -185,6 +185,18 @@ def activation_backward(name: str, dy: Tensor, x: Tensor, block: int) -> Tensor:
     return torch.stack((dy * up * slope(gate), dy * curve(gate)), -2).flatten(-3)
 
 
+def embedding_backward(d_out: Tensor, ids: Tensor, words: int, padding: int | None) -> Tensor:
+    """The gradient [V, K] of the V = `words` rows that `ids` [N] chose, from d_out [N, K]; float32, in the order of the tokens.
+
+    The row `padding` and ids outside of the vocabulary have none.
+    """
+    trained = (ids >= 0) & (ids < words)
+    if padding is not None:
+        trained &= ids != padding
+    summed = d_out.new_zeros(words + 1, d_out.shape[1], dtype=torch.promote_types(d_out.dtype, torch.float32))
+    return summed.index_add_(0, torch.where(trained, ids, words), d_out.to(summed.dtype))[:words]
+
+
 def rope(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
     """Rotate the two halves of each head's first R columns by the angles of its position, in float32; x's dtype."""
     x, rest = x_BTHD.tensor_split([cos_BTR.shape[-1]], -1)

@@ -35,6 +35,7 @@ from octavo.models.huggingface import (
 )
 from octavo.models.spec import ModelSpec
 from octavo.nn.block import RunBlock, TransformerLayer
+from octavo.nn.embedding import Embedding, SharedWeight
 from octavo.nn.head import OutputHead, linear_cross_entropy
 from octavo.nn.linear import compute_dtype, high_precision
 from octavo.nn.moe import Experts, balancing_loss, router_z_loss
@@ -103,8 +104,7 @@ class Decoder(PretrainedInterface):
         self.fp8_head_asked = fp8_head is not None
         self.config, self.spec, self.dtype = config, spec, dtype
         make: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
-        self.embedding = nn.Embedding(spec.vocabulary, spec.hidden_size, dtype=params_dtype, device=device)
-        self.embedding.padding_idx = spec.padding  # its row is not trained
+        self.embedding = Embedding(spec.vocabulary, spec.hidden_size, padding=spec.padding, dtype=dtype, **make)
         self.layers = nn.ModuleList(
             _block(spec, i, window, make) for i, window in enumerate(spec.windows or (None,) * spec.layers)
         )
@@ -195,7 +195,9 @@ class Decoder(PretrainedInterface):
         if position_ids is None:
             position_ids = torch.arange(tokens, device=input_ids.device)[None]
         angles = self.rotary(self._own(position_ids.to(input_ids.device, non_blocking=True), padded))
-        embedded = self.embedding(self._own(input_ids, padded)).to(self.dtype)
+        shared = SharedWeight()  # a loss reads the head's weight through it, and logits directly
+        tied = labels is not None and self.spec.tied and isinstance(self.embedding, Embedding)
+        embedded = self.embedding(self._own(input_ids, padded), **({"shared": shared} if tied else {})).to(self.dtype)
         residual, delta = functional.dropout(embedded, self.spec.embedding_dropout, self.training), None
         states: list[Tensor] = []
         routings: list[Tensor] = []
@@ -213,7 +215,7 @@ class Decoder(PretrainedInterface):
         if labels is None:
             output["logits"] = averaged(self._logits(hidden, tokens, logits_to_keep), self.data_group)
         else:
-            loss = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch, routings)
+            loss = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch, routings, shared)
             output["loss"] = loss if same is None else loss.where(same, torch.nan)
         return output.to_tuple() if return_dict is False else output
 
@@ -337,6 +339,7 @@ class Decoder(PretrainedInterface):
         num_items_in_batch: Tensor | int | None,
         first: bool | None,
         routings: list[Tensor],
+        shared: SharedWeight,
     ) -> Tensor:
         target = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         joined = num_items_in_batch is None and self.data_group is not None and self._joins()
@@ -356,7 +359,7 @@ class Decoder(PretrainedInterface):
         def run(hidden: Tensor) -> Tensor:
             return linear_cross_entropy(
                 hidden.flatten(0, 1),
-                self.head.weight,
+                shared.of(self.head.weight),
                 target.flatten(),
                 count,
                 objective=self.objective if self.training else None,

@@ -296,6 +296,8 @@ class MultiheadAttention(ResidualLayer):
     def _handover(self) -> Handover | None:
         """None if the gradients of queries, keys and values have readers: their norms, hooks, or a class of the caller's."""
         alone = type(self.core_attention) is DotProductAttention and self.q_norm is None
+        if torch.compiler.is_compiling():
+            return None
         return Handover() if alone and not any(has_hooks(part) for part in (self.layernorm_qkv, self.core_attention)) else None
 
     def _is_short(self, x: Tensor, attn_mask_type: str | None) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from octavo.errors import first_line
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import activation, adamw, column_sum, cross_entropy, norm, rope
+from octavo.kernels.embedding.backward import embedding_backward
 from octavo.kernels.quantize import cast, cast_scaled
 from octavo.kernels.quantize.quantized import Quantizer
 from octavo.kernels.timing import median_us
@@ -141,6 +142,12 @@ def _cross_entropy(rows: int, columns: int, *, fp8: bool) -> Call:
     return Call(lambda: cross_entropy.cross_entropy_(logits, target, grad_scale, objective, grad)[1], (logits,))
 
 
+def _embedding_backward(rows: int, columns: int) -> Call:
+    """The gradient of an embedding of `rows` words, of an eighth as many tokens."""
+    d_out, ids = _random(rows // 8, columns), torch.randint(rows, (rows // 8,))
+    return Call(lambda: embedding_backward(d_out, ids, rows, None, torch.bfloat16), (d_out,))
+
+
 def _adamw(rows: int, columns: int, *, dtype: torch.dtype) -> Call:
     param, grad, exp_avg = (_random(rows, columns, dtype) for _ in range(3))
     states = (param, grad, exp_avg, exp_avg.square())
@@ -163,6 +170,8 @@ VIT = ((32_896, 5120),)
 """Activations of ViT-Huge: 128 images of 257 patches."""
 LOGITS = ((4096, 128_256),)
 """A chunk of the head."""
+WORDS = ((131_072, 4096),)
+"""The embedding of 16,384 tokens."""
 _swiglu, _gelu = partial(_activation, name="swiglu"), partial(_activation, name="gelu")
 _swiglu_backward = partial(_activation_backward, name="swiglu")
 _gelu_backward = partial(_activation_backward, name="gelu")
@@ -192,6 +201,8 @@ TABLE: tuple[Kernel, ...] = (
     # A row is read twice: statistics, then gradient.
     Kernel("cross-entropy", partial(_cross_entropy, fp8=False), 4, 2, LOGITS),
     Kernel("cross-entropy-fp8", partial(_cross_entropy, fp8=True), 4, 1, LOGITS),
+    # Its zeros too; the rows of the tokens' words are written once more.
+    Kernel("embedding-backward", _embedding_backward, 0.25, 2, WORDS),
     Kernel("adamw", partial(_adamw, dtype=torch.bfloat16), 8, 6),
     Kernel("adamw-float32", partial(_adamw, dtype=torch.float32), 16, 12),
     Kernel("amax", partial(_matrix, kernel=cast_scaled.amax), 2, 0),

@@ -1,0 +1,1 @@
+"""The rows of an embedding, and their gradient summed word by word."""

@@ -1,0 +1,88 @@
+"""The embedding of token ids, whose gradient is added to that of a head with the same weight.
+
+Autograd would write a second gradient of the size of the vocabulary, read both and write their sum. One node of its graph gives
+out the rows and the weight that the head reads, so it has both gradients at once: rows are added to the head's in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.kernels.autograd import refuse_second_derivative
+from octavo.kernels.embedding.backward import embedding_backward
+from octavo.kernels.embedding.forward import embedding
+
+
+@dataclass(eq=False)
+class SharedWeight:
+    """What an embedding hands to a head for one forward: its parameter, and the same values out of the embedding's node.
+
+    Whoever computes with `of(weight)` gives back a gradient that nobody else holds, since it is written in place.
+    """
+
+    parameter: Tensor | None = None
+    value: Tensor | None = None
+
+    def of(self, weight: Tensor) -> Tensor:
+        """The values for the head with this weight: itself unless it is the embedding's parameter."""
+        return weight if self.value is None or weight is not self.parameter else self.value
+
+
+class Embedding(nn.Embedding):
+    """`torch.nn.Embedding` whose result has a dtype of its own; gradients are summed in float32, in a fixed order.
+
+    Of its options it has `padding_idx`, whose row is not trained; here it keeps its value from the start.
+    """
+
+    def __init__(
+        self,
+        words: int,
+        columns: int,
+        *,
+        padding: int | None = None,
+        dtype: torch.dtype,
+        params_dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(words, columns, dtype=params_dtype, device=device)
+        self.padding_idx = padding
+        self.dtype = dtype
+        """Of the result."""
+
+    def forward(self, input: Tensor, shared: SharedWeight | None = None) -> Tensor:
+        """The rows of the ids `input` [...]: [..., K]. shared: is filled, for a head with the same weight.
+
+        Raises:
+            IndexError: an id is outside of the vocabulary, on a CPU; a GPU gives a row of NaN.
+        """
+        if torch.compiler.is_compiling():
+            return super().forward(input).to(self.dtype)
+        weight = self.weight
+        embedded, value = _EmbeddingFunction.apply(input, weight, self.padding_idx, self.dtype, shared is not None)
+        if shared is not None:
+            shared.parameter, shared.value = weight, value
+        return embedded
+
+
+class _EmbeddingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, padding: int | None, dtype: torch.dtype, share: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(ids)
+        ctx.words, ctx.padding, ctx.dtype = weight.shape[0], padding, weight.dtype
+        return embedding(ids, weight, dtype), weight.detach() if share else None
+
+    @staticmethod
+    def backward(ctx: Any, d_embedded: Tensor | None, d_weight: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("embeddings")
+        (ids,) = ctx.saved_tensors
+        if d_embedded is not None:
+            rows = d_embedded.reshape(-1, d_embedded.shape[-1])
+            d_weight = embedding_backward(rows, ids.flatten(), ctx.words, ctx.padding, ctx.dtype, d_weight)
+        return None, d_weight, None, None, None

@@ -1,0 +1,58 @@
+"""A head with the embedding's weight over two ranks: the gradient of one rank with all samples, by autograd's sum."""
+
+import pytest
+import sharded
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ranks
+from octavo.nn import embedding
+from octavo.nn.embedding import SharedWeight
+from octavo.parallel import world
+from octavo.parallel.fsdp import accumulate
+
+pytestmark = ranks.alone
+
+SIZES = {"vocab_size": 18, "tie_word_embeddings": True}
+MICRO_BATCHES = 2
+
+
+def gradient(how, labels, *, shares=True, settings=None):
+    """(the gradient of the tied weight, how often rows were added to the head's) of a step with accumulation.
+
+    how: "ddp", "fsdp", or None for all samples on this rank.
+    """
+    if how is not None:
+        world.init({})
+    if not shares:
+        SharedWeight.of = lambda self, weight: weight
+    added, run = [], embedding.embedding_backward
+    embedding.embedding_backward = lambda *given: added.append(given[-1] is not None) or run(*given)
+    if how == "fsdp":
+        model = called = sharded.build(torch.float32, None, sizes=SIZES, settings=settings)
+    else:
+        model = called = sharded.build_whole(torch.float32, SIZES)
+    if how == "ddp":
+        called = DistributedDataParallel(model)
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 18, (MICRO_BATCHES, 4, 12), generator=draw)
+    ids = ids if how is None else ids.chunk(2, 1)[dist.get_rank()]
+    for index, part in enumerate(ids):
+        accumulate(model, last=index == MICRO_BATCHES - 1)
+        part = part.to(model.device)
+        output = called(input_ids=part, labels=part if labels else None, **({"num_items_in_batch": 80} if labels else {}))
+        (output.loss if labels else output.logits.square().mean()).backward()
+    assert model.head.weight.grad is model.embedding.weight.grad
+    return sharded.full(model.embedding.weight.grad), added
+
+
+@pytest.mark.parametrize("labels", [True, False], ids=["loss", "logits"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_the_gradient_is_that_of_one_rank(how, labels):
+    ((wanted, _),) = ranks.run(1, gradient, None, labels, shares=False)
+    for found, added in ranks.run(2, gradient, how, labels):
+        assert added == [labels] * MICRO_BATCHES
+        # DDP averages sums over ranks, FSDP averages gradients of logits alone.
+        found = found * 2 if labels and how == "ddp" else found
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
