@@ -157,6 +157,7 @@ def test_values_are_immutable():
         ({"fp8__recipe": "mxfp8"}, ["fp8.recipe = 'mxfp8'", "delayed", "current", "rowwise", "block"]),
         ({"fp8__enabled": "maybe"}, ["fp8.enabled = 'maybe'", "auto"]),
         ({"fp8__head": "forward"}, ["fp8.head = 'forward'", "boolean", "backward"]),
+        ({"parallel__reshard_after_forward": "maybe"}, ["parallel.reshard_after_forward = 'maybe'", "boolean", "'auto'"]),
         ({"train__recompute": "blocks"}, ["train.recompute = 'blocks'", "boolean", "mlp"]),
         ({"log__trackers": ["wandb", "mlflow"]}, ["log.trackers", "'mlflow'", "tensorboard"]),
         ({"optimizer__lr": -1e-3}, ["optimizer.lr = -0.001", "greater than 0"]),
@@ -392,6 +393,8 @@ def test_an_older_file_of_a_run_with_a_key_without_effect_is_read(run_file, caps
         (["checkpoint.every=11"], ["checkpoint.every = 11"]),
         (["parallel.reduce_dtype=bfloat16"], ['parallel.reduce_dtype = "bfloat16"', "one rank"]),
         (["launch.timeout=5"], ["launch.timeout = 5.0", "one rank"]),
+        (["parallel.reshard_after_forward=false"], ["parallel.reshard_after_forward = false", "one rank"]),
+        (["parallel.reshard_after_forward=true"], []),  # in the resolved file of an older version's run
         (["optimizer.warmup_steps=9", "train.validate_every=10", "checkpoint.every=10", "log.every=10"], []),
         (["checkpoint.every=100", "data.validation_fraction=0.0"], []),
     ],

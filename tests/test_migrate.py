@@ -184,6 +184,13 @@ def test_a_run_file_has_the_arguments_in_its_own_units(place, capsys):
     assert (config.train.steps, config.train.global_batch) == (2500, 2 * 2 * 4)
     assert (config.optimizer.schedule, config.optimizer.warmup_steps) == ("linear", 10)
     assert (config.parallel.reshard_after_forward, config.fp8.enabled) == (False, False)
+    whole = ARGUMENTS.replace("shard_grad_op", "full_shard")
+    (place / "whole.py").write_text(whole)
+    whole_config = RunConfig.from_dict(tomllib.loads(run_file([read(place / "whole.py")], world_size=4)))
+    assert whole_config.parallel.reshard_after_forward is True
+    (place / "usual.py").write_text(whole.replace('parser.add_argument("--sharding_strategy", default="full_shard")\n', ""))
+    usual_config = RunConfig.from_dict(tomllib.loads(run_file([read(place / "usual.py")], world_size=4)))
+    assert usual_config.parallel.reshard_after_forward == "auto"  # SMP's example names no strategy here
     assert "no key for: own_option = 3." in text
     assert "ends after 100 iterations" in text
 

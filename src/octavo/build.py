@@ -63,13 +63,14 @@ from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
 from octavo.parallel.fsdp import blocks_of, check_same_weights, gather_weights_in_fp8, shard
+from octavo.parallel.gathered import settle_gathering
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.offload import HORIZON, offloaded
 from octavo.parallel.recompute import recomputed, selectively_recomputed
 from octavo.parallel.sharding import Sharding, check_experts, sharding_of
 from octavo.parallel.world import state
 
-__all__ = ["build_model", "describe", "place", "transform"]
+__all__ = ["build_model", "describe", "parts_of", "place", "transform"]
 
 
 Recompute = bool | Literal["mlp", "selective"]
@@ -251,7 +252,7 @@ def build_model(
     use_own_buffers(model)
     freeze(model, frozen)
     # 3. Recompute, offload.
-    stack, _ = _blocks(model)
+    stack, _ = parts_of(model)
     _recompute(model, stack, recompute, mlp_chunks, horizon=horizon if offload else None)
     if device.type == "meta":
         return model.train()
@@ -262,9 +263,10 @@ def place(
     model: nn.Module, device: torch.device, sharding: Sharding | None, values: Callable[[], Values], *, averaged: bool
 ) -> nn.Module:
     """The steps from sharding on, for a model of the steps before; `values` is called once the model is sharded."""
-    _, parts = _blocks(model)
+    _, parts = parts_of(model)
     # 4. Shard.
     if sharding is not None:
+        sharding = settle_gathering(model, parts, sharding)
         _shard(model, parts, sharding, averaged=averaged)
     # 5. and 6. Materialise, load.
     materialise(model, device, values())
@@ -369,7 +371,7 @@ def _replacement(
     return None, not reason, reason
 
 
-def _blocks(model: nn.Module) -> tuple[Decoder | Blocks | None, list[nn.Module]]:
+def parts_of(model: nn.Module) -> tuple[Decoder | Blocks | None, list[nn.Module]]:
     """(the module that runs Octavo's blocks or None for a model's own code, the blocks: one shard group each)."""
     if isinstance(model, Decoder):
         return model, list(model.layers)

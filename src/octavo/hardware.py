@@ -60,6 +60,11 @@ GPUS: tuple[Gpu, ...] = (
 )
 
 
+def size(count: float) -> str:
+    """Bytes as text: GiB, or MiB below one."""
+    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
+
+
 @dataclass(frozen=True)
 class Instance:
     """A kind of machine of AWS, as the cloud names it.

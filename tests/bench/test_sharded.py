@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import ranks
 from octavo.bench import sharded
 from octavo.bench.cases import CASES, CONTEXT_CASES, Case
+from octavo.bench.chosen import frees_blocks
 from octavo.bench.plain import PlainDecoder
 from octavo.bench.results import render
 from octavo.bench.run import run_suite
@@ -22,7 +23,7 @@ from octavo.bench.worker import labelled_batches
 from octavo.errors import InputError
 from octavo.hardware import GIB
 from octavo.models.shapes import SHAPES
-from octavo.parallel import world
+from octavo.parallel import gathered, world
 from octavo.plan.flops import matmul_parameters
 from octavo.plan.memory import estimate
 from octavo.plan.saved import BlockRecipes, Setup, parameters
@@ -67,7 +68,8 @@ def test_a_run_on_two_ranks(tmp_path, forked_workers):
     assert json.loads((tmp_path / "sharded-tiny.json").read_text()) == results
     assert results["machine"]["count"] == 0  # of GPUs
     for figures in results["rows"]:
-        assert set(figures) == FIGURES, figures
+        assert set(figures) == FIGURES | {"reshard_after_forward"}, figures
+        assert figures["reshard_after_forward"] is True  # on a CPU
         assert (figures["gpus"], figures["steps"], figures["interleaved"]) == (2, 2, True)
         assert figures["tokens_per_second"] == pytest.approx(TINY.units / (figures["step_ms"] / 1e3))
         assert 0 < figures["build_seconds"] < figures["start_seconds"]
@@ -92,6 +94,7 @@ def test_one_rank_for_comparison(tmp_path, forked_workers):
         output=tmp_path, device="cpu", gpus=1, command="octavo bench sharded",
     )  # fmt: skip
     own, peer = results["rows"]
+    assert "reshard_after_forward" not in own
     trainer, batches = SHARDED["octavo-bf16"].build(TINY, CPU, False), labelled_batches(TINY, CPU, 0)
     assert own["loss"] == pytest.approx([trainer.step(*batches[i % 4]).item() for i in range(4)][-1], rel=1e-3)
     assert own["gpus"] == 1
@@ -201,22 +204,25 @@ def test_octavos_weights_are_sharded_in_float32():
         assert first[2] + second[2] == first[3]
 
 
-def kept_blocks():
-    """Of two entries, whether each block is gathered behind a forward."""
+def kept_blocks(memory):
+    """Of three entries, whether each block is gathered behind a forward, and whether the row says that it is freed."""
+    gathered.memory_of_gpu = lambda kind: memory
     world.init({})
     found = []
-    for suffix in ("", "-kept"):
+    for suffix in ("", "-kept", "-freed"):
         training = SHARDED[f"octavo-delayed-fast-input-fp8-head-backward{suffix}"].build(CASES["tiny"], CPU, False)
         training.loss(*labelled_batches(CASES["tiny"], CPU)[0])
-        found.append([block._get_fsdp_state()._fsdp_param_group.is_unsharded for block in training.model.layers])
+        there = {block._get_fsdp_state()._fsdp_param_group.is_unsharded for block in training.model.layers}
+        found.append((there, frees_blocks(training.model)))
     return found
 
 
-def test_gathered_weights_are_kept_by_the_entry_that_says_so():
-    for plain, kept in ranks.run(2, kept_blocks):
-        assert kept
-        assert not any(plain)
-        assert all(kept)
+@pytest.mark.parametrize("memory", [None, GIB])
+def test_gathered_weights_are_kept_by_the_entry_that_says_so_and_by_the_rule(memory):
+    for usual, kept, freed in ranks.run(2, kept_blocks, memory):
+        assert kept == ({True}, False)
+        assert freed == ({False}, True)
+        assert usual == (freed if memory is None else kept)
 
 
 def test_torchao_converts_the_blocks_and_joins_amaxes_behind_the_optimizer(monkeypatch):

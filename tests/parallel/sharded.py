@@ -29,6 +29,7 @@ def full(tensor):
 
 
 def sharding(recipe, dtype, **settings):
+    """Blocks are freed unless `settings` say otherwise: "auto" would keep such small ones on a GPU."""
     return Sharding(
         mesh=world.state.shard_mesh,
         expert_mesh=world.state.expert_mesh,
@@ -37,7 +38,7 @@ def sharding(recipe, dtype, **settings):
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=torch.float32,
         recipe=recipe,
-        **settings,
+        **{"reshard_after_forward": True} | settings,
     )
 
 

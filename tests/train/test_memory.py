@@ -108,6 +108,89 @@ def test_the_setup_follows_the_run(tiny_run):
     assert without.head is False
 
 
+@pytest.mark.parametrize(
+    ("layers", "gpu", "more", "line", "gib"),
+    [
+        (
+            8,
+            "h200",
+            [],
+            "blocks stay gathered from forward to backward: 3.3 GiB, at most 1/25 of a GPU's memory (5.6 GiB)",
+            3.25,
+        ),
+        (
+            13,
+            "h200",
+            [],
+            "blocks stay gathered from forward to backward: 5.3 GiB, at most 1/25 of a GPU's memory (5.6 GiB)",
+            5.28,
+        ),
+        (14, "h200", [], "blocks are freed after their forward: gathered they take 5.7 GiB, more than 1/25 of a GPU's", None),
+        (
+            8,
+            "h100 sxm",
+            [],
+            "blocks are freed after their forward: gathered they take 3.3 GiB, more than 1/25 of a GPU's",
+            None,
+        ),
+        (8, "h200", ["fp8.enabled=false"], "blocks stay gathered from forward to backward: 3.3 GiB", 3.25),
+        (
+            8,
+            "h200",
+            ["fp8.enabled=false", "parallel.param_dtype=float32"],
+            "blocks are freed after their forward: gathered",
+            None,
+        ),
+    ],
+)
+def test_the_plan_says_how_long_blocks_stay_gathered_and_estimates_that(layers, gpu, more, line, gib, tiny_run, capsys):
+    run, chosen = tiny_run(), [ROOT_8B, f'model.config={{"num_hidden_layers" = {layers}}}', "train.micro_batch=1", *more]
+    plan = planned(run, *chosen, ranks=2, gpu=gpu)
+    found = memory_of(plan)
+    assert lines(plan, found)[0].startswith(f"gathered    {line}")
+    assert setup_of(plan).reshard == (gib is None)
+    given = planned(run, *chosen, f"parallel.reshard_after_forward={json.dumps(gib is None)}", ranks=2, gpu=gpu)
+    assert memory_of(given).estimate == found.estimate
+    assert lines(given, memory_of(given))[0].startswith("memory ")
+    if gib is not None:
+        assert plan.gathering.why.count(" GiB") == 2
+        freed = estimate(dataclasses.replace(setup_of(plan), reshard=True)).parts["gathered weights"]
+        assert (found.estimate.parts["gathered weights"] - freed) / GIB == pytest.approx(gib * (layers - 2) / layers, rel=0.02)
+    answer = dry(run, capsys, "--world-size", "2", "--gpu", gpu, *chosen)["memory"]
+    assert answer["reshard_after_forward"] == (gib is None)
+    assert dry(run, capsys, "--gpu", gpu, *chosen)["memory"]["reshard_after_forward"] is None
+    assert "gathered  " not in "".join(lines(planned(run, *chosen, gpu=gpu), found))
+
+
+@pytest.mark.parametrize("asked", ['"auto"', "false"])
+def test_freed_blocks_are_named_where_they_make_a_run_fit(asked, tiny_run):
+    """Weights and activations that fill a GPU of some 100 GiB, of which "auto" keeps 3.3 in gathered blocks."""
+    sizes = [ROOT_8B, 'model.config={"num_hidden_layers" = 8}', "data.sequence_length=8192", "train.global_batch=16"]
+    plan = planned(tiny_run(), *sizes, "train.micro_batch=8", f"parallel.reshard_after_forward={asked}", ranks=2)
+    kept, freed = (estimate(dataclasses.replace(setup_of(plan), reshard=reshard)).total for reshard in (False, True))
+    between = dataclasses.replace(plan.hardware, memory_gib=(kept + freed) / 2 / USABLE / GIB)
+    small = dataclasses.replace(plan, hardware=between)
+    found = memory_of(small)
+    assert found.fits is False
+    assert small.gathering.reshard is False
+    assert dict(found.options[0].changes) == {"parallel.reshard_after_forward": True}
+    assert found.options[0].estimate.total == freed
+    assert "- parallel.reshard_after_forward = true: " in "\n".join(lines(small, found))
+    advice = str(out_of_memory(torch.OutOfMemoryError("CUDA out of memory."), small))
+    assert "Set parallel.reshard_after_forward = true: " in advice
+    assert "The run then continues." in advice
+
+
+def test_each_of_two_trainings_has_its_own_choice(tiny_run):
+    """Weights of float32 products are gathered in float32: twice the bytes of the same in FP8."""
+    sizes = [ROOT_8B, 'model.config={"num_hidden_layers" = 8}', "train.micro_batch=1", "model.dtype=float32"]
+    both, one = (planned(tiny_run(f"{i}"), *sizes, f"train.compare_bf16={i}", ranks=2) for i in ("true", "false"))
+    without = planned(tiny_run("without"), *sizes, "fp8.enabled=false", ranks=2)
+    assert (both.gathering.reshard, one.gathering.reshard, without.gathering.reshard) == (False, False, True)
+    totals = [memory_of(plan).estimate.total for plan in (both, one, without)]
+    assert totals[0] == max(totals[1:])
+
+
 def test_own_code_has_exact_states_and_unknown_activations(tiny_run, tmp_path, capsys):
     GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=64).save_pretrained(tmp_path / "gpt2")
     source = [f"model.source={tmp_path / 'gpt2'}", "model.config={}"]

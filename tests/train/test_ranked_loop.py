@@ -95,6 +95,47 @@ def test_fp8_beside_bf16_on_two_ranks(tiny_run):
     assert losses(several.output / "bf16")[-1] == pytest.approx(losses(several.output)[-1], rel=0.05)
 
 
+def gathering_run(file, overrides, memory):
+    """A run whose ranks have a GPU of so many bytes; what it says."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    from octavo.config.run import RunConfig
+    from octavo.parallel import gathered
+    from octavo.train.trainer import Trainer
+
+    gathered.memory_of_gpu = lambda kind: memory
+    text = StringIO()
+    Trainer(RunConfig.from_file(file, overrides), console=Console(file=text, width=400)).train()
+    return text.getvalue()
+
+
+def test_a_run_chooses_how_long_blocks_stay_gathered_and_continues_on_other_gpus(tiny_run):
+    """The same bits by either choice, given or by the rule."""
+    small, large = 1 << 16, 1 << 30
+    wanted = None
+    for name, asked, parts in (
+        ("given", "true", ((None, 6),)),
+        ("kept", '"auto"', ((large, 6),)),
+        ("moved", '"auto"', ((large, 2), (small, 4), (None, 6))),
+    ):
+        tiny = tiny_run(name, steps=6, every=2)
+        for memory, steps in parts:
+            overrides = ["optimizer.schedule=constant", f"train.steps={steps}", f"parallel.reshard_after_forward={asked}"]
+            said, _ = ranks.run(2, gathering_run, tiny.file, overrides, memory)
+            chosen = {
+                None: "freed after their forward, as",
+                small: "freed after their forward: gathered",
+                large: "stay gathered",
+            }
+            assert (f"fp8: blocks {'are ' if memory != large else ''}{chosen[memory]}" in said) == (asked != "true")
+            assert said.count("blocks") == (asked != "true")
+        wanted = wanted or losses(tiny.output)
+        assert losses(tiny.output) == wanted
+        assert f"reshard_after_forward = {asked}" in (tiny.output / "run.toml").read_text()
+
+
 def test_the_figures_of_a_run_are_read_by_the_rank_that_wrote_them(tiny_run):
     several = tiny_run("several", steps=2)
     new = ranks.run(2, run_with_stale_metrics, several.file)

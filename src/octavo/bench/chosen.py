@@ -1,4 +1,4 @@
-"""The kernels of an entry's attention and of its experts, in words, for its row of results.
+"""What an entry chose, for its row of results: the kernels of its attention and of its experts, and whether blocks are freed.
 
 Attention depends on the environment of the entry's process. Octavo's is that of `octavo.describe`, PyTorch's its choice for the
 case's heads; for Transformer Engine the row has the variables that choose.
@@ -7,9 +7,11 @@ case's heads; for Transformer Engine the row has the variables that choose.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend
 
 from octavo.bench.cases import AnyCase, VisionCase
@@ -44,6 +46,16 @@ def experts_of(entry: Entry, case: AnyCase, model: nn.Module, device: torch.devi
     if experts is not None:
         return str(getattr(experts.grouped_mm, "func", experts.grouped_mm).__name__)
     return f"transformers, experts_implementation={getattr(model.config, '_experts_implementation', None)}"
+
+
+def frees_blocks(model: nn.Module) -> bool | None:
+    """True if FSDP2 frees some parts of a model behind their forward, False if it keeps all; None for one that is not sharded.
+
+    Ends are kept by every entry: what differs is the blocks.
+    """
+    states: list[Any] = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+    return any(group.post_forward_mesh_info is not None for group in groups) if groups else None
 
 
 def _of_pytorch(case: AnyCase, device: torch.device) -> str:

@@ -55,6 +55,7 @@ class Measurement:
         build_seconds: from the start of its process to a built and filled model.
         start_seconds: from the start of its process to the end of the first step; None without a warm-up.
         attention, experts: the kernels that compute them, in words; None for a model without experts.
+        reshard_after_forward: blocks are freed behind their forward; None for a model that is not sharded.
         breakdown: kernel times (`octavo.bench.profile.breakdown`); empty unless recorded.
         error: the reason for missing figures.
     """
@@ -68,6 +69,7 @@ class Measurement:
     start_seconds: float | None = None
     attention: str | None = None
     experts: str | None = None
+    reshard_after_forward: bool | None = None
     breakdown: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
@@ -97,6 +99,7 @@ class RunningEntry:
         answers = self._ask("build")
         if answers:
             self.result.attention, self.result.experts = answers[0]["attention"], answers[0]["experts"]
+            self.result.reshard_after_forward = answers[0]["reshard_after_forward"]
         self.result.build_seconds = time.perf_counter() - self.group.started
         if warmup:
             self._ask("warm_up", steps=1)

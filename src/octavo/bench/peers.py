@@ -256,7 +256,7 @@ def build_octavo(
     fast: FastAccumulation = False,
     params_dtype: torch.dtype = torch.bfloat16,
     strategy: str = "all_gather",
-    reshard: bool = True,
+    reshard: bool | Literal["auto"] = "auto",
     seed: int = SEED,
 ) -> Training:
     """Octavo's model over all ranks, or timm's through `octavo.transform`; in FP8 by a recipe of `octavo.recipe`.
@@ -276,8 +276,8 @@ def build_octavo(
         model = transform(timm_model(case, device, seed), scaling, **dtypes, fp8_head=False, **MODEL_SETTINGS)
         return Training(model, Classifier(model), around, _sgd(model), graph=True)
     sharding = sharding_of(state, scaling, **dtypes, strategy=strategy)
-    if sharding is not None and not reshard:
-        sharding = replace(sharding, reshard_after_forward=False)
+    if sharding is not None:
+        sharding = replace(sharding, reshard_after_forward=reshard)
     model = build_model(
         case.hf_config(),
         **dtypes,

@@ -115,6 +115,7 @@ def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
         "layers": entry.layers,
         "attention": measured.attention,
         **({} if measured.experts is None else {"experts": measured.experts}),
+        **({} if measured.reshard_after_forward is None else {"reshard_after_forward": measured.reshard_after_forward}),
         "batch": case.batch,
         **({"image_size": case.image_size} if isinstance(case, VisionCase) else {}),
         "sequence_length": case.sequence_length,

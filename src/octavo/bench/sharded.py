@@ -113,10 +113,14 @@ SHARDED: dict[str, Entry] = {
         Entry("octavo-bf16", "bf16", "bf16", _float32),
         Entry("octavo-delayed", "fp8", "bf16", partial(_float32, recipe="delayed")),
         Entry("octavo-delayed-fast-input-fp8-head-backward", "fp8", "fp8", _defaults, head_forward="bf16"),
-        # With gathered weights kept from forward to backward, in FP8: a byte a parameter of the blocks more on every rank.
-        Entry(
-            "octavo-delayed-fast-input-fp8-head-backward-kept", "fp8", "fp8", partial(_defaults, reshard=False),
-            head_forward="bf16",
+        # With the gathered weights of blocks kept from forward to backward, and freed, whatever the rule would choose. In FP8
+        # they take two bytes a parameter of the blocks.
+        *(
+            Entry(
+                f"octavo-delayed-fast-input-fp8-head-backward-{how}", "fp8", "fp8", partial(_defaults, reshard=reshard),
+                head_forward="bf16",
+            )
+            for how, reshard in (("kept", False), ("freed", True))
         ),
         Entry("octavo-current", "fp8", "bf16", partial(_float32, recipe="current")),
         Entry("torch-bf16", "bf16", "bf16", build_plain_sharded),

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.bench.cases import AnyCase, Case
-from octavo.bench.chosen import attention_of, experts_of
+from octavo.bench.chosen import attention_of, experts_of, frees_blocks
 from octavo.bench.peers import SEED, Entry, reason_of
 from octavo.bench.profile.breakdown import record
 from octavo.bench.suites import SUITES
@@ -58,7 +58,7 @@ class Worker:
         self.released = False  # whether the last turn gave its activations' memory back to the device
 
     def build(self, seed: int = SEED) -> dict[str, Any]:
-        """Join the other ranks and build the model with weights of this seed; returns its chosen kernels, in words."""
+        """Join the other ranks and build the model with weights of this seed; returns its chosen kernels, and more it chose."""
         self._join()
         self.trainer = self.entry.build(self.case, self.device, self.on_gpu, seed=seed)
         if isinstance(self.case, Case) and self.case.spec.experts and not self.case.spec.tied:
@@ -69,7 +69,8 @@ class Worker:
         self.batches = itertools.cycle(labelled_batches(self.case, self.device, rank))
         self._wait()
         of = self.entry, self.case, self.trainer.model, self.device
-        return {"attention": attention_of(*of), "experts": experts_of(*of)}
+        freed = frees_blocks(self.trainer.model)
+        return {"attention": attention_of(*of), "experts": experts_of(*of), "reshard_after_forward": freed}
 
     def warm_up(self, steps: int) -> dict[str, Any]:
         """Compile, allocate and fill caches in steps that are not timed."""

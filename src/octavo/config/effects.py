@@ -169,6 +169,8 @@ _NEEDS = (
     ),
     _Need(("checkpoint.async",), ("checkpoint.every",), lambda config: config.checkpoint.every > 0, "checkpoint.every above 0"),
 )
+_FORMER_DEFAULTS = {"parallel.reshard_after_forward": True}
+"""Defaults of older versions, which their resolved run files list."""
 _OF_SEVERAL_RANKS = ("parallel.reshard_after_forward", "parallel.param_dtype", "parallel.reduce_dtype", "launch.*")
 
 
@@ -223,7 +225,9 @@ def warnings(config: RunConfig, *, one_rank: bool) -> Iterator[str]:
             yield f"{key} = {every} is more than {config.length(steps)}: {consequence}."
     if one_rank:
         for key in keys_of(type(config)):
-            if any(fnmatch(key, pattern) for pattern in _OF_SEVERAL_RANKS) and _is_changed(config, key):
+            if not any(fnmatch(key, pattern) for pattern in _OF_SEVERAL_RANKS):
+                continue
+            if _is_changed(config, key) and value_of(config, key) != _FORMER_DEFAULTS.get(key):
                 yield f"{shown(config, key)} has no effect on one rank."
 
 

@@ -27,8 +27,11 @@ class ParallelConfig(Section):
     cp_comm_type: Literal["all_gather", "p2p", "a2a", "auto"] = Field(
         "all_gather", description="Exchange of keys and values within a context group."
     )
-    reshard_after_forward: bool = Field(
-        True, description="Free a block's gathered parameters after its forward (ZeRO-3); false keeps them (ZeRO-2)."
+    reshard_after_forward: bool | Literal["auto"] = Field(
+        "auto",
+        description="true: free a block's gathered weights after its forward (ZeRO-3). false: keep them until its backward "
+        '(ZeRO-2): half the gathering, more memory. "auto": keep them if those of all blocks together take at most 1/25 of a '
+        "GPU's memory, that of the smallest; on a CPU free them.",
     )
     param_dtype: DtypeName | None = Field(
         None,

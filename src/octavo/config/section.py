@@ -44,13 +44,17 @@ class Section(BaseModel):
 
 def _explain(cls: type[BaseModel], error: ValidationError) -> str:
     """All faults of a validation in one line, each with key, value and the nearest known key."""
-    return "; ".join(_explain_one(cls, fault["loc"], fault["type"], fault["msg"], fault["input"]) for fault in _distinct(error))
+    return "; ".join(
+        _explain_one(cls, fault["loc"], fault["type"], fault["msg"], fault["input"]) for fault in _distinct(cls, error)
+    )
 
 
-def _distinct(error: ValidationError) -> list[Any]:
+def _distinct(cls: type[BaseModel], error: ValidationError) -> list[Any]:
     """One fault a key: pydantic reports one for each member of a union."""
     found: dict[tuple[str, ...], Any] = {}
     for fault in error.errors(include_url=False):
+        if not keys_of(cls):  # plain keys: what follows is a member of a union
+            fault["loc"] = fault["loc"][:1]
         first = found.setdefault(tuple(str(part) for part in fault["loc"][:2]), fault)
         if fault["msg"] not in first["msg"]:
             first["msg"] += f", or {fault['msg'][0].lower()}{fault['msg'][1:]}"

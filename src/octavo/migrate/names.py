@@ -206,7 +206,7 @@ _FSDP1 = (
         f"{_FSDP}(sharding_strategy=)",
         "same",
         "with hybrid_shard_degree as SMP combines them",
-        "parallel.hybrid_shard_degree; parallel.reshard_after_forward = false for SHARD_GRAD_OP",
+        "parallel.hybrid_shard_degree; parallel.reshard_after_forward = false for SHARD_GRAD_OP, true for FULL_SHARD",
     ),
     Name(f"{_FSDP}(backward_prefetch=)", "accepted", "the next block is always gathered ahead", "leave it out"),
     Name(f"{_FSDP}(forward_prefetch=)", "accepted", "the next block is always gathered ahead", "leave it out"),

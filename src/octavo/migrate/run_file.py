@@ -242,8 +242,8 @@ def _parallel(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], r
         draft.put("parallel.hybrid_shard_degree", ranks // count, f"{of('sharding_strategy')}: within a machine")
     if strategy == "no_shard":
         draft.put("parallel.hybrid_shard_degree", 1, of("sharding_strategy"))
-    if strategy in ("shard_grad_op", "_hybrid_shard_zero2"):
-        draft.put("parallel.reshard_after_forward", False, of("sharding_strategy"))
+    if strategy in ("full_shard", "shard_grad_op", "_hybrid_shard_zero2"):
+        draft.put("parallel.reshard_after_forward", strategy == "full_shard", of("sharding_strategy"))
     if given["bf16"]:
         draft.put("parallel.reduce_dtype", "bfloat16", "MixedPrecision of the example; Octavo's default is float32")
     if given["sm_activation_offloading"]:

@@ -39,6 +39,8 @@ class Description:
     products: str
     own_code: str = ""
     """The reason why a model of a known kind keeps its own code; else empty."""
+    gathered: str = ""
+    """How long blocks stay gathered, with the reason, if `reshard_after_forward = "auto"` chose it; else empty."""
 
     @property
     def fp8_layers(self) -> int:
@@ -55,7 +57,9 @@ class Description:
             )
         head = f"{self.fp8_layers} of {len(self.layers)} matrices run in FP8 under fp8_autocast"
         own = [f"own code: {self.own_code}"] if self.own_code else []
-        return "\n".join([head, *own, f"products: {self.products}", f"attention: {self.attention}", "", *rows])
+        gathered = [f"gathered: {self.gathered}"] if self.gathered else []
+        kernels = [f"products: {self.products}", f"attention: {self.attention}"]
+        return "\n".join([head, *own, *kernels, *gathered, "", *rows])
 
 
 def describe(model: nn.Module) -> Description:
@@ -83,7 +87,8 @@ def describe(model: nn.Module) -> Description:
                 layers.append(LayerReport(label, kind, shape, True, reason, recipe))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return Description(tuple(layers), *kernels_on(device.type, capability, model, native=gemm.is_native(device)))
+    kernels = kernels_on(device.type, capability, model, native=gemm.is_native(device))
+    return Description(tuple(layers), *kernels, gathered=getattr(model, "octavo_gathered", ""))
 
 
 def kernels_on(

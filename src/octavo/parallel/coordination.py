@@ -41,6 +41,10 @@ class Ranks:
         """The maximum over ranks."""
         return self._all_reduce(number, dist.ReduceOp.MAX)
 
+    def min(self, number: int) -> int:
+        """The minimum over ranks."""
+        return self._all_reduce(number, dist.ReduceOp.MIN)
+
     def sum(self, number: int) -> int:
         """The sum over ranks."""
         return self._all_reduce(number, dist.ReduceOp.SUM)

@@ -20,23 +20,16 @@ from torch.distributed.tensor import DTensor
 
 from octavo.errors import InputError
 from octavo.fp8 import checkpoints
-from octavo.fp8.quantizer import has_one_scale
-from octavo.fp8.recipe import Recipe
-from octavo.fp8.scaling import states_of
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
 from octavo.parallel.fsdp2 import bf16_reduce, copy_engine, direct_reduce, single_rank
 from octavo.parallel.fsdp2.fp8_gather import gather_in_fp8
+from octavo.parallel.gathered import travels
 from octavo.parallel.sharding import Sharding
 from octavo.parallel.world import on_one_host
 
 Unit = list[nn.Module]
 """The FSDP modules of a block: its experts, if it has some, and the block."""
-
-
-def _travels(part: nn.Module, recipe: Recipe | None) -> bool:
-    """True if weights of `part` are gathered in FP8 under `recipe`; a layer may have a recipe of its own."""
-    return has_one_scale(recipe) or any(has_one_scale(state.under(recipe)) for _, state in states_of(part))
 
 
 def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
@@ -84,7 +77,7 @@ def shard(
         model: the root; parameters outside of blocks and ends are gathered before its forward and reduced behind its backward.
         blocks: are gathered one by one, each while the part before runs; its experts with it, but apart: their ranks are fewer
             where experts are spread.
-        how: ranks and dtypes.
+        how: ranks and dtypes, with `reshard_after_forward` decided.
         summed: sum gradients over the ranks; False averages them, for mean losses.
         ends: modules that run in front of the blocks and behind them, in their order. They are gathered as blocks are, those
             behind together, but once for forward and backward; their gradients are reduced as soon as they are there.
@@ -103,15 +96,15 @@ def shard(
                 spread_experts(mixture, how.expert_mesh, fp8=how.expert_dispatch_fp8)
         units.append([*experts, block])
         for part in units[-1]:
-            policy, ranks = own if _travels(part, how.recipe) else outer, mesh if part is block else inner
-            fully_shard(part, mesh=ranks, reshard_after_forward=how.reshard_after_forward, mp_policy=policy)
+            policy, ranks = own if travels(part, how.recipe) else outer, mesh if part is block else inner
+            fully_shard(part, mesh=ranks, reshard_after_forward=how.frees_blocks, mp_policy=policy)
     front, behind = ends
     for end in front:
         fully_shard(end, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
     together = _groups_of(behind)
     for group in together:
         fully_shard(group, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
-    policy = own if not blocks and _travels(model, how.recipe) else outer
+    policy = own if not blocks and travels(model, how.recipe) else outer
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     _refuse_wrappers(model)
     if summed:
@@ -123,7 +116,7 @@ def shard(
     _prefetch([[part] for part in front], units, [[part] for part in last])
     if copy_engine.is_asked():
         copy_engine.use([_fsdp(unit[-1]) for unit in units], mesh)
-    kept = [] if how.reshard_after_forward else [part for unit in units for part in unit]
+    kept = [] if how.frees_blocks else [part for unit in units for part in unit]
     for part in [*front, *kept, *last, model]:
         part.register_forward_hook(_reshard_after_evaluation)
     model.register_forward_pre_hook(lambda root, _: settle(root), prepend=True)
@@ -169,9 +162,9 @@ def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Un
 def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:
     """The last step of sharding, once every parameter has storage: FP8 weights travel as FP8, where `how` allows it."""
     units = [part for block in blocks for part in (*experts_in(block), block)] or [model]
-    parts = [part for part in units if _travels(part, how.recipe)]
+    parts = [part for part in units if travels(part, how.recipe)]
     if parts:
-        gather_in_fp8(model, parts, keep=not how.reshard_after_forward or not blocks)
+        gather_in_fp8(model, parts, keep=not how.frees_blocks or not blocks)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.collectives.context import ContextGroup
 from octavo.config.degrees import Degrees, divisors
+from octavo.config.parallel import ParallelConfig
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
 from octavo.fp8.recipe import Recipe
@@ -31,7 +33,8 @@ class Sharding:
             autocast of any such recipe, and in their own dtype outside of it.
         param_dtype: of parameters gathered in high precision; None: their own.
         reduce_dtype: of the sums of gradients; None: that of the gradient.
-        reshard_after_forward: free a block's parameters after its forward and gather them again in backward.
+        reshard_after_forward: free a block's parameters after its forward and gather them again in backward; "auto":
+            `octavo.parallel.gathered` decides it before the model is sharded.
         expert_dispatch_fp8: tokens, and gradients of results, travel to their experts in FP8 under an autocast.
     """
 
@@ -43,8 +46,14 @@ class Sharding:
     recipe: Recipe | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = torch.float32
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | Literal["auto"] = "auto"
     expert_dispatch_fp8: bool = False
+
+    @property
+    def frees_blocks(self) -> bool:
+        """`reshard_after_forward`, which is decided."""
+        assert not isinstance(self.reshard_after_forward, str), "octavo.parallel.gathered.settle_gathering decides it"
+        return self.reshard_after_forward
 
 
 def sharding_of(
@@ -57,8 +66,7 @@ def sharding_of(
     if ranks.shard_mesh is None or ranks.world_size == 1:
         return None
     check_supported(ranks.degrees)
-    asked, group = ranks.config.param_dtype, ranks.cp_process_group
-    param_dtype = dtype if asked is None else torch_dtype(asked)
+    group = ranks.cp_process_group
     return Sharding(
         mesh=ranks.shard_mesh,
         expert_mesh=ranks.expert_mesh,
@@ -66,11 +74,17 @@ def sharding_of(
         token_group=ranks.token_process_group,
         context=None if group is None or ranks.cp_size == 1 else ContextGroup(group, strategy or ranks.config.cp_comm_type),
         recipe=recipe,
-        param_dtype=None if param_dtype == params_dtype else param_dtype,
+        param_dtype=gather_dtype(ranks.config, dtype, params_dtype),
         reduce_dtype=torch_dtype(ranks.config.reduce_dtype),
         reshard_after_forward=ranks.config.reshard_after_forward,
         expert_dispatch_fp8=ranks.config.expert_dispatch_fp8,
     )
+
+
+def gather_dtype(config: ParallelConfig, dtype: torch.dtype, params_dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of parameters gathered in high precision; None: their own. dtype: of activations."""
+    found = dtype if config.param_dtype is None else torch_dtype(config.param_dtype)
+    return None if found == params_dtype else found
 
 
 def check_experts(experts: int, degree: int, shards: int, name: str) -> None:

@@ -162,12 +162,11 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
             | {"temporaries": max(_backward_of_mlp(setup, spec, recipes), _exchanged(setup, spec)) + summed}
             | always,
         )
-    apart = of_head if spec.tied else 0  # the gradients of head and embedding, before they are added
     of_root = matrix * (setup.reduce_bytes + root_bytes(setup)) if setup.sharded else 0
     yield (
         "at the end of backward",
         {"gradients": max(trained, before), "gathered weights": held, "weight copies": kept, "activations": 8 * setup.tokens}
-        | {"temporaries": apart + of_root + stream}
+        | {"temporaries": of_root + stream}
         | always,
     )
 

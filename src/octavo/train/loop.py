@@ -97,8 +97,10 @@ def train_one(
                 documents=config.data.packing == "documents",
                 device=plan.device,
             )
+        found = describe(context.model)
+        if found.gathered:
+            say(console, f"{label}: {found.gathered}")
         if plan.recipe is not None:
-            found = describe(context.model)
             share = f"{found.fp8_layers} of {len(found.layers)} matrices"
             say(console, f"{label}: {share} run in FP8 (octavo describe names them)")
         restore_or_begin(context, latest, config.train.seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -20,9 +21,10 @@ from typing import Any
 import torch
 
 from octavo.config.degrees import divisors
+from octavo.config.effects import with_values
 from octavo.dtypes import torch_dtype
 from octavo.errors import OctavoError
-from octavo.hardware import GIB, process_memory_limit
+from octavo.hardware import GIB, process_memory_limit, size
 from octavo.kernels.experts.routes import TILE
 from octavo.models.families import decoder_spec
 from octavo.models.spec import ModelSpec
@@ -107,7 +109,7 @@ def setup_of(plan: RunPlan) -> Setup:
         shard=plan.degrees.hybrid_shard,
         gather_bytes=torch_dtype(config.parallel.param_dtype or config.model.dtype).itemsize,
         reduce_bytes=torch_dtype(config.parallel.reduce_dtype).itemsize,
-        reshard=config.parallel.reshard_after_forward,
+        reshard=plan.gathering.reshard,
         late=plan.dtype == torch.float16,
         history=history,
         context=plan.degrees.context,
@@ -140,7 +142,10 @@ def _estimate(plan: RunPlan, setup: Setup) -> Estimate:
     found = estimate(setup)
     if not plan.config.train.compare_bf16:
         return found
-    return max(found, estimate(dataclasses.replace(setup, blocks=(), head=False, history=0)), key=lambda one: one.total)
+    plain = dataclasses.replace(setup, blocks=(), head=False, history=0)
+    if setup.reshard == plan.gathering.reshard:  # no option's: the other training decides for itself
+        plain = dataclasses.replace(plain, reshard=dataclasses.replace(plan, recipe=None, excluded={}).gathering.reshard)
+    return max(found, estimate(plain), key=lambda one: one.total)
 
 
 def _of_rank(plan: RunPlan) -> float:
@@ -174,8 +179,10 @@ def _options(plan: RunPlan, setup: Setup, room: float) -> list[Option]:
     if on_gpu:  # more ranks would share the memory of a CPU
         options += first(_on_more_ranks(plan, setup))
     if setup.params_bytes == 4 and plan.dtype != torch.float16:
-        half = _settings(dataclasses.replace(setup, params_bytes=2), share, offloads=on_gpu)
-        options += first(({"model.params_dtype": "bfloat16"} | changes, other) for changes, other in half)
+        half = {"model.params_dtype": "bfloat16"}
+        reshard = dataclasses.replace(plan, config=with_values(plan.config, half)).gathering.reshard
+        settings = _settings(dataclasses.replace(setup, params_bytes=2, reshard=reshard), share, offloads=on_gpu)
+        options += first((half | changes, other) for changes, other in settings)
     return options or first(_shorter(setup, share, offloads=on_gpu))
 
 
@@ -218,13 +225,17 @@ def _settings(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dic
     experts = setup.spec is not None and setup.spec.experts > 0  # which are recomputed with their block alone
     if experts:
         levels = (False, "selective", True)
+    reshards = (False, True) if setup.sharded and not (setup.reshard or own) else (setup.reshard,)
     for offload in (setup.offload,) if own or setup.offload or not offloads else (False, True):
         for recompute in (setup.recompute,) if own else levels[levels.index(setup.recompute) :]:
             micros = (setup.micro_batch, *_smaller(share, setup.micro_batch))
             # Parts of the MLPs help where one sequence is too long.
             chunks = CHUNKS if recompute and not (own or experts) and setup.mlp_chunks == 1 else setup.mlp_chunks
-            for micro, parts in (*((micro, setup.mlp_chunks) for micro in micros), (micros[-1], chunks)):
+            in_parts = (*((micro, setup.mlp_chunks) for micro in micros), (micros[-1], chunks))
+            for (micro, parts), reshard in itertools.product(in_parts, reshards):
                 changes: dict[str, Any] = {}
+                if reshard != setup.reshard:
+                    changes["parallel.reshard_after_forward"] = True
                 if micro != setup.micro_batch:
                     changes["train.micro_batch"] = micro
                 if recompute != setup.recompute:
@@ -234,7 +245,7 @@ def _settings(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dic
                 if offload != setup.offload:
                     changes["train.offload"] = True
                 tried: dict[str, Any] = {"micro_batch": micro, "recompute": recompute, "mlp_chunks": parts, "offload": offload}
-                yield changes, dataclasses.replace(setup, **tried, accumulates=share > micro)
+                yield changes, dataclasses.replace(setup, **tried, reshard=reshard, accumulates=share > micro)
 
 
 def _smaller(share: int, micro: int) -> list[int]:
@@ -276,6 +287,7 @@ def figures(plan: RunPlan, found: Memory) -> dict[str, Any]:
         "exact_gib": found.estimate.exact / GIB,
         "total_gib": found.estimate.total / GIB if known else None,
         "host_gib": found.estimate.host / GIB,
+        "reshard_after_forward": plan.gathering.reshard if plan.degrees.world > 1 else None,
         "peak": found.estimate.moment if known else None,
         "fits": found.fits,
         "options": [
@@ -305,7 +317,8 @@ def lines(plan: RunPlan, found: Memory) -> list[str]:
     if found.fits is False:
         text.append(f"            at most {usable} fit, the rest is for libraries and fragments; the run fits with")
         text += [f"            - {option}" for option in found.options] or [f"            - {_nothing(plan)}"]
-    return text
+    gathered = [f"gathered    {plan.gathering.why}"] if plan.degrees.world > 1 and plan.gathering.why else []
+    return [*gathered, *text]
 
 
 def _nothing(plan: RunPlan) -> str:
@@ -313,11 +326,6 @@ def _nothing(plan: RunPlan) -> str:
     if plan.hardware.kind == "cpu":
         return "GPUs: --world-size 8 --gpu h200 plans it on eight, and names the ranks that it needs"
     return f"no setting up to {MOST_RANKS} ranks: choose a smaller model"
-
-
-def size(count: float) -> str:
-    """Bytes as text: GiB, or MiB below one."""
-    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
 
 
 @contextlib.contextmanager

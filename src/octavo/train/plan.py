@@ -6,6 +6,7 @@ Face's own cache, since their names and shapes are compared with the model's.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from octavo.build import build_model
+from octavo.build import build_model, parts_of
 from octavo.checkpoint.shard_io import Layout, layout_of
 from octavo.checkpoint.writer import weights
 from octavo.config.degrees import DEGREES, Degrees, fit_batch, fit_degrees
@@ -36,7 +37,8 @@ from octavo.models.own_code import refuse_other_models
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.weight_loader import folder_weights
 from octavo.parallel.context import check_context, own_code_message
-from octavo.parallel.sharding import check_experts, check_supported
+from octavo.parallel.gathered import Choice, choose, gathered_bytes, whole_gib
+from octavo.parallel.sharding import check_experts, check_supported, gather_dtype
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
 from octavo.run.trackers import check_trackers
@@ -73,6 +75,19 @@ class RunPlan:
         """The exchange of context parallelism in words; empty without it."""
         degree = self.degrees.context
         return f"{degree} ranks share each sequence ({self.config.parallel.cp_comm_type})" if degree > 1 else ""
+
+    @functools.cached_property
+    def gathering(self) -> Choice:
+        """`parallel.reshard_after_forward` as the run uses it on this device, by the run's own rule."""
+        asked, hardware = self.config.parallel.reshard_after_forward, self.hardware
+        if asked != "auto" or hardware.kind == "cpu":
+            return choose(0, None) if asked == "auto" else Choice(asked)
+        meta = torch.device("meta")
+        how = {"excluded": self.excluded, "blocks": self.blocks, **model_options(self.config)}
+        _, blocks = parts_of(build_model(self.hf_config, dtype=self.dtype, device=meta, **how))
+        dtype = gather_dtype(self.config.parallel, self.dtype, self.params_dtype)
+        gathered = gathered_bytes(blocks, self.recipe, dtype, experts_over=self.degrees.expert)
+        return choose(gathered, whole_gib(hardware.memory_gib))
 
     @property
     def dtype(self) -> torch.dtype:
