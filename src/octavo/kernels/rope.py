@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
     warps: int
 
 
-SPLIT, JOIN = Tiles(16, 8, 4), Tiles(32, 4, 4)
+SPLIT, JOIN, JOIN_SUMS = Tiles(16, 8, 4), Tiles(32, 4, 4), Tiles(32, 2, 8)
 
 
 @triton.jit
@@ -265,9 +265,10 @@ def _found(gradient: Gradient) -> tuple[Tensor, tuple[int, int, int, float]]:
 
 def launch_join(
     dq: Gradient, dk: Gradient, dv: Gradient, cos: Tensor | None, sin: Tensor | None, quantizer: Quantizer,
-    *, mirrored: bool = False, tiles: Tiles = JOIN,
+    *, mirrored: bool = False, tiles: Tiles | None = None,
 ) -> QuantizedTensor:  # fmt: skip
     """Run the kernel; see `join_rotated`."""
+    tiles = tiles or (JOIN_SUMS if isinstance(dq, Accumulated) else JOIN)
     (batch, length, heads, head_dim), groups = dq.shape, dk.shape[2]
     rows = batch * length
     (q, of_q), (k, of_k), (v, of_v) = (_found(gradient) for gradient in (dq, dk, dv))
