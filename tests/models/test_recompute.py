@@ -392,3 +392,26 @@ def test_a_forward_that_is_computed_again_casts_no_input_for_backward(recompute,
     for layer in model.layers:
         for linear in (layer.self_attention.layernorm_qkv, layer.self_attention.proj):
             assert columnwise[linear.fp8_state] == ([False, True] if recompute else [True])
+
+
+@pytest.mark.parametrize("recompute", [True, "mlp"])
+def test_compiled_blocks(recompute):
+    """As a loop of the caller's may have them: both forwards of a block save the same tensors."""
+    ids = tokens(2, 19, seed=3)
+    found = []
+    for compile in (False, True):
+        make = {"dtype": torch.float32, "params_dtype": torch.float32, "device": "cpu", "seed": 4}
+        model = build_model(llama_config(), recompute=recompute, **make)
+        for block in model.layers if compile else ():
+            block.compile(backend="aot_eager")
+        losses = []
+        for _ in range(2):
+            with octavo.fp8_autocast(fp8_recipe=RECIPES["delayed"]):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+        found.append((losses, [p.grad for p in model.parameters()]))
+    (eager, grads), (compiled, others) = found
+    assert compiled == pytest.approx(eager, rel=1e-5)
+    for one, other in zip(grads, others, strict=True):
+        torch.testing.assert_close(other, one, rtol=0.02, atol=1e-4 * one.abs().max().item())

@@ -185,7 +185,9 @@ def offloaded(run: Callable[..., Any], horizon: int = HORIZON) -> Callable[..., 
         def pack(tensor: Tensor) -> Tensor | _Packed:
             if not weights:  # not earlier: sharded weights have memory only while the block runs
                 weights.update(_memory_of_weights(block))
-            if tensor.nbytes < SMALLEST_BYTES or 0 in tensor.stride() or _memory(tensor) in weights:
+            if tensor.device != hidden.device or tensor.nbytes < SMALLEST_BYTES or 0 in tensor.stride():
+                return tensor
+            if _memory(tensor) in weights:
                 return tensor
             return offloader.store(tensor, saved)
 

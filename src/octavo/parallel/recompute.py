@@ -90,4 +90,6 @@ def _selectively() -> _Contexts:
 
 def _with_unread_ends(contexts: Callable[[], _Contexts], block: TransformerLayer) -> _Contexts:
     forward, again = contexts()
+    if any(part._compiled_call_impl is not None for part in block.modules()):  # its two graphs would save other tensors
+        return forward, again
     return _Both(forward, dropping()), _Both(again, _Unread(block))
