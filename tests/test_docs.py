@@ -334,6 +334,13 @@ def test_figures_of_eight_layers_that_stay_gathered_are_in_benchmarks():
     )
     assert f"until backward for {kept['peak_gib'] - plain['peak_gib']:.1f} GiB, {rates[1]:,.0f}: {less[1]:.1f}% less" in text
     assert f"than the mean, {100 * (1 - rates[1] / slow):.1f}% less than the slower one" in text
+    *alone, both = rows_of("sharded-llama-8b-8layers-auto")
+    slow, fast = sorted(row["tokens_per_second"] for row in alone)
+    rate = both["tokens_per_second"]
+    assert both["reshard_after_forward"] is False
+    assert f"trains {rate:,.0f} each where one alone trains {fast:,.0f} and the other {slow:,.0f}" in text
+    of_mean, of_slow = 100 * (1 - 2 * rate / (fast + slow)), 100 * (1 - rate / slow)
+    assert f"{of_mean:.1f}% less than their mean, {of_slow:.1f}% less than the slower one, for which the other waits" in text
     exposed = [row["exposed_communication_ms"] for row in (plain, kept)]
     assert "{:.1f} and {:.1f} ms of communication are in the open".format(*exposed) in text
     faster = f"{100 * (rates[1] / rates[0] - 1):.1f}% faster for {kept['peak_gib'] - plain['peak_gib']:.1f} GiB"
@@ -342,14 +349,19 @@ def test_figures_of_eight_layers_that_stay_gathered_are_in_benchmarks():
 
 def test_figures_of_longer_measurements_beside_transformer_engine_are_in_benchmarks():
     text = " ".join(results_page().split())
+    ratios = []
     for name, words in (
-        ("llama-8b-8layers", "Llama-3.1-8B by the defaults {:,.0f} and {:,.0f}, {:.3f}"),
-        ("llama-1b-fp8-head", "1B with FP8 heads {:,.0f} and {:,.0f}, {:.3f}"),
+        ("llama-8b-8layers-again", "Llama-3.1-8B by the defaults {:,.0f} and {:,.0f}, {:.3f}"),
+        ("llama-1b-fp8-head-again", "1B with FP8 heads {:,.0f} and {:,.0f}, {:.3f}"),
+        ("llama-8b-8layers-sums", "read as sums: {:,.0f} and {:,.0f}, {:.3f}"),
+        ("llama-1b-fp8-head-sums", "; {:,.0f} and {:,.0f}, {:.3f}"),
     ):
-        ours, theirs = (row["tokens_per_second"] for row in rows_of(f"one-gpu-flash-{name}-again"))
+        ours, theirs = (row["tokens_per_second"] for row in rows_of(f"one-gpu-flash-{name}"))
         assert words.format(ours, theirs, ours / theirs) in text
+        ratios.append(ours / theirs)
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"{ours / theirs:.3f} (1B, FP8 heads)" in readme
+    assert "{:.3f} (eight layers of 8B, the usual head) and {:.3f} (1B, FP8 heads)".format(*ratios[:2]) in readme
+    assert "sums of now {:.3f} and {:.3f}.".format(*ratios[2:]) in readme
 
 
 def test_figures_of_long_sequences_that_two_gpus_share_are_in_benchmarks():
@@ -517,7 +529,7 @@ def test_gains_of_vision_transformers_are_in_benchmarks():
     said = (
         *(
             (name, "it is {:.0f} of {:.0f} and {:.0f}: {:.1f}% and {:.1f}%.")
-            for name in ("-again", "-third", "-copies", "-joined")
+            for name in ("-again", "-third", "-copies", "-joined", "-fourth")
         ),
         (
             "",

@@ -116,6 +116,7 @@ def measured_on_two():
         "context-llama-8b-256k",
         "context-llama-8b-256k-cp2",
         "sharded-llama-8b-8layers-kept",
+        "sharded-llama-8b-8layers-auto",
         "sharded-llama-8b-8layers-1",
         "sharded-llama-8b-8layers-2",
         "sharded-llama-8b-8layers-h100-1",
@@ -146,7 +147,7 @@ def measured_on_two():
 
 def test_measured_peaks_on_two_gpus():
     found = {name: (estimate(setup).total / GIB, gib) for name, setup, gib in measured_on_two()}
-    assert len(found) == 18
+    assert len(found) == 20
     for name, (estimated, gib) in found.items():
         assert estimated == pytest.approx(gib, rel=0.04), name
 
