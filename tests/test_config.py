@@ -408,6 +408,8 @@ def test_a_plausible_mistake_is_said_once_on_stderr(overrides, words, run_file, 
     said = capsys.readouterr().err
     assert said.count("\n") == bool(words)
     assert all(word in said for word in words)
+    RunConfig.from_file(run_file, overrides).tell_notes(2)
+    assert not any("one rank" in line for line in capsys.readouterr().err.splitlines())  # of a plan for several
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     RunConfig.from_file(run_file, overrides).tell_notes()

@@ -246,6 +246,58 @@ def test_a_tied_weight_is_in_a_state_dict_once_so_that_safetensors_writes_it(tmp
         other.load_state_dict({name: tensor for name, tensor in state.items() if name != "embedding.weight"})
 
 
+def test_a_load_by_assignment_keeps_the_tie():
+    _, model = pair(tie_word_embeddings=True)
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    assert model.head.weight is model.embedding.weight
+    assert "head.weight" not in model.state_dict()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_tied_or_parted_later_is_kept_and_not_written_for_hugging_face(tied, tmp_path):
+    _, model = pair(tie_word_embeddings=tied)
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach() + 1) if tied else model.embedding.weight
+    state = model.state_dict()
+    assert torch.equal(state["head.weight"], model.head.weight)
+    _, again = pair(seed=1, tie_word_embeddings=tied)
+    again.head.weight = torch.nn.Parameter(again.head.weight.detach().clone()) if tied else again.embedding.weight
+    again.load_state_dict(state)
+    assert torch.equal(again.head.weight, model.head.weight)
+    octavo.save(tmp_path / "c", model)
+    octavo.load(tmp_path / "c", again)
+    assert torch.equal(again.head.weight, model.head.weight)
+    for write in (
+        octavo.to_huggingface,
+        lambda model: octavo.export(model, tmp_path / "x"),
+        lambda m: m.save_pretrained(tmp_path / "y"),
+    ):
+        with pytest.raises(InputError, match="tie_word_embeddings"):
+            write(model)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("kind", ["before", "behind", "observing", "backward"])
+def test_hooks_of_the_head_change_no_loss(kind):
+    _, model = pair()
+    ids = tokens(2, 9)
+    wanted = model(input_ids=ids, labels=ids).loss
+    head = model.get_output_embeddings()
+    if kind == "before":
+        head.register_forward_pre_hook(lambda module, given: (given[0],))
+    elif kind == "behind":
+        head.register_forward_hook(lambda module, given, output: output / 2)
+    elif kind == "observing":
+        head.register_forward_hook(lambda *given: None)
+    else:
+        head.register_full_backward_hook(lambda *given: None)
+    if kind in ("before", "behind"):
+        with pytest.raises(InputError, match="hook of the output head"):
+            model(input_ids=ids, labels=ids)
+        assert model(input_ids=ids).logits.shape == (2, 9, VOCABULARY)
+    else:
+        assert torch.equal(model(input_ids=ids, labels=ids).loss, wanted)
+
+
 def test_hooks_of_the_embedding_run():
     """NEFTune's noise is one."""
     reference, model = pair()

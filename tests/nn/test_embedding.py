@@ -60,6 +60,59 @@ def test_it_is_a_module_like_pytorchs():
     assert torch.equal(module.weight.grad.sum(1), 3.0 * COLUMNS * ids.bincount(minlength=WORDS) * (torch.arange(WORDS) != 4))
 
 
+def test_a_negative_padding_counts_from_the_end():
+    module = make(-1)
+    module(torch.arange(WORDS)).sum().backward()
+    assert module.weight.grad.sum(1).tolist() == [COLUMNS] * (WORDS - 1) + [0]
+
+
+@pytest.mark.parametrize("option", ["scale_grad_by_freq", "sparse", "max_norm"])
+def test_other_options_are_pytorchs(option):
+    module, ids = make(), drawn(40)
+    options = {option: 0.5 if option == "max_norm" else True}
+    vars(module).update(options)
+    weight = module.weight.detach().clone().requires_grad_()
+    functional.embedding(ids, weight, **options).sum().backward()
+    module(ids).sum().backward()
+    assert module.weight.grad.is_sparse == weight.grad.is_sparse
+    assert torch.equal(module.weight.grad.to_dense(), weight.grad.to_dense())
+
+
+def changed(module, kind):
+    """The embedding's forward as a user may replace it."""
+    plain_forward = module.forward
+    if kind == "subclass":
+        module.__class__ = type("Own", (type(module),), {"forward": lambda self, ids: Embedding.forward(self, ids)})
+    elif kind == "without gradients":
+        module.forward = torch.no_grad()(plain_forward)
+    else:
+        module.forward = lambda ids: plain_forward(ids)
+
+
+@pytest.mark.parametrize("kind", ["subclass", "another forward", "without gradients", "no gradients inside"])
+def test_a_changed_embedding_of_a_tied_model(kind):
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = LlamaForCausalLM(config)
+    ours, ids = octavo.transform(theirs, dtype=torch.float32), drawn(2, 9)
+    theirs = octavo.to_huggingface(ours).train()
+    for model in (ours, theirs):
+        part = model.get_input_embeddings()
+        if kind == "no gradients inside":  # and the class's own forward
+            part.register_forward_pre_hook(lambda *given: torch.set_grad_enabled(False) and None)
+            part.register_forward_hook(lambda *given: torch.set_grad_enabled(True) and None)
+        elif model is ours:
+            changed(part, kind)
+        elif kind == "without gradients":
+            part.forward = torch.no_grad()(part.forward)
+        model(input_ids=ids, labels=ids).loss.backward()
+    found, wanted = (model.get_input_embeddings().weight.grad for model in (ours, theirs))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
 def test_a_frozen_weight_has_no_gradient():
     module, shared = make().requires_grad_(False), SharedWeight()
     embedded = module(drawn(5), shared=shared)

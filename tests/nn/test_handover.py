@@ -112,6 +112,14 @@ def test_whoever_looks_sees_gradients(package, given, kind):
         torch.testing.assert_close(got, want)
 
 
+def test_an_attention_of_the_callers(package, given):
+    module = layer()
+    own = module.core_attention.forward
+    module.core_attention.forward = lambda q, k, v, mask=None, attn_mask_type=None: own(q, k, v, mask)
+    run(module, *given)
+    assert package == ["rounded"]
+
+
 def test_norms_of_queries_and_keys_read_their_gradients(package, given):
     run(layer(qk_norm_type="RMSNorm"), *given)
     assert package == ["rounded"]

@@ -199,8 +199,17 @@ def settled(config: RunConfig, idle: Sequence[Idle]) -> RunConfig:
     return with_values(config, {each.key: _default(config, each.key) for each in idle})
 
 
-def warnings(config: RunConfig, *, one_rank: bool) -> Iterator[str]:
-    """Messages about likely mistakes, and about settings without effect on one rank."""
+def of_one_rank(config: RunConfig) -> Iterator[str]:
+    """Messages about settings without effect on one rank."""
+    for key in keys_of(type(config)):
+        if not any(fnmatch(key, pattern) for pattern in _OF_SEVERAL_RANKS):
+            continue
+        if _is_changed(config, key) and value_of(config, key) != _FORMER_DEFAULTS.get(key):
+            yield f"{shown(config, key)} has no effect on one rank."
+
+
+def warnings(config: RunConfig) -> Iterator[str]:
+    """Messages about likely mistakes."""
     steps, warmup = config.steps, config.optimizer.warmup_steps
     if steps is None:
         return
@@ -223,12 +232,6 @@ def warnings(config: RunConfig, *, one_rank: bool) -> Iterator[str]:
     ):
         if (every := value_of(config, key)) > steps and _is_changed(config, key):
             yield f"{key} = {every} is more than {config.length(steps)}: {consequence}."
-    if one_rank:
-        for key in keys_of(type(config)):
-            if not any(fnmatch(key, pattern) for pattern in _OF_SEVERAL_RANKS):
-                continue
-            if _is_changed(config, key) and value_of(config, key) != _FORMER_DEFAULTS.get(key):
-                yield f"{shown(config, key)} has no effect on one rank."
 
 
 def _field(config: RunConfig, key: str) -> tuple[str, Any, str]:

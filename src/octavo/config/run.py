@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from octavo.config.checkpoint import CheckpointConfig
 from octavo.config.data import DataConfig
-from octavo.config.effects import Idle, idle_keys, settled, shown, warnings, without_effect
+from octavo.config.effects import Idle, idle_keys, of_one_rank, settled, shown, warnings, without_effect
 from octavo.config.fp8 import Fp8Config
 from octavo.config.launch import LaunchConfig
 from octavo.config.log import LogConfig
@@ -40,6 +40,7 @@ class RunConfig(Section):
     log: LogConfig = Field(default_factory=LogConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     _notes: list[str] = PrivateAttr(default_factory=list)
+    _notes_of_one: list[str] = PrivateAttr(default_factory=list)  # of a run on one rank
     _given: str = PrivateAttr("")  # train.tokens or train.epochs of the run file, where `with_steps` has made steps of it
 
     @model_validator(mode="after")
@@ -94,12 +95,18 @@ class RunConfig(Section):
             left_out.append(
                 f"{path} is of the run in its folder, which was in {moved!r} before: train.output = {str(path.parent)!r}."
             )
-        settled_config._notes = [*left_out, *warnings(settled_config, one_rank=os.environ.get("WORLD_SIZE", "1") == "1")]
+        settled_config._notes = [*left_out, *warnings(settled_config)]
+        settled_config._notes_of_one = [*of_one_rank(settled_config)]
         return settled_config
 
-    def tell_notes(self) -> None:
-        """Print the notes of `from_file` for an accepted run, once and on rank 0: absent effects and likely mistakes."""
-        notes, self._notes = self._notes, []
+    def tell_notes(self, world_size: int | None = None) -> None:
+        """Print the notes of `from_file` for an accepted run, once and on rank 0: absent effects and likely mistakes.
+
+        world_size: ranks of the run; None for those of this process.
+        """
+        alone = (world_size or int(os.environ.get("WORLD_SIZE") or "1")) == 1
+        notes, self._notes = [*self._notes, *(self._notes_of_one if alone else ())], []
+        self._notes_of_one = []
         if os.environ.get("RANK", "0") in ("", "0"):
             for note in notes:
                 warn(note)

@@ -253,13 +253,30 @@ def load_pretrained(
     return model
 
 
+def is_tied(model: Any) -> bool:
+    """True if the head of Octavo's decoder is the embedding, as its config says and as it is."""
+    return bool(model.spec.tied and model.head.weight is model.embedding.weight)
+
+
+def check_tie(model: Any) -> None:
+    """Raise an InputError if the head of Octavo's decoder is tied to the embedding otherwise than its config says."""
+    spec = vars(model).get("spec")
+    if not isinstance(spec, ModelSpec) or spec.tied == (model.head.weight is model.embedding.weight):
+        return
+    raise InputError(
+        f"the head has {'a weight of its own' if spec.tied else 'the weight of the embedding'}, and model.config has "
+        f"tie_word_embeddings = {str(spec.tied).lower()}, by which another head would be loaded: set it before "
+        "octavo.transform, and leave head and embedding as they are then."
+    )
+
+
 def to_huggingface(model: nn.Module) -> PreTrainedModel:
     """transformers' own model with a copy of the weights of Octavo's decoder, bit for bit, in evaluation mode.
 
     Dtype and device are those of the parameters. Of a sharded model every rank gets the whole; all ranks call it.
 
     Raises:
-        InputError: the model keeps its own code.
+        InputError: the model keeps its own code, or its head was tied or parted since.
     """
     if not isinstance(vars(model).get("spec"), ModelSpec):
         raise InputError(
@@ -267,6 +284,7 @@ def to_huggingface(model: nn.Module) -> PreTrainedModel:
             " as before and runs in FP8 under octavo.fp8_autocast alone; for one without Octavo's layers octavo.export(model,"
             " folder), and load the folder."
         )
+    check_tie(model)
     tensors = model.state_dict()
     device = next(iter(tensors.values())).device
 

@@ -196,7 +196,8 @@ class Decoder(PretrainedInterface):
             position_ids = torch.arange(tokens, device=input_ids.device)[None]
         angles = self.rotary(self._own(position_ids.to(input_ids.device, non_blocking=True), padded))
         shared = SharedWeight()  # a loss reads the head's weight through it, and logits directly
-        tied = labels is not None and self.spec.tied and isinstance(self.embedding, Embedding)
+        own = type(self.embedding) is Embedding and "forward" not in vars(self.embedding)
+        tied = labels is not None and self.spec.tied and own
         embedded = self.embedding(self._own(input_ids, padded), **({"shared": shared} if tied else {})).to(self.dtype)
         residual, delta = functional.dropout(embedded, self.spec.embedding_dropout, self.training), None
         states: list[Tensor] = []
@@ -356,8 +357,10 @@ class Decoder(PretrainedInterface):
             padded = hidden.shape[1] * self.context.size
             target = self.context.split(functional.pad(target, (0, padded - target.shape[1]), value=IGNORED))
 
+        made: list[Tensor] = []
+
         def run(hidden: Tensor) -> Tensor:
-            return linear_cross_entropy(
+            loss = linear_cross_entropy(
                 hidden.flatten(0, 1),
                 shared.of(self.head.weight),
                 target.flatten(),
@@ -366,11 +369,24 @@ class Decoder(PretrainedInterface):
                 fp8=self._fp8_head(hidden, first),
                 fp8_logits=self.fp8_head is True,
             )
+            made.append(loss)
+            return loss
 
         loss: Tensor = self._own_head()(hidden, run)
+        self._check_hooks(loss, made)
         loss = loss if added is None else loss + added
         loss = loss if self.context is None else self.context.sum(loss)
         return summed(loss, self.data_group) if joined and self.data_group is not None else loss
+
+    def _check_hooks(self, loss: Tensor, made: list[Tensor]) -> None:
+        """Refuse a hook of the head that changes what goes in or comes out, as if that were logits."""
+        wrapped = bool(self.head._backward_hooks or self.head._backward_pre_hooks)  # by these in any case, without a change
+        if torch.compiler.is_compiling() or (made and (wrapped or loss is made[-1])):
+            return
+        raise InputError(
+            "a hook of the output head returns another input or output, and here the head gives the loss, not logits: leave "
+            "labels out, and compute the loss of the logits."
+        )
 
     def _share(self, target: Tensor, num_items_in_batch: Tensor | int) -> Tensor:
         """This forward's part of the targets of a step, by which the losses of its routers count."""

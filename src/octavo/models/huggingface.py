@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from octavo.errors import InputError, nearest
-from octavo.models.convert import to_huggingface, write_pretrained
+from octavo.models.convert import check_tie, is_tied, to_huggingface, write_pretrained
 from octavo.models.spec import ModelSpec
 
 _OWN = 'octavo.transform(model, blocks="own") keeps Hugging Face\'s code'
@@ -195,6 +195,7 @@ class PretrainedInterface(nn.Module):
         super().__init__()
         self.register_state_dict_post_hook(_drop_tied)
         self.register_load_state_dict_pre_hook(_add_tied)
+        self.register_load_state_dict_post_hook(_tie_again)
 
     def __getattr__(self, name: str) -> Any:
         if name in _INSTEAD:
@@ -253,6 +254,7 @@ class PretrainedInterface(nn.Module):
                 "save_pretrained writes the model of one process, and this one is of several ranks: octavo.export(model,"
                 " folder), which all ranks call, gathers and writes it."
             )
+        check_tie(self)
         if is_main_process:
             tensors = {name: tensor.detach() for name, tensor in self.state_dict().items()}
             write_pretrained(tensors, self.config, folder, generation=self.generation_config)
@@ -261,15 +263,24 @@ class PretrainedInterface(nn.Module):
 def _drop_tied(model: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
     """Leave a tied weight once in a state dict: safetensors, and so Trainer, refuses two names for the same memory.
 
-    With `keep_vars=True` both names stay, since the caller sees the tie.
+    With `keep_vars=True` both names stay, since the caller sees the tie; so they do where the caller has parted them.
     """
     assert isinstance(model, PretrainedInterface)
-    if model.spec.tied and state.get(f"{prefix}head.weight") is not model.head.weight:
+    if is_tied(model) and state.get(f"{prefix}head.weight") is not model.head.weight:
         state.pop(f"{prefix}head.weight", None)
 
 
 def _add_tied(model: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any) -> None:
     """Accept a state dict with a tied weight under the embedding's name alone."""
     assert isinstance(model, PretrainedInterface)
-    if model.spec.tied and f"{prefix}embedding.weight" in state:
+    if is_tied(model) and f"{prefix}embedding.weight" in state:
         state.setdefault(f"{prefix}head.weight", state[f"{prefix}embedding.weight"])
+
+
+def _tie_again(model: nn.Module, keys: Any) -> None:
+    """Behind a load with `assign=True`, which makes two parameters of one tensor."""
+    assert isinstance(model, PretrainedInterface)
+    head, embedding = model.head.weight, model.embedding.weight
+    one = head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr() and head.shape == embedding.shape
+    if model.spec.tied and head is not embedding and not head.is_meta and one:
+        model.head.weight = embedding

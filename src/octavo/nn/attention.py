@@ -294,11 +294,12 @@ class MultiheadAttention(ResidualLayer):
         return (h, attended) if return_residual else attended
 
     def _handover(self) -> Handover | None:
-        """None if the gradients of queries, keys and values have readers: their norms, hooks, or a class of the caller's."""
-        alone = type(self.core_attention) is DotProductAttention and self.q_norm is None
-        if torch.compiler.is_compiling():
+        """None if the gradients of queries, keys and values have readers: norms, hooks, or an attention of the caller's."""
+        core = self.core_attention
+        own = type(core) is DotProductAttention and "forward" not in vars(core) and self.q_norm is None
+        if torch.compiler.is_compiling() or not own or has_hooks(self.layernorm_qkv) or has_hooks(core):
             return None
-        return Handover() if alone and not any(has_hooks(part) for part in (self.layernorm_qkv, self.core_attention)) else None
+        return Handover()
 
     def _is_short(self, x: Tensor, attn_mask_type: str | None) -> bool:
         """True if the kernel of short sequences takes the joint product of x [B, T, hidden]."""

@@ -35,7 +35,8 @@ class SharedWeight:
 class Embedding(nn.Embedding):
     """`torch.nn.Embedding` whose result has a dtype of its own; gradients are summed in float32, in a fixed order.
 
-    Of its options it has `padding_idx`, whose row is not trained; here it keeps its value from the start.
+    Of its options it has `padding_idx`, whose row is not trained; here it keeps its value from the start, and a negative one
+    counts from the end. With another option set, such as `max_norm`, gradients are PyTorch's.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Embedding(nn.Embedding):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(words, columns, dtype=params_dtype, device=device)
-        self.padding_idx = padding
+        self.padding_idx = padding + words if padding is not None and padding < 0 else padding
         self.dtype = dtype
         """Of the result."""
 
@@ -59,11 +60,11 @@ class Embedding(nn.Embedding):
         Raises:
             IndexError: an id is outside of the vocabulary, on a CPU; a GPU gives a row of NaN.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.sparse or self.scale_grad_by_freq or self.max_norm is not None:
             return super().forward(input).to(self.dtype)
         weight = self.weight
         embedded, value = _EmbeddingFunction.apply(input, weight, self.padding_idx, self.dtype, shared is not None)
-        if shared is not None:
+        if shared is not None and value.requires_grad:  # not of a forward without gradients inside one with them
             shared.parameter, shared.value = weight, value
         return embedded
 

@@ -23,7 +23,7 @@ from octavo.collectives.whole import whole_tensor
 from octavo.config.run import RunConfig
 from octavo.data.special_tokens import SpecialTokens
 from octavo.errors import InputError, nearest, some, unknown, warn
-from octavo.models.convert import Conversion, conversion_of, write_pretrained, write_weights
+from octavo.models.convert import Conversion, check_tie, conversion_of, write_pretrained, write_weights
 from octavo.models.published import causal_lm_on_meta
 from octavo.models.sources import load_config, load_generation_config
 from octavo.parallel.coordination import Ranks, writing_ranks
@@ -55,6 +55,7 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
         config = config if hasattr(config, "save_pretrained") else None
         if way is None:
             _check_own_code(model_or_path, config)
+    check_tie(model_or_path)
     ranks.on_rank_0(lambda: _check_empty(to))
     generation = getattr(model_or_path, "generation_config", None)
     _write_gathered(weights(model_or_path), config, own_code or way, to, ranks, generation)

@@ -94,8 +94,8 @@ def clip_grad_norm_(
         factor = factor / loss_scale
     if isinstance(optimizer, AdamW) and norm.device.type == "cuda":
         optimizer.grad_scale = factor
-    elif factor is not None:
-        torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], factor)
+    elif factor is not None and (grads := [local(p.grad) for p in model.parameters() if p.grad is not None]):
+        torch._foreach_mul_(grads, factor)
     return norm
 
 

@@ -202,7 +202,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
         if config.fp8.enabled is True:
             raise InputError(f"fp8.enabled = true, but {why}. Set fp8.enabled = false, or change the keys named.")
         use, note = False, f"no FP8: {why}"
-    config.tell_notes()
+    config.tell_notes(world)
     if (steps := config.steps or _steps_of_epochs(config)) is not None:
         config = config.with_steps(steps)
     return RunPlan(
