@@ -81,9 +81,10 @@ def test_the_example_trains():
     assert last < 0.1
 
 
-@pytest.fixture
-def one_rank():
-    octavo.init({"context_parallel_degree": 1})
+@pytest.fixture(params=[{"context_parallel_degree": 1}, {}, None], ids=["degree 1", "no key", "bare"])
+def one_rank(request, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    octavo.init(request.param)
     yield
     octavo.shutdown()
 
@@ -119,13 +120,14 @@ def plain_attention(q, k, v, position_ids=None, attention_mask=None, window=None
     return torch.einsum("bhqk,bkhd->bqhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
-def errors_of_degree_one():
-    """{(mask, exchange): the largest error of the result and of gradients}, of whole sequences."""
+def errors_of_degree_one(tokens=24):
+    """{(mask, exchange): the largest error of the result and of gradients}, of whole sequences of up to 24 tokens."""
     found = {}
     for (name, mask), strategy in itertools.product(MASKS.items(), ("all_gather", "p2p", "a2a", "auto")):
-        leaves = [torch.randn(2, 24, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+        mask = {key: value if key == "window" else value[:, :tokens] for key, value in mask.items()}
+        leaves = [torch.randn(2, tokens, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
         real = slice(None, 19 if name == "padding" else None)
-        weights = torch.randn(2, 24, 4, 8, dtype=torch.float64)[:, real]
+        weights = torch.randn(2, tokens, 4, 8, dtype=torch.float64)[:, real]
         q, k, v = (octavo.context_parallel.split(x) for x in leaves)
         out = octavo.context_parallel.gather(octavo.context_parallel.attention(q, k, v, cp_comm_type=strategy, **mask))
         wanted = plain_attention(*leaves, **mask)
@@ -135,37 +137,43 @@ def errors_of_degree_one():
     return found
 
 
-def degree_one_of_two():
-    octavo.init({"context_parallel_degree": 1})
-    return errors_of_degree_one()
+def degree_one_of_two(degrees):
+    octavo.init(degrees)
+    return errors_of_degree_one() | {(*cell, 23): error for cell, error in errors_of_degree_one(23).items()}
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_rank_alone_has_plain_attention():
-    for cell, error in errors_of_degree_one().items():
+@pytest.mark.parametrize("tokens", [24, 23, 1])
+def test_a_rank_alone_has_plain_attention(tokens):
+    for cell, error in errors_of_degree_one(tokens).items():
         assert error < 1e-12, cell
-    q = torch.zeros(1, 5, 2, 8)
-    for call in (octavo.context_parallel.split, lambda q: octavo.context_parallel.attention(q, q, q)):
-        with pytest.raises(InputError, match="pad it, as to 6 tokens"):
-            call(q)
-    with pytest.raises(InputError, match="has 5 tokens of a rank"):
-        octavo.context_parallel.gather(q)
-    q = q[:, :4]
+    x = torch.randn(2, tokens)
+    assert octavo.context_parallel.split(x) is x
+    assert octavo.context_parallel.gather(x) is x
+    for call in (octavo.context_parallel.split, octavo.context_parallel.gather):
+        with pytest.raises(InputError, match="no dimension 4"):
+            call(x, dim=4)
+    q = torch.zeros(1, tokens, 2, 8)
+    with pytest.raises(InputError, match=rf"give that of whole sequences, \[1, {tokens}\]"):
+        octavo.context_parallel.attention(q, q, q, position_ids=torch.arange(tokens + 1)[None])
     with pytest.raises(InputError, match="unknown cp_comm_type"):
         octavo.context_parallel.attention(q, q, q, cp_comm_type="own")
 
 
-def test_each_of_two_ranks_alone_has_plain_attention():
-    for found in ranks.run(2, degree_one_of_two):
+@pytest.mark.parametrize("degrees", [{"context_parallel_degree": 1}, None])
+def test_each_of_two_ranks_alone_has_plain_attention(degrees):
+    for found in ranks.run(2, degree_one_of_two, degrees):
         for cell, error in found.items():
             assert error < 1e-12, cell
 
 
 def test_it_needs_ranks_and_whole_positions():
     q = torch.zeros(1, 4, 2, 8)
+    octavo.init()
+    octavo.shutdown()  # as before the call
     for call in (lambda: octavo.context_parallel.attention(q, q, q), lambda: octavo.context_parallel.split(q)):
         with pytest.raises(
-            InputError, match=r'octavo\.init\(\{"context_parallel_degree": n\}\) in each rank, 1 on one, or pass a'
+            InputError, match=r"octavo\.init, which was not called\. .* octavo\.init\(\) for one alone, or pass a"
         ):
             call()
     assert "give that of whole sequences, [1, 8]" in ranks.run(2, wrong_positions)[1]

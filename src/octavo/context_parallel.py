@@ -1,7 +1,8 @@
 """Context parallelism for a model of one's own: `attention`, `split` and `gather` over ranks that share each sequence.
 
 A sequence of T tokens is 2n chunks; of n ranks, rank r holds the chunks r and 2n−1−r. Everything but attention is computed on
-these tokens alone. Octavo's decoder does all of this by itself. One rank has the whole sequence, and exchanges nothing.
+these tokens alone. Octavo's decoder does all of this by itself. One rank has the whole sequence, of any length, and exchanges
+nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def attention(
     Args:
         q: [B, T / n, H, D], this rank's tokens as `split` gives them, rotated by their positions in the whole sequence.
         k, v: [B, T / n, G, D], G key-value heads, a divisor of H.
-        group: the ranks; None for those of `octavo.init`'s context_parallel_degree.
+        group: the ranks; None for those of `octavo.init`'s context_parallel_degree, by default each rank alone.
         position_ids: [B or 1, T], of whole sequences, the same on every rank; a position that does not follow the one before
             begins a document, and attention stays within documents. On the host it costs a GPU no wait.
         attention_mask: [B, T], 0 for padding at either end of a sequence, to which nobody attends.
@@ -54,7 +55,7 @@ def attention(
     """
     check_shapes(q, k, v)
     context = _context(group, cp_comm_type).resolved(q.shape[2], k.shape[2])
-    tokens = context.split_of(q.shape[1] * context.size).tokens
+    tokens = q.shape[1] if context.size == 1 else context.split_of(q.shape[1] * context.size).tokens
     for name, whole in (("position_ids", position_ids), ("attention_mask", attention_mask)):
         if whole is not None and (whole.dim() != 2 or whole.shape[1] != tokens or whole.shape[0] not in (1, q.shape[0])):
             raise InputError(
@@ -69,7 +70,7 @@ def attention(
 
 
 def split(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
-    """This rank's tokens of `x`, which has T tokens along `dim`, a multiple of 2n; differentiable.
+    """This rank's tokens of `x`, which has T tokens along `dim`, a multiple of 2n; differentiable. Of one rank `x` itself.
 
     Shift labels before: a chunk's last label is the next chunk's first token.
 
@@ -80,12 +81,12 @@ def split(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Te
 
 
 def gather(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
-    """The inverse of `split`, on every rank: whole sequences along `dim`. Collective.
+    """The inverse of `split`, on every rank: whole sequences along `dim`. Collective. Of one rank `x` itself.
 
     In backward each rank takes its own part of the gradient, since all compute the same from the whole.
 
     Raises:
-        InputError: there is no group, no dimension `dim`, or an odd number of tokens along it.
+        InputError: there is no group, no dimension `dim`, or of several ranks an odd number of tokens along it.
     """
     return _context(group).gather(x, dim)
 
@@ -94,10 +95,10 @@ def _context(group: dist.ProcessGroup | None, strategy: str = "all_gather") -> C
     """The ranks of `group` or of `octavo.init`, which starts no process group for one rank."""
     if group is None:
         group = state.cp_process_group
-    if group is None and "context_parallel_degree" not in state.config.model_fields_set:
+    if group is None and not state.initialised:  # of a launcher's ranks each would take its whole sequence for all
         raise InputError(
-            "there is no context group: group = None stands for the ranks of octavo.init, and none was called with a "
-            'context_parallel_degree. Call octavo.init({"context_parallel_degree": n}) in each rank, 1 on one, or pass a '
-            "process group, such as torch.distributed.group.WORLD after torch.distributed.init_process_group."
+            "there is no context group: group = None stands for the ranks of octavo.init, which was not called. Call "
+            'octavo.init({"context_parallel_degree": n}) in each rank, octavo.init() for one alone, or pass a process group, '
+            "such as torch.distributed.group.WORLD after torch.distributed.init_process_group."
         )
     return ContextGroup(group, strategy)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 EXIT_FAILED = 1
 EXIT_INPUT = 2
@@ -86,6 +87,19 @@ def first_line(error: BaseException) -> str:
     """The type of an exception and the first line of its message, without the full stop."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     return f"{type(error).__name__}: {line.rstrip('.')}"
+
+
+@contextmanager
+def recorded(row: dict[str, str], name: str, say: Callable[[str], None], *, key: str = "error") -> Iterator[None]:
+    """A context for one measurement of many, which must not cost the others their figures: its exception ends there.
+
+    Its first line is then in the row, under `key`, and in a message with the name.
+    """
+    try:
+        yield
+    except Exception as error:
+        row[key] = first_line(error)
+        say(f"{name} failed: {row[key]}")
 
 
 _UNREACHABLE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "ConnectTimeout")

@@ -1,6 +1,7 @@
 """The suite of attention: what it counts, what it calls, what is written and shown; its kernels need a GPU."""
 
 import io
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -50,6 +51,84 @@ def test_rows_are_measured_and_shown(monkeypatch):
     machine = {"gpu": "NVIDIA H200", "cpu": None, "count": 1, "torch": "2.11.0"}
     render({"suite": "attention", "machine": machine, "rows": [row]}, Console(file=(text := io.StringIO()), width=120))
     assert "PyTorch on the CPU" in text.getvalue()
+
+
+def names(monkeypatch):
+    """Two kernels of a CPU: that of FlashAttention-4 allowed, and the other; returns the names of those that ran."""
+    allowed, ran = [True], []
+
+    @contextmanager
+    def flash(on):
+        allowed.append(on)
+        yield
+        allowed.pop()
+
+    def attend(q, k, v, pattern, *, scale):
+        ran.append("flash" if allowed[-1] else "cudnn")
+        return computed(q, k, v, pattern, scale=scale)
+
+    computed = attention.attend
+    monkeypatch.setattr(attention, "_flash", flash)
+    monkeypatch.setattr(attention, "backend", lambda *call: "flash" if allowed[-1] else "cudnn")
+    monkeypatch.setattr(attention, "attend", attend)
+    return ran
+
+
+def measured(workloads, said, **how):
+    return measure_attention(workloads, torch.device("cpu"), iterations=1, warmup=1, say=said.append, **how)
+
+
+def test_a_kernel_that_fails_is_a_row_and_the_others_are_timed(monkeypatch):
+    ran = names(monkeypatch)
+    monkeypatch.setattr(attention, "cold_timer", lambda *how: lambda *calls: [2.0, 5.0] * (len(calls) // 2))
+    computed = attention.attend
+
+    def broken(*tensors, **how):
+        out = computed(*tensors, **how)
+        if ran[-1] == "flash":
+            raise RuntimeError("no such kernel\nand a trace")
+        return out
+
+    monkeypatch.setattr(attention, "attend", broken)
+    flash, cudnn = measured([SMALL], said := [])
+    assert flash == {
+        "workload": "small", "entry": "flash", "shape": [2, 96, 4, 2, 16], "pairs": SMALL.pairs(),
+        "error": "RuntimeError: no such kernel",
+    }  # fmt: skip
+    assert (cudnn["entry"], cudnn["forward_us"], cudnn["backward_us"]) == ("cudnn", 2.0, 5.0)
+    assert said[0] == "small flash failed: RuntimeError: no such kernel"
+    assert said[1].startswith("small cudnn: 2 us, backward 5 us")
+    machine = {"gpu": "NVIDIA H200", "cpu": None, "count": 1, "torch": "2.11.0"}
+    render({"suite": "attention", "machine": machine, "rows": [flash, cudnn]}, Console(file=(text := io.StringIO()), width=120))
+    assert "small: RuntimeError: no such kernel" in text.getvalue()
+
+
+def test_workloads_behind_one_that_fails_are_measured(monkeypatch):
+    names(monkeypatch)
+    other = SMALL._replace(name="other")
+
+    def time(*calls):
+        raise RuntimeError("out of memory")
+
+    turns = iter([time, lambda *calls: [2.0, 5.0] * (len(calls) // 2)])
+    monkeypatch.setattr(attention, "cold_timer", lambda *how: lambda *calls: next(turns)(*calls))
+    rows = measured([SMALL, other], said := [])
+    assert [(row["workload"], row["entry"], row.get("error")) for row in rows] == [
+        ("small", "flash", "RuntimeError: out of memory"),
+        ("small", "cudnn", "RuntimeError: out of memory"),
+        ("other", "flash", None),
+        ("other", "cudnn", None),
+    ]
+    assert said[0] == "small failed: RuntimeError: out of memory"
+    turns = iter([lambda *calls: [2.0, 5.0] * (len(calls) // 2)])
+    drawn = attention._draw
+    monkeypatch.setattr(attention, "_draw", lambda workload, device: 1 / 0 if workload is SMALL else drawn(workload, device))
+    rows = measured([SMALL, other], [])
+    assert [(row["workload"], row["entry"], row.get("error")) for row in rows] == [
+        ("small", "octavo", "ZeroDivisionError: division by zero"),
+        ("other", "flash", None),
+        ("other", "cudnn", None),
+    ]
 
 
 def test_a_cpu_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,7 +69,8 @@ def test_rows_are_shares_of_the_fastest_copy(tmp_path, monkeypatch):
         "workload": "broken", "entry": "octavo", "shape": [64, 768], "error": "ZeroDivisionError: division by zero"
     }  # fmt: skip
     assert transposed["bytes"] == 64 * 768 * 4
-    assert len(said) == 2
+    assert [line.split()[0] for line in said] == ["cast", "broken", "cast-transpose"]
+    assert said[1] == "broken 64 x 768 failed: ZeroDivisionError: division by zero"
     machine = {"gpu": "NVIDIA H200", "cpu": None, "count": 1, "torch": "2.11.0"}
     results = {"suite": "kernels", "machine": machine, "rows": rows}
     assert write(results, tmp_path) == [tmp_path / "kernels.json"]
@@ -78,6 +80,31 @@ def test_rows_are_shares_of_the_fastest_copy(tmp_path, monkeypatch):
     assert "64 x 768" in text.getvalue()
     assert "failed" in text.getvalue()
     assert "ZeroDivisionError: division by zero" in text.getvalue()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_copy_that_fails_costs_kernels_no_figures(monkeypatch, failing):
+    times = iter([None] * failing + [[100.0]] * 3)
+
+    def median(run, **how):
+        found = next(times)
+        if found is None:
+            raise RuntimeError("out of memory")
+        return found
+
+    monkeypatch.setattr("octavo.bench.kernels.bandwidth.median_us", median)
+    monkeypatch.setattr("octavo.bench.kernels.bandwidth.COPIED", ((64, 128), (64, 512)))
+    monkeypatch.setattr("octavo.bench.kernels.bandwidth.FLUSHED_BYTES", 4)
+    cast = replace(KERNELS["cast"], shapes=(TINY,))
+    said = []
+    rows = measure_kernels([cast], CPU, iterations=1, warmup=0, say=said.append)
+    assert [row.get("error") for row in rows[:2]] == ["RuntimeError: out of memory"] * failing + [None] * (2 - failing)
+    assert rows[2]["us"] == 100.0
+    assert ("share_of_copy" in rows[2]) == (failing == 1)
+    assert said[0] == "copy 64 x 128 failed: RuntimeError: out of memory"
+    assert ("of a copy" in said[-1]) == (failing == 1)
+    machine = {"gpu": "NVIDIA H200", "cpu": None, "count": 1, "torch": "2.11.0"}
+    render({"suite": "kernels", "machine": machine, "rows": rows}, Console(file=io.StringIO(), width=80))
 
 
 @pytest.mark.parametrize(

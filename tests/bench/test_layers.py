@@ -23,10 +23,10 @@ from octavo.bench.layers.suite import (
     exact_tensors,
     measure_layers,
 )
-from octavo.bench.results import render, write
+from octavo.bench.results import check_figures, render, write
 from octavo.bench.run import run_suite
 from octavo.bench.suites import SUITES
-from octavo.errors import InputError
+from octavo.errors import InputError, OctavoError
 
 CPU = torch.device("cpu")
 
@@ -147,6 +147,30 @@ def test_a_peer_that_fails_has_no_figures_and_says_why(tmp_path):
     assert "delayed: RuntimeError: no such kernel" in text.getvalue()
     assert "largest ratio" not in text.getvalue()
     assert write(results, tmp_path) == [tmp_path / "layers.json"]
+
+
+def test_a_layer_without_exact_tensors_costs_the_others_no_figures(monkeypatch):
+    def exact(layer, *drawn):
+        if layer.name == "linear":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nand a trace")
+        return exact_tensors(layer, *drawn)
+
+    monkeypatch.setattr(suite, "exact_tensors", exact)
+    said = []
+    rows = measured(["linear", "layernorm-linear"], settling=0, say=said.append)
+    failed, others = rows[: len(RECIPES)], rows[len(RECIPES) :]
+    assert [row["recipe"] for row in failed] == list(RECIPES)
+    for row in failed:
+        assert row["layer"] == "linear"
+        assert row["octavo_error"] is row["te_error"] is None
+        assert row["exact_failed"] == "OutOfMemoryError: CUDA out of memory"
+    assert all(row["layer"] == "layernorm-linear" and row["octavo_error"] > 0 for row in others)
+    assert said == ["linear", "linear failed: OutOfMemoryError: CUDA out of memory", "layernorm-linear"]
+    results = {"suite": "layers", "machine": {"gpu": "a GPU", "cpu": None, "count": 1, "torch": "2.11"}, "rows": rows}
+    render(results, Console(file=(text := io.StringIO())))
+    assert "delayed: OutOfMemoryError: CUDA out of memory" in text.getvalue()
+    with pytest.raises(OctavoError, match="no entry gave a figure of linear"):
+        check_figures(results)
 
 
 def test_the_largest_ratio_is_told():

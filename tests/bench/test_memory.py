@@ -64,6 +64,31 @@ def test_a_setting_that_does_not_fit_costs_the_others_nothing(monkeypatch):
     assert "failed" in text.getvalue()
 
 
+@pytest.mark.parametrize("step", ["estimate", "collect"])
+def test_a_fault_beside_the_training_is_a_row_too(monkeypatch, step):
+    """Behind a fault of the GPU even the release of memory fails."""
+    calls = []
+
+    def once(call):
+        def wrapped(*args):
+            calls.append(step)
+            if len(calls) == 1:
+                raise RuntimeError("an illegal memory access")
+            return call(*args)
+
+        return wrapped
+
+    module = memory if step == "estimate" else memory.gc
+    monkeypatch.setattr(module, step, once(getattr(module, step)))
+    monkeypatch.setattr(memory, "_train", lambda *call: ([0.5], GIB))
+    chosen = [WORKLOADS["tiny-none"], WORKLOADS["tiny-recompute-mlp"]]
+    failed, other = measure_memory(chosen, torch.device("cpu"), iterations=1, warmup=1, say=lambda line: None)
+    assert failed["error"] == "RuntimeError: an illegal memory access"
+    assert (other["step_ms"], "error" in other) == (500.0, False)
+    machine = {"gpu": "H200", "count": 1, "torch": "2.11"}
+    render({"suite": "memory", "machine": machine, "rows": [failed, other]}, Console(file=io.StringIO(), width=120))
+
+
 def test_the_usual_ones_are_of_one_model():
     assert {WORKLOADS[name].case.name for name in USUAL} == {"llama-8b-8layers-32k"}
     assert {"none", "offload=true", "recompute=selective offload=true"} < {WORKLOADS[name].settings for name in USUAL}

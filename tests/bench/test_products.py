@@ -93,6 +93,30 @@ def test_rows_are_written_and_shown(tmp_path, monkeypatch):
     assert "1.500" in text.getvalue()
 
 
+def test_a_product_that_fails_is_a_row(monkeypatch):
+    def broken(product):
+        if product.kind == "input gradient":
+            raise RuntimeError("no such product\nand a trace")
+        return (lambda: None, lambda: None)
+
+    monkeypatch.setattr(products, "CONTESTS", {"fp8": broken, "bf16": lambda product: (lambda: None, lambda: None)})
+    monkeypatch.setattr(products, "cold_timer", lambda *how: lambda *calls: [30.0, 20.0])
+    small, said = Workload("small", 64, ((32, 48),)), []
+    rows = measure_products([small], torch.device("cpu"), iterations=1, warmup=1, say=said.append)
+    assert ["error" in row for row in rows] == [False, True, False, False, False, False]
+    assert rows[1] == {
+        "workload": "small", "entry": "octavo", "precision": "fp8", "product": "input gradient", "shape": [64, 32, 48],
+        "error": "RuntimeError: no such product",
+    }  # fmt: skip
+    assert said == [
+        "small fp8: input gradient 64 x 32 x 48 failed: RuntimeError: no such product",
+        "small bf16: 60 us, PyTorch 90 us, 1.500 x",  # of a whole block alone
+    ]
+    machine = {"gpu": "NVIDIA H200", "cpu": None, "count": 1, "torch": "2.11.0"}
+    render({"suite": "products", "machine": machine, "rows": rows}, Console(file=(text := io.StringIO()), width=120))
+    assert "small fp8 input gradient: RuntimeError: no such product" in text.getvalue()
+
+
 def test_a_cpu_has_no_products_to_time(tmp_path):
     with pytest.raises(InputError, match="the suite products times kernels of a GPU, and the device is cpu"):
         run_suite("products", output=tmp_path / "none", device="cpu", command="octavo bench products")

@@ -7,6 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from octavo.bench import run
 from octavo.bench.peers import reason_of
 from octavo.bench.results import check_figures, render
 from octavo.cli import main
@@ -76,6 +77,35 @@ def test_the_command_ends_with_1_if_every_entry_failed(tmp_path, monkeypatch, ca
     assert "error" in rows[0]
     assert main([*command, "--json", "--output", str(output)]) == (1 if alone else 0)
     assert json.loads(capsys.readouterr().out)["rows"][0] == rows[0]
+
+
+@pytest.mark.parametrize(
+    ("suite", "case", "fails", "rows"),
+    [
+        ("products", "llama-1b", "kernels.products._operands", 36),
+        ("attention", "llama-1b-4k", "kernels.attention._draw", 1),
+        ("kernels", "cast", "kernels.bandwidth._random", 3),
+        ("memory", "tiny-none", "memory._train", 1),
+        ("layers", "linear", "layers.suite.draw", 3),
+    ],
+)
+def test_a_suite_of_one_process_ends_with_1_if_a_workload_failed(tmp_path, monkeypatch, capsys, suite, case, fails, rows):
+    def broken(*args, **how):
+        raise RuntimeError("no such kernel\nand a trace")
+
+    monkeypatch.setattr(run, "_check_gpu", lambda *_: None)
+    monkeypatch.setattr("octavo.bench.kernels.bandwidth.FLUSHED_BYTES", 4)
+    monkeypatch.setattr("octavo.bench.kernels.bandwidth.median_us", lambda *calls, **how: [1.0] * len(calls))
+    monkeypatch.setattr("octavo.bench.kernels.bandwidth.COPIED", ((64, 128), (64, 512)))
+    monkeypatch.setattr(f"octavo.bench.{fails}", broken)
+    output = tmp_path / "results.json"
+    command = ["bench", suite, "--device", "cpu", "--cases", case, "--steps", "1", "--warmup", "0", "--output", str(output)]
+    assert main(command) == 1
+    said = capsys.readouterr()
+    without = f"no entry gave a figure of {case.removesuffix('-none')}"
+    assert said.err == f"octavo: {without}. The results are written, with the reason in each row.\n"
+    assert "RuntimeError: no such kernel" in said.out
+    assert len(json.loads(output.read_text())["rows"]) == rows
 
 
 def test_a_missing_package_comes_with_the_command_that_installs_it():

@@ -8,6 +8,7 @@ import pytest
 from octavo.cli import main
 from octavo.errors import InputError
 from octavo.run.compare import compare, lines, names_of
+from octavo.run.resume import VALIDATED
 
 RUN_TOML = """\
 [model]
@@ -169,6 +170,55 @@ def test_validations_are_columns_where_all_runs_have_one(tmp_path):
     assert table[2].split() == ["b", "2.0000", "+0.00%", "2.1000", "+5.00%", "10"]
     assert table[3] == "loss: step 3; validation: step 2"
     assert all(len(line) == len(table[0]) for line in table[:3])
+
+
+def validated(folder, *, at, keys="", saved=None):
+    """A run whose step `at` has a validation; saved: {step: the layout of its checkpoint}."""
+    folder = described(folder, [3.0, 2.0, 2.0, 2.0])
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records[at - 1]["validation_loss"] = 2.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with (folder / "run.toml").open("a") as file:
+        file.write(keys)
+    for step, layout in (saved or {}).items():
+        checkpoint = folder / "checkpoints" / f"step-{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text(json.dumps({"data": "0" * 64, "step": 4, "layout": layout}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("other", "count"),
+    [
+        ({}, None),
+        ({"keys": "validate_batches = 16"}, None),  # the default
+        ({"keys": "validate_batches = 8"}, 32),
+        ({"keys": "micro_batch = 1"}, 16),
+        ({"keys": "validate_batches = 32\nmicro_batch = 2"}, None),
+        # A start that went on behind the step that is compared had another number.
+        ({"keys": "validate_batches = 8", "saved": {2: {VALIDATED: 64}, 4: {VALIDATED: 32}}}, None),
+        ({"saved": {1: {VALIDATED: 64}, 4: {VALIDATED: 32}}}, 32),
+        ({"keys": "validate_batches = 8", "saved": {4: {"ranks": 2}}}, None),  # of an older version
+        ({"keys": "validate_batches = 8", "saved": {1: {VALIDATED: 64}}}, 32),  # the start that is training
+    ],
+)
+def test_validations_over_other_numbers_of_sequences_are_named(tmp_path, capsys, other, count):
+    folders = [str(validated(tmp_path / "a", at=2)), str(validated(tmp_path / "b", at=2, **other))]
+    said = (
+        f"a and b differ in the number of sequences in a validation (64 and {count}; train.validate_batches x "
+        "train.micro_batch or train.global_batch): their validation losses do not compare, unless the split has no more than "
+        f"{count}."
+    )
+    assert main(["compare", *folders, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [line for line in found["warnings"] if "sequences" in line] == ([said] if count else [])
+    assert main(["compare", *folders]) == 0
+    assert (f"octavo: {said}\n" in capsys.readouterr().err) == (count is not None)
+
+
+def test_validations_that_are_not_compared_may_cover_any_sequences(tmp_path):
+    folders = [validated(tmp_path / "a", at=2), validated(tmp_path / "b", at=3, keys="validate_batches = 8")]
+    assert compare(folders)["warnings"] == []
 
 
 def test_a_name_is_the_shortest_end_of_the_path_that_no_other_run_has(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import torch
 
 from octavo.bench.cases import Case
 from octavo.bench.peers import ADAMW
-from octavo.errors import first_line
+from octavo.errors import recorded
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import DelayedScaling
 from octavo.hardware import GIB
@@ -75,29 +75,30 @@ def measure_memory(
     """A row for each workload, or its error; iterations: timed steps."""
     rows: list[dict[str, Any]] = []
     for workload in workloads:
-        found, made = workload.case, estimate(workload.setup())
+        found = workload.case
         row: dict[str, Any] = {
             "workload": found.name, "entry": "octavo-delayed", "settings": workload.settings,
             "recompute": workload.recompute, "mlp_chunks": workload.mlp_chunks, "offload": workload.offload,
-            "estimated_gib": made.total / GIB, "host_gib": made.host / GIB,
             "batch": found.batch, "sequence_length": found.sequence_length,
         }  # fmt: skip
         rows.append(row)
-        try:
+        with recorded(row, workload.name, say):
+            made = estimate(workload.setup())
+            row |= {"estimated_gib": made.total / GIB, "host_gib": made.host / GIB}
+            _release(device)  # what the one before has left
             seconds, peak = _train(workload, device, iterations, max(1, warmup))
-        except Exception as error:  # a setting that does not fit must not cost the others their figures
-            row["error"] = first_line(error)
-            say(f"{workload.name} failed: {row['error']}")
-        else:
             step = statistics.median(seconds)
             row |= {
                 "tokens_per_second": found.units / step, "step_ms": step * 1e3, "peak_gib": peak / GIB, "steps": len(seconds),
             }  # fmt: skip
             say(f"{workload.name}: {step * 1e3:.0f} ms, {peak / GIB:.2f} GiB, by the estimate {made.total / GIB:.2f}")
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
     return rows
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _train(workload: Workload, device: torch.device, steps: int, warmup: int) -> tuple[list[float], int]:

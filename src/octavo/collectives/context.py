@@ -80,12 +80,14 @@ class ContextGroup:
         return Split(self.rank, self.size, tokens)
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of `x`, which has whole sequences along `dim`; differentiable.
+        """This rank's tokens of `x`, which has whole sequences along `dim`; differentiable. Of one rank `x` itself.
 
         Raises:
-            InputError: `x` has no dimension `dim`, or no 2n equal chunks along it.
+            InputError: `x` has no dimension `dim`, or of several ranks no 2n equal chunks along it.
         """
         _check_dim(x, dim)
+        if self.size == 1:
+            return x
         split = self.split_of(x.shape[dim])
         return torch.cat([x.narrow(dim, number * split.chunk, split.chunk) for number in split.chunks()], dim)
 
@@ -95,17 +97,17 @@ class ContextGroup:
         In backward each rank takes its own part of the gradient: all compute the same from the whole.
 
         Raises:
-            InputError: `x` has no dimension `dim`, or no two equal chunks along it.
+            InputError: `x` has no dimension `dim`, or of several ranks no two equal chunks along it.
         """
         _check_dim(x, dim)
+        if self.size == 1:
+            return x
         tokens = x.shape[dim]
         if tokens % 2 or not tokens:
             raise InputError(
                 f"a tensor of shape {list(x.shape)} has {tokens} tokens of a rank along dimension {dim}, and a rank has two "
                 f"equal chunks: give as many as split does, such as {tokens + 1 if tokens % 2 else 2}."
             )
-        if self._group is None:
-            return x
         gathered: Tensor = _Gather.apply(x, self, dim)
         return gathered
 

@@ -42,6 +42,7 @@ class State:
     Before `octavo.init` it describes one rank: sizes 1, ranks 0, groups and meshes None.
 
     Attributes:
+        initialised: `init` was called.
         config: the argument of `init`.
         degrees: the resolved degrees.
         rank, world_size, local_rank: this rank, the number of ranks, and the rank on this host.
@@ -67,6 +68,7 @@ class State:
 
     def _reset(self) -> None:
         self._describe(InitConfig(), fit_degrees(world_size=1), rank=0, local_rank=0)
+        self.initialised = False
         self.device = torch.device("cpu")
         self.mesh: DeviceMesh | None = None
         self.shard_mesh: DeviceMesh | None = None
@@ -189,6 +191,7 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
     if state.mesh is not None and state.degrees != degrees:
         raise InputError(f"octavo.init was called before with {state.degrees}: call octavo.shutdown() first to change them.")
     state._describe(chosen, degrees, rank=rank, local_rank=local)
+    state.initialised = True
     state.device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if state.device.type == "cuda":
         torch.cuda.set_device(state.device)

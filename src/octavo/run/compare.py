@@ -18,7 +18,8 @@ from octavo.config.moe import MoeConfig
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.run.metrics import lacking, read_metrics
-from octavo.run.records import newest_state, read_json
+from octavo.run.records import layout_at, newest_state, read_json
+from octavo.run.resume import VALIDATED
 from octavo.run.summary import averaged_steps, median_speed, percent_above
 
 _TEXT_KEYS = (
@@ -90,7 +91,7 @@ def compare(runs: Sequence[Path], *, last: int | None = None) -> dict[str, Any]:
         }
         for run, loss, validation in zip(known, means, checked, strict=True)
     ]
-    warnings = _warnings(known, numbers)
+    warnings = _warnings(known, numbers) + ([] if at is None else _other_validations(known, at))
     return {"last": last, "steps": steps, "numbers": numbers, "validation_step": at, "warnings": warnings, "rows": rows}
 
 
@@ -164,6 +165,28 @@ def _warnings(runs: Sequence[_Run], numbers: Sequence[int]) -> list[str]:
                 "be another."
             )
     return found
+
+
+def _other_validations(runs: Sequence[_Run], at: int) -> list[str]:
+    """Runs whose validation at step `at` covers another number of sequences than the reference's."""
+    reference, *others = [(run.name, _validated(run.folder, at)) for run in runs]
+    return [
+        f"{reference[0]} and {name} differ in {VALIDATED} ({reference[1]} and {count}; train.validate_batches x "
+        "train.micro_batch or train.global_batch): their validation losses do not compare, unless the split has no more than "
+        f"{min(reference[1], count)}."
+        for name, count in others
+        if reference[1] is not None and count is not None and count != reference[1]
+    ]
+
+
+def _validated(run: Path, at: int) -> int | None:
+    """Sequences of a run's validation at step `at`: a checkpoint's, else the run file's; None if neither says so."""
+    layout = layout_at(run, at)
+    if layout is not None:
+        count = layout.get(VALIDATED)  # absent from those of older versions, which counted otherwise
+        return count if isinstance(count, int) else None
+    file = run / "run.toml"
+    return RunConfig.from_file(file, recorded=True).train.validation_sequences if file.is_file() else None
 
 
 def _facts(run: Path) -> dict[str, Any]:

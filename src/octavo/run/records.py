@@ -29,6 +29,17 @@ def newest_state(run: Path) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
+def layout_at(run: Path, step: int) -> dict[str, Any] | None:
+    """The layout of the start that trained step `step`, by the first checkpoint from there on; None without one.
+
+    A start continues from a checkpoint, so that the first one behind a step is of the same start, as far as it is still there.
+    """
+    later = [folder for at, folder in step_folders(run / "checkpoints") if at >= step]
+    state = read_json(later[-1] / STATE) if later else None
+    layout = state.get("layout") if isinstance(state, dict) else None
+    return layout if isinstance(layout, dict) else None
+
+
 def label_of(run: Path, config: RunConfig) -> str:
     """Precision of a run: "fp8", or the dtype of its products, as on a GPU without FP8."""
     asked = config.fp8.enabled is not False

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.bench.kernels.bandwidth import cold_timer
+from octavo.errors import recorded
 from octavo.kernels.attention import flash
 from octavo.kernels.attention.pattern import Pattern
 from octavo.nn.attend import attend, backend
@@ -74,30 +75,54 @@ WORKLOADS: dict[str, Workload] = {
 def measure_attention(
     workloads: Iterable[Workload], device: torch.device, *, iterations: int, warmup: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """A row for each kernel of each workload."""
+    """A row for each kernel of each workload, or its error; one for a workload that fails before any kernel runs."""
     time = cold_timer(device, iterations, max(1, warmup))
     rows: list[dict[str, Any]] = []
     for workload in workloads:
-        calls: dict[str, list[Callable[[], None]]] = {}
-        tensors = _draw(workload, device)
-        for allowed in (True, False):
-            with _flash(allowed):
-                name = backend(tensors[0], tensors[1], workload.pattern())
-                if name not in calls:
-                    calls[name] = _calls(tensors, workload.pattern(), allowed=allowed)
-        times = time(*(call for pair in calls.values() for call in pair))
-        pairs = workload.pairs() * workload.heads * workload.head_dim
-        for number, name in enumerate(calls):
-            forward, backward = times[2 * number : 2 * number + 2]
-            rows.append(
-                {
-                    "workload": workload.name, "entry": name, "shape": [*workload[1:6]], "pairs": workload.pairs(),
-                    "forward_us": forward, "backward_us": backward, "forward_tflops": 4 * pairs / forward / 1e6,
-                    "backward_tflops": 10 * pairs / backward / 1e6, "tflops": 14 * pairs / (forward + backward) / 1e6,
-                }
-            )  # fmt: skip
-            say(f"{workload.name} {name}: {forward:.0f} us, backward {backward:.0f} us, {rows[-1]['tflops']:.0f} TFLOP/s")
+        found: dict[str, dict[str, Any]] = {}
+        whole = _row(workload, "octavo")
+        with recorded(whole, workload.name, say):
+            _measure(workload, device, time, found, say)
+        rows += found.values()
+        if "error" in whole:
+            # Kernels that ran are timed in turns: without one's time none has any.
+            untimed = [row for row in found.values() if not {"error", "tflops"} & row.keys()]
+            for row in untimed:
+                row["error"] = whole["error"]
+            rows += [] if untimed else [whole]
     return rows
+
+
+def _row(workload: Workload, name: str) -> dict[str, Any]:
+    return {"workload": workload.name, "entry": name, "shape": [*workload[1:6]], "pairs": workload.pairs()}
+
+
+def _measure(
+    workload: Workload,
+    device: torch.device,
+    time: Callable[..., list[float]],
+    found: dict[str, dict[str, Any]],
+    say: Callable[[str], None],
+) -> None:
+    """Add to `found` the row of each kernel by its name."""
+    calls: dict[str, list[Callable[[], None]]] = {}
+    tensors = _draw(workload, device)
+    for allowed in (True, False):
+        with _flash(allowed):
+            name = backend(tensors[0], tensors[1], workload.pattern())
+        if name not in found:
+            row = found[name] = _row(workload, name)
+            with recorded(row, f"{workload.name} {name}", say):
+                calls[name] = _calls(tensors, workload.pattern(), allowed=allowed)
+    times = time(*(call for pair in calls.values() for call in pair)) if calls else []
+    pairs = workload.pairs() * workload.heads * workload.head_dim
+    for number, name in enumerate(calls):
+        forward, backward = times[2 * number : 2 * number + 2]
+        found[name] |= {
+            "forward_us": forward, "backward_us": backward, "forward_tflops": 4 * pairs / forward / 1e6,
+            "backward_tflops": 10 * pairs / backward / 1e6, "tflops": 14 * pairs / (forward + backward) / 1e6,
+        }  # fmt: skip
+        say(f"{workload.name} {name}: {forward:.0f} us, backward {backward:.0f} us, {found[name]['tflops']:.0f} TFLOP/s")
 
 
 def _draw(workload: Workload, device: torch.device) -> list[Tensor]:
@@ -108,7 +133,7 @@ def _draw(workload: Workload, device: torch.device) -> list[Tensor]:
 
 
 def _calls(tensors: list[Tensor], pattern: Pattern, *, allowed: bool) -> list[Callable[[], None]]:
-    """A forward, and a backward of it that may be called again."""
+    """A forward, and a backward of it that may be called again; both ran once, so that a fault is this kernel's."""
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
     with _flash(allowed):
         out = attend(q, k, v, pattern, scale=None)
@@ -121,6 +146,8 @@ def _calls(tensors: list[Tensor], pattern: Pattern, *, allowed: bool) -> list[Ca
         with _flash(allowed):
             torch.autograd.grad(out, (q, k, v), tensors[3], retain_graph=True)
 
+    forward()
+    backward()
     return [forward, backward]
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.errors import first_line
+from octavo.errors import recorded
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import activation, adamw, column_sum, cross_entropy, norm, rope
 from octavo.kernels.embedding.backward import embedding_backward
@@ -232,25 +232,29 @@ def measure_kernels(
 ) -> list[dict[str, Any]]:
     """A row for each copy and for each shape of each kernel, or its error; shares are of the fastest copy."""
     time = cold_timer(device, iterations, max(1, warmup))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for shape in COPIED:
-        source = torch.randn(shape, device=device, dtype=torch.bfloat16)
-        (us,) = time(partial(torch.empty_like(source).copy_, source))
-        rows.append({"workload": "copy", "entry": "torch", "shape": list(shape), **_figures(2 * source.nbytes, us)})
-    ceiling = max(row["gb_per_s"] for row in rows)
+        row: dict[str, Any] = {"workload": "copy", "entry": "torch", "shape": list(shape)}
+        rows.append(row)
+        with recorded(row, f"copy {shape[0]} x {shape[1]}", say):
+            source = torch.randn(shape, device=device, dtype=torch.bfloat16)
+            (us,) = time(partial(torch.empty_like(source).copy_, source))
+            row |= _figures(2 * source.nbytes, us)
+    ceiling = max((row["gb_per_s"] for row in rows if "gb_per_s" in row), default=None)
     for kernel in kernels:
         for shape in kernel.shapes:
-            row: dict[str, Any] = {"workload": kernel.name, "entry": "octavo", "shape": list(shape)}
+            row = {"workload": kernel.name, "entry": "octavo", "shape": list(shape)}
             rows.append(row)
-            try:
+            named = f"{kernel.name} {shape[0]} x {shape[1]}"
+            with recorded(row, named, say):
                 with device:
                     call = kernel.make(*shape)
                 (us,) = time(call.run)
-            except Exception as error:  # a kernel that does not compile here must not cost the others their figures
-                row["error"] = first_line(error)
-            else:
                 row |= _figures(kernel.bytes(*shape), us)
-                say(f"{kernel.name} {shape[0]} x {shape[1]}: {us:.1f} us, {row['gb_per_s'] / ceiling:.1%} of a copy")
+                of_copy = "" if ceiling is None else f", {row['gb_per_s'] / ceiling:.1%} of a copy"
+                say(f"{named}: {us:.1f} us{of_copy}")
+    if ceiling is None:  # every copy failed
+        return rows
     return [row if "error" in row else {**row, "share_of_copy": row["gb_per_s"] / ceiling} for row in rows]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from octavo.bench.kernels import grouped
 from octavo.bench.kernels.bandwidth import cold_timer
 from octavo.bench.kernels.contest import Contest, Product, Workload
+from octavo.errors import recorded
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import gemm
 
@@ -54,27 +55,28 @@ def products_of(workload: Workload) -> list[Product]:
 def measure_products(
     workloads: Iterable[Workload], device: torch.device, *, iterations: int, warmup: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """A row for each product of each workload in each precision, with both contestants' times."""
+    """A row for each product of each workload in each precision, with both contestants' times, or its error."""
     time = cold_timer(device, iterations, max(warmup, CHOOSING))
     rows: list[dict[str, Any]] = []
     for workload in workloads:
         for precision, calls in (grouped.CONTESTS if workload.experts else CONTESTS).items():
-            found = []
+            found: list[dict[str, Any]] = []
             for product in products_of(workload):
-                with device:
-                    contest = calls(product)
-                theirs, ours = time(*contest)
-                found.append((theirs, ours))
                 shape = [product.rows, product.columns, product.summed]
-                rows.append(
-                    {
-                        "workload": workload.name, "entry": "octavo", "precision": precision, "product": product.kind,
-                        "shape": shape, "us": ours, "torch_us": theirs, "tflops": product.flops / ours / 1e6,
-                        "gain": theirs / ours,
-                    }
-                )  # fmt: skip
-            theirs, ours = (sum(times) for times in zip(*found, strict=True))
-            say(f"{workload.name} {precision}: {ours:.0f} us, PyTorch {theirs:.0f} us, {theirs / ours:.3f} x")
+                row: dict[str, Any] = {
+                    "workload": workload.name, "entry": "octavo", "precision": precision, "product": product.kind,
+                    "shape": shape,
+                }  # fmt: skip
+                found.append(row)
+                with recorded(row, f"{workload.name} {precision}: {product.kind} {' x '.join(map(str, shape))}", say):
+                    with device:
+                        contest = calls(product)
+                    theirs, ours = time(*contest)
+                    row |= {"us": ours, "torch_us": theirs, "tflops": product.flops / ours / 1e6, "gain": theirs / ours}
+            rows += found
+            if all("us" in row for row in found):  # the times of a whole block
+                theirs, ours = (sum(row[key] for row in found) for key in ("torch_us", "us"))
+                say(f"{workload.name} {precision}: {ours:.0f} us, PyTorch {theirs:.0f} us, {theirs / ours:.3f} x")
     return rows
 
 

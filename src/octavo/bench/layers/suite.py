@@ -24,7 +24,7 @@ from octavo.bench.layers import exact
 from octavo.bench.peers import ENVIRONMENT, reason_of
 from octavo.bench.plain import rotary_angles
 from octavo.bench.vision.models import Around
-from octavo.errors import first_line
+from octavo.errors import recorded
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling
 from octavo.nn.mlp import deinterleave, interleave
@@ -195,7 +195,7 @@ def transformer_engine(device: torch.device, say: Callable[[str], None]) -> Libr
         import transformer_engine.pytorch as layers
 
         from octavo.bench import te
-    except (ImportError, OSError) as error:
+    except Exception as error:  # a broken installation has any
         say(f"only Octavo's errors, since Transformer Engine cannot be imported: {reason_of(error)}")
         return None
     return Library("te", layers, lambda recipe: te.autocast(None if recipe == "bf16" else recipe))
@@ -267,6 +267,8 @@ def measure_layers(
 ) -> list[dict[str, Any]]:
     """A row for each tensor of each layer under each recipe; a library that fails has None and NAME_failed.
 
+    Without the exact tensors of a layer no library has figures: the row of the output has `exact_failed`.
+
     Args:
         libraries: Octavo, and Transformer Engine if it runs.
         seeds: draws of weights, inputs and output gradients; the median counts.
@@ -279,19 +281,22 @@ def measure_layers(
     rows = []
     for layer in layers:
         say(layer.name)
-        drawn = [draw(layer, size, device, seed) for seed in range(seeds)]
-        expected = [exact_tensors(layer, size, *one) for one in drawn]
+        failed: dict[str, str] = {}
+        with recorded(failed, layer.name, say, key="exact_failed"):
+            drawn = [draw(layer, size, device, seed) for seed in range(seeds)]
+            expected = [exact_tensors(layer, size, *one) for one in drawn]
+        if failed:
+            nothing: dict[str, Any] = {"tensor": "output", "octavo_error": None, "te_error": None, **failed, **sizes}
+            rows += [{"layer": layer.name, "recipe": recipe, **nothing} for recipe in RECIPES]
+            continue
         for recipe in RECIPES:
             passes = settling if recipe == "delayed" else 0
             medians: dict[str, dict[str, float]] = {}
             failures: dict[str, str] = {}
             for library in libraries:
-                try:
+                with recorded(failures, f"{layer.name}, {recipe}: {library.name}", say, key=f"{library.name}_failed"):
                     found = (found_tensors(library, layer, size, recipe, *one, passes) for one in drawn)
                     medians[library.name] = _median_errors(found, expected)
-                except Exception as fault:  # a peer's failure must not cost the others their figures
-                    failures[f"{library.name}_failed"] = first_line(fault)
-                    say(f"{layer.name}, {recipe}: {library.name} failed: {first_line(fault)}")
             for tensor in expected[0]:
                 errors = {f"{name}_error": medians.get(name, {}).get(tensor) for name in ("octavo", "te")}
                 rows.append({"layer": layer.name, "recipe": recipe, "tensor": tensor, **errors, **failures, **sizes})
