@@ -361,7 +361,7 @@ def test_figures_of_longer_measurements_beside_transformer_engine_are_in_benchma
         ratios.append(ours / theirs)
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert "{:.3f} (eight layers of 8B, the usual head) and {:.3f} (1B, FP8 heads)".format(*ratios[:2]) in readme
-    assert "sums of now {:.3f} and {:.3f}.".format(*ratios[2:]) in readme
+    assert "gradients of embedding and attention: {:.3f} and {:.3f}.".format(*ratios[2:]) in readme
 
 
 def test_figures_of_long_sequences_that_two_gpus_share_are_in_benchmarks():

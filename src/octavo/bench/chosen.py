@@ -1,4 +1,4 @@
-"""What an entry chose, for its row of results: the kernels of its attention and of its experts, and whether blocks are freed.
+"""Kernels of an entry's attention and experts, and the freeing of its blocks, for its row of results.
 
 Attention depends on the environment of the entry's process. Octavo's is that of `octavo.describe`, PyTorch's its choice for the
 case's heads; for Transformer Engine the row has the variables that choose.

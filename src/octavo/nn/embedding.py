@@ -19,7 +19,7 @@ from octavo.kernels.embedding.forward import embedding
 
 @dataclass(eq=False)
 class SharedWeight:
-    """What an embedding hands to a head for one forward: its parameter, and the same values out of the embedding's node.
+    """The weight of an embedding and a head in one forward: the parameter, and its values out of the embedding's node.
 
     Whoever computes with `of(weight)` gives back a gradient that nobody else holds, since it is written in place.
     """

@@ -34,14 +34,14 @@ class Handover:
         self._sums: list[Accumulated | None] = [None] * 3
 
     def give(self, gradients: Sequence[Gradient], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """What autograd gets for these gradients of q, k and v, which are of this dtype."""
+        """Autograd's gradients of q, k and v, of this dtype: NaN in place of sums."""
         self._sums = [x if isinstance(x, Accumulated) else None for x in gradients]
         return tuple(
             x.sums.new_full((), math.nan, dtype=dtype).expand(x.shape) if isinstance(x, Accumulated) else x for x in gradients
         )
 
     def take(self, grads: Sequence[Tensor | None]) -> list[Gradient | None]:
-        """The gradients of q, k and v in the backward that runs, of which autograd has these."""
+        """The gradients of q, k and v: sums where some were given, else autograd's `grads`."""
         sums, self._sums = self._sums, [None] * 3
         for grad, own in zip(grads, sums, strict=True):
             if own is not None and (grad is None or any(grad.stride())):
