@@ -2,12 +2,14 @@
 
 A process of its own, since `TRITON_INTERPRET` is read where a kernel is defined. Launches get tensors without memory, at the
 sizes of models, and end when their kernel is compiled. Prints JSON: for each launch the kernel with its bytes of shared memory
-or the compiler's message, and the names of kernels without a launch.
+or the compiler's message, the registers of a thread for some of them, and the names of kernels without a launch.
 """
 
 import json
 import os
 import re
+import subprocess
+import tempfile
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -48,7 +50,7 @@ class Hopper:
         return 0
 
 
-results = []
+results, registers = [], []
 _run = JITFunction.run
 
 
@@ -59,6 +61,18 @@ def compiled(self, *arguments, grid, warmup, **keywords):
         results.append((self.__name__, f"{type(error).__name__}: {error}"))
     else:
         results.append((self.__name__, kernel.metadata.shared))
+        if self.__name__ == "activation_tiles":
+            registers.append(registers_of(kernel.asm["cubin"]))
+
+
+def registers_of(code):
+    """Registers of a thread, as compiled for a GPU."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"REG:(\d+)", shown).group(1))
 
 
 def matrix(*shape, dtype=BF16):
@@ -234,4 +248,5 @@ if __name__ == "__main__":
     JITFunction.run = compiled
     for launches in (dense, scaled, vision, experts):
         launches()
-    print(json.dumps({"compiled": results, "missing": sorted(kernels() - {name for name, _ in results})}))
+    absent = sorted(kernels() - {name for name, _ in results})
+    print(json.dumps({"compiled": results, "registers": registers, "missing": absent}))

@@ -39,6 +39,8 @@ class Tiles(NamedTuple):
 # Gated activations hold twice as many inputs and results a column in registers.
 FORWARD, FORWARD_GATED, FORWARD_ROWS = Tiles(64, 128, 4), Tiles(64, 64, 4), Tiles(8, 512, 4)
 BACKWARD, BACKWARD_GATED, PACKED = Tiles(64, 64, 4), Tiles(64, 64, 8), Tiles(128, 32, 4)
+_REGISTERS_AGAIN = 96
+"""At most, of the packed kernel without a gate that recomputes: five programs fit on a multiprocessor, with 128 four."""
 
 
 def is_gated(name: str) -> bool:
@@ -128,10 +130,10 @@ def _store_gated(
     r, c, rows, columns, inside, one, first, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`store_quantized` for two float32 tiles whose columns are interleaved in blocks; `columns` counts those of one."""
-    scale = load_scale(scale_ptr, scale_inv_ptr, first)
     if amax_ptr is not None:
         record_amax(amax_ptr, larger(tl.abs(gate), up))
     if scale_inv_ptr is not None:
+        scale = load_scale(scale_ptr, scale_inv_ptr, first)
         gate = gate * scale
         up = up * scale
     BOTH: tl.constexpr = rowwise_ptr is not None and columnwise_ptr is not None
@@ -379,12 +381,14 @@ def launch_backward(
         without_elements(quantizer, dx)
         without_elements(y_quantizer, y)
     else:
-        run, unpacked = (activation_backward_packed, {}) if packed else (activation_backward_tiles, {"one": 1.0})
+        run, own = (activation_backward_packed, {}) if packed else (activation_backward_tiles, {"one": 1.0})
+        registers = _REGISTERS_AGAIN if packed and not gated and recompute is not None else None
         run[(row_tiles * cdiv(columns, tiles.columns),)](
             dy, x, quantizer.scale, quantizer.amax, dx.rowwise_data, dx.columnwise_data, dx.scale_inv,
             y_quantizer.scale, y_quantizer.amax, y.rowwise_data, y.columnwise_data, y.scale_inv,
             partial, rows, columns, dy.stride(0), x.stride(0),
-            CURVE=curve, GATED=gated, BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps, **unpacked,
+            CURVE=curve, GATED=gated, BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns,
+            num_warps=tiles.warps, maxnreg=registers, **own,
         )  # fmt: skip
     return dx, None if recompute is None else y, None if partial is None else add_up(partial)
 

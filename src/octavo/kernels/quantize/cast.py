@@ -74,11 +74,11 @@ def store_quantized(
     r, c, rows, columns, inside, one, first, TWICE: tl.constexpr,
 ):  # fmt: skip
     """Record the amax of a float32 tile, scale it and store its layouts; a pointer that is None is skipped."""
-    scale = load_scale(scale_ptr, scale_inv_ptr, first)
     if amax_ptr is not None:
         record_amax(amax_ptr, x)
+    # Behind the amax: the branch of `load_scale` between them would cost a program twice its registers.
     if scale_inv_ptr is not None:
-        x = x * scale
+        x = x * load_scale(scale_ptr, scale_inv_ptr, first)
     store_layouts(x, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, TWICE)
 
 
