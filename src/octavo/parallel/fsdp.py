@@ -22,7 +22,7 @@ from octavo.errors import InputError
 from octavo.fp8 import checkpoints
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
-from octavo.parallel.fsdp2 import bf16_reduce, copy_engine, direct_reduce, single_rank
+from octavo.parallel.fsdp2 import bf16_reduce, copy_engine, direct_gather, direct_reduce, single_rank
 from octavo.parallel.fsdp2.fp8_gather import gather_in_fp8
 from octavo.parallel.gathered import travels
 from octavo.parallel.sharding import Sharding
@@ -113,6 +113,7 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
         _spare_copies(model, units, how, whole=inner.size() == 1)
     last = [group[-1] for group in together]  # the hooks of a group are those of its modules together
+    direct_gather.use([_fsdp(part) for part in (*front, *last, model)])
     _prefetch([[part] for part in front], units, [[part] for part in last])
     if copy_engine.is_asked():
         copy_engine.use([_fsdp(unit[-1]) for unit in units], mesh)

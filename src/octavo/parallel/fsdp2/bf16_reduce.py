@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.kernels.attention.join import add_up
-from octavo.parallel.fsdp2.reduction import Reduction, before_reduction, group_of, use_reduction
+from octavo.parallel.fsdp2.groups import group_of
+from octavo.parallel.fsdp2.reduction import Reduction, before_reduction, use_reduction
 
 
 class ReduceScatter(Reduction):

@@ -21,11 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from octavo.kernels.attention.join import add_up
-from octavo.parallel.fsdp2.reduction import add_to_shard, before_reduction, drop_gradient, gradient_of, group_of
+from octavo.parallel.fsdp2.groups import group_of, one_is_large
+from octavo.parallel.fsdp2.reduction import add_to_shard, before_reduction, drop_gradient, gradient_of
 from octavo.parallel.storages import ALONE, uses_of
-
-LARGE_SHARE = 0.9
-"""Of a group's elements at least are in its largest gradient."""
 
 # PyTorch 2.12 renamed it, and warns of the old name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -103,8 +101,7 @@ class _Reduction:
         """The dtype of the sums, the same on all ranks; None: these gradients are left to FSDP2."""
         sizes = [gradient.numel() for gradient in gradients.values()]
         given = {gradient.dtype for gradient in gradients.values()}
-        one_is_large = bool(sizes) and max(sizes) >= LARGE_SHARE * sum(sizes)
-        if len(given) != 1 or not one_is_large or not all(self._in_order(*pair) for pair in gradients.items()):
+        if len(given) != 1 or not one_is_large(sizes) or not all(self._in_order(*pair) for pair in gradients.items()):
             return None
         own = given.pop()
         wanted = self.dtype or own

@@ -11,10 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-
-def group_of(module: FSDPModule) -> Any:
-    """The module's `FSDPParamGroup`; None without parameters of its own."""
-    return module._get_fsdp_state()._fsdp_param_group
+from octavo.parallel.fsdp2.groups import group_of
 
 
 def before_reduction(group: Any, action: Callable[[], None]) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from octavo.parallel.fsdp2.reduction import add_to_shard, before_reduction, drop_gradient, gradient_of, group_of
+from octavo.parallel.fsdp2.groups import group_of
+from octavo.parallel.fsdp2.reduction import add_to_shard, before_reduction, drop_gradient, gradient_of
 
 
 def use(modules: Sequence[FSDPModule]) -> None:

@@ -1,0 +1,463 @@
+"""Weights of embedding and head that are gathered into their place: those that FSDP2 copies there, to the last bit."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import sharded
+import torch
+from llamas import llama_config
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState
+
+import ranks
+from octavo.build import build_model, transform
+from octavo.fp8.autocast import fp8_autocast, microbatch
+from octavo.fp8.recipe import RECIPES
+from octavo.parallel import world
+from octavo.parallel.fsdp import accumulate, settle, shard, sharded_modules
+from octavo.parallel.fsdp2 import direct_gather
+from octavo.parallel.fsdp2.groups import group_of
+
+pytestmark = ranks.alone
+
+WAYS = (True, False)
+"""Gathered in place, and by FSDP2."""
+
+
+def outside_of_blocks(model):
+    """FSDP2's records of the parameters of embedding, norm and head."""
+    of_blocks = {group_of(layer) for layer in model.layers}
+    groups = dict.fromkeys(group_of(module) for module in sharded_modules(model))
+    return [parameter for group in groups if group and group not in of_blocks for parameter in group.fsdp_params]
+
+
+@contextlib.contextmanager
+def gathered(direct):
+    """(names gathered in place, names gathered by FSDP2), a list for each group; `direct`: what is built in here may be so."""
+    own, copied = [], []
+    in_place, by_copies = direct_gather._gather, _fsdp_param_group.foreach_all_gather
+
+    def noted(group):
+        own.append([parameter._param_fqn for parameter in group.fsdp_params])
+        return in_place(group)
+
+    def noted_too(parameters, *rest):
+        copied.append([parameter._param_fqn for parameter in parameters])
+        return by_copies(parameters, *rest)
+
+    use = direct_gather.use if direct else lambda modules: None
+    with (
+        mock.patch.object(direct_gather, "use", use),
+        mock.patch.object(direct_gather, "_gather", noted),
+        mock.patch.object(_fsdp_param_group, "foreach_all_gather", noted_too),
+    ):
+        yield own, copied
+
+
+class Life:
+    """A model, and what it computed: gathered weights, losses and gradients, the same in the other way of gathering."""
+
+    def __init__(self, dtype, params_dtype, recipe, sizes, frozen, *, recompute=False, seed=0):
+        self.recipe = None if recipe is None else RECIPES[recipe]()
+        self.model = build_model(
+            llama_config(**sharded.SIZES | sizes),
+            dtype=dtype,
+            params_dtype=params_dtype,
+            device=world.state.device,
+            seed=seed,
+            sharding=sharded.sharding(self.recipe, dtype),
+            recompute=recompute,
+        )
+        self.parameters = outside_of_blocks(self.model)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+        self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.5)
+        self.found = []
+        for part in (self.model.embedding, self.model.norm):  # in front of the norm the head is there too
+            part.register_forward_pre_hook(lambda *_: self._note_weights())
+        self.model.norm.register_forward_hook(self._note_in_backward)
+        draw = torch.Generator().manual_seed(world.state.rank)
+        self.ids = torch.randint(0, self.model.spec.vocabulary, (2, 2, 12), generator=draw).to(world.state.device)
+
+    def _note_in_backward(self, norm, _, output):
+        if output.requires_grad:
+            output.register_hook(lambda _: self._note_weights())
+
+    def _note_weights(self):
+        for parameter in self.parameters:
+            if parameter.sharded_state != ShardedState.UNSHARDED:  # an embedding behind its evaluation
+                continue
+            module, name = parameter._module_info.module, parameter._module_info.param_name
+            whole = getattr(module, name)
+            assert whole is parameter.unsharded_param
+            wanted = sharded.full(parameter.sharded_param).to(whole.dtype)
+            assert torch.equal(whole.detach().cpu(), wanted), parameter._param_fqn
+            self.found.append(wanted)
+
+    def loss(self, which=0):
+        with fp8_autocast(enabled=self.recipe is not None, fp8_recipe=self.recipe):
+            loss = self.model(input_ids=self.ids[which], labels=self.ids[which], num_items_in_batch=100).loss
+        self.found.append(loss.detach().cpu())
+        return loss
+
+    def step(self):
+        """Two micro-batches and the optimizer's step."""
+        for index in range(2):
+            accumulate(self.model, last=index == 1)
+            with microbatch(first=index == 0):
+                self.loss(index).backward()
+        self.update()
+
+    def update(self):
+        """Nothing is gathered; gradients are noted, and the weights changed."""
+        assert self.bytes_there() == 0
+        self.found += [sharded.full(p.grad) for p in self.model.parameters() if p.grad is not None]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def bytes_there(self):
+        every = [whole for parameter in self.parameters for whole in parameter.all_gather_outputs]
+        return sum(whole.untyped_storage().nbytes() for whole in every)
+
+    def evaluations(self):
+        for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
+            with mode():
+                self.loss()
+            assert self.bytes_there() == 0
+
+    def abandoned_forwards(self):
+        """A loss without a backward, and a forward that ends while the head is gathered ahead; weights change behind each."""
+        self.loss()
+        settle(self.model)
+        assert self.bytes_there() == 0
+        self.change()
+        hook = self.model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            self.loss()
+        hook.remove()
+        behind = group_of(self.model.norm)
+        assert behind._all_gather_result is not None
+        assert behind.is_sharded
+        self.change()  # the next forward settles
+        self.loss(1).backward()
+        self.update()
+
+    def change(self):
+        """Other weights, in place."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.to_local().mul_(1.0625) if hasattr(parameter, "to_local") else parameter.mul_(1.0625)
+
+    def reloads(self):
+        """A state dict while weights are gathered, loaded behind other steps by copies, and then by assignment."""
+        parts = [self.model.embedding, self.model.norm, *([] if self.model.spec.tied else [self.model.head])]
+        self.loss()
+        saved = [{name: tensor.clone() for name, tensor in part.state_dict().items()} for part in parts]
+        self.change()
+        self.loss(1).backward()
+        self.update()
+        for assign in (False, True):
+            for part, state in zip(parts, saved, strict=True):
+                part.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=assign)
+            with torch.no_grad():
+                self.loss()
+        self.found += [sharded.full(parameter) for parameter in self.model.parameters()]
+
+    def two_forwards(self):
+        """Two forwards, then one backward, which gathers the head again; then two, the first of which does so for nothing."""
+        (self.loss(0) + self.loss(1)).backward()
+        self.update()
+        first, second = self.loss(0), self.loss(1)
+        first.backward()
+        assert self.bytes_there() == 0
+        second.backward()
+        self.update()
+
+
+def lives(layout, *setting, recompute):
+    """For each way what two models computed, names that were gathered in place and by FSDP2, and names outside of blocks."""
+    world.init(layout)
+    results = []
+    for direct in WAYS:
+        with gathered(direct) as (own, copied):
+            life, other = Life(*setting, recompute=recompute), Life(*setting, seed=1)
+            life.step()
+            life.evaluations()
+            life.step()
+            life.abandoned_forwards()
+            life.two_forwards()
+            first, second = life.loss(), other.loss()
+            second.backward()
+            first.backward()
+            other.update()
+            life.update()
+            other.evaluations()
+            life.reloads()
+        results.append(([*life.found, *other.found], own, copied, [parameter._param_fqn for parameter in life.parameters]))
+    return results
+
+
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+CASES = {  # ranks, layout, dtype, parameters' dtype, recipe, sizes, frozen
+    "bf16": (2, {}, BF16, FLOAT32, None, {"vocab_size": 18}, ()),
+    "float32": (2, {}, FLOAT32, FLOAT32, None, {"vocab_size": 18}, ()),
+    "masters in bf16": (2, {}, BF16, BF16, None, {"vocab_size": 18}, ()),
+    "blocks in FP8": (2, {}, BF16, FLOAT32, "delayed", {"vocab_size": 18}, ()),
+    "rows that the ranks do not divide": (3, {}, BF16, FLOAT32, None, {"vocab_size": 17}, ()),
+    "rows of masters in bf16 that the ranks do not divide": (3, {}, BF16, BF16, None, {"vocab_size": 17}, ()),
+    "a rank without rows": (4, {}, FLOAT32, FLOAT32, None, {"vocab_size": 9}, ()),
+    "tied": (2, {}, BF16, FLOAT32, None, {"vocab_size": 17, "tie_word_embeddings": True}, ()),
+    "replicas of shards": (4, {"hybrid_shard_degree": 2}, BF16, FLOAT32, None, {"vocab_size": 17}, ()),
+    "ends frozen": (2, {}, BF16, FLOAT32, None, {"vocab_size": 17}, ("embedding", "head", "norm")),
+    "embedding frozen": (2, {}, BF16, FLOAT32, "delayed", {"vocab_size": 17}, ("embedding",)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gathered_weights_are_those_of_fsdp2(case):
+    size, *setting = CASES[case]
+    for (found, own, copied, ends), (wanted, none, all_copied, _) in ranks.run(size, lives, *setting, recompute=False):
+        compare(found, wanted)
+        assert len(found) > 50
+        assert none == []
+        assert sorted([*own, *copied]) == sorted(all_copied)
+        assert {name for names in own for name in names} == set(ends)
+        assert not any(name in ends for names in copied for name in names)
+
+
+def compare(found, wanted):
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recompute", [True, "mlp"])
+def test_blocks_that_are_computed_again(recompute):
+    size, *setting = CASES["bf16"]
+    for (found, own, *_), (wanted, *_) in ranks.run(size, lives, *setting, recompute=recompute):
+        assert own
+        compare(found, wanted)
+
+
+class Tagger(nn.Module):
+    """A model of its own code, whose embedding is not an end: it is in the group of the root, beside a bias."""
+
+    def __init__(self, tokens=30):
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.shift = nn.Parameter(torch.randn(16))
+
+    def forward(self, ids):
+        x = self.embedding(ids) + self.shift
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.float().square().mean()
+
+
+def of_root(summed, ends, tokens):
+    """For each way losses and gradients of two steps, the names gathered in place, and those by FSDP2."""
+    world.init({})
+    results = []
+    for direct in WAYS:
+        torch.manual_seed(0)
+        model = Tagger(tokens).to(world.state.device)
+        with gathered(direct) as (own, copied):
+            front = [model.embedding] if ends else []
+            shard(model, list(model.layers), sharded.sharding(None, BF16), summed=summed, ends=(front, []))
+            found = []
+            for step in range(2):
+                ids = torch.arange(6, device=world.state.device) + step + world.state.rank
+                loss = model(ids)
+                loss.backward()
+                found += [loss.detach().cpu(), *(sharded.full(parameter.grad) for parameter in model.parameters())]
+        results.append((found, own, copied))
+    return results
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("summed", [False, True])
+def test_models_of_their_own_code(summed, ends):
+    for (found, own, copied), (wanted, none, all_copied) in ranks.run(2, of_root, summed, ends, 30):
+        compare(found, wanted)
+        assert own == ([["shift"], ["embedding.weight"]] if ends else [["embedding.weight", "shift"]]) * 2
+        assert none == []
+        assert sorted([*own, *copied]) == sorted(all_copied)
+
+
+def test_a_group_without_a_large_matrix_is_fsdp2_s():
+    for (found, own, copied), (wanted, _, all_copied) in ranks.run(2, of_root, True, False, 8):  # 128 of 144 elements
+        compare(found, wanted)
+        assert own == []
+        assert copied == all_copied
+
+
+def left_to_fsdp2(kind):
+    """(gatherings in place, those by FSDP2, the embedding as it is gathered, and as it ought to be) as a caller asks for it."""
+    world.init({})
+    with gathered(True) as (own, copied):
+        model = sharded.build(BF16, None, sizes={"vocab_size": 18})
+        embedding = model.embedding
+        if kind == "by another collective":
+            embedding.set_custom_all_gather(type("Other", (DefaultAllGather,), {})())
+        wanted = sharded.full(embedding.weight).to(BF16)
+        handle = embedding.unshard(async_op=kind == "asynchronous")
+        if kind == "asynchronous":
+            embedding.unshard()  # is under way
+            handle.wait()
+        found = embedding.weight.detach().cpu().clone()
+        embedding.unshard()  # is there
+        embedding.reshard()
+    return len(own), len(copied), found, wanted
+
+
+@pytest.mark.parametrize("kind", ["asynchronous", "by another collective", None])
+def test_what_a_caller_asks_of_fsdp2_is_fsdp2_s(kind):
+    for own, copied, found, wanted in ranks.run(2, left_to_fsdp2, kind):
+        assert torch.equal(found, wanted)
+        assert (own, copied) == ((0, 1) if kind else (1, 0))
+
+
+def not_in_backward():
+    """Whether a group begins to be gathered in a backward, as it is and as told not to."""
+    world.init({})
+    model = sharded.build(BF16, None, sizes={"vocab_size": 18})
+    group, begun = group_of(model.embedding), []
+    model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=world.state.device))
+    for wanted in (False, True):
+        settle(model)
+        model.embedding.set_unshard_in_backward(wanted)
+        with group.use_training_state(TrainingState.PRE_BACKWARD):
+            group.unshard()
+        begun.append(isinstance(group._all_gather_result, direct_gather._InPlace))
+    settle(model)
+    return begun
+
+
+def test_a_group_that_is_not_to_be_gathered_in_backward():
+    assert ranks.run(2, not_in_backward) == [[False, True]] * 2
+
+
+def evaluated_first():
+    """A loss and gradients behind the first gathering of each end, with gradients off or in inference mode."""
+    world.init({})
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with gathered(True) as (own, _):
+            model = sharded.build(BF16, None, sizes={"vocab_size": 18})
+            with mode():
+                for part in (model.embedding, model.norm):
+                    part.unshard()
+                    part.reshard()
+            assert len(own) == 2
+            ids = torch.arange(12, device=world.state.device).view(1, 12)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        found.append([loss.detach().cpu(), *(sharded.full(parameter.grad) for parameter in model.parameters())])
+    return found
+
+
+def test_weights_that_were_gathered_in_inference_mode_can_be_trained():
+    for found, wanted in ranks.run(2, evaluated_first):
+        compare(found, wanted)
+
+
+def in_fp8():
+    """Gatherings in place and by FSDP2 of one matrix and its bias, which travels in FP8, and which is cast behind them."""
+    world.init({})
+    torch.manual_seed(0)
+    counts = []
+    for recipe in (RECIPES["current"](), RECIPES["rowwise"]()):
+        with gathered(True) as (own, copied):
+            model = transform(nn.Sequential(nn.Linear(32, 64)), recipe, dtype=FLOAT32, device=world.state.device)
+            x = torch.randn(16, 32, device=world.state.device)
+            with fp8_autocast(fp8_recipe=recipe):
+                model(x).sum().backward()
+        counts.append((len(own), len(copied)))
+    return counts
+
+
+def test_a_matrix_that_travels_in_fp8_is_fsdp2_s():
+    for counts in ranks.run(2, in_fp8):
+        assert counts == [(0, 1), (1, 0)]
+
+
+class Stream:
+    """A stream that notes what waits for what, in a log that all share."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        return f"event of {self.name}"
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+
+class Streams:
+    """FSDP2's handle of a device with such streams."""
+
+    def __init__(self, log):
+        self.compute = self.now = Stream("compute", log)
+
+    def current_stream(self):
+        return self.now
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.now, before = stream, self.now
+        yield
+        self.now = before
+
+
+def order_of_streams():
+    """What happens in a gathering and in the wait for it, and whether each collective's input is its place in the output."""
+    world.init({})
+    model = sharded.build(BF16, None, sizes={"vocab_size": 18})
+    model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    settle(model)
+    group, log, in_place, gather = group_of(model.norm), [], [], direct_gather._all_gather
+    streams = group.device_handle = Streams(log)
+    group.comm_ctx.all_gather_stream, group.comm_ctx.all_gather_copy_in_stream = Stream("gathering", log), Stream("copies", log)
+    group.comm_ctx.all_gather_state = AllGatherState(None, "event of a block")  # its buffer, of the stream of copies
+
+    def noted(whole, own, group):
+        log.append(f"gathered in {streams.now.name}")
+        in_place.append(own.data_ptr() - whole.data_ptr() == world.state.rank * own.nbytes)
+        gather(whole, own, group=group)
+
+    for parameter in group.fsdp_params:
+        allocate = parameter.alloc_all_gather_outputs
+        parameter.alloc_all_gather_outputs = lambda allocate=allocate: (
+            log.append(f"allocated in {streams.now.name}") or allocate()
+        )
+    with mock.patch.object(direct_gather, "_all_gather", noted), group.use_training_state(TrainingState.FORWARD):
+        group.unshard()
+        log.append("other work")
+        group.wait_for_unshard()
+    assert group.comm_ctx.all_gather_state is None
+    return log, in_place
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="streams of a CPU alone can be left out")
+def test_the_memory_is_free_before_it_is_written_and_written_before_it_is_read():
+    for log, in_place in ranks.run(2, order_of_streams):
+        assert log == [
+            *["allocated in compute"] * 2,
+            "gathering waits for compute",
+            *["gathered in gathering"] * 2,
+            "other work",
+            *["copies waits for event of a block", "gathering waits for event of a block"],
+            "compute waits for event of gathering",
+        ]
+        assert in_place == [True, True]
