@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from octavo.errors import InputError
 from octavo.fp8 import checkpoints
+from octavo.nn.block import TransformerLayer
+from octavo.nn.experts import StackedExperts
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
 from octavo.parallel.fsdp2 import bf16_reduce, copy_engine, direct_gather, direct_reduce, single_rank
@@ -29,7 +31,7 @@ from octavo.parallel.sharding import Sharding
 from octavo.parallel.world import on_one_host
 
 Unit = list[nn.Module]
-"""The FSDP modules of a block: its experts, if it has some, and the block."""
+"""The FSDP modules of a block: parts of it that are gathered and reduced by themselves, and the block."""
 
 
 def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
@@ -75,8 +77,8 @@ def shard(
 
     Args:
         model: the root; parameters outside of blocks and ends are gathered before its forward and reduced behind its backward.
-        blocks: are gathered one by one, each while the part before runs; its experts with it, but apart: their ranks are fewer
-            where experts are spread.
+        blocks: are gathered one by one, each while the part before runs. Experts go with their block, but apart: their ranks
+            are fewer where experts are spread. So does the first block's MLP.
         how: ranks and dtypes, with `reshard_after_forward` decided.
         summed: sum gradients over the ranks; False averages them, for mean losses.
         ends: modules that run in front of the blocks and behind them, in their order. They are gathered as blocks are, those
@@ -88,16 +90,12 @@ def shard(
     outer = MixedPrecisionPolicy(how.param_dtype, how.reduce_dtype, cast_forward_inputs=False)
     own = MixedPrecisionPolicy(None, how.reduce_dtype, cast_forward_inputs=False)
     inner = mesh if how.expert_mesh is None else sharding_mesh(how.expert_mesh)
-    units: list[list[nn.Module]] = []
-    for block in blocks:
-        experts = experts_in(block)
-        if how.expert_mesh is not None:
-            for mixture in experts:
-                spread_experts(mixture, how.expert_mesh, fp8=how.expert_dispatch_fp8)
-        units.append([*experts, block])
-        for part in units[-1]:
-            policy, ranks = own if travels(part, how.recipe) else outer, mesh if part is block else inner
-            fully_shard(part, mesh=ranks, reshard_after_forward=how.frees_blocks, mp_policy=policy)
+    units = _units(blocks)
+    for part in itertools.chain(*units):
+        if isinstance(part, StackedExperts) and how.expert_mesh is not None:
+            spread_experts(part, how.expert_mesh, fp8=how.expert_dispatch_fp8)
+        policy, ranks = own if travels(part, how.recipe) else outer, inner if isinstance(part, StackedExperts) else mesh
+        fully_shard(part, mesh=ranks, reshard_after_forward=how.frees_blocks, mp_policy=policy)
     front, behind = ends
     for end in front:
         fully_shard(end, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
@@ -123,6 +121,23 @@ def shard(
     model.register_forward_pre_hook(lambda root, _: settle(root), prepend=True)
 
 
+def _units(blocks: Sequence[nn.Module]) -> list[Unit]:
+    """The units of blocks, with experts apart, and in the first block the MLP."""
+    apart = [[*experts_in(block), *(() if number else _mlp_apart(block))] for number, block in enumerate(blocks)]
+    return [[*parts, block] for parts, block in zip(apart, blocks, strict=True)]
+
+
+def _mlp_apart(first: nn.Module) -> list[nn.Module]:
+    """The MLP of a first block whose attention runs before it, or nothing.
+
+    Nothing is left to compute behind the backward of the first block that would hide the reduction of its gradients. Those of
+    the MLP are most of them, and complete first: apart, they are reduced beside the backward of attention.
+    """
+    if not isinstance(first, TransformerLayer) or type(first).forward is not TransformerLayer.forward:
+        return []
+    return [] if first.parallel or first.experts is not None or copy_engine.is_asked() else [first.layernorm_mlp]
+
+
 def _groups_of(behind: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """The modules behind the blocks as one group, of which FSDP2 wants one dtype; else each by itself.
 
@@ -135,7 +150,7 @@ def _groups_of(behind: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 def _spare_copies(model: nn.Module, units: Sequence[Unit], how: Sharding, *, whole: bool) -> None:
     """Reduce gradients without what FSDP2 copies for nothing; whole: a rank shares its experts with no other."""
-    experts = [_fsdp(part) for unit in units for part in unit[:-1]] if whole else []
+    experts = [_fsdp(part) for part in itertools.chain(*units) if isinstance(part, StackedExperts)] if whole else []
     single_rank.use(experts)
     apart = [*experts, *(_fsdp(unit[-1]) for unit in units if copy_engine.is_asked())]
     rest = [module for module in sharded_modules(model) if module not in apart]
@@ -145,13 +160,13 @@ def _spare_copies(model: nn.Module, units: Sequence[Unit], how: Sharding, *, who
 
 
 def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Unit]) -> None:
-    """Gather each part while the part before runs, in backward too, where FSDP2 does that for blocks without experts.
+    """Gather each part while the part before runs, in backward too, where FSDP2 does that for blocks of one module.
 
     During the head's backward FSDP2 would gather the part in front of the head, although it is gathered.
     """
     order = [*front, *blocks, *behind]
     for unit, following in itertools.pairwise(order):
-        first = unit if unit is order[0] else []  # nothing before it has gathered its experts
+        first = unit if unit is order[0] else []  # nothing before it has gathered its other parts
         _fsdp(unit[-1]).set_modules_to_forward_prefetch([_fsdp(part) for part in (*first[:-1], *reversed(following))])
     for before, unit in itertools.pairwise(blocks):
         if len(before) > 1:
@@ -162,8 +177,7 @@ def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Un
 
 def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:
     """The last step of sharding, once every parameter has storage: FP8 weights travel as FP8, where `how` allows it."""
-    units = [part for block in blocks for part in (*experts_in(block), block)] or [model]
-    parts = [part for part in units if travels(part, how.recipe)]
+    parts = [part for part in [*itertools.chain(*_units(blocks))] or [model] if travels(part, how.recipe)]
     if parts:
         gather_in_fp8(model, parts, keep=not how.frees_blocks or not blocks)
 
