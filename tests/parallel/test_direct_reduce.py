@@ -1,4 +1,4 @@
-"""Gradients of embedding and head that are reduced where they lie: those that FSDP2 copies first, to the last bit."""
+"""Large gradients that are reduced where they lie: those that FSDP2 copies first, to the last bit."""
 
 import pytest
 import torch
@@ -15,9 +15,10 @@ from octavo.parallel.fsdp2 import direct_reduce
 pytestmark = ranks.alone
 
 
-def gradients(recipe_name, dtype, micro_batches, sizes, layout):
-    """All gradients as they are reduced and as FSDP2 does it, each with the groups that it reduced in a step."""
+def gradients(recipe_name, dtype, micro_batches, sizes, layout, large_bytes=direct_reduce.LARGE_BYTES):
+    """All gradients as they are reduced and as FSDP2 does it, each with the groups and gradients that it reduced in a step."""
     found = []
+    direct_reduce.LARGE_BYTES = large_bytes
     for use in (direct_reduce.use, lambda modules, dtype, one_host: None):
         own, direct_reduce.use = direct_reduce.use, use
         try:
@@ -30,7 +31,7 @@ def gradients(recipe_name, dtype, micro_batches, sizes, layout):
         ids = torch.randint(0, sizes["vocab_size"], (2, micro_batches, 2, TOKENS), generator=draw)
         reduced, reduce = [], _fsdp_param_group.foreach_reduce
         _fsdp_param_group.foreach_reduce = lambda *given, reduce=reduce, reduced=reduced: (
-            reduced.append(given) or reduce(*given)
+            reduced.append(len(given[0])) or reduce(*given)
         )
         seen = []
         for name, parameter in model.named_parameters():
@@ -43,7 +44,7 @@ def gradients(recipe_name, dtype, micro_batches, sizes, layout):
         _fsdp_param_group.foreach_reduce = reduce
         grads = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
         assert sorted(seen) == sorted([*grads, *grads])
-        found.append((grads, len(reduced) / len(ids)))
+        found.append((grads, len(reduced) / len(ids), sum(reduced) / len(ids)))
     return found
 
 
@@ -60,9 +61,27 @@ CASES = {  # sizes, layout, ranks, groups that FSDP2 does not reduce
 @pytest.mark.parametrize(("recipe", "dtype"), [(None, torch.float32), (None, torch.bfloat16), ("delayed", torch.bfloat16)])
 def test_gradients_are_those_of_fsdp2(recipe, dtype, micro_batches, case):
     sizes, layout, size, spared = CASES[case]
-    for (own, reduced), (copied, all_reduced) in ranks.run(size, gradients, recipe, dtype, micro_batches, sizes, layout):
-        assert own.keys() == copied.keys()
-        for name, gradient in own.items():
-            assert gradient.dtype == copied[name].dtype
-            assert torch.equal(gradient, copied[name]), name
+    for (own, reduced, _), (copied, all_reduced, _) in ranks.run(size, gradients, recipe, dtype, micro_batches, sizes, layout):
+        assert_same(own, copied)
         assert all_reduced - reduced == spared
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("recipe", "dtype"), [(None, torch.float32), (None, torch.bfloat16), ("delayed", torch.bfloat16)])
+def test_a_large_gradient_of_a_block_is_reduced_apart(recipe, dtype, micro_batches):
+    # fc1 [144, 40] of both blocks, in the dtype in which a step of one micro-batch or of several reduces it.
+    several = micro_batches > 1 or dtype == torch.float32
+    large = 144 * 40 * (4 if several or recipe is not None else 2)
+    for (own, reduced, parts), (copied, all_reduced, all_parts) in ranks.run(
+        2, gradients, recipe, dtype, micro_batches, {"vocab_size": 18}, {}, large
+    ):
+        assert_same(own, copied)
+        assert all_reduced - reduced == 2  # embedding and head
+        assert all_parts - parts == 3 + 2  # those with the norm, and fc1 twice
+
+
+def assert_same(own, copied):
+    assert own.keys() == copied.keys()
+    for name, gradient in own.items():
+        assert gradient.dtype == copied[name].dtype
+        assert torch.equal(gradient, copied[name]), name

@@ -1,9 +1,9 @@
-"""Reduction of one large gradient from where autograd wrote it, as that of an embedding or a head.
+"""Reduction of large gradients from where autograd wrote them, as those of an embedding, a head or the first product of an MLP.
 
 FSDP2 copies the gradients of a group into one buffer, between the kernels of the backward, so that the rows of each rank follow
 each other. One matrix whose rows the ranks divide has that order by itself: the copy of an embedding of 8B takes 0.6 ms, with
-nothing behind it. Matrices of a block are left to FSDP2: one call of NCCL for several tensors takes a kernel for each, and each
-waits for multiprocessors and for the other ranks.
+nothing behind it. Smaller matrices of a block are left to FSDP2: each by itself takes a collective, which waits for
+multiprocessors and for the other ranks.
 
 Gradients of the dtype of their sums are reduced, bf16 ones of ranks on one host exchanged and summed in float32 as in
 `bf16_reduce`.
@@ -27,6 +27,9 @@ from octavo.parallel.storages import ALONE, uses_of
 
 # PyTorch 2.12 renamed it, and warns of the old name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+LARGE_BYTES = 256 * 2**20
+"""Of a gradient among others from which on its copy takes longer than one more collective."""
 
 
 class _Running:
@@ -72,7 +75,7 @@ class _Reduction:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Begin to reduce all gradients of the group, or none."""
+        """Begin to reduce the large gradients of the group."""
         group, accumulated = self.group, self.accumulated
         self.accumulated = not group.reduce_grads
         summed = group.force_sum_reduction_for_comms and group.gradient_divide_factor == 1.0
@@ -80,8 +83,11 @@ class _Reduction:
             return
         found = {parameter: gradient_of(parameter) for parameter in group.fsdp_params}
         gradients = {parameter: gradient for parameter, gradient in found.items() if gradient is not None}
-        if accumulated and self.dtype is not None:  # not by what this rank has accumulated, which may be nothing
-            gradients = {parameter: gradient.to(self.dtype) for parameter, gradient in gradients.items()}
+        widened = self.dtype if accumulated else None  # not by what this rank has accumulated, which may be nothing
+        if not one_is_large([gradient.numel() for gradient in gradients.values()]):
+            gradients = {parameter: gradient for parameter, gradient in gradients.items() if _is_large(gradient, widened)}
+        if widened is not None:
+            gradients = {parameter: gradient.to(widened) for parameter, gradient in gradients.items()}
         dtype = self._dtype_of_sums(gradients)
         if dtype is None:
             return
@@ -99,9 +105,8 @@ class _Reduction:
 
     def _dtype_of_sums(self, gradients: dict[Any, Tensor]) -> torch.dtype | None:
         """The dtype of the sums, the same on all ranks; None: these gradients are left to FSDP2."""
-        sizes = [gradient.numel() for gradient in gradients.values()]
         given = {gradient.dtype for gradient in gradients.values()}
-        if len(given) != 1 or not one_is_large(sizes) or not all(self._in_order(*pair) for pair in gradients.items()):
+        if len(given) != 1 or not all(self._in_order(*pair) for pair in gradients.items()):
             return None
         own = given.pop()
         wanted = self.dtype or own
@@ -124,3 +129,8 @@ class _Reduction:
             dist.all_to_all_single(parts, gradient, group=self.ranks)
             add_up(rows.view(1, 1, -1), parts.view(ranks, 1, 1, -1).unbind())
         return rows
+
+
+def _is_large(gradient: Tensor, dtype: torch.dtype | None) -> bool:
+    """True if a gradient, of `dtype` or its own, is reduced apart from others."""
+    return gradient.numel() * (dtype or gradient.dtype).itemsize >= LARGE_BYTES
