@@ -1,4 +1,4 @@
-"""A head with the embedding's weight over two ranks: the gradient of one rank with all samples, by autograd's sum."""
+"""A head with the embedding's weight over two ranks: the gradient of one rank, by autograd's sum; the tie behind a load."""
 
 import pytest
 import sharded
@@ -56,3 +56,30 @@ def test_the_gradient_is_that_of_one_rank(how, labels):
         # DDP averages sums over ranks, FSDP averages gradients of logits alone.
         found = found * 2 if labels and how == "ddp" else found
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def reloaded(tied, assign):
+    """Whether a sharded model has its first weights again, and its tie, after a step and a load of its own state."""
+    world.init({})
+    model = sharded.build(torch.float32, None, sizes={"vocab_size": 18, "tie_word_embeddings": tied})
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    ids = torch.arange(12).view(1, 12)
+    losses = []
+    for _ in range(2):
+        losses.append(model(input_ids=ids, labels=ids, num_items_in_batch=12).loss)
+        losses[-1].backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+                parameter.grad = None
+        model.load_state_dict(state, assign=assign)
+    return losses[0].item(), losses[1].item(), model.head.weight is model.embedding.weight, "head.weight" in state
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_sharded_model_takes_its_own_state(tied, assign):
+    for first, second, one, separate in ranks.run(2, reloaded, tied, assign):
+        assert second == first
+        assert one == tied
+        assert separate != tied

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from octavo.errors import InputError, nearest
@@ -281,6 +282,8 @@ def _tie_again(model: nn.Module, keys: Any) -> None:
     """Behind a load with `assign=True`, which makes two parameters of one tensor."""
     assert isinstance(model, PretrainedInterface)
     head, embedding = model.head.weight, model.embedding.weight
-    one = head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr() and head.shape == embedding.shape
-    if model.spec.tied and head is not embedding and not head.is_meta and one:
+    if not model.spec.tied or head is embedding or head.is_meta or head.shape != embedding.shape:
+        return
+    own, of_embedding = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (head, embedding))
+    if own.untyped_storage().data_ptr() == of_embedding.untyped_storage().data_ptr():
         model.head.weight = embedding
