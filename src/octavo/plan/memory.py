@@ -47,6 +47,8 @@ WORKSPACE = 1 << 26
 """cuBLAS's workspaces on Hopper: 32 MiB each for PyTorch's products and for those by chosen algorithms."""
 STATES = 2
 """Moments of AdamW, each in the dtype of its parameter."""
+RANKS_OF_A_HOST = 8
+"""At most: a plan does not know the hosts."""
 PARTS = (
     *("parameters", "optimizer states", "gradients", "gathered weights", "weight copies"),
     *("activations", "temporaries", "buffers"),
@@ -151,7 +153,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
         there = activations if last else ends + _sum(stays[recipes], "activations")
         copied = copies if last else kept + _sum(stays[recipes], "weight copies")
         done = 0 if last or setup.accumulates else (spec.layers - 1) * block
-        summed = matrix * setup.reduce_bytes + share_of_head if last and early else of_block
+        summed = matrix * _travelling(setup) + share_of_head if last and early else of_block
         head = (0 if last else share_of_head) if early else of_head
         yield (
             f"in the backward of the {place} block",
@@ -169,6 +171,15 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
         | {"temporaries": of_root + stream}
         | always,
     )
+
+
+def _travelling(setup: Setup) -> int:
+    """Bytes of an element of the head's gradient on its way through a sum over ranks.
+
+    On one host it is as autograd wrote it (`octavo.parallel.fsdp2.direct_reduce`); else FSDP2 has a copy in the dtype of sums.
+    """
+    as_written = setup.shard == setup.world <= RANKS_OF_A_HOST and not setup.accumulates
+    return root_bytes(setup) if as_written else setup.reduce_bytes
 
 
 def _head(setup: Setup, spec: ModelSpec) -> int:
