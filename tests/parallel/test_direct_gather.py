@@ -31,7 +31,7 @@ WAYS = (True, False)
 
 def outside_of_blocks(model):
     """FSDP2's records of the parameters of embedding, norm and head."""
-    of_blocks = {group_of(layer) for layer in model.layers}
+    of_blocks = {group_of(module) for module in sharded_modules(model.layers)}
     groups = dict.fromkeys(group_of(module) for module in sharded_modules(model))
     return [parameter for group in groups if group and group not in of_blocks for parameter in group.fsdp_params]
 
@@ -344,27 +344,27 @@ def test_a_group_that_is_not_to_be_gathered_in_backward():
     assert ranks.run(2, not_in_backward) == [[False, True]] * 2
 
 
-def evaluated_first():
-    """A loss and gradients behind the first gathering of each end, with gradients off or in inference mode."""
+def evaluated_first(recipe):
+    """A loss and gradients behind a first forward with gradients off or in inference mode."""
     world.init({})
+    recipe = None if recipe is None else RECIPES[recipe]()
     found = []
     for mode in (torch.no_grad, torch.inference_mode):
-        with gathered(True) as (own, _):
-            model = sharded.build(BF16, None, sizes={"vocab_size": 18})
-            with mode():
-                for part in (model.embedding, model.norm):
-                    part.unshard()
-                    part.reshard()
-            assert len(own) == 2
+        with gathered(True) as (own, _), fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            model = sharded.build(BF16, recipe, sizes={"vocab_size": 18})
             ids = torch.arange(12, device=world.state.device).view(1, 12)
+            with mode():
+                model(input_ids=ids, labels=ids)
+            assert len(own) == 2
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
         found.append([loss.detach().cpu(), *(sharded.full(parameter.grad) for parameter in model.parameters())])
     return found
 
 
-def test_weights_that_were_gathered_in_inference_mode_can_be_trained():
-    for found, wanted in ranks.run(2, evaluated_first):
+@pytest.mark.parametrize("recipe", [None, "delayed", "rowwise"])
+def test_weights_that_were_gathered_in_inference_mode_can_be_trained(recipe):
+    for found, wanted in ranks.run(2, evaluated_first, recipe):
         compare(found, wanted)
 
 

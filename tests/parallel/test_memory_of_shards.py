@@ -17,7 +17,7 @@ from octavo.fp8.recipe import RECIPES
 from octavo.models.families import spec_of
 from octavo.parallel import world
 from octavo.parallel.experts import experts_in
-from octavo.parallel.fsdp import accumulate
+from octavo.parallel.fsdp import accumulate, sharded_modules
 from octavo.plan import memory, saved
 from octavo.plan.saved import BlockRecipes, Setup
 
@@ -62,7 +62,7 @@ def held_by_fsdp(recipe_name, sizes):
     found["root"] = sum(gathered(end) for end in ends)
     loss.backward()
     whole = 0
-    for module in (*(part for block in model.layers for part in (*experts_in(block), block)), *ends):
+    for module in (*sharded_modules(model.layers), *ends):
         for parameter in group(module):
             kept = parameter.unsharded_accumulated_grad
             if kept is None:

@@ -203,6 +203,14 @@ class PretrainedInterface(nn.Module):
             raise NotInOctavo(f"Octavo's decoder has no {name}: {_INSTEAD[name]}.")
         return super().__getattr__(name)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """PyTorch's, which cannot assign to the parameters of a sharded model."""
+        if assign and any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            raise InputError(
+                "load_state_dict(assign=True): this model is sharded, and its shards keep their memory. Leave assign out."
+            )
+        return super().load_state_dict(state_dict, strict, assign)
+
     def _get_name(self) -> str:
         """The name of transformers' class: Trainer shifts labels for its label smoothing by it."""
         return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.spec.family]
@@ -284,6 +292,7 @@ def _tie_again(model: nn.Module, keys: Any) -> None:
     head, embedding = model.head.weight, model.embedding.weight
     if not model.spec.tied or head is embedding or head.is_meta or head.shape != embedding.shape:
         return
-    own, of_embedding = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (head, embedding))
-    if own.untyped_storage().data_ptr() == of_embedding.untyped_storage().data_ptr():
+    if isinstance(head, DTensor) or isinstance(embedding, DTensor):  # nothing was assigned
+        return
+    if head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr():
         model.head.weight = embedding

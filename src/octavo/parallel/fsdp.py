@@ -22,10 +22,12 @@ from octavo.errors import InputError
 from octavo.fp8 import checkpoints
 from octavo.nn.block import TransformerLayer
 from octavo.nn.experts import StackedExperts
+from octavo.nn.mlp import LayerNormMLP
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
 from octavo.parallel.fsdp2 import bf16_reduce, copy_engine, direct_gather, direct_reduce, single_rank
 from octavo.parallel.fsdp2.fp8_gather import gather_in_fp8
+from octavo.parallel.fsdp2.groups import group_of, make_trainable
 from octavo.parallel.gathered import travels
 from octavo.parallel.sharding import Sharding
 from octavo.parallel.world import on_one_host
@@ -91,11 +93,14 @@ def shard(
     own = MixedPrecisionPolicy(None, how.reduce_dtype, cast_forward_inputs=False)
     inner = mesh if how.expert_mesh is None else sharding_mesh(how.expert_mesh)
     units = _units(blocks)
-    for part in itertools.chain(*units):
-        if isinstance(part, StackedExperts) and how.expert_mesh is not None:
-            spread_experts(part, how.expert_mesh, fp8=how.expert_dispatch_fp8)
-        policy, ranks = own if travels(part, how.recipe) else outer, inner if isinstance(part, StackedExperts) else mesh
-        fully_shard(part, mesh=ranks, reshard_after_forward=how.frees_blocks, mp_policy=policy)
+    for unit in units:
+        for part in unit:
+            experts = isinstance(part, StackedExperts)
+            if isinstance(part, StackedExperts) and how.expert_mesh is not None:
+                spread_experts(part, how.expert_mesh, fp8=how.expert_dispatch_fp8)
+            # An MLP has the dtypes that it would have in its block.
+            policy = own if travels(part if experts else unit[-1], how.recipe) else outer
+            fully_shard(part, mesh=inner if experts else mesh, reshard_after_forward=how.frees_blocks, mp_policy=policy)
     front, behind = ends
     for end in front:
         fully_shard(end, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
@@ -110,6 +115,9 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         _spare_copies(model, units, how, whole=inner.size() == 1)
+    for group in {group_of(module): None for module in sharded_modules(model)}:
+        if group is not None:
+            make_trainable(group)
     last = [group[-1] for group in together]  # the hooks of a group are those of its modules together
     direct_gather.use([_fsdp(part) for part in (*front, *last, model)])
     _prefetch([[part] for part in front], units, [[part] for part in last])
@@ -128,14 +136,21 @@ def _units(blocks: Sequence[nn.Module]) -> list[Unit]:
 
 
 def _mlp_apart(first: nn.Module) -> list[nn.Module]:
-    """The MLP of a first block whose attention runs before it, or nothing.
+    """The MLP of a first block that calls it behind its attention, or nothing.
 
     Nothing is left to compute behind the backward of the first block that would hide the reduction of its gradients. Those of
-    the MLP are most of them, and complete first: apart, they are reduced beside the backward of attention.
+    the MLP are most of them, and complete first: apart, they are reduced beside the backward of attention. Code of a caller's
+    own, which may read the MLP's weights, has the block in one.
     """
-    if not isinstance(first, TransformerLayer) or type(first).forward is not TransformerLayer.forward:
+    if type(first) is not TransformerLayer or first.parallel or first.experts is not None or copy_engine.is_asked():
         return []
-    return [] if first.parallel or first.experts is not None or copy_engine.is_asked() else [first.layernorm_mlp]
+    mlp = first.layernorm_mlp
+    if type(mlp) is not LayerNormMLP or any({"forward", "forward_residual"} & vars(part).keys() for part in (first, mlp)):
+        return []
+    own = set(mlp.parameters())
+    inside = set(mlp.modules())
+    shared = any(p in own for part in first.modules() if part not in inside for p in part.parameters(recurse=False))
+    return [] if shared or not own else [mlp]
 
 
 def _groups_of(behind: Sequence[nn.Module]) -> list[list[nn.Module]]:
@@ -177,7 +192,8 @@ def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Un
 
 def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:
     """The last step of sharding, once every parameter has storage: FP8 weights travel as FP8, where `how` allows it."""
-    parts = [part for part in [*itertools.chain(*_units(blocks))] or [model] if travels(part, how.recipe)]
+    units: list[Any] = [part for block in blocks for part in sharded_modules(block)] or [model]
+    parts = [part for part in units if travels(part, how.recipe)]
     if parts:
         gather_in_fp8(model, parts, keep=not how.frees_blocks or not blocks)
 

@@ -179,15 +179,13 @@ def offloaded(run: Callable[..., Any], horizon: int = HORIZON) -> Callable[..., 
     offloader = _Offloader(horizon)
 
     def run_offloaded(block: nn.Module, hidden: Tensor, *args: Any, **options: Any) -> Any:
-        weights: set[int] = set()
         saved = offloader.begin(block)
 
         def pack(tensor: Tensor) -> Tensor | _Packed:
-            if not weights:  # not earlier: sharded weights have memory only while the block runs
-                weights.update(_memory_of_weights(block))
             if tensor.device != hidden.device or tensor.nbytes < SMALLEST_BYTES or 0 in tensor.stride():
                 return tensor
-            if _memory(tensor) in weights:
+            # Anew for each tensor: a sharded weight has memory only while its part of the block runs.
+            if _memory(tensor) in _memory_of_weights(block):
                 return tensor
             return offloader.store(tensor, saved)
 

@@ -103,9 +103,7 @@ def _is_fit(group: Any) -> bool:
 def _is_cast_alone(parameter: Any) -> bool:
     """True if the whole of a parameter is the shards, cast, of one rank behind the other."""
     by_rows = parameter.fsdp_placement.dim == 0 and parameter.sharded_state == ShardedState.SHARDED
-    by_itself = not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather") and not parameter.offload_to_cpu
-    # FSDP2 makes inference tensors if it gathers for the first time in inference mode.
-    return by_rows and by_itself and not any(whole.is_inference() for whole in parameter.all_gather_outputs)
+    return by_rows and not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather") and not parameter.offload_to_cpu
 
 
 @torch.no_grad()
