@@ -364,8 +364,10 @@ def evaluated_first(recipe):
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "rowwise"])
 def test_weights_that_were_gathered_in_inference_mode_can_be_trained(recipe):
-    for found, wanted in ranks.run(2, evaluated_first, recipe):
-        compare(found, wanted)
+    for (loss, *gradients), (wanted, *wanted_gradients) in ranks.run(2, evaluated_first, recipe):
+        assert torch.equal(loss, wanted)
+        assert all(gradient.count_nonzero() for gradient in gradients)
+        compare(gradients, wanted_gradients)
 
 
 def in_fp8():

@@ -95,12 +95,13 @@ def shard(
     units = _units(blocks)
     for unit in units:
         for part in unit:
-            experts = isinstance(part, StackedExperts)
-            if isinstance(part, StackedExperts) and how.expert_mesh is not None:
-                spread_experts(part, how.expert_mesh, fp8=how.expert_dispatch_fp8)
-            # An MLP has the dtypes that it would have in its block.
-            policy = own if travels(part if experts else unit[-1], how.recipe) else outer
-            fully_shard(part, mesh=inner if experts else mesh, reshard_after_forward=how.frees_blocks, mp_policy=policy)
+            of_dtypes, shared = unit[-1], mesh  # an MLP has the dtypes that it would have in its block
+            if isinstance(part, StackedExperts):
+                of_dtypes, shared = part, inner
+                if how.expert_mesh is not None:
+                    spread_experts(part, how.expert_mesh, fp8=how.expert_dispatch_fp8)
+            policy = own if travels(of_dtypes, how.recipe) else outer
+            fully_shard(part, mesh=shared, reshard_after_forward=how.frees_blocks, mp_policy=policy)
     front, behind = ends
     for end in front:
         fully_shard(end, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
