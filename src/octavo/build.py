@@ -7,7 +7,7 @@
 4. shard        over the ranks, block by block
 5. materialise  storage for this rank's shards
 6. load         from the model itself, from a folder of weights, from rank 0, or by initialisation
-7. gather       FP8 weights travel as FP8
+7. gather       FP8 weights travel as FP8; of one rank's their columnwise layouts may stay until backward
 
 Both call `build_model`. Only `transform` knows `octavo.state`; all below takes arguments.
 """
@@ -29,6 +29,7 @@ from octavo.collectives.context import STRATEGIES
 from octavo.config.moe import MoeConfig
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, unknown
+from octavo.fp8.columnwise import keep_columnwise
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.fp8.scaling import states_of, use_own_buffers
 from octavo.kernels.cross_entropy import Objective
@@ -63,7 +64,7 @@ from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
 from octavo.parallel.fsdp import blocks_of, check_same_weights, gather_weights_in_fp8, shard
-from octavo.parallel.gathered import settle_gathering
+from octavo.parallel.gathered import memory_of_gpu, settle_gathering
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.offload import HORIZON, offloaded
 from octavo.parallel.recompute import recomputed, selectively_recomputed
@@ -71,7 +72,6 @@ from octavo.parallel.sharding import Sharding, check_experts, sharding_of
 from octavo.parallel.world import state
 
 __all__ = ["build_model", "describe", "parts_of", "place", "transform"]
-
 
 Recompute = bool | Literal["mlp", "selective"]
 """Activation recomputation, as in `transform`."""
@@ -270,9 +270,10 @@ def place(
         _shard(model, parts, sharding, averaged=averaged)
     # 5. and 6. Materialise, load.
     materialise(model, device, values())
-    # 7. Gather.
+    # 7. Gather, or keep.
     if sharding is not None:
         gather_weights_in_fp8(model, parts, sharding)
+    keep_columnwise(parts or [model], memory_of_gpu(device.type))
     return model.train()
 
 

@@ -6,6 +6,7 @@ unknown and gets no peak, no MFU and no estimate, rather than those of a similar
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 GIB = 2**30
+PART = 25
+"""Copies of weights that speed a run up by a percent or two take at most memory / PART of a GPU."""
 FP8_CAPABILITY = (8, 9)
 """The first CUDA compute capability (Ada) whose tensor cores multiply FP8."""
 
@@ -175,6 +178,16 @@ def describe_device(device: torch.device | str | int | None = None) -> Device:
     properties = torch.cuda.get_device_properties(chosen)
     capability = (properties.major, properties.minor)
     return Device(properties.name, lookup(properties.name), capability, properties.total_memory / GIB, "cuda")
+
+
+def whole_gib(memory_gib: float) -> int:
+    """Bytes of a GPU's memory without a fraction of a GiB, as the table of GPUs has it: a plan and its run ask for the same."""
+    return math.floor(memory_gib) * GIB
+
+
+def is_affordable(wanted: int, memory: int | None) -> bool:
+    """True if so many bytes are at most 1 / `PART` of a GPU's memory; never on a CPU, of which it is None."""
+    return memory is not None and PART * wanted <= memory
 
 
 def supports_fp8(device: torch.device | str | int | None = None) -> bool:

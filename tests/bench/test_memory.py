@@ -33,7 +33,7 @@ def test_each_setting_is_trained_and_stands_beside_its_estimate():
         (False, 1, False), ("selective", 8, False), ("mlp", 1, True),
     ]  # fmt: skip
     for row, name in zip(rows, names, strict=True):
-        made = estimate(WORKLOADS[name].setup())
+        made = estimate(WORKLOADS[name].setup(None))
         assert (row["estimated_gib"], row["host_gib"]) == (made.total / GIB, made.host / GIB)
         assert row["tokens_per_second"] == pytest.approx(64e3 / row["step_ms"])
         assert (row["workload"], row["peak_gib"], row["steps"]) == ("tiny", 0.0, 2)

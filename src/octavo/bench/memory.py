@@ -21,6 +21,7 @@ from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import DelayedScaling
 from octavo.hardware import GIB
 from octavo.models.shapes import SHAPES
+from octavo.parallel.gathered import memory_of_gpu
 from octavo.plan.memory import estimate
 from octavo.plan.saved import BlockRecipes, Setup, parameters
 from octavo.train.adamw import AdamW
@@ -45,13 +46,14 @@ class Workload(NamedTuple):
         """Its name for `--cases`."""
         return f"{self.case.name}-{self.settings.replace(' ', '-').replace('=', '-')}"
 
-    def setup(self) -> Setup:
-        """The same as input of the estimate of memory."""
+    def setup(self, memory: int | None) -> Setup:
+        """The same as input of the estimate of memory, on a GPU of so many bytes; None for a CPU."""
         spec, case = self.case.spec, self.case
         blocks = (BlockRecipes(*(DelayedScaling().name,) * 4),) * spec.layers
         return Setup(
             spec, parameters(spec), case.batch, case.sequence_length, params_bytes=2, blocks=blocks, head="backward",
             recompute=self.recompute, mlp_chunks=self.mlp_chunks, offload=self.offload, history=1024,
+            memory=memory,
         )  # fmt: skip
 
 
@@ -83,7 +85,7 @@ def measure_memory(
         }  # fmt: skip
         rows.append(row)
         with recorded(row, workload.name, say):
-            made = estimate(workload.setup())
+            made = estimate(workload.setup(memory_of_gpu(device.type)))
             row |= {"estimated_gib": made.total / GIB, "host_gib": made.host / GIB}
             _release(device)  # what the one before has left
             seconds, peak = _train(workload, device, iterations, max(1, warmup))

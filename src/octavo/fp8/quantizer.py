@@ -174,8 +174,9 @@ class LinearQuantizer:
             return self._weight_in_both(weight)
         if self._drops_cached:
             self.state.weight_cache = None
-        # Backward casts a weight of 16 bits again. Of float32 it would read four bytes to save one.
-        keep = keep and weight.itemsize > 2 and not (checkpoints.has_hooks() or _is_gathered(weight))
+        # Of float32 a second cast would read four bytes to save one.
+        keep = keep and (weight.itemsize > 2 or self.state.keeps_columnwise)
+        keep = keep and not (checkpoints.has_hooks() or _is_gathered(weight))
         columnwise = columnwise or (self.grads and keep)
         again = self.grads and not columnwise
         w, scale = self._cast(Operand.WEIGHT, self._producer(weight), rowwise=rowwise, columnwise=columnwise, keep=again)

@@ -42,6 +42,7 @@ class ModuleState:
     ) -> None:
         self.experts = experts  # of a stacked weight, each with scales of its own
         self.own_experts: slice | None = None  # those whose matrices this rank holds, if it does not hold all
+        self.keeps_columnwise = False  # of a weight of 16 bits, until backward: `octavo.fp8.columnwise`
         self.slots: dict[Operand, Slot] = {}
         self.operands = operands  # with a scale of the recipe
         self.indices: dict[Operand, int] = {}  # of the slots in any buffer

@@ -38,13 +38,14 @@ def _add_up(parts_ptr, sums_ptr, parts, columns, TILE_R: tl.constexpr, TILE_C: t
     for first in range(0, parts, TILE_R):
         r = first + tl.arange(0, TILE_R)
         summed += load_tile(parts_ptr, r, c, columns, (r < parts)[:, None] & (c < columns)[None, :])
-    tl.store(sums_ptr + tl.program_id(1) * columns + c, tl.sum(summed, 0), mask=c < columns)
+    total = tl.sum(summed, 0).to(sums_ptr.dtype.element_ty)
+    tl.store(sums_ptr + tl.program_id(1) * columns + c, total, mask=c < columns)
 
 
-def launch_add_up(parts: Tensor) -> Tensor:
+def launch_add_up(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Run the kernel; see `add_up`."""
     *leading, rows, columns = parts.shape
-    summed = torch.empty(*leading, columns, dtype=torch.float32, device=parts.device)
+    summed = torch.empty(*leading, columns, dtype=dtype, device=parts.device)
     if summed.numel():
         _add_up[(cdiv(columns, _FEW_COLUMNS), summed.numel() // columns)](
             parts.contiguous(), summed, rows, columns, TILE_R=_PARTS, TILE_C=_FEW_COLUMNS, num_warps=_PARTS_WARPS
@@ -52,9 +53,9 @@ def launch_add_up(parts: Tensor) -> Tensor:
     return summed
 
 
-def add_up(parts: Tensor) -> Tensor:
-    """Partial sums [P, C] or [S, P, C] in float32, added up over P: [C] or [S, C]."""
-    return launch_add_up(parts) if parts.device.type == "cuda" else parts.sum(-2)
+def add_up(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Partial sums [P, C] or [S, P, C] in float32, added up over P and rounded once: [C] or [S, C]."""
+    return launch_add_up(parts, dtype) if parts.device.type == "cuda" else parts.sum(-2).to(dtype)
 
 
 def launch(x: Tensor) -> Tensor:

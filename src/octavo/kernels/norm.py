@@ -209,7 +209,7 @@ def launch_backward(
             )
     if partial is None:
         return dh, None, None
-    summed = add_up(partial)
+    summed = add_up(partial, weight.dtype)
     return dh, summed[0], summed[1] if centre else None
 
 
@@ -233,11 +233,13 @@ def norm_backward(
     kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None,
     *, want_weight: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of `norm`'s h, [R, C] in its dtype, weight and bias, float32 [C] (None: not wanted, or an RMSNorm's bias).
+    """Gradients of `norm`'s h, [R, C], weight and bias, [C], in their dtypes (None: not wanted, or an RMSNorm's bias).
 
     dy: [R, C], of the normed result. h, stats: from `norm`. d_residual: [R, C], the gradient of h by other paths.
     """
     if h.device.type == "cuda":
         return launch_backward(kind, dy, h, weight, stats, d_residual, want_weight=want_weight)
     dh, d_weight, d_bias = reference.norm_backward(kind, dy, h, weight, stats, d_residual)
-    return dh.to(h.dtype), d_weight if want_weight else None, d_bias if want_weight else None
+    if not want_weight:
+        return dh.to(h.dtype), None, None
+    return dh.to(h.dtype), d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(weight.dtype)

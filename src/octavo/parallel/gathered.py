@@ -8,7 +8,6 @@ of shards, and the parameter without values that autograd sees for all FP8 weigh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,13 +18,11 @@ from torch import nn
 from octavo.fp8.quantizer import has_one_scale
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import states_of
-from octavo.hardware import GIB, describe_device, size
+from octavo.hardware import PART, describe_device, is_affordable, size, whole_gib
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.experts import experts_in
 from octavo.parallel.sharding import Sharding
 
-PART = 25
-"""Gathered blocks take at most memory / PART of a GPU."""
 LAYOUTS = 2
 """Bytes of a kept FP8 element: its rows for forward, and its columns, which backward's product reads."""
 
@@ -42,7 +39,7 @@ def choose(gathered: int, memory: int | None) -> Choice:
     if memory is None:
         return Choice(True, "blocks are freed after their forward, as always on a CPU")
     limit = f"1/{PART} of a GPU's memory ({size(memory / PART)})"
-    if PART * gathered <= memory:
+    if is_affordable(gathered, memory):
         return Choice(False, f"blocks stay gathered from forward to backward: {size(gathered)}, at most {limit}")
     return Choice(True, f"blocks are freed after their forward: gathered they take {size(gathered)}, more than {limit}")
 
@@ -63,11 +60,6 @@ def settle_gathering(model: nn.Module, blocks: Sequence[nn.Module], how: Shardin
 def memory_of_gpu(device_type: str) -> int | None:
     """Bytes of this rank's GPU; None on a CPU."""
     return None if device_type != "cuda" else whole_gib(describe_device(torch.cuda.current_device()).memory_gib)
-
-
-def whole_gib(memory_gib: float) -> int:
-    """Bytes of a GPU's memory without a fraction of a GiB, as the table of GPUs has it: a plan and its run ask for the same."""
-    return math.floor(memory_gib) * GIB
 
 
 def gathered_bytes(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from octavo.hardware import is_affordable
 from octavo.models.spec import ModelSpec
 
 GRANULARITIES: Mapping[str, str] = {"delayed": "tensor", "current": "tensor", "rowwise": "row", "block": "block"}
@@ -56,6 +57,7 @@ class Setup:
         reshard: gathered blocks are freed after their forward.
         late: float16, whose gradient of the head stays float32 until backward.
         history: steps of delayed scaling; 0 for none.
+        memory: bytes of the GPU, for the rule of `octavo.fp8.columnwise`; None for no columnwise weights from 16 bits.
     """
 
     spec: ModelSpec | None
@@ -79,6 +81,7 @@ class Setup:
     reshard: bool = True
     late: bool = False
     history: int = 0
+    memory: int | None = None
     context: int = 1
     expert: int = 1
     row_tile: int = 128
@@ -256,16 +259,20 @@ def kept_weights(setup: Setup, spec: ModelSpec) -> int:
     """FP8 weights that several micro-batches share: both layouts, from the first on and until the next step."""
     if not setup.accumulates:
         return 0
-    qkv, attended, ffn = widths(spec)
-    d, total = spec.hidden_size, 0
-    experts = own_experts(setup, spec)
-    shapes = ((qkv, d), (d, attended), (experts * ffn, d), (experts * d, spec.ffn_size))
+    total = 0
     for recipes, times in Counter(setup.recipes).items():
-        for name, shape in zip(recipes, shapes, strict=True):
+        for name, shape in zip(recipes, weight_shapes(setup, spec), strict=True):
             granularity = granularity_of(name)
             if granularity is not None and not (setup.sharded and granularity == "tensor"):  # else gathered as FP8
                 total += times * sum(map(sum, _weight_copy(*shape, granularity)))
-    return total + (2 * spec.vocabulary * d if setup.head else 0)
+    return total + (2 * spec.vocabulary * spec.hidden_size if setup.head else 0)
+
+
+def weight_shapes(setup: Setup, spec: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of a block's matrices, in the order of `BlockRecipes`; those of a rank's experts as one."""
+    qkv, attended, ffn = widths(spec)
+    d, experts = spec.hidden_size, own_experts(setup, spec)
+    return (qkv, d), (d, attended), (experts * ffn, d), (experts * d, spec.ffn_size)
 
 
 def widths(spec: ModelSpec) -> tuple[int, int, int]:
@@ -297,7 +304,19 @@ def root_bytes(setup: Setup) -> int:
 def keeps_columnwise(setup: Setup) -> bool:
     """Forward casts weights with a scale in both layouts, for this forward's backward: `LinearQuantizer.weight`."""
     shared, small = setup.sharded or setup.accumulates, setup.recompute in (True, "selective") or setup.offload
-    return not shared and not small and setup.params_bytes == 4
+    if shared or small or setup.spec is None:
+        return False
+    return setup.params_bytes == 4 or is_affordable(_fp8_elements(setup, setup.spec), setup.memory)
+
+
+def _fp8_elements(setup: Setup, spec: ModelSpec) -> int:
+    """Elements of the FP8 weights of all blocks."""
+    return sum(
+        rows * columns * times
+        for recipes, times in Counter(setup.recipes).items()
+        for name, (rows, columns) in zip(recipes, weight_shapes(setup, spec), strict=True)
+        if name is not None
+    )
 
 
 def _input(rows: int, columns: int, granularity: str | None, compute: int, *, rowwise: bool = False) -> list[int]:

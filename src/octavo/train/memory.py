@@ -24,7 +24,7 @@ from octavo.config.degrees import divisors
 from octavo.config.effects import with_values
 from octavo.dtypes import torch_dtype
 from octavo.errors import OctavoError
-from octavo.hardware import GIB, process_memory_limit, size
+from octavo.hardware import GIB, process_memory_limit, size, whole_gib
 from octavo.kernels.experts.routes import TILE
 from octavo.models.families import decoder_spec
 from octavo.models.spec import ModelSpec
@@ -112,6 +112,7 @@ def setup_of(plan: RunPlan) -> Setup:
         reshard=plan.gathering.reshard,
         late=plan.dtype == torch.float16,
         history=history,
+        memory=whole_gib(plan.hardware.memory_gib) if plan.hardware.kind == "cuda" else None,
         context=plan.degrees.context,
         expert=plan.degrees.expert,
         row_tile=TILE if plan.hardware.kind == "cuda" else 1,

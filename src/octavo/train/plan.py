@@ -29,7 +29,7 @@ from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Recipe
 from octavo.fp8.scaling import states_of
-from octavo.hardware import Device, Gpu, describe_device, supports_fp8
+from octavo.hardware import Device, Gpu, describe_device, supports_fp8, whole_gib
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
@@ -37,7 +37,7 @@ from octavo.models.own_code import refuse_other_models
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.weight_loader import folder_weights
 from octavo.parallel.context import check_context, own_code_message
-from octavo.parallel.gathered import Choice, choose, gathered_bytes, whole_gib
+from octavo.parallel.gathered import Choice, choose, gathered_bytes
 from octavo.parallel.sharding import check_experts, check_supported, gather_dtype
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
