@@ -2,7 +2,7 @@
 
 A process of its own, since `TRITON_INTERPRET` is read where a kernel is defined. Launches get tensors without memory, at the
 sizes of models, and end when their kernel is compiled. Prints JSON: for each launch the kernel with its bytes of shared memory
-or the compiler's message, the registers of a thread for some of them, and the names of kernels without a launch.
+or the compiler's message; for some of them registers of a thread and bytes that it spills; names of kernels without a launch.
 """
 
 import json
@@ -61,18 +61,18 @@ def compiled(self, *arguments, grid, warmup, **keywords):
         results.append((self.__name__, f"{type(error).__name__}: {error}"))
     else:
         results.append((self.__name__, kernel.metadata.shared))
-        if self.__name__ == "activation_tiles":
-            registers.append(registers_of(kernel.asm["cubin"]))
+        if self.__name__ in ("activation_tiles", "_cross_entropy"):
+            registers.append((self.__name__, *registers_of(kernel.asm["cubin"])))
 
 
 def registers_of(code):
-    """Registers of a thread, as compiled for a GPU."""
+    """Registers of a thread and bytes on its stack, which are spilled registers, as compiled for a GPU."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"REG:(\d+)", shown).group(1))
+    return [int(number) for number in re.search(r"REG:(\d+) STACK:(\d+)", shown).groups()]
 
 
 def matrix(*shape, dtype=BF16):
@@ -142,9 +142,14 @@ def dense():
     history = matrix(32, 512, dtype=FP32)
     for algo in ("max", "most_recent"):
         scales.launch(history, history[0], history[0], matrix(512, dtype=torch.bool), algo=algo, margin=0, rounding=1.0)
-    logits, target = matrix(2048, 128256), matrix(2048, dtype=torch.int64)
-    for smoothing, fp8 in ((0.0, None), (0.1, None), (0.0, matrix(2048, 128256, dtype=E5M2))):
-        cross_entropy.launch(logits, target, matrix(dtype=FP32), cross_entropy.Objective(label_smoothing=smoothing), fp8)
+    target = matrix(2048, dtype=torch.int64)
+    for columns, dtype in ((32000, BF16), (128256, BF16), (128256, FP32), (131073, BF16)):  # short, long, long and unaligned
+        logits = matrix(2048, columns, dtype=dtype)
+        for smoothing in (0.0, 0.1):
+            objective = cross_entropy.Objective(label_smoothing=smoothing)
+            for fp8 in (None, matrix(2048, columns, dtype=E5M2)):
+                cross_entropy.launch(logits, target, matrix(dtype=FP32), objective, fp8)
+            cross_entropy.launch(logits, target, None, objective)
     cross_entropy.launch_scale(logits, matrix(dtype=FP32))
     ids = matrix(2, 8192, dtype=torch.int64)
     for dtype in (BF16, FP32):

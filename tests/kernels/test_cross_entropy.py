@@ -6,7 +6,14 @@ from torch.nn import functional
 
 from octavo.fp8.formats import E5M2
 from octavo.kernels import cross_entropy, reference
+from octavo.kernels.cross_entropy import Objective, RowShape
 from octavo.nn import head
+
+INTERPRETER = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel"
+)
+SHAPES = {"read twice": RowShape(128, 0, 8), "kept": RowShape(64, 128, 32), "kept in wide blocks": RowShape(256, 128, 32)}
+of_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def case(rows, columns):
@@ -16,69 +23,109 @@ def case(rows, columns):
     return logits, target
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
-@pytest.mark.parametrize(("rows", "columns"), [(5, 17), (3, 300), (1, 8192)])
-def test_kernel_equals_float64(monkeypatch, rows, columns):
-    monkeypatch.setattr(cross_entropy, "_BLOCK", 128)
+@INTERPRETER
+@of_each_shape
+@pytest.mark.parametrize(("rows", "columns"), [(5, 17), (4, 128), (3, 129), (3, 301), (1, 8192)])
+def test_kernel_equals_float64(shape, rows, columns):
     logits, target = case(rows, columns)
     exact = logits.double().requires_grad_()
     want = functional.cross_entropy(exact, target, reduction="sum", ignore_index=-100)
     (want * 0.25).backward()
-    loss, grad = cross_entropy.launch(logits.clone(), target, torch.tensor(0.25), cross_entropy.Objective())
+    loss, grad = cross_entropy.launch(logits.clone(), target, torch.tensor(0.25), Objective(), shape=shape)
     torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grad.high_precision.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
+@INTERPRETER
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter, for -∞ - -∞ that `where` replaces
-def test_excluded_words_may_fill_a_block(monkeypatch):
-    monkeypatch.setattr(cross_entropy, "_BLOCK", 128)
+@of_each_shape
+@pytest.mark.parametrize("excluded", [64, 128, 200])
+def test_excluded_words_may_fill_a_block(shape, excluded):
     logits, target = torch.randn(2, 300), torch.tensor([200, 299])
-    logits[:, :128] = -torch.inf
+    logits[:, :excluded] = -torch.inf
     want_loss, want = reference.cross_entropy(logits, target, torch.tensor(1.0))
-    loss, grad = cross_entropy.launch(logits, target, torch.tensor(1.0), cross_entropy.Objective())
+    loss, grad = cross_entropy.launch(logits, target, torch.tensor(1.0), Objective(), shape=shape)
     torch.testing.assert_close(loss, want_loss)
     torch.testing.assert_close(grad.high_precision, want)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
+@INTERPRETER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@of_each_shape
 @pytest.mark.parametrize(("rows", "columns"), [(5, 17), (3, 300), (2, 1024)])
-def test_gradient_in_fp8(exact_casts, monkeypatch, rows, columns, dtype):
-    monkeypatch.setattr(cross_entropy, "_BLOCK", 128)
+def test_gradient_in_fp8(exact_casts, shape, rows, columns, dtype):
     logits, target = case(rows, columns)
     logits = logits.to(dtype)
     want_loss, want = reference.cross_entropy(logits.float(), target, torch.tensor(1.0))
     into = torch.empty(rows, columns + 7, dtype=E5M2.dtype)[:, :columns]
-    loss, grad = cross_entropy.launch(logits, target, torch.tensor(0.25), cross_entropy.Objective(), into)
+    loss, grad = cross_entropy.launch(logits, target, torch.tensor(0.25), Objective(), into, shape=shape)
     torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=1e-5)
     assert grad.high_precision is None
     torch.testing.assert_close(grad.fp8.float() * grad.scale_inv, want * 0.25, rtol=0.13, atol=2.0**-17 / E5M2.max)
+
+
+PLACES = [0, 1, 63, 126, 127, -100, 128, 129, 192, 299, 300, -100]
+"""First and last columns that are kept, of blocks and of a row of 301; and ignored targets."""
+
+
+@INTERPRETER
+@of_each_shape
+@pytest.mark.parametrize("objective", [Objective(), Objective(label_smoothing=0.1), Objective(-100, 0.1, 1e-2)], ids=str)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_targets_in_the_kept_part_and_behind_it(exact_casts, shape, objective, fp8):
+    target = torch.tensor(PLACES)
+    logits = (torch.randn(len(target), 301) * 3).bfloat16()
+    logits[::2, 40] = logits[1::3, 250] = 9.0  # either part may have the largest
+    want_loss, want = reference.cross_entropy(logits.float(), target, torch.tensor(0.5), *objective)
+    into = torch.full((len(target), 320), 7.0).to(E5M2.dtype if fp8 else torch.bfloat16)
+    inside = into[:, :301]
+    if not fp8:
+        inside.copy_(logits)
+        logits = inside
+    alone, _ = cross_entropy.launch(logits, target, None, objective, shape=shape)
+    loss, grad = cross_entropy.launch(logits, target, torch.tensor(0.5), objective, inside if fp8 else None, shape=shape)
+    assert torch.equal(loss, alone)
+    torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=1e-4)
+    if fp8:
+        want = want.clamp(-0.5, 0.5)  # with a z-loss a probability near 1 saturates
+        torch.testing.assert_close(grad.fp8.float() * grad.scale_inv, want, rtol=0.13, atol=2.0**-17 / E5M2.max)
+    else:
+        assert grad.high_precision is logits
+        torch.testing.assert_close(logits.float(), want, rtol=1e-2, atol=1e-6)
+    assert (into[:, 301:].float() == 7).all()  # no write beside a row
+
+
+@INTERPRETER
+@pytest.mark.parametrize("columns", [65535, 65536, 70001])
+def test_a_row_of_any_length_has_a_shape(columns):
+    assert cross_entropy.row_shape(columns) == (cross_entropy.SHORT if columns < 65536 else cross_entropy.LONG)
+    logits, target = torch.randn(2, columns) * 3, torch.tensor([16383, columns - 1])
+    want_loss, want = reference.cross_entropy(logits, target, torch.tensor(1.0))
+    loss, grad = cross_entropy.launch(logits, target, torch.tensor(1.0), Objective())
+    torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad.high_precision, want, rtol=1e-4, atol=1e-6)
 
 
 UNKNOWN = [-1, -2, -99, -101, 40, 41, 2**40, -(2**40)]
 
 
 @pytest.mark.parametrize(
-    "how",
+    "shape",
     [
-        "reference",
-        pytest.param(
-            "kernel",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel"),
-        ),
+        pytest.param(None, id="reference"),
+        pytest.param(RowShape(16, 0, 8), id="read twice", marks=INTERPRETER),
+        pytest.param(RowShape(16, 16, 32), id="kept", marks=INTERPRETER),
     ],
 )
 @pytest.mark.parametrize("unknown", UNKNOWN)
-def test_a_target_outside_the_vocabulary_gives_nan_in_its_row_alone(monkeypatch, how, unknown):
-    monkeypatch.setattr(cross_entropy, "_BLOCK", 16)
+def test_a_target_outside_the_vocabulary_gives_nan_in_its_row_alone(shape, unknown):
     logits, target = case(7, 40)
     target[4] = unknown
     guarded = torch.full((9, 48), 7.0)  # a write beside a row would show
     inside = guarded[1:8, :40]
     inside.copy_(logits)
-    if how == "kernel":
-        loss, gradient = cross_entropy.launch(inside, target, torch.tensor(1.0), cross_entropy.Objective())
+    if shape is not None:
+        loss, gradient = cross_entropy.launch(inside, target, torch.tensor(1.0), Objective(), shape=shape)
         grad = gradient.high_precision
         assert (torch.cat([guarded[0], guarded[8], guarded[:, 40:].flatten()]) == 7).all()
     else:
@@ -124,10 +171,9 @@ def test_head_without_targets_or_gradients():
     assert loss.item() == 0.0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU; tests/gpu runs the kernel")
+@INTERPRETER
 @pytest.mark.parametrize("factor", [1.0, 0.3])
-def test_scales_in_place(monkeypatch, factor):
-    monkeypatch.setattr(cross_entropy, "_BLOCK", 128)
+def test_scales_in_place(factor):
     x = torch.randn(3, 333)
     want = x * factor
     for scale in (cross_entropy.launch_scale, cross_entropy.scale_):

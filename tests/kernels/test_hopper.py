@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for Hopper, at the sizes of models; tiles fit in shared memory, activations in registers."""
+"""Every Triton kernel compiles for Hopper, at the sizes of models; tiles fit in shared memory, some kernels in registers."""
 
 import json
 import os
@@ -10,7 +10,9 @@ import pytest
 import torch
 
 SHARED_MEMORY = 227 * 1024  # bytes of a program on Hopper
-REGISTERS = 96  # of a thread: with 128 an activation took a quarter more time, and nothing else shows that it has so many
+# Of a thread; nothing else shows how many a kernel takes. With 128 an activation took a quarter more time. Cross entropy, which
+# keeps a part of a row in them, has up to 1,024 threads.
+REGISTERS = {"activation_tiles": 96, "_cross_entropy": 64}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them")
@@ -23,5 +25,5 @@ def test_kernels_compile_for_hopper():
     found = json.loads(done.stdout)
     assert [(name, size) for name, size in found["compiled"] if isinstance(size, str) or size > SHARED_MEMORY] == []
     assert found["missing"] == []
-    assert found["registers"]
-    assert max(found["registers"]) <= REGISTERS
+    assert {name for name, _, _ in found["registers"]} == set(REGISTERS)
+    assert [row for row in found["registers"] if row[1] > REGISTERS[row[0]] or row[2]] == []
