@@ -87,7 +87,7 @@ def test_products(m, n, k, out_dtype, precise, bias, kind, a_format):
     assert error < (4e-3 * twice if out_dtype == torch.bfloat16 or kind == "row" else 3e-4 if precise else 3e-3)
 
 
-@pytest.mark.parametrize("columns", [17, 8192, 128256])
+@pytest.mark.parametrize("columns", [17, 8192, 50257, 128256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_cross_entropy(columns, dtype):
     logits, target = (torch.randn(33, columns) * 5).to(dtype), torch.randint(columns, (33,))

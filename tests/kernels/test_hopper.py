@@ -10,9 +10,9 @@ import pytest
 import torch
 
 SHARED_MEMORY = 227 * 1024  # bytes of a program on Hopper
-# Of a thread; nothing else shows how many a kernel takes. With 128 an activation took a quarter more time. Cross entropy, which
-# keeps a part of a row in them, has up to 1,024 threads.
-REGISTERS = {"activation_tiles": 96, "_cross_entropy": 64}
+# Of a thread at most; nothing else shows how many a kernel takes. With 128 an activation took a quarter more time. Cross
+# entropy keeps a part of a row in them, and may take all without spilling.
+REGISTERS = {"activation_tiles": 96, "_cross_entropy": 255}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them")

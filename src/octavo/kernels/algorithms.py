@@ -151,7 +151,7 @@ def _by_rows(x: Tensor) -> bool | None:
     """True for a matrix stored row after row, False for column after column, None where there are gaps."""
     if x.is_contiguous():
         return True
-    return False if x.t().is_contiguous() else None
+    return False if x.stride() == (1, x.shape[0]) else None
 
 
 def _is_aligned(*tensors: Tensor) -> bool:

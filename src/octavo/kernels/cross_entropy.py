@@ -39,74 +39,82 @@ class Gradient(NamedTuple):
 
 
 class RowShape(NamedTuple):
-    """Columns that a program reads at once, first columns that it keeps from pass to pass (0: none), and its warps."""
+    """Columns that a program reads at once, of which it keeps the first in registers, and its warps."""
 
     block: int
-    kept: int
     warps: int
 
 
-# Measured on an H200 with 2,048 rows and FP8 gradients, a prototype of the long shape or the short one: 128,256 columns take
-# 307 or 336 µs, 32,000 take 211 or 151. The bound lies between them; no size there is measured.
-_LONG_ROW = 65536
-SHORT, LONG = RowShape(8192, 0, 8), RowShape(8192, 16384, 32)
+_SHAPES = {16384: RowShape(4096, 8), 98303: RowShape(8192, 16)}
+"""Longest row → shape; measured on an H100. Programs of 32 warps leave the L2 cache to few rows."""
+_LONGEST = RowShape(16384, 32)
 
 
 def row_shape(columns: int) -> RowShape:
-    """The faster shape. It is that of losses without a gradient too, so that both sum in one order."""
-    return LONG if columns >= _LONG_ROW else SHORT
+    """The fastest shape with a gradient. A loss without one has it too, so that both sum in one order."""
+    return next((shape for longest, shape in _SHAPES.items() if columns <= longest), _LONGEST)
 
 
 @triton.jit
-def _add_block(x, inside, top, total, summed, SMOOTH: tl.constexpr):
-    """Maximum and sum of exponentials, in powers of two, and sum of the logits so far, with those of a block."""
-    x = x.to(tl.float32)
-    new_top = tl.maximum(top, tl.max(x) * LOG2_E)
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)  # first blocks of nothing but -∞ add 0, not NaN
-    total = total * exp2(top - base) + tl.sum(exp2(tl.fma(x, LOG2_E, -base)))
-    if SMOOTH:
-        summed += tl.sum(tl.where(inside, x, 0.0))
-    return new_top, total, summed
+def _exponentials(x, base):
+    """e to the logits, times 2 to the -base: a power of two is one instruction."""
+    return exp2(tl.fma(x.to(tl.float32), LOG2_E, -base))
 
 
 @triton.jit
-def _store_gradient(out, x, c, columns, log2_total, factor, even, SMOOTH: tl.constexpr, POLICY: tl.constexpr):
+def _store_gradient(out, x, c, columns, log2_total, factor, even, SMOOTH: tl.constexpr):
     """Store the gradient of a block, as if none of its columns were the target."""
-    grad = exp2(tl.fma(x.to(tl.float32), LOG2_E, -log2_total)) * factor
+    grad = _exponentials(x, log2_total) * factor
     if SMOOTH:
         grad -= even
     # To FP8 the conversion saturates.
-    tl.store(out + c, grad.to(out.dtype.element_ty), mask=c < columns, eviction_policy=POLICY)
+    tl.store(out + c, grad.to(out.dtype.element_ty), mask=c < columns, eviction_policy="evict_first")
 
 
 @triton.jit
 def _cross_entropy(
     logits_ptr, target_ptr, loss_ptr, grad_scale_ptr, fp8_ptr, columns, stride, fp8_stride, ignore_index, smoothing, z_loss,
-    FP8_MAX: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
+    FP8_MAX: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Few long rows are under way at once: the L2 cache is for what is read again.
-    ONCE: tl.constexpr = "evict_first" if KEPT else ""
-    AGAIN: tl.constexpr = "evict_last" if KEPT and grad_scale_ptr is not None else ""
+    AGAIN: tl.constexpr = "evict_last" if grad_scale_ptr is not None else "evict_first"
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     start = logits_ptr + row * stride
-    # In powers of two, whose exponential is one instruction.
-    top = -float("inf")
-    total = 0.0
+    kept_c = tl.arange(0, BLOCK)
+    kept = tl.load(start + kept_c, mask=kept_c < columns, other=-float("inf"), eviction_policy="evict_first")
+    top = tl.max(kept.to(tl.float32)) * LOG2_E
+    # Each lane sums by itself, from the maximum of the kept logits on: no reduction, and its barriers, for each block.
+    base = tl.where(top == -float("inf"), 0.0, top)
+    sums = _exponentials(kept, base)
     summed = 0.0
-    if KEPT:
-        kept_c = tl.arange(0, KEPT)
-        kept = tl.load(start + kept_c, mask=kept_c < columns, other=-float("inf"), eviction_policy=ONCE)
-        top, total, summed = _add_block(kept, kept_c < columns, top, total, summed, SMOOTH)
-    for first in range(KEPT, columns, BLOCK):
+    if SMOOTH:
+        summed = tl.sum(tl.where(kept_c < columns, kept.to(tl.float32), 0.0))
+    for first in range(BLOCK, columns, BLOCK):
         c = first + tl.arange(0, BLOCK)
         x = tl.load(start + c, mask=c < columns, other=-float("inf"), eviction_policy=AGAIN)
-        top, total, summed = _add_block(x, c < columns, top, total, summed, SMOOTH)
+        sums += _exponentials(x, base)
+        if SMOOTH:
+            summed += tl.sum(tl.where(c < columns, x.to(tl.float32), 0.0))
+    total = tl.sum(sums)
+    # Beside a logit beyond 88 above the kept ones the sum is ∞, and beside kept ones of nothing but -∞ too small.
+    if (top == -float("inf")) | ~(total < float("inf")):
+        tops = kept.to(tl.float32)
+        for first in range(BLOCK, columns, BLOCK):
+            c = first + tl.arange(0, BLOCK)
+            tops = tl.maximum(tops, tl.load(start + c, mask=c < columns, other=-float("inf")).to(tl.float32))
+        top = tl.max(tops) * LOG2_E
+        base = tl.where(top == -float("inf"), 0.0, top)
+        sums = _exponentials(kept, base)
+        for first in range(BLOCK, columns, BLOCK):
+            c = first + tl.arange(0, BLOCK)
+            sums += _exponentials(tl.load(start + c, mask=c < columns, other=-float("inf")), base)
+        total = tl.sum(sums)
     real = target != ignore_index
     known = (target >= 0) & (target < columns)
     at_target = tl.where(known, target, 0)  # never outside the row
     picked = tl.load(start + at_target).to(tl.float32)
-    log2_total = top + tl.log2(total)
+    log2_total = base + tl.log2(total)
     log_total = log2_total / LOG2_E
     loss = log_total - (1.0 - smoothing) * picked + z_loss * log_total * log_total
     even = 0.0
@@ -126,14 +134,13 @@ def _cross_entropy(
         factor = (1.0 + 2.0 * z_loss * log_total) * scale
         even = even * scale
         tl.debug_barrier()  # every warp has read its target's logit before any overwrites it
-        for first in range(KEPT, columns, BLOCK):
+        for first in range(BLOCK, columns, BLOCK):
             c = first + tl.arange(0, BLOCK)
-            x = tl.load(start + c, mask=c < columns, other=-float("inf"), eviction_policy=ONCE)
-            _store_gradient(out, x, c, columns, log2_total, factor, even, SMOOTH, ONCE)
-        if KEPT:
-            _store_gradient(out, kept, kept_c, columns, log2_total, factor, even, SMOOTH, ONCE)
+            x = tl.load(start + c, mask=c < columns, other=-float("inf"), eviction_policy="evict_first")
+            _store_gradient(out, x, c, columns, log2_total, factor, even, SMOOTH)
+        _store_gradient(out, kept, kept_c, columns, log2_total, factor, even, SMOOTH)
         tl.debug_barrier()  # the target's gradient is stored twice, and the second is right
-        grad = exp2(tl.fma(picked, LOG2_E, -log2_total)) * factor - even - (1.0 - smoothing) * scale
+        grad = _exponentials(picked, log2_total) * factor - even - (1.0 - smoothing) * scale
         tl.store(out + at_target, grad.to(out.dtype.element_ty))
 
 
@@ -151,7 +158,7 @@ def launch(
         _cross_entropy[(rows,)](
             logits, target, loss, grad_scale, q, columns, logits.stride(0), 0 if q is None else q.stride(0),
             objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss),
-            FP8_MAX=fp8_max, SMOOTH=objective.label_smoothing != 0, BLOCK=shape.block, KEPT=shape.kept, num_warps=shape.warps,
+            FP8_MAX=fp8_max, SMOOTH=objective.label_smoothing != 0, BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
     if grad_scale is None:
         return loss.sum(), None

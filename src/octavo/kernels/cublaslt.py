@@ -183,7 +183,7 @@ class Product:
         algorithm = self.algorithms[number]
         # From PyTorch's allocator: no other stream shares it, and a CUDA graph keeps its own.
         workspace = out.new_empty(algorithm.workspace, dtype=torch.uint8) if algorithm.workspace else None
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(self.shape.device)  # without an object around it
         with self._lock:
             if scales is not None:
                 self._a_scale.value, self._b_scale.value = (scale.data_ptr() for scale in scales)
