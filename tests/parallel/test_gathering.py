@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 import ranks
+from octavo.errors import InputError
 from octavo.fp8 import scaling
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling
 from octavo.parallel import world
-from octavo.parallel.fsdp import accumulate
+from octavo.parallel.fsdp import accumulate, settle, sharded_modules
 from octavo.parallel.fsdp2 import fp8_gather
 
 pytestmark = ranks.alone
@@ -126,6 +127,111 @@ def test_two_ranks_equal_one(function, arguments, keep, sizes):
         assert found == pytest.approx(losses, rel=1e-5)
         for name, value in values.items():
             assert (others[name] - value).norm() <= 1e-2 * value.norm(), name
+
+
+def of_every_part(call):
+    return lambda model, recipe: [call(part) for part in sharded_modules(model)]
+
+
+def under_autocast(model, recipe):
+    with fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+        for part in sharded_modules(model):
+            part.unshard()
+
+
+CALLS = {
+    "keep all": ("start", lambda model, _: model.set_reshard_after_forward(False)),
+    "keep a block": ("start", lambda model, _: model.layers[1].set_reshard_after_forward(False)),
+    "free all": ("start", lambda model, _: model.set_reshard_after_forward(True)),
+    "free a block": ("start", lambda model, _: model.layers[1].set_reshard_after_forward(True)),
+    "keep behind backward": ("start", lambda model, _: model.set_reshard_after_backward(False)),
+    "embedding not in backward": ("start", lambda model, _: model.embedding.set_unshard_in_backward(False)),
+    "keep from here": ("forward", lambda model, _: model.set_reshard_after_forward(False)),
+    "free from here": ("forward", lambda model, _: model.set_reshard_after_forward(True)),
+    "gather": ("forward", of_every_part(lambda part: part.unshard())),
+    "begin to gather": ("forward", of_every_part(lambda part: part.unshard(async_op=True))),
+    "gather under autocast": ("forward", under_autocast),
+    "gather for backward": ("backward", of_every_part(lambda part: part.unshard())),
+    "begin to gather for backward": ("backward", of_every_part(lambda part: part.unshard(async_op=True))),
+    "gather for backward under autocast": ("backward", under_autocast),
+}
+"""Of FSDP2's own methods: when they are called (before training, before a forward, or before a backward), and how."""
+
+
+def with_calls(calls, keep, sizes, recipe, micro_batches):
+    """Losses, gradients and weights of two steps, for each of these calls."""
+    world.init({})
+    return [_with_call(call, keep, sizes, recipe, micro_batches) for call in calls]
+
+
+def _with_call(name, keep, sizes, recipe, micro_batches):
+    model = sharded.build(torch.float32, recipe, sizes=sizes, settings={"reshard_after_forward": not keep})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    moment, call = CALLS.get(name, ("", None))
+    ids, found = IDS.chunk(world.state.dp_size)[world.state.dp_rank], []
+    for step in range(2):
+        for index in range(micro_batches):
+            accumulate(model, last=index == micro_batches - 1)
+            if moment == "forward" or (moment == "start" and step == index == 0):
+                call(model, recipe)
+            part, first = (ids + step + index) % 17, index == 0 if micro_batches > 1 else None
+            with microbatch(first=first), fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+                loss = model(input_ids=part, labels=part).loss
+            if moment == "backward":
+                call(model, recipe)
+            loss.backward()
+            found.append(loss.item())
+        settle(model)
+        found.append({name: sharded.full(p.grad) for name, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, {name: sharded.full(p) for name, p in model.named_parameters()}]
+
+
+def hold_equal(found, wanted, what):
+    """Hold losses and named tensors against others, to the last bit."""
+    for one, other in zip(found, wanted, strict=True):
+        if isinstance(other, float):
+            assert one == other, what
+        else:
+            assert one.keys() == other.keys()
+            assert all(bool(value.isfinite().all()) for value in other.values())
+            assert [name for name, value in other.items() if not torch.equal(one[name], value)] == [], what
+
+
+@pytest.mark.parametrize(
+    ("recipe", "micro_batches", "keep", "sizes"),
+    [
+        *((None, 3, keep, "llama") for keep in (False, True)),
+        *((RECIPE, count, False, sizes) for count, sizes in ((1, "mixtral"), (3, "llama"))),
+        *((CurrentScaling(), count, False, sizes) for count, sizes in ((1, "llama"), (3, "mixtral"))),
+        *((recipe, 3, True, "llama") for recipe in (RECIPE, CurrentScaling())),
+    ],
+)
+def test_when_a_caller_gathers_and_frees_weights_changes_no_bit(recipe, micro_batches, keep, sizes):
+    for wanted, *others in ranks.run(2, with_calls, ["nothing", *CALLS], keep, SIZES[sizes], recipe, micro_batches):
+        for name, found in zip(CALLS, others, strict=True):
+            hold_equal(found, wanted, name)
+
+
+def never_in_backward(keep):
+    """What a block in FP8 says that is not to be gathered in backward."""
+    model, ids = start(keep)
+    model.layers[1].set_unshard_in_backward(False)
+    with fp8_autocast(fp8_recipe=RECIPE):
+        loss = model(input_ids=ids, labels=ids).loss
+    try:
+        loss.backward()
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def test_a_weight_that_backward_reads_has_to_be_there():
+    for said in ranks.run(2, never_in_backward, False):
+        assert said.startswith("set_unshard_in_backward(False): layers.1 has FP8 weights")
+        assert "set_reshard_after_forward(False)" in said
+    assert ranks.run(2, never_in_backward, True) == [None, None]
 
 
 def casts_of_a_step(keep, sizes, recipe, micro_batches, recompute):

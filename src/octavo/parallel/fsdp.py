@@ -196,7 +196,7 @@ def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sh
     units: list[Any] = [part for block in blocks for part in sharded_modules(block)] or [model]
     parts = [part for part in units if travels(part, how.recipe)]
     if parts:
-        gather_in_fp8(model, parts, keep=not how.frees_blocks or not blocks)
+        gather_in_fp8(model, parts)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -3,6 +3,8 @@
 Each rank casts its shard of a master weight by the scale of the whole tensor, so that the gathered weight is bit for bit the
 cast of the whole. Forward uses the gathered rows; backward, after a second all-gather, transposes them for the input gradient.
 A shard is cast once a step: its bytes stay until the last gathering of the step.
+A caller may gather a weight at another time (`unshard`), or change when it is freed: whatever a backward finds gathered is
+transposed for it, and gathered again if it is in another form. Outside of a forward a weight is gathered in its own dtype.
 The stacked matrices of experts have a scale each, and a shard may have rows of several.
 
 FSDP2 lets a sharded tensor replace the data that is gathered (`fsdp_pre_all_gather`, `fsdp_post_all_gather`). Autograd then
@@ -24,7 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from octavo.errors import InputError
 from octavo.fp8 import autocast, buffers, checkpoints
 from octavo.fp8.quantizer import has_one_scale, shard_scale
 from octavo.fp8.recipe import Cast, Operand, Recipe
@@ -41,8 +45,14 @@ _placeholders: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 class _Mode:
     """Gradient mode and micro-batch of the current forward: FSDP2 calls the casts without either."""
 
+    running: bool = False
     grads: bool = False
     first: bool | None = None
+
+    def note(self, first: bool | None = None) -> None:
+        """Begin a forward; first: as its caller says."""
+        self.grads = checkpoints.trains()
+        self.first = autocast.first_microbatch() if first is None else first
 
 
 @dataclass
@@ -58,29 +68,27 @@ class _Form:
     columnwise: Tensor | None = None
 
 
-def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module], *, keep: bool) -> None:
-    """Let the weights of the FP8 layers in `blocks`, each of which is sharded, travel in FP8 under an autocast.
-
-    keep: gathered weights stay from forward to backward.
-    """
+def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Let the weights of the FP8 layers in `blocks`, each of which is sharded, travel in FP8 under an autocast."""
     forward = _Mode()
     shared: list[_SharedWeight] = []
 
     def note(_: nn.Module, args: Any, options: dict[str, Any]) -> None:
-        first = options.get("is_first_microbatch")
-        forward.grads = checkpoints.trains()
-        forward.first = autocast.first_microbatch() if first is None else first
+        forward.note(options.get("is_first_microbatch"))
+        forward.running = True
         _join_amaxes(shared)
 
     def forget(*_: Any) -> None:
+        forward.running = False
         for weight in shared:
             weight.largest = None
 
     for block in blocks:
         group = _group(block)
-        weights = [_shared(parameter, group, forward, keep) for parameter in group.fsdp_params]
+        weights = [_shared(parameter, group, forward) for parameter in group.fsdp_params]
         if found := [weight for weight in weights if weight is not None]:
-            block.register_forward_pre_hook(_gather_again(block, found), prepend=True)
+            block.register_forward_pre_hook(_gather_again(block, found, forward), prepend=True)
+            _complete_in_backward(group, found)
             shared += found
     root.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
     root.register_forward_hook(forget, always_call=True)
@@ -101,12 +109,12 @@ def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
             weight.largest = found.view(part.shape)
 
 
-def _shared(parameter: Any, group: Any, forward: _Mode, keep: bool) -> _SharedWeight | None:
+def _shared(parameter: Any, group: Any, forward: _Mode) -> _SharedWeight | None:
     state = _state_of(parameter._module_info.module, parameter._module_info.param_name)
     if state is None:
         return None
     parameter.reset_sharded_param()  # a local tensor with room for padding, which then stays the same object
-    weight = _SharedWeight(parameter, group, state, forward, keep)
+    weight = _SharedWeight(parameter, group, state, forward)
     # A weak reference: Python's garbage collector does not see a tensor that has views, so one that held the model would never
     # be freed. The hook of the block keeps the object alive.
     proxy = weakref.proxy(weight)
@@ -117,28 +125,63 @@ def _shared(parameter: Any, group: Any, forward: _Mode, keep: bool) -> _SharedWe
     return weight
 
 
-def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight]) -> Callable[..., None]:
-    """A hook that drops weights prefetched or kept for another autocast, so that FSDP2 gathers them again."""
+def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight], forward: _Mode) -> Callable[..., None]:
+    """A hook that drops weights prefetched or kept for another autocast or evaluation, so that FSDP2 gathers them again."""
 
     def hook(*_: Any) -> None:
         group = _group(block)
-        there = group.is_unsharded or group._all_gather_result is not None
-        if there and checkpoints.graph_task() == -1 and any(weight.how != weight.wanted() for weight in weights):
-            group.wait_for_unshard()
-            group.reshard()
+        if not forward.running and checkpoints.graph_task() == -1:  # a part of the model that is called by itself
+            forward.note()
+        if _is_there(group) and checkpoints.graph_task() == -1 and not all(weight.is_of_forward() for weight in weights):
+            _free(group)
 
     return hook
+
+
+def _complete_in_backward(group: Any, weights: Sequence[_SharedWeight]) -> None:
+    """Have a backward find the weights as it reads them, whoever gathered them and when.
+
+    It does not gather what is there: blocks that stay gathered, those that their caller gathered, and those that were fetched
+    ahead for another run of the forward, where blocks run in an order of their own or more than once.
+    """
+    gather = group.pre_backward
+
+    def pre_backward(*arguments: Any) -> None:
+        begins = group._training_state != TrainingState.PRE_BACKWARD
+        if begins and _is_there(group) and not all(weight.is_of_backward() for weight in weights):
+            _free(group)
+        gather(*arguments)
+        if not group.is_unsharded:
+            raise InputError(
+                f"set_unshard_in_backward(False): {group._module_fqn} has FP8 weights, which backward reads for the gradient "
+                "of its input. Leave it True, or keep them gathered by set_reshard_after_forward(False)."
+            )
+        for weight in weights:
+            weight.complete()
+
+    group.pre_backward = pre_backward
+
+
+def _is_there(group: Any) -> bool:
+    """True if a group is gathered, or on its way."""
+    return group.is_unsharded or group._all_gather_result is not None
+
+
+def _free(group: Any) -> None:
+    group.wait_for_unshard()
+    group.reshard()
 
 
 class _SharedWeight:
     """One FP8 weight of a sharded module: a matrix [N, K], or those of E experts one after the other, [E · N, K]."""
 
-    def __init__(self, parameter: Any, group: Any, state: ModuleState, forward: _Mode, keep: bool) -> None:
-        self.parameter, self.group, self.state, self.forward, self.keep = parameter, group, state, forward, keep
+    def __init__(self, parameter: Any, group: Any, state: ModuleState, forward: _Mode) -> None:
+        self.parameter, self.group, self.state, self.forward = parameter, group, state, forward
         self.how: Cast | None = None  # of the current gathering; None: in the parameter's dtype
         self.backward_how: Cast | None = None  # of the last forward with gradients
         self.chosen: Cast | None = None  # of the scale that this forward chose
         self.columnwise: Tensor | None = None
+        self.is_complete = False  # `columnwise` has the values of this gathering
         self.shard_rows: Tensor | None = None  # this rank's, in FP8, where the step gathers them again
         self.largest: Tensor | None = None  # amax of the whole weight, during a forward of the root that casts by it
         self.others: dict[Cast | None, _Form] = {}
@@ -153,6 +196,10 @@ class _SharedWeight:
         """The form that a forward reads under the current autocast."""
         recipe = self._recipe()
         return None if recipe is None else recipe.casts[Operand.WEIGHT]
+
+    def is_of_forward(self) -> bool:
+        """True if the last gathering was in the form of the current forward, and for its backward where it has one."""
+        return self.how == self.wanted() and (not self.forward.grads or self.is_of_backward())
 
     @property
     def shard(self) -> Tensor:
@@ -176,11 +223,12 @@ class _SharedWeight:
         """The shard to gather, and True in a backward."""
         own = self.shard
         backward = checkpoints.graph_task() != -1
-        recipe = None if backward else self._recipe()
+        in_forward = not backward and (self.forward.running or self.group._training_state == TrainingState.FORWARD)
+        recipe = self._recipe() if in_forward else None
         how = None if recipe is None else recipe.casts[Operand.WEIGHT]
         if backward:
             how = self.backward_how
-        trains = backward or self.forward.grads
+        trains = backward or (in_forward and self.forward.grads)
         held = self.shard_rows if backward or (how is not None and self._is_chosen(how)) else None
         if trains:
             self.backward_how, self.shard_rows = how, None
@@ -217,13 +265,35 @@ class _SharedWeight:
             with torch.inference_mode(False):  # a later forward may save it for backward
                 shape = *stack, columns, rowwise.shape[-2]
                 self.columnwise = torch.empty(shape, dtype=rowwise.dtype, device=rowwise.device)
-        if backward or self.keep:
-            # Saved for backward before it is filled, as FSDP2's own parameters are.
-            with _unsafe_preserve_version_counter((self.columnwise,)):
-                for index in self.matrices:
-                    transpose(rowwise[index], self.columnwise[index])
         self.state.gathered = QuantizedTensor(rowwise, self.scale_inv, self.columnwise, self.scale_inv)
+        self.is_complete = False
+        if backward or self._is_kept():
+            self._fill(rowwise)
         return _placeholder(rows * columns, dtype, rowwise.device).view(rows, columns), (self.columnwise,)
+
+    def is_of_backward(self) -> bool:
+        """True if the last gathering was in the form, and by the scale, of the last forward with gradients."""
+        return self.how == self.backward_how and (self.how is None or self.scale is self.scales[True][0])
+
+    def complete(self) -> None:
+        """Fill what backward reads of a weight that was gathered in front of it."""
+        gathered = self.state.gathered
+        if self.how is not None and not self.is_complete and gathered is not None and gathered.rowwise_data is not None:
+            self._fill(gathered.rowwise_data)
+            if not self._is_gathered_again(backward=True):
+                self.shard_rows = None
+
+    def _fill(self, rowwise: Tensor) -> None:
+        assert self.columnwise is not None
+        # Saved for backward before it is filled, as FSDP2's own parameters are.
+        with _unsafe_preserve_version_counter((self.columnwise,)):
+            for index in self.matrices:
+                transpose(rowwise[index], self.columnwise[index])
+        self.is_complete = True
+
+    def _is_kept(self) -> bool:
+        """True if gathered weights stay from forward to backward, by FSDP2's present setting."""
+        return self.group.post_forward_mesh_info is None
 
     def _recipe(self) -> Recipe | None:
         """The recipe of this forward, if it casts weights with one scale a tensor."""
@@ -233,7 +303,7 @@ class _SharedWeight:
     def _is_gathered_again(self, backward: bool) -> bool:
         """True if this step gathers the weight after this time: for its backward, or for a later micro-batch."""
         micro_batch_follows = self.forward.first is not None and not self.group.reduce_grads
-        return micro_batch_follows or not (backward or self.keep)
+        return micro_batch_follows or not (backward or self._is_kept())
 
     def _is_chosen(self, how: Cast) -> bool:
         """True in a later micro-batch, which casts by the scale of the first."""
