@@ -5,6 +5,7 @@ import sharded
 import torch
 from test_own_code import neo_config
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import GPTNeoForCausalLM, LlamaForCausalLM
 
 import octavo
@@ -189,6 +190,23 @@ def test_auto_computes_the_bits_of_the_value_that_it_chooses(delayed):
             assert other[3] == ""
     assert kept[0][0] == freed[0][0]
     assert (kept[0][2], freed[0][2]) == (False, True)
+
+
+def evaluated(kept_since):
+    """Whether all parameters are shards behind an evaluation of blocks that were built to be freed."""
+    world.init({})
+    model = sharded.build(torch.float32, None)
+    if kept_since:
+        model.set_reshard_after_forward(False)
+    ids = torch.arange(24).view(2, 12) % 17
+    with torch.no_grad():
+        model(input_ids=ids, labels=ids)
+    return all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kept_since", [False, True])
+def test_an_evaluation_leaves_shards_also_of_blocks_that_a_caller_keeps(kept_since):
+    assert ranks.run(2, evaluated, kept_since) == [True, True]
 
 
 def asked_for_nothing(asked):

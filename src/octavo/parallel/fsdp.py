@@ -124,8 +124,7 @@ def shard(
     _prefetch([[part] for part in front], units, [[part] for part in last])
     if copy_engine.is_asked():
         copy_engine.use([_fsdp(unit[-1]) for unit in units], mesh)
-    kept = [] if how.frees_blocks else [part for unit in units for part in unit]
-    for part in [*front, *kept, *last, model]:
+    for part in [*front, *itertools.chain(*units), *last, model]:
         part.register_forward_hook(_reshard_after_evaluation)
     model.register_forward_pre_hook(lambda root, _: settle(root), prepend=True)
 
@@ -273,6 +272,9 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 
 
 def _reshard_after_evaluation(block: nn.Module, inputs: Any, output: Tensor) -> None:
-    """No backward follows that would free the gathered parameters."""
+    """No backward follows that would free the parameters of a part that stays gathered behind its forward."""
+    group = group_of(_fsdp(block))
+    if group is None or group.post_forward_mesh_info is not None:
+        return
     if not torch.is_grad_enabled() or (not block.training and checkpoints.graph_task() == -1):
         _fsdp(block).reshard()
