@@ -1,5 +1,7 @@
 """A sharded model computes what one rank computes: losses, gradients, scales and weights."""
 
+import contextlib
+import io
 from unittest import mock
 
 import pytest
@@ -10,8 +12,9 @@ from transformers import LlamaForCausalLM
 
 import ranks
 from octavo.fp8.autocast import fp8_autocast, microbatch
-from octavo.fp8.recipe import CurrentScaling
+from octavo.fp8.recipe import RECIPES, CurrentScaling
 from octavo.parallel import fsdp, world
+from octavo.parallel.fsdp import accumulate
 
 pytestmark = ranks.alone
 
@@ -401,6 +404,101 @@ def test_a_forward_without_a_backward_leaves_no_old_weights(abandoned, tied):
             assert len(wanted) == len(found)
             for a, b in zip(wanted, found, strict=True):
                 torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+def after_an_abandoned_backward(place, keep, dtype, micro_batches):
+    """Losses and gradients of a step of three micro-batches behind a backward that an exception ended at `place`, if any.
+
+    micro_batches: backwards before it, that left their gradients to it.
+    """
+    world.init({})
+    model = sharded.build(dtype, RECIPES["current"](), settings={"reshard_after_forward": not keep})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    batches = torch.randint(0, 17, (6, 2, 8), generator=torch.Generator().manual_seed(1))[:, world.state.rank, None]
+    found = []
+
+    def run(ids, first):
+        with microbatch(first=first), fp8_autocast(fp8_recipe=RECIPES["current"]()):
+            return model(input_ids=ids, labels=ids).loss
+
+    if place is not None:
+        for index in range(micro_batches + 1):
+            accumulate(model, last=micro_batches == 0)
+            loss = run(batches[index], index == 0)
+            if index < micro_batches:
+                loss.backward()
+        with broken(model, place):
+            loss = run(batches[index], index == 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        optimizer.zero_grad()
+    for index in range(3):
+        accumulate(model, last=index == 2)
+        loss = run(batches[3 + index], index == 0)
+        loss.backward()
+        found.append(loss.item())
+    return found, {name: sharded.full(p.grad) for name, p in model.named_parameters()}
+
+
+@contextlib.contextmanager
+def broken(model, place):
+    """A forward inside has a backward that ends in an exception behind that module."""
+
+    def hook(module, args, output):
+        (output[0] if isinstance(output, tuple) else output).register_hook(lambda _: 1 / 0)
+
+    handle = model.get_submodule(place).register_forward_hook(hook)
+    yield
+    handle.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("micro_batches", [0, 2])
+def test_a_backward_that_an_exception_ended_adds_nothing_to_the_next_step(keep, dtype, micro_batches):
+    wanted = ranks.run(2, after_an_abandoned_backward, None, keep, dtype, 0)
+    for place in ("norm", "layers.1", "layers.0", "embedding"):
+        found = ranks.run(2, after_an_abandoned_backward, place, keep, dtype, micro_batches)
+        for (losses, gradients), (other, others) in zip(wanted, found, strict=True):
+            assert other == losses
+            assert [name for name, value in gradients.items() if not torch.equal(others[name], value)] == [], place
+
+
+def said_of_an_abandoned_backward(micro_batches):
+    """What the model says on stderr when its backward was abandoned behind these micro-batches."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        after_an_abandoned_backward("layers.1", False, torch.float32, micro_batches)
+    return said.getvalue()
+
+
+def test_gradients_of_micro_batches_that_are_dropped_are_named():
+    assert ranks.run(2, said_of_an_abandoned_backward, 0) == ["", ""]
+    for said in ranks.run(2, said_of_an_abandoned_backward, 2):
+        assert said.startswith("octavo: a backward ended in an exception. The gradients of the micro-batches before it")
+        assert said.count("\n") == 1
+
+
+def accumulated_around_an_exception(failing):
+    """Gradients of two micro-batches, with a forward between them that ended in an exception."""
+    world.init({})
+    model = sharded.build(torch.float32, None)
+    batches = torch.randint(0, 17, (3, 2, 8), generator=torch.Generator().manual_seed(1))[:, world.state.rank, None]
+    for index, ids in enumerate(batches):
+        accumulate(model, last=index == 2)
+        if index != 1:
+            model(input_ids=ids, labels=ids).loss.backward()
+        elif failing:
+            hook = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(input_ids=ids, labels=ids)
+            hook.remove()
+    return {name: sharded.full(p.grad) for name, p in model.named_parameters()}
+
+
+def test_a_forward_that_an_exception_ended_leaves_the_gradients_of_micro_batches():
+    wanted, found = (ranks.run(2, accumulated_around_an_exception, failing)[0] for failing in (False, True))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
 
 
 def joined_amaxes():

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from octavo.errors import InputError
+from octavo.errors import InputError, warn
 from octavo.fp8 import checkpoints
 from octavo.nn.block import TransformerLayer
 from octavo.nn.experts import StackedExperts
@@ -28,12 +28,15 @@ from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
 from octavo.parallel.fsdp2 import bf16_reduce, copy_engine, direct_gather, direct_reduce, single_rank
 from octavo.parallel.fsdp2.fp8_gather import gather_in_fp8
 from octavo.parallel.fsdp2.groups import group_of, make_trainable
+from octavo.parallel.fsdp2.reduction import drop_gradients, holds_gradients
 from octavo.parallel.gathered import travels
 from octavo.parallel.sharding import Sharding
 from octavo.parallel.world import on_one_host
 
 Unit = list[nn.Module]
 """The FSDP modules of a block: parts of it that are gathered and reduced by themselves, and the block."""
+_ACCUMULATED = "octavo_accumulated"
+"""Attribute of the root: before its last forward there were gradients of micro-batches that the ranks had not summed."""
 
 
 def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
@@ -221,16 +224,20 @@ def accumulate(model: nn.Module, *, last: bool) -> None:
 
 
 def settle(model: nn.Module) -> None:
-    """Outside of a forward and a backward, free weights that an abandoned forward left: the next one reads present shards.
+    """Outside of a forward and a backward, free what an abandoned one left: the next forward reads present shards.
 
     A forward without a backward leaves embedding, norm and head gathered, and one that an exception ended any part. FSDP2 would
     compute with these weights after the optimizer has changed their shards, and `parameters()` would be the gathered ones,
     which have no gradients.
+
+    A backward that an exception ended leaves gradients of gathered weights, where `optimizer.zero_grad()` does not reach: FSDP2
+    would add them to those of the next backward. What was summed over the ranks before the exception is with the shards.
     """
     if not isinstance(model, FSDPModule) or checkpoints.graph_task() != -1:  # a backward computes its forward again
         return
-    for module in sharded_modules(model):
-        state: Any = module._get_fsdp_state()
+    states: list[Any] = [module._get_fsdp_state() for module in sharded_modules(model)]
+    _drop_abandoned_gradients(model, states)
+    for state in states:
         group = state._fsdp_param_group
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
@@ -240,6 +247,21 @@ def settle(model: nn.Module) -> None:
             group._training_state = TrainingState.IDLE
             group.wait_for_unshard()
             group.reshard()
+
+
+def _drop_abandoned_gradients(model: nn.Module, states: Sequence[Any]) -> None:
+    """After a backward that has not ended drop what no rank has summed; says so if micro-batches before it are lost with it."""
+    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+    abandoned = any(state._state_ctx.post_backward_final_callback_queued for state in states)
+    if abandoned:
+        for group in groups:
+            drop_gradients(group)
+        if vars(model).get(_ACCUMULATED):
+            warn(
+                "a backward ended in an exception. The gradients of the micro-batches before it, which were not summed over "
+                "the ranks yet, contain a part of its own, and are dropped: begin the step anew with its first micro-batch."
+            )
+    vars(model)[_ACCUMULATED] = any(map(holds_gradients, groups))
 
 
 def _refuse_wrappers(model: nn.Module) -> None:

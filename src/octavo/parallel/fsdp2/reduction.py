@@ -40,6 +40,21 @@ def drop_gradient(parameter: Any) -> None:
     parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
 
 
+def holds_gradients(group: Any) -> bool:
+    """True if a group has gradients of backwards that its ranks have not reduced, or not over the replicas."""
+    gathered = (parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param"))
+    unreduced = any(p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None for p in gathered)
+    return unreduced or group._partial_reduce_output is not None
+
+
+def drop_gradients(group: Any) -> None:
+    """Drop the gradients of `holds_gradients`."""
+    for parameter in group.fsdp_params:
+        if hasattr(parameter, "_unsharded_param"):
+            drop_gradient(parameter)
+    group._partial_reduce_output = None
+
+
 def add_to_shard(parameter: Any, gradient: Tensor) -> None:
     """Make a gradient of its shard that of an `FSDPParam`, or add it."""
     shard = parameter.sharded_param
