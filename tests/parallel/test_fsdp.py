@@ -501,6 +501,32 @@ def test_a_forward_that_an_exception_ended_leaves_the_gradients_of_micro_batches
     assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
 
 
+def made_behind_an_exception(place):
+    """Weights after a step of an optimizer that was made when a forward had ended in an exception at `place`, if any."""
+    world.init({})
+    model = sharded.build(torch.float32, None, settings={"reshard_after_forward": False})
+    ids = torch.randint(0, 17, (2, 8), generator=torch.Generator().manual_seed(1))[world.state.rank, None]
+    if place is not None:
+        hook = model.get_submodule(place).register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(input_ids=ids, labels=ids)
+        hook.remove()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    fsdp.settle(model)
+    return {name: sharded.full(p) for name, p in model.named_parameters()}
+
+
+def test_an_optimizer_made_behind_an_exception_in_a_forward_has_the_shards():
+    wanted, _ = ranks.run(2, made_behind_an_exception, None)
+    for place in ("embedding", "layers.1", "norm"):
+        for weights in ranks.run(2, made_behind_an_exception, place):
+            assert weights.keys() == wanted.keys()
+            assert [name for name, weight in wanted.items() if not torch.equal(weights[name], weight)] == [], place
+
+
 def joined_amaxes():
     """Sizes of the maxima that two forwards join over the ranks, the second a later micro-batch."""
     world.init({})

@@ -130,6 +130,7 @@ def shard(
     for part in [*front, *itertools.chain(*units), *last, model]:
         part.register_forward_hook(_reshard_after_evaluation)
     model.register_forward_pre_hook(lambda root, _: settle(root), prepend=True)
+    model.register_forward_hook(_settle_after_exception, always_call=True)
 
 
 def _units(blocks: Sequence[nn.Module]) -> list[Unit]:
@@ -262,6 +263,12 @@ def _drop_abandoned_gradients(model: nn.Module, states: Sequence[Any]) -> None:
                 "the ranks yet, contain a part of its own, and are dropped: begin the step anew with its first micro-batch."
             )
     vars(model)[_ACCUMULATED] = any(map(holds_gradients, groups))
+
+
+def _settle_after_exception(root: nn.Module, *_: Any) -> None:
+    """Have `parameters()` be the shards at once, as for an optimizer that is made before the next forward."""
+    if _fsdp(root)._get_fsdp_state()._state_ctx.iter_forward_root is not None:  # FSDP2 has not ended this forward
+        settle(root)
 
 
 def _refuse_wrappers(model: nn.Module) -> None:
