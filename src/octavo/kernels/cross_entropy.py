@@ -1,9 +1,9 @@
-"""Cross entropy of a chunk of logits and its gradient, written over the logits: at most two reads and one write of each.
+"""Cross entropy of a chunk of logits and its gradient, written over the logits: two reads and one write of each.
 
-The first pass keeps a running maximum and a running sum of exponentials (float32). The second writes the gradient in place, or
-in FP8 for a head with FP8 gradient products: the values are probabilities, so their scale is known in advance. PyTorch needs a
-float32 copy of the logits and four passes. A program has one row; rows exceed a multiprocessor's memory and the L2 cache. The
-first columns of a long row stay in registers from pass to pass.
+The first pass sums exponentials in float32, the second writes the gradient in place, or in FP8 for a head with FP8 gradient
+products: the values are probabilities, so their scale is known in advance. PyTorch needs a float32 copy of the logits and four
+passes. A program has one row, longer than its registers. The first columns stay in them from pass to pass, the others in the L2
+cache where few rows are under way.
 """
 
 from __future__ import annotations

@@ -198,9 +198,9 @@ TABLE: tuple[Kernel, ...] = (
     Kernel("split-rotate", _split_rotate, 2, 2, QKV),
     Kernel("join-rotated", partial(_join_rotated, fp8=False), 2, 2, QKV),
     Kernel("join-rotated-fp8", partial(_join_rotated, fp8=True), 2, 2, QKV),
-    # A row is read twice: statistics, then gradient.
-    Kernel("cross-entropy", partial(_cross_entropy, fp8=False), 4, 2, LOGITS),
-    Kernel("cross-entropy-fp8", partial(_cross_entropy, fp8=True), 4, 1, LOGITS),
+    # A row is read twice, the second time from registers and, as far as it is still there, the L2 cache.
+    Kernel("cross-entropy", partial(_cross_entropy, fp8=False), 2, 2, LOGITS),
+    Kernel("cross-entropy-fp8", partial(_cross_entropy, fp8=True), 2, 1, LOGITS),
     # Its zeros too; the rows of the tokens' words are written once more.
     Kernel("embedding-backward", _embedding_backward, 0.25, 2, WORDS),
     Kernel("adamw", partial(_adamw, dtype=torch.bfloat16), 8, 6),
