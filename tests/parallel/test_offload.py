@@ -37,6 +37,21 @@ def gradients(model):
 
 
 @pytest.mark.parametrize("recompute", [False, True, "selective", "mlp"])
+def test_what_is_in_host_memory_is_nowhere_else(recompute, monkeypatch):
+    stored, store = [], offload._Offloader.store
+
+    def noted(self, tensor, into):
+        stored.append(weakref.ref(tensor))
+        return store(self, tensor, into)
+
+    monkeypatch.setattr(offload._Offloader, "store", noted)
+    loss = loss_of(model_of(2, recompute))
+    assert len(stored) >= 4  # the input of each block at least
+    assert [tensor for reference in stored if (tensor := reference()) is not None] == []
+    loss.backward()
+
+
+@pytest.mark.parametrize("recompute", [False, True, "selective", "mlp"])
 @pytest.mark.parametrize(
     ("horizon", "expected"),
     [

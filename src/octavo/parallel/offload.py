@@ -179,10 +179,11 @@ def offloaded(run: Callable[..., Any], horizon: int = HORIZON) -> Callable[..., 
     offloader = _Offloader(horizon)
 
     def run_offloaded(block: nn.Module, hidden: Tensor, *args: Any, **options: Any) -> Any:
-        saved = offloader.begin(block)
+        saved, device = offloader.begin(block), hidden.device
 
+        # Without `hidden` in its closure: a recomputation keeps this function, and would keep the block's input with it.
         def pack(tensor: Tensor) -> Tensor | _Packed:
-            if tensor.device != hidden.device or tensor.nbytes < SMALLEST_BYTES or 0 in tensor.stride():
+            if tensor.device != device or tensor.nbytes < SMALLEST_BYTES or 0 in tensor.stride():
                 return tensor
             # Anew for each tensor: a sharded weight has memory only while its part of the block runs.
             if _memory(tensor) in _memory_of_weights(block):
