@@ -355,13 +355,16 @@ def test_figures_of_longer_measurements_beside_transformer_engine_are_in_benchma
         ("llama-1b-fp8-head-again", "1B with FP8 heads {:,.0f} and {:,.0f}, {:.3f}"),
         ("llama-8b-8layers-sums", "read as sums: {:,.0f} and {:,.0f}, {:.3f}"),
         ("llama-1b-fp8-head-sums", "; {:,.0f} and {:,.0f}, {:.3f}"),
+        ("llama-1b-fp8-head-h100", "1B with FP8 heads: {:,.0f} and {:,.0f}, {:.3f}, in 25.0 GiB"),
+        ("llama-1b-fp8-head-h100-beside", ", and {:,.0f} and {:,.0f}, {:.3f}"),
     ):
         ours, theirs = (row["tokens_per_second"] for row in rows_of(f"one-gpu-flash-{name}"))
         assert words.format(ours, theirs, ours / theirs) in text
         ratios.append(ours / theirs)
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert "{:.3f} (eight layers of 8B, the usual head) and {:.3f} (1B, FP8 heads)".format(*ratios[:2]) in readme
-    assert "gradients of embedding and attention: {:.3f} and {:.3f}.".format(*ratios[2:]) in readme
+    assert "gradients of embedding and attention: {:.3f} and {:.3f}.".format(*ratios[2:4]) in readme
+    assert "weights cast once: {:.3f} and {:.3f} (1B, FP8 heads)".format(*ratios[4:]) in readme
 
 
 def test_figures_of_long_sequences_that_two_gpus_share_are_in_benchmarks():
@@ -387,18 +390,15 @@ def test_the_table_of_lengths_is_that_of_benchmarks(capsys):
 
 def test_figures_of_recomputation_and_offloading_are_in_benchmarks():
     text = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
-    for row in rows_of("memory"):
+    for row in [*rows_of("memory"), *rows_of("memory-h100"), *rows_of("memory-offload")]:
         named = row["settings"] if row["settings"] == "none" else f"`{row['settings']}`"
         figures = (
             f"{row['tokens_per_second']:,.0f} | {row['step_ms']:,.0f} | {row['peak_gib']:.2f} | {row['estimated_gib']:.2f}"
         )
         assert f"| {named} | {figures} |" in text
-    (row,) = rows_of("memory-offload")
-    peak = f"{row['peak_gib']:.2f} GiB (estimate {row['estimated_gib']:.2f})"
-    expected = (
-        f"`{row['settings']}` took {row['step_ms']} ms and {peak} without FlashAttention-4, with {row['host_gib']:.1f} GiB"
-    )
-    assert expected in text
+    selective, whole = (row["host_gib"] for row in rows_of("memory-offload"))
+    assert f"Without recomputation {whole:.1f} GiB wait in host memory" in text
+    assert f"with the selective one {selective:.1f}" in text
 
 
 def test_gaps_of_perturbed_runs_are_in_benchmarks():

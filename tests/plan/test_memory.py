@@ -82,6 +82,10 @@ def measured():
                 recipe = "delayed" if row["layers"] == "fp8" else None
                 setup = setup_of(case.spec, case.batch, case.sequence_length, recipe, params_bytes=2, head=fp8, history=1024)
                 yield f"{name} {case.name} {entry}", setup, row["peak_gib"]
+    for name in ("h100", "h100-beside"):  # since columnwise weights of 16 bits stay until backward
+        row, case = rows(f"one-gpu-flash-llama-1b-fp8-head-{name}")[0], CASES["llama-1b"]
+        kept = {"params_bytes": 2, "head": True, "history": 1024, "memory": 79 * GIB}
+        yield f"kept {name}", setup_of(case.spec, case.batch, case.sequence_length, "delayed", **kept), row["peak_gib"]
     for row in rows("recompute-llama-1b"):
         case, kind = CASES["llama-1b"], {"false": False, "mlp": "mlp", "true": True}[row["entry"].partition("=")[2]]
         setup = setup_of(case.spec, 4, 4096, "delayed", head="backward", recompute=kind, history=32)
@@ -96,10 +100,12 @@ def test_measured_peaks(setup, gib):
     assert estimate(setup).total / GIB == pytest.approx(gib, rel=0.01)
 
 
-@pytest.mark.parametrize("row", [*rows("memory"), *rows("memory-offload")], ids=lambda row: row["settings"])
+@pytest.mark.parametrize(
+    "row", [*rows("memory"), *rows("memory-h100"), *rows("memory-offload")], ids=lambda row: row["settings"]
+)
 def test_measured_peaks_of_recomputation_offloading_and_chunks(row):
     name = f"{row['workload']}-{row['settings'].replace(' ', '-').replace('=', '-')}"
-    found = estimate(WORKLOADS[name].setup(139 * GIB)).total / GIB
+    found = estimate(WORKLOADS[name].setup(79 * GIB)).total / GIB
     assert found == pytest.approx(row["peak_gib"], rel=0.025)
     assert found == pytest.approx(row["estimated_gib"], abs=0.006)  # the page shows it
 
@@ -361,7 +367,7 @@ def test_offloaded_activations_are_counted_on_the_host():
     spec = CASES["llama-1b"].spec
     plain, away = (estimate(setup_of(spec, 4, 4096, "delayed", offload=offload)) for offload in (False, True))
     assert away.host == pytest.approx(plain.parts["activations"], rel=0.02)
-    assert away.total < plain.total - 10 * GIB
+    assert away.total < plain.total - 9 * GIB
 
 
 def test_own_code_has_exact_states_and_no_activations():
