@@ -364,7 +364,7 @@ def test_figures_of_longer_measurements_beside_transformer_engine_are_in_benchma
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert "{:.3f} (eight layers of 8B, the usual head) and {:.3f} (1B, FP8 heads)".format(*ratios[:2]) in readme
     assert "gradients of embedding and attention: {:.3f} and {:.3f}.".format(*ratios[2:4]) in readme
-    assert "weights cast once: {:.3f} and {:.3f} (1B, FP8 heads)".format(*ratios[4:]) in readme
+    assert "columnwise weights kept until backward: {:.3f} and {:.3f} (1B, FP8 heads)".format(*ratios[4:]) in readme
 
 
 def test_figures_of_long_sequences_that_two_gpus_share_are_in_benchmarks():
@@ -398,7 +398,7 @@ def test_figures_of_recomputation_and_offloading_are_in_benchmarks():
         assert f"| {named} | {figures} |" in text
     selective, whole = (row["host_gib"] for row in rows_of("memory-offload"))
     assert f"Without recomputation {whole:.1f} GiB wait in host memory" in text
-    assert f"with the selective one {selective:.1f}" in text
+    assert f"with selective recomputation {selective:.1f}" in text
 
 
 def test_gaps_of_perturbed_runs_are_in_benchmarks():

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from octavo.hardware import GPUS, describe_device, lookup, supports_fp8
+from octavo.hardware import GIB, GPUS, PART, describe_device, is_affordable, lookup, supports_fp8, whole_gib
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,14 @@ def test_a_cpu_has_a_name_and_memory_but_no_row_and_no_fp8_units():
     assert device.memory_gib > 0.1
     assert (device.gpu, device.capability) == (None, None)
     assert not supports_fp8("cpu")
+
+
+def test_a_gpu_that_is_there_has_the_memory_of_its_row_in_the_table():
+    for gpu in GPUS:
+        assert whole_gib(gpu.memory_gib + 0.81) == whole_gib(gpu.memory_gib) == gpu.memory_gib * GIB
+
+
+def test_a_part_of_the_memory_is_affordable():
+    assert is_affordable(3 * GIB, 3 * PART * GIB)
+    assert not is_affordable(3 * GIB + 1, 3 * PART * GIB)
+    assert not is_affordable(0, None)

@@ -7,7 +7,7 @@
 4. shard        over the ranks, block by block
 5. materialise  storage for this rank's shards
 6. load         from the model itself, from a folder of weights, from rank 0, or by initialisation
-7. gather       FP8 weights travel as FP8; of one rank's their columnwise layouts may stay until backward
+7. gather       FP8 weights travel as FP8; or keep: on one rank their columnwise layouts may stay until backward
 
 Both call `build_model`. Only `transform` knows `octavo.state`; all below takes arguments.
 """
@@ -252,8 +252,7 @@ def build_model(
     use_own_buffers(model)
     freeze(model, frozen)
     # 3. Recompute, offload.
-    stack, _ = parts_of(model)
-    _recompute(model, stack, recompute, mlp_chunks, horizon=horizon if offload else None)
+    _recompute(model, parts_of(model)[0], recompute, mlp_chunks, horizon=horizon if offload else None)
     if device.type == "meta":
         return model.train()
     return place(model, device, sharding, lambda: _values(model, weights, from_rank0, seed), averaged=averaged)
@@ -273,7 +272,8 @@ def place(
     # 7. Gather, or keep.
     if sharding is not None:
         gather_weights_in_fp8(model, parts, sharding)
-    keep_columnwise(parts or [model], memory_of_gpu(device.type))
+    else:
+        keep_columnwise(parts or [model], memory_of_gpu(device))
     return model.train()
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 PART = 25
-"""Copies of weights that speed a run up by a percent or two take at most memory / PART of a GPU."""
+"""Weights kept for speed (gathered blocks, columnwise layouts) take at most 1 / PART of a GPU's memory."""
 FP8_CAPABILITY = (8, 9)
 """The first CUDA compute capability (Ada) whose tensor cores multiply FP8."""
 

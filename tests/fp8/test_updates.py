@@ -11,6 +11,7 @@ from driving import delayed, gradients, same_bits, snapshot, warmed
 
 import octavo
 from octavo.fp8 import buffers
+from octavo.fp8.recipe import Operand
 
 ROWS, INNER, OUTER = 6, 12, 10
 
@@ -79,3 +80,13 @@ def test_a_failure_leaves_nothing_outstanding(layer):
     for each in (broken, layer):
         loss(each, small, 1).backward()
     assert snapshot(broken) == snapshot(layer)
+
+
+def test_slots_follow_their_buffer_when_it_grows():
+    buffer = buffers.BufferSet().buffer(Operand.INPUT, torch.device("cpu"), octavo.recipe.DelayedScaling().history)
+    first = buffer.allocate(448.0, 0)
+    assert (first.scale, first.amax) == (1, 0)  # seen before it grows
+    buffer.allocate(448.0, 64)
+    first.scale.fill_(2)
+    first.amax.fill_(3)
+    assert (buffer.scale[0], buffer.history[0, 0]) == (2, 3)

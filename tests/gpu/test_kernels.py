@@ -106,6 +106,20 @@ def test_cross_entropy(columns, dtype):
                 torch.testing.assert_close(found, want_grad.float(), rtol=0.13, atol=1e-5)
 
 
+@pytest.mark.parametrize("columns", [8192, 50257, 128256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cross_entropy_of_logits_far_apart(columns, dtype):
+    """Beside the first columns, which the sums begin with."""
+    logits, target = (torch.randn(4, columns) * 5).to(dtype), torch.full((4,), columns - 1)
+    logits[0, : columns // 2] = logits[1, :-1] = -torch.inf
+    logits[2, -1] = 500.0
+    logits[3, 0] = 500.0
+    want_loss, want_grad = reference.cross_entropy(logits, target, torch.tensor(1.0))
+    loss, grad = cross_entropy.cross_entropy_(logits.cuda(), target.cuda(), torch.tensor(1.0).cuda(), cross_entropy.Objective())
+    torch.testing.assert_close(loss.cpu(), want_loss, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(grad.high_precision.cpu().float(), want_grad.float(), rtol=1e-2, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (257, 333), (32_896, 1280), (4096, 3840)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_column_sums(shape, dtype):

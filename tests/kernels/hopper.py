@@ -143,7 +143,7 @@ def dense():
     for algo in ("max", "most_recent"):
         scales.launch(history, history[0], history[0], matrix(512, dtype=torch.bool), algo=algo, margin=0, rounding=1.0)
     target = matrix(2048, dtype=torch.int64)
-    for columns, dtype in ((32000, BF16), (128256, BF16), (128256, FP32)):
+    for columns, dtype in ((8192, BF16), (32000, FP32), (50257, BF16), (128256, BF16), (128256, FP32)):
         logits = matrix(2048, columns, dtype=dtype)
         for smoothing in (0.0, 0.1):
             objective = cross_entropy.Objective(label_smoothing=smoothing)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 SHARED_MEMORY = 227 * 1024  # bytes of a program on Hopper
-# Of a thread at most; nothing else shows how many a kernel takes. With 128 an activation took a quarter more time. Cross
-# entropy keeps a part of a row in them, and may take all without spilling.
-REGISTERS = {"activation_tiles": 96, "_cross_entropy": 255}
+# Of a thread at most, and bytes that it spills; nothing else shows how many a kernel takes. With 128 an activation took a
+# quarter more time. Cross entropy keeps a part of a row in them; of unaligned rows it spills a few.
+REGISTERS = {"activation_tiles": (96, 0), "_cross_entropy": (128, 32)}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them")
@@ -26,4 +26,4 @@ def test_kernels_compile_for_hopper():
     assert [(name, size) for name, size in found["compiled"] if isinstance(size, str) or size > SHARED_MEMORY] == []
     assert found["missing"] == []
     assert {name for name, _, _ in found["registers"]} == set(REGISTERS)
-    assert [row for row in found["registers"] if row[1] > REGISTERS[row[0]] or row[2]] == []
+    assert [row for row in found["registers"] if row[1] > REGISTERS[row[0]][0] or row[2] > REGISTERS[row[0]][1]] == []

@@ -320,6 +320,11 @@ def test_the_larger_of_two_trainings_counts(tiny_run):
     assert both == bf16 > fp8
 
 
+def test_the_rule_of_columnwise_weights_knows_the_gpu(tiny_run):
+    assert setup_of(planned(tiny_run())).memory == 139 * GIB
+    assert setup_of(check(RunConfig.from_file(tiny_run("cpu").file))).memory is None
+
+
 def test_other_errors_are_not_explained(tiny_run):
     plan = check(RunConfig.from_file(tiny_run().file))
     for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("x"), OSError(28, "No space left")):

@@ -85,7 +85,7 @@ def measure_memory(
         }  # fmt: skip
         rows.append(row)
         with recorded(row, workload.name, say):
-            made = estimate(workload.setup(memory_of_gpu(device.type)))
+            made = estimate(workload.setup(memory_of_gpu(device)))
             row |= {"estimated_gib": made.total / GIB, "host_gib": made.host / GIB}
             _release(device)  # what the one before has left
             seconds, peak = _train(workload, device, iterations, max(1, warmup))

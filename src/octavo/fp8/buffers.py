@@ -73,8 +73,7 @@ class Slot:
         """The buffer's history, and the views of scale and amax: each cast asks, and a view costs the host microseconds."""
         history = self.buffer.history
         if self._views is None or self._views[0] is not history:  # the buffer has grown
-            with torch.inference_mode(False):
-                self._views = history, self.buffer.scale[self.entries], history[0, self.entries]
+            self._views = history, self.buffer.scale[self.entries], history[0, self.entries]
         return self._views
 
     @property

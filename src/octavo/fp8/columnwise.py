@@ -1,9 +1,9 @@
 """How long columnwise FP8 weights of 16-bit parameters live: the rule of a model whose weights no ranks share.
 
-The input gradient reads a weight columnwise. A cast of both layouts in forward reads the parameter once, and holds 1 byte an
-element until backward; a second cast in backward holds none, and reads the parameter twice. The columnwise layouts stay if they
-take at most 1 / `octavo.hardware.PART` of a GPU's memory together. Under an activation checkpoint, offloading or FSDP none does
-(`LinearQuantizer.weight`).
+The input gradient reads a weight columnwise. If forward casts both layouts, the parameter is read once, and the columnwise one
+takes 1 byte an element until backward. If backward casts again, it takes none, and the parameter is read twice. The layouts
+stay if together they take at most 1 / `octavo.hardware.PART` of a GPU's memory. None stays under an activation checkpoint,
+offloading or FSDP (`LinearQuantizer.weight`), or of an MLP that is recomputed or runs in chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def keep_columnwise(blocks: Sequence[nn.Module], memory: int | None) -> None:
     memory: None on a CPU.
     """
     weights = [(state, state.weight) for block in blocks for _, state in states_of(block) if not state.skipped]
-    of_16_bits = {id(weight): weight.numel() for _, weight in weights if weight is not None and weight.itemsize == 2}
-    if is_affordable(sum(of_16_bits.values()), memory):
-        for state, _ in weights:
+    of_16_bits = [(state, weight) for state, weight in weights if weight is not None and weight.itemsize == 2]
+    elements = {id(weight): weight.numel() for _, weight in of_16_bits}  # a tied weight counts once
+    if is_affordable(sum(elements.values()), memory):
+        for state, _ in of_16_bits:
             state.keeps_columnwise = True

@@ -1,8 +1,9 @@
 """The cast policy of FP8 linear layers: dtype, scale, layouts and recorded amax of each operand are decided here alone.
 
 `LinearQuantizer` turns a recipe and a layer's `ModuleState` into a `Quantizer` for the kernel that produces an operand. To save
-memory, backward repeats two casts by the scales of forward: the columnwise weight of 16 bits, which it alone reads, and the
-input behind an activation. Compiled code follows the same policy, with casts as operators that take the index of a slot.
+memory, backward may repeat two casts by the scales of forward: that of a columnwise weight, which it alone reads, unless it is
+kept (`octavo.fp8.columnwise`), and that of the input behind an activation. Compiled code follows the same policy, with casts as
+operators that take the index of a slot.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The first pass sums exponentials in float32, the second writes the gradient in place, or in FP8 for a head with FP8 gradient
 products: the values are probabilities, so their scale is known in advance. PyTorch needs a float32 copy of the logits and four
-passes. A program has one row, longer than its registers. The first columns stay in them from pass to pass, the others in the L2
-cache where few rows are under way.
+passes. A program has one row. Its first columns stay in registers from pass to pass; the others of a long row stay in the L2
+cache if few rows are under way.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _cross_entropy(
         if SMOOTH:
             summed += tl.sum(tl.where(c < columns, x.to(tl.float32), 0.0))
     total = tl.sum(sums)
-    # Beside a logit beyond 88 above the kept ones the sum is ∞, and beside kept ones of nothing but -∞ too small.
+    # A logit more than 88 above the kept ones makes the sum ∞; kept ones of nothing but -∞ leave no maximum to sum from.
     if (top == -float("inf")) | ~(total < float("inf")):
         tops = kept.to(tl.float32)
         for first in range(BLOCK, columns, BLOCK):

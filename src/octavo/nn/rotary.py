@@ -36,15 +36,11 @@ class Handover:
     def give(self, gradients: Sequence[Gradient], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Autograd's gradients of q, k and v, of this dtype: NaN in place of sums."""
         self._sums = [x if isinstance(x, Accumulated) else None for x in gradients]
-        nothing: Tensor | None = None  # one for all three: each would be a launch
-        given = []
-        for x in gradients:
-            if isinstance(x, Accumulated):
-                nothing = x.sums.new_full((), math.nan, dtype=dtype) if nothing is None else nothing
-                given.append(nothing.expand(x.shape))
-            else:
-                given.append(x)
-        return tuple(given)
+        some = next((x for x in self._sums if x is not None), None)
+        if some is None:
+            return tuple(x for x in gradients if isinstance(x, Tensor))
+        nothing = some.sums.new_full((), math.nan, dtype=dtype)  # one for all three: each would be a launch
+        return tuple(nothing.expand(x.shape) if isinstance(x, Accumulated) else x for x in gradients)
 
     def take(self, grads: Sequence[Tensor | None]) -> list[Gradient | None]:
         """The gradients of q, k and v: sums where some were given, else autograd's `grads`."""

@@ -48,7 +48,7 @@ def settle_gathering(model: nn.Module, blocks: Sequence[nn.Module], how: Shardin
     """`how` with "auto" decided, the same on all ranks: collective on GPUs. For a model that is not sharded yet."""
     if how.reshard_after_forward != "auto":
         return how
-    memory = memory_of_gpu(how.mesh.device_type)
+    memory = memory_of_gpu(torch.device(how.mesh.device_type))
     if memory is not None:
         memory = all_ranks().min(memory)
     degree = 1 if how.expert_mesh is None else how.expert_mesh.size(-1)
@@ -57,9 +57,11 @@ def settle_gathering(model: nn.Module, blocks: Sequence[nn.Module], how: Shardin
     return replace(how, reshard_after_forward=chosen.reshard)
 
 
-def memory_of_gpu(device_type: str) -> int | None:
-    """Bytes of this rank's GPU; None on a CPU."""
-    return None if device_type != "cuda" else whole_gib(describe_device(torch.cuda.current_device()).memory_gib)
+def memory_of_gpu(device: torch.device) -> int | None:
+    """Bytes of a GPU, this rank's if the device has no index; None of a CPU."""
+    if device.type != "cuda":
+        return None
+    return whole_gib(describe_device(torch.cuda.current_device() if device.index is None else device.index).memory_gib)
 
 
 def gathered_bytes(

@@ -268,10 +268,15 @@ def kept_weights(setup: Setup, spec: ModelSpec) -> int:
     return total + (2 * spec.vocabulary * spec.hidden_size if setup.head else 0)
 
 
-def weight_shapes(setup: Setup, spec: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """Rows and columns of a block's matrices, in the order of `BlockRecipes`; those of a rank's experts as one."""
+def weight_shapes(setup: Setup, spec: ModelSpec, *, dense: bool = False) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of a block's matrices, in the order of `BlockRecipes`; those of a rank's experts as one.
+
+    dense: of a dense layer among experts.
+    """
     qkv, attended, ffn = widths(spec)
     d, experts = spec.hidden_size, own_experts(setup, spec)
+    if dense:
+        return (qkv, d), (d, attended), (spec.dense_ffn_size * (2 if spec.gated else 1), d), (d, spec.dense_ffn_size)
     return (qkv, d), (d, attended), (experts * ffn, d), (experts * d, spec.ffn_size)
 
 
@@ -310,11 +315,11 @@ def keeps_columnwise(setup: Setup) -> bool:
 
 
 def _fp8_elements(setup: Setup, spec: ModelSpec) -> int:
-    """Elements of the FP8 weights of all blocks."""
+    """Elements of the FP8 weights of all blocks, of dense layers among experts too."""
     return sum(
-        rows * columns * times
-        for recipes, times in Counter(setup.recipes).items()
-        for name, (rows, columns) in zip(recipes, weight_shapes(setup, spec), strict=True)
+        rows * columns
+        for layer, recipes in enumerate(setup.recipes)
+        for name, (rows, columns) in zip(recipes, weight_shapes(setup, spec, dense=layer in spec.dense), strict=True)
         if name is not None
     )
 

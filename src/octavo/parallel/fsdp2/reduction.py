@@ -42,17 +42,21 @@ def drop_gradient(parameter: Any) -> None:
 
 def holds_gradients(group: Any) -> bool:
     """True if a group has gradients of backwards that its ranks have not reduced, or not over the replicas."""
-    gathered = (parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param"))
-    unreduced = any(p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None for p in gathered)
+    parameters = _once_gathered(group)
+    unreduced = any(p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None for p in parameters)
     return unreduced or group._partial_reduce_output is not None
 
 
 def drop_gradients(group: Any) -> None:
     """Drop the gradients of `holds_gradients`."""
-    for parameter in group.fsdp_params:
-        if hasattr(parameter, "_unsharded_param"):
-            drop_gradient(parameter)
+    for parameter in _once_gathered(group):
+        drop_gradient(parameter)
     group._partial_reduce_output = None
+
+
+def _once_gathered(group: Any) -> list[Any]:
+    """The `FSDPParam`s of a group that have had a whole parameter."""
+    return [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
 
 
 def add_to_shard(parameter: Any, gradient: Tensor) -> None:
