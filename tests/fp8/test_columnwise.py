@@ -66,7 +66,13 @@ def test_weights_of_32_bits_are_none_of_its_business():
         LlamaConfig(**SIZES),
         MixtralConfig(**SIZES, num_key_value_heads=1, num_local_experts=4),
         Qwen3MoeConfig(
-            **SIZES, num_key_value_heads=1, head_dim=16, num_experts=6, moe_intermediate_size=16, mlp_only_layers=[1]
+            **SIZES,
+            num_key_value_heads=1,
+            head_dim=16,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=16,
+            mlp_only_layers=[1],
         ),
     ],
     ids=lambda config: config.model_type,
