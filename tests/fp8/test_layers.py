@@ -350,6 +350,19 @@ def test_a_float32_weight_whose_layout_no_backward_reads_is_cast_rowwise_alone(m
         assert [how for operand, *how in made if operand is Operand.WEIGHT][-1] == [True, wanted]
 
 
+@pytest.mark.parametrize("make", [octavo.nn.LayerNormLinear, octavo.nn.LayerNormMLP])
+def test_the_gradient_of_a_float32_bias_is_not_rounded_to_its_weights_dtype(make):
+    torch.manual_seed(3)
+    layer, x = make(HIDDEN, 32, params_dtype=torch.bfloat16), torch.randn(64, HIDDEN).bfloat16().requires_grad_()
+    layer.layer_norm_bias = torch.nn.Parameter(layer.layer_norm_bias.float())
+    with octavo.fp8_autocast():
+        y = layer(x)
+    (y.float() * torch.randn(y.shape)).sum().backward()
+    bias, weight = layer.layer_norm_bias.grad, layer.layer_norm_weight.grad
+    assert (bias.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
+    assert (bias != bias.bfloat16()).float().mean() > 0.9
+
+
 def test_parts_of_a_flat_parameter_are_cast_twice():
     """FSDP1 frees the flat parameter of a layer between forward and backward."""
     flat, x = torch.randn(2 * 32 * HIDDEN), torch.randn(16, HIDDEN).bfloat16().requires_grad_()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 import ranks
+from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES, CurrentScaling
 from octavo.parallel import fsdp, world
@@ -551,3 +552,64 @@ def test_current_scaling_joins_the_amaxes_of_all_weights_at_once():
     for first, later in ranks.run(2, joined_amaxes):
         assert first == [3 * 4]  # matrices of the three blocks
         assert later == []
+
+
+def begun_anew(left, keep):
+    """Loss and gradients of a step behind what another left, if anything, and `model.zero_grad()`."""
+    world.init({})
+    model = sharded.build(torch.float32, RECIPES["current"](), settings={"reshard_after_forward": not keep})
+    batches = torch.randint(0, 17, (3, 2, 8), generator=torch.Generator().manual_seed(1))[:, world.state.rank, None]
+
+    def loss(ids):
+        with fp8_autocast(fp8_recipe=RECIPES["current"]()):
+            return model(input_ids=ids, labels=ids).loss
+
+    if left == "a micro-batch":
+        accumulate(model, last=False)
+        loss(batches[0]).backward()
+    if left == "an exception":
+        loss(batches[0]).backward()
+        with broken(model, "layers.1"):
+            again = loss(batches[1])
+        with pytest.raises(ZeroDivisionError):
+            again.backward()
+    model.zero_grad()
+    accumulate(model, last=True)
+    found = loss(batches[2])
+    if left == "a call behind the forward":
+        model.zero_grad()
+    found.backward()
+    return found.item(), {name: sharded.full(p.grad) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_zero_grad_of_the_model_drops_all_gradients(keep):
+    wanted = ranks.run(2, begun_anew, "nothing", keep)
+    assert all(gradient.any() for _, gradients in wanted for gradient in gradients.values())
+    for left in ("a micro-batch", "an exception", "a call behind the forward"):
+        for (loss, gradients), (other, others) in zip(wanted, ranks.run(2, begun_anew, left, keep), strict=True):
+            assert other == loss, left
+            assert [name for name, value in gradients.items() if not torch.equal(others[name], value)] == [], left
+
+
+def backward_of_the_first(second, keep):
+    """The words of a backward whose weights a forward under another recipe has gathered since; else its gradients' sum."""
+    world.init({})
+    model = sharded.build(torch.float32, RECIPES["delayed"](), settings={"reshard_after_forward": not keep})
+    ids = torch.randint(0, 17, (1, 8), generator=torch.Generator().manual_seed(1))
+    with fp8_autocast(fp8_recipe=RECIPES["delayed"]()):
+        loss = model(input_ids=ids, labels=ids).loss
+    with fp8_autocast(enabled=second != "plain", fp8_recipe=RECIPES["rowwise" if second == "plain" else second]()):
+        model(input_ids=ids, labels=ids)
+    try:
+        loss.backward()
+    except InputError as error:
+        return str(error)
+    return float(sum(sharded.full(p.grad).abs().sum() for p in model.parameters()))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("second", ["plain", "rowwise", "current"])
+def test_a_backward_whose_weights_another_recipe_has_gathered_is_refused(second, keep):
+    for said in ranks.run(2, backward_of_the_first, second, keep):
+        assert "run each backward before the next forward" in said.lower()

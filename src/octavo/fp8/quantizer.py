@@ -216,6 +216,11 @@ class LinearQuantizer:
         if self.recipe is None:
             return QuantizedTensor(saved.high_precision.to(self.out_dtype))
         if saved.columnwise_data is not None:
+            if saved.columnwise_data.untyped_storage().size() < saved.columnwise_data.nbytes:  # FSDP2 has freed it
+                raise InputError(
+                    "the FP8 weights of this backward are gone: another forward with gradients has gathered them since, under "
+                    "another recipe. Run each backward before the next forward, or the other forward under torch.no_grad()."
+                )
             return saved
         kind = self.recipe.casts[Operand.WEIGHT].format
         again = Quantizer(kind.dtype, kind.max, self._weight_scale, rowwise=rowwise, columnwise=True)

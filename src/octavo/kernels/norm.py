@@ -184,7 +184,7 @@ def launch(
 
 def launch_backward(
     kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None,
-    *, want_weight: bool = True, tile: Tile | None = None,
+    *, want_weight: bool = True, dtype: torch.dtype = torch.float32, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Run the backward kernel; see `norm_backward`. tile: use the kernel for long rows."""
     (rows, columns), centre, device = h.shape, _CENTRED[kind], h.device
@@ -209,7 +209,7 @@ def launch_backward(
             )
     if partial is None:
         return dh, None, None
-    summed = add_up(partial, weight.dtype)
+    summed = add_up(partial, dtype)
     return dh, summed[0], summed[1] if centre else None
 
 
@@ -231,15 +231,15 @@ def norm(
 
 def norm_backward(
     kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None,
-    *, want_weight: bool = True,
+    *, want_weight: bool = True, dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of `norm`'s h, [R, C], weight and bias, [C], in their dtypes (None: not wanted, or an RMSNorm's bias).
+    """Gradients of `norm`'s h, [R, C] in its dtype, weight and bias, [C] in `dtype` (None: not wanted, or an RMSNorm's bias).
 
     dy: [R, C], of the normed result. h, stats: from `norm`. d_residual: [R, C], the gradient of h by other paths.
     """
     if h.device.type == "cuda":
-        return launch_backward(kind, dy, h, weight, stats, d_residual, want_weight=want_weight)
+        return launch_backward(kind, dy, h, weight, stats, d_residual, want_weight=want_weight, dtype=dtype)
     dh, d_weight, d_bias = reference.norm_backward(kind, dy, h, weight, stats, d_residual)
     if not want_weight:
         return dh.to(h.dtype), None, None
-    return dh.to(h.dtype), d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(weight.dtype)
+    return dh.to(h.dtype), d_weight.to(dtype), None if d_bias is None else d_bias.to(dtype)

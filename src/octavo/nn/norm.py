@@ -114,8 +114,10 @@ def backward_through_norm(
     _, want_delta, want_weight, want_bias = ctx.needs_input_grad[:4]
     refuse_second_derivative("norms")
     d_residual = None if d_residual is None else flat(d_residual)
+    # Autograd would round the gradient of the weight by a kernel of its own. That of a bias may have another dtype.
+    dtype = torch.float32 if want_bias else weight.dtype
     dx, d_weight, d_bias = norm_backward(
-        kind, d_normed, flat(h), weight, stats, d_residual, want_weight=want_weight or want_bias
+        kind, d_normed, flat(h), weight, stats, d_residual, want_weight=want_weight or want_bias, dtype=dtype
     )
     dx = dx.view(ctx.shape)
     return dx, dx if want_delta else None, d_weight if want_weight else None, d_bias if want_bias else None

@@ -113,7 +113,7 @@ def shard(
         fully_shard(group, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
     policy = own if not blocks and travels(model, how.recipe) else outer
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    _refuse_wrappers(model)
+    _use_own_class(model)
     if summed:
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
@@ -271,8 +271,11 @@ def _settle_after_exception(root: nn.Module, *_: Any) -> None:
         settle(root)
 
 
-def _refuse_wrappers(model: nn.Module) -> None:
-    """Let FSDP1 fail with a reason, when it sets its mark on the module, and DDP, when it looks for its own there."""
+def _use_own_class(model: nn.Module) -> None:
+    """Give the model a class of its own, whose `zero_grad` drops all gradients.
+
+    FSDP1 fails with a reason, when it sets its mark on the module, and DDP, when it looks for its own there.
+    """
     mark = "_fsdp_use_orig_params"
 
     def refuse(self: nn.Module, value: Any) -> None:
@@ -289,10 +292,18 @@ def _refuse_wrappers(model: nn.Module) -> None:
             "without them."
         )
 
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        """Drop all gradients: of the shards, and of micro-batches that the ranks have not summed yet."""
+        settle(self)
+        for module in sharded_modules(self):
+            if (group := group_of(module)) is not None:
+                drop_gradients(group)
+        base.zero_grad(self, set_to_none)
+
     vars(model).pop(mark, None)  # FSDP2's own
     base = type(model)
     marks = {mark: property(lambda self: True, refuse), "_ddp_params_and_buffers_to_ignore": property(refuse_ddp)}
-    model.__class__ = type(base.__name__, (base,), {**marks, "__module__": base.__module__})
+    model.__class__ = type(base.__name__, (base,), {**marks, "zero_grad": zero_grad, "__module__": base.__module__})
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:

@@ -152,12 +152,16 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     # Of offloaded activations the last to be loaded ahead come with the gradients of most blocks. Not of blocks that are
     # recomputed: they keep little, and the estimate of the last one exceeds the measured peaks.
     whole = setup.offload and setup.recompute in (False, "mlp")
-    places = {min(setup.horizon, end): f"block {setup.horizon + 1}"} if whole else {}
-    for index, place in (places | {end: "the last block", 0: "the first block"}).items():
-        recipes, last = setup.recipes[index], index == end
+    ahead_of = [(min(setup.horizon, end), f"block {min(setup.horizon, end) + 1}")] if whole else []
+    for index, place in (*ahead_of, (end, "the last block"), (0, "the first block")):
+        recipes, last = setup.recipes[index], place == "the last block"
         again, before_it = recomputed_by_block(setup, spec, recipes), setup.recipes[: index + 1]
         there = ends + sum(_sum(stays[one], "activations") for one in before_it)
-        copied = kept + sum(_sum(stays[one], "weight copies") for one in before_it) + (shards * index // end if end else shards)
+        copied = (
+            kept
+            + sum(_sum(stays[one], "weight copies") for one in before_it)
+            + (shards if last else shards * index // max(1, end))
+        )
         ahead = sum(away[one] for one in setup.recipes[max(0, index - setup.horizon) : index])
         done = 0 if setup.accumulates else (end - index) * block
         summed = matrix * _travelling(setup) + share_of_head if last and early else of_block
