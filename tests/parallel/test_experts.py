@@ -4,7 +4,7 @@ import pytest
 import split_sequences
 import spread_experts
 import torch
-from test_fsdp import compare
+from test_fsdp import differences
 from transformers import AutoModelForCausalLM
 
 import ranks
@@ -37,14 +37,17 @@ def on_one_rank():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_and_the_loss_that_balances_them_equal_one_rank(layout, on_one_rank):
     size, degrees = LAYOUTS[layout]
-    compare(on_one_rank(None), ranks.run(size, spread_experts.train, degrees, None), loss=1e-6, gradient=1e-4)
+    assert differences(on_one_rank(None), ranks.run(size, spread_experts.train, degrees, None), loss=1e-6, gradient=1e-4) == []
 
 
 @pytest.mark.parametrize("layout", ["expert 2", "expert 2 x shard 2"])
 def test_a_family_of_which_some_layers_have_no_experts_equals_one_rank(layout, on_one_rank):
     size, degrees = LAYOUTS[layout]
     setting = (None, None, 1, True)
-    compare(on_one_rank(*setting), ranks.run(size, spread_experts.train, degrees, *setting), loss=1e-6, gradient=1e-4)
+    assert (
+        differences(on_one_rank(*setting), ranks.run(size, spread_experts.train, degrees, *setting), loss=1e-6, gradient=1e-4)
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,9 @@ def test_fp8_equals_one_rank(recipe, layout, on_one_rank):
     size, degrees = LAYOUTS[layout]
     one, many = on_one_rank(recipe), ranks.run(size, spread_experts.train, degrees, recipe)
     # Joined amaxes are one rank's; other scales are of the rows that a rank has.
-    compare(one, many, loss=1e-6 if recipe == "delayed" else 2e-3, gradient=1e-3 if recipe == "delayed" else 0.25)
+    assert (
+        differences(one, many, loss=1e-6 if recipe == "delayed" else 2e-3, gradient=1e-3 if recipe == "delayed" else 0.25) == []
+    )
     if recipe == "delayed":
         for name in ("layers.0.layernorm_moe.experts.fc1.input.scale", "layers.2.layernorm_moe.experts.fc2.weight.scale"):
             assert many[0][1][name].shape == (4,)
@@ -71,7 +76,7 @@ def test_frozen_experts_stay_and_the_rest_equals_one_rank(recipe, layout):
     options = {"frozen": ["*.experts.*"]}
     one = ranks.run(1, spread_experts.train, {}, recipe, **options)[0]
     many = ranks.run(size, spread_experts.train, degrees, recipe, **options)
-    compare(one, many, loss=1e-6, gradient=1e-4 if recipe is None else 1e-3)
+    assert differences(one, many, loss=1e-6, gradient=1e-4 if recipe is None else 1e-3) == []
     gradients = many[0][0][0][2]
     assert "layers.0.layernorm_moe.router_weight" in gradients
     assert "layers.0.layernorm_moe.experts.fc1_weight" not in gradients
@@ -83,7 +88,7 @@ def test_tokens_that_travel_in_fp8_cost_one_rounding(recipe):
         ranks.run(2, spread_experts.train, LAYOUTS["expert 2"][1], recipe, settings={"expert_dispatch_fp8": fp8})
         for fp8 in (False, True)
     )
-    compare(plain[0], narrow, loss=2e-3, gradient=0.25)
+    assert differences(plain[0], narrow, loss=2e-3, gradient=0.25) == []
     # Without an autocast nothing is rounded; block scaling casts the rows that arrive to the same bits again.
     assert (plain[0][0][0][0] == narrow[0][0][0][0]) == (recipe != "delayed")
 
@@ -91,14 +96,14 @@ def test_tokens_that_travel_in_fp8_cost_one_rounding(recipe):
 def test_micro_batches_equal_sharded_experts():
     setting = "delayed", None, 2
     sharded, spread = (ranks.run(2, spread_experts.train, LAYOUTS[layout][1], *setting) for layout in ("shard 2", "expert 2"))
-    compare(sharded[0], spread, loss=1e-6, gradient=1e-3)
+    assert differences(sharded[0], spread, loss=1e-6, gradient=1e-3) == []
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "current", "rowwise", "block"])
 def test_experts_without_tokens_on_a_rank(recipe, on_one_rank):
     """Experts 0 and 1 are on rank 0: nothing reaches rank 1."""
     one, many = on_one_rank(recipe, 0), ranks.run(2, spread_experts.train, {"expert_parallel_degree": 2}, recipe, 0)
-    compare(one, many, loss=2e-3 if recipe else 1e-6, gradient=0.25 if recipe else 1e-4)
+    assert differences(one, many, loss=2e-3 if recipe else 1e-6, gradient=0.25 if recipe else 1e-4) == []
     weight = many[1][0][0][2]["layers.0.layernorm_moe.experts.fc1_weight"].unflatten(0, (4, -1))
     assert weight[:2].any()
     assert not weight[2:].any()
@@ -107,7 +112,7 @@ def test_experts_without_tokens_on_a_rank(recipe, on_one_rank):
 @pytest.mark.parametrize("options", [{"recompute": True}, {"recompute": "selective"}, {"offload": True}], ids=str)
 def test_recomputation_and_offloading_equal_one_rank(options, on_one_rank):
     many = ranks.run(2, spread_experts.train, {"expert_parallel_degree": 2}, "delayed", **options)
-    compare(on_one_rank("delayed"), many, loss=1e-6, gradient=1e-3)
+    assert differences(on_one_rank("delayed"), many, loss=1e-6, gradient=1e-3) == []
 
 
 @pytest.mark.parametrize("degrees", [{"context_parallel_degree": 2}, {"context_parallel_degree": 2, "hybrid_shard_degree": 2}])

@@ -343,6 +343,21 @@ def check_saved(recipe, config=CONFIG, *, within=0.0, **setting):
         assert cached == pytest.approx(saved.kept_weights(setup, setup.spec), abs=256)
 
 
+def test_what_columnwise_weights_take_is_on_the_page():
+    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    more = []
+    for name in ("llama-1b", "llama-8b-8layers", "llama2-7b-8layers"):
+        case = CASES[name]
+        found = (
+            estimate(setup_of(case.spec, case.batch, case.sequence_length, "delayed", params_bytes=2, history=1024, **options))
+            for options in ({"memory": 139 * GIB}, {})
+        )
+        kept, cast_twice = (one.total / GIB for one in found)
+        more.append(f"{kept - cast_twice:.1f}")
+    said = "columnwise layouts take {} GiB more now (1B), {} (eight layers of 8B) and {} (eight layers of Llama-2-7B)"
+    assert said.format(*more) in " ".join(page.split())
+
+
 def test_the_parts_add_up_and_shards_divide():
     spec = CASES["llama-8b-8k"].spec
     one = estimate(setup_of(spec, 2, 8192, "delayed"))

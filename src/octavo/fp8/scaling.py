@@ -146,7 +146,6 @@ class ModuleState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         values, module = state.pop("values"), state.pop("module")
         vars(self).update(state, slots={}, indices={}, observed={}, weight_cache=None, gathered=None, context_group=None)
-        vars(self).setdefault("keeps_columnwise", False)  # of a pickle from before it was there
         self.pickled = {}
         self._module = weakref.ref(module)
         for operand, (policy, fp8_max, numbers) in values.items():
