@@ -108,6 +108,9 @@ Output = Annotated[
 Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of a model on several (on a CPU: ranks); all if absent.")]
 Folder = Annotated[Path | None, typer.Option("--folder", metavar="PATH", help="Folder for temporary checkpoints.")]
 RestoreGpus = Annotated[int | None, typer.Option(min=1, help="GPUs that restore; half of them if absent.")]
+Starts = Annotated[
+    int | None, typer.Option(min=1, help="Fresh starts of each entry, a row each, for how far its speed repeats; 1 if absent.")
+]
 Prices = Annotated[Path | None, typer.Option(metavar="FILE.toml", help="Prices of machines, for costs of the suite vision.")]
 
 

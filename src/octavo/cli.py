@@ -338,6 +338,7 @@ def bench(
     saves: Annotated[int | None, typer.Option(min=1, help="Saves in the background; the last counts; 2 if absent.")] = None,
     restore_gpus: options.RestoreGpus = None,
     prices: options.Prices = None,
+    starts: options.Starts = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure Octavo and its peers in the same run: steps, checkpoints, kernels, errors of layers.
@@ -363,6 +364,7 @@ def bench(
         saves=saves,
         restore_gpus=restore_gpus,
         prices=prices,
+        starts=starts,
         command=shlex.join(["octavo", *sys.argv[1:]]),
         say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
     )

@@ -42,6 +42,7 @@ _SIZES = SHAPES["llama-tiny"] | {
     "head_dim": 16,
     "tie_word_embeddings": False,
 }
+OCTAVO = [name for name in SHARDED if name.startswith("octavo-")]
 UNTIED = Case("untied", _SIZES, 2, 16)
 FIGURES = {
     "workload", "entry", "head", "tokens_per_second", "step_ms", "tflops", "mfu", "peak_gib", "loss", "layers", "batch",
@@ -58,6 +59,30 @@ def test_the_whole_8b_shape():
         assert sum(p.numel() for p in model.parameters()) == 8_030_261_248  # as published
         assert counted.layers + counted.head == 8_030_261_248 - 4096 * (128_256 + 2 * 32 + 1)
         assert CASES[name].units == 16_384
+
+
+def test_fresh_starts_have_a_row_each(tmp_path, forked_workers):
+    how = {"output": tmp_path / "starts.json", "device": "cpu", "gpus": 2, "command": "octavo bench sharded"}
+    entry = "octavo-delayed-fast-fp8-head-bf16-states"
+    results = run_suite("sharded", cases=["tiny"], entries=[entry], steps=2, warmup=1, starts=2, **how)
+    assert json.loads((tmp_path / "starts.json").read_text()) == results
+    first, second = results["rows"]
+    assert (first["start"], second["start"]) == (1, 2)
+    assert first["loss"] == second["loss"]  # of the same seed and batches
+    console = Console(file=io.StringIO(), width=200)
+    render(results, console)
+    slow, fast = sorted((row["step_ms"] for row in results["rows"]), reverse=True)
+    said = f"tiny: {entry}: {fast:.1f} to {slow:.1f} ms a step in 2 starts, {slow / fast - 1:.1%} apart"
+    assert said in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("suite", "more", "said"), [("kernels", {}, "only the suites"), ("sharded", {"traces": Path("t")}, "--traces")]
+)
+def test_starts_that_are_refused(suite, more, said, monkeypatch):
+    monkeypatch.setattr("octavo.bench.run._check_gpu", lambda *args: None)
+    with pytest.raises(InputError, match=said):
+        run_suite(suite, starts=2, device="cpu", command="", **more)
 
 
 def test_a_run_on_two_ranks(tmp_path, forked_workers):
@@ -190,17 +215,18 @@ def test_the_sharded_peer_is_the_whole_model(case):
 def octavo_parameters():
     world.init()
     found = []
-    for name in (name for name in SHARDED if name.startswith("octavo-")):
+    for name in OCTAVO:
         trainer = SHARDED[name].build(UNTIED, CPU, False, seed=3)
         own, _ = labelled_batches(UNTIED, CPU, world.state.rank)[0]
         trainer.step(own, own)
-        found += [(isinstance(p, DTensor), p.dtype, p.to_local().numel(), p.numel()) for p in trainer.model.parameters()]
+        found += [(name, isinstance(p, DTensor), p.dtype, p.to_local().numel(), p.numel()) for p in trainer.model.parameters()]
     return found
 
 
-def test_octavos_weights_are_sharded_in_float32():
-    for first, second in zip(*ranks.run(2, octavo_parameters), strict=True):
-        assert first[:2] == second[:2] == (True, torch.float32)
+def test_octavos_weights_are_sharded_in_float32_or_as_the_name_says():
+    for found in zip(*ranks.run(2, octavo_parameters), strict=True):
+        (name, *first), (_, *second) = found
+        assert first[:2] == second[:2] == [True, torch.bfloat16 if name.endswith("bf16-states") else torch.float32]
         assert first[2] + second[2] == first[3]
 
 

@@ -1,5 +1,7 @@
 """Products by measured algorithms: PyTorch's result to the last bit, whichever is taken."""
 
+import re
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,6 +96,28 @@ def test_a_product_is_measured_the_second_time_and_a_small_one_never():
         for ab in (small, large):
             by_algorithm(ab)
         assert len(chosen()) == expected
+
+
+def test_a_measurement_begins_on_an_idle_gpu(monkeypatch):
+    """As beside a collective in the first step: a kernel of another stream takes half a second."""
+    idle, other = [], torch.cuda.Stream()
+    measure = algorithms._fastest
+    monkeypatch.setattr(algorithms, "_fastest", lambda *args: (idle.append(other.query()), measure(*args))[1])
+    by_algorithm(operands())
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(10**9)
+    assert not other.query()
+    by_algorithm(operands())
+    assert idle == [True]
+
+
+def test_choices_have_cublas_numbers(monkeypatch):
+    monkeypatch.setattr(algorithms, "_GAIN", 0.0)
+    for _ in range(2):
+        by_algorithm(operands())
+    ((product, name),) = algorithms.choices().items()
+    assert product == f"cuda:0, {ROWS} x {COLUMNS} x {SUMMED}, e4m3 rows · e4m3 columns → bfloat16, fast"
+    assert re.fullmatch(r"algorithm \d+, tile \d+, stages \d+, cluster \d+, swizzle \d+, option \d+, (static|dynamic)", name)
 
 
 def test_what_is_stored_with_gaps_or_begins_anywhere():

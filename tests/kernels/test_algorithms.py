@@ -30,9 +30,12 @@ def test_a_comparison_without_memory_leaves_the_bits_of_pytorch():
     operands = algorithms._Operands(a, b, torch.bfloat16, None, False, None)
     shape = ProductShape(0, 64, 64, 32, a.dtype, True, b.dtype, True, torch.bfloat16, False, False, False)
     no_device = mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext())
-    with mock.patch.object(algorithms, "Product", Product), mock.patch.dict(algorithms._chosen), no_device:
+    idle = mock.patch.object(torch.cuda, "synchronize")
+    with mock.patch.object(algorithms, "Product", Product), mock.patch.dict(algorithms._chosen), no_device, idle as waited:
         assert torch.equal(algorithms._measured(shape, operands, None), a @ b)
         assert algorithms._chosen[shape] is None
+        waited.assert_called_once_with()
+        assert algorithms.choices()["cuda:0, 64 x 64 x 32, bfloat16 rows · bfloat16 rows → bfloat16"] == "PyTorch's"
 
 
 WITH, WITHOUT = [(7, 4), (7, 4), (8, 4), (9, 0)], [(7, 0), (8, 0)]

@@ -158,6 +158,8 @@ CASES: dict[str, Case] = {
     for case in (
         Case("llama-1b", SHAPES["llama-1b"], 4, 4096),
         Case("llama-8b-8layers", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 2, 8192),
+        # A step so short that the ranks' exchange shows.
+        Case("llama-8b-8layers-b1", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 1, 8192),
         Case("llama2-7b-8layers", SHAPES["llama2-7b"] | {"num_hidden_layers": 8}, 4, 4096),
         Case("mistral-7b-layers-16k", SHAPES["mistral-7b"] | {"num_hidden_layers": 16}, 1, 16_384),
         Case("mixtral-8x7b-layers", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 7}, 4, 4096),

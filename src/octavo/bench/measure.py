@@ -56,6 +56,8 @@ class Measurement:
         start_seconds: from the start of its process to the end of the first step; None without a warm-up.
         attention, experts: the kernels that compute them, in words; None for a model without experts.
         reshard_after_forward: blocks are freed behind their forward; None for a model that is not sharded.
+        products: the algorithm of each of Octavo's measured products, a table a rank (`octavo.kernels.algorithms.choices`).
+        start: the number of this start of its processes, from 1; None where they start once.
         breakdown: kernel times (`octavo.bench.profile.breakdown`); empty unless recorded.
         error: the reason for missing figures.
     """
@@ -70,6 +72,8 @@ class Measurement:
     attention: str | None = None
     experts: str | None = None
     reshard_after_forward: bool | None = None
+    products: list[dict[str, str]] = field(default_factory=list)
+    start: int | None = None
     breakdown: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
@@ -83,6 +87,7 @@ class Measurement:
         self.seconds += answers[0]["seconds"]
         self.loss = statistics.fmean(answer["loss"] for answer in answers)
         self.peak_gib = largest(answers, "peak_gib")
+        self.products = [answer.get("products", {}) for answer in answers]
         if not math.isfinite(self.loss):
             self.error = f"the loss is {self.loss} after {len(self.seconds)} timed steps"
 
@@ -90,8 +95,8 @@ class Measurement:
 class RunningEntry:
     """An entry with its worker processes and its figures so far."""
 
-    def __init__(self, suite: str, entry: Entry, case: AnyCase, target: Target) -> None:
-        self.result = Measurement(entry)
+    def __init__(self, suite: str, entry: Entry, case: AnyCase, target: Target, start: int | None = None) -> None:
+        self.result = Measurement(entry, start=start)
         self.group = Group(suite, entry.name, case.name, device=target.torch_device, ranks=target.ranks)
 
     def start(self, warmup: int) -> None:
@@ -149,6 +154,7 @@ def measure_case(
     warmup: int,
     profiled: int = 0,
     traces: Path | None = None,
+    start: int | None = None,
     say: Callable[[str], None],
     finished: Callable[[list[Measurement]], object] = lambda measured: None,
 ) -> list[Measurement]:
@@ -159,6 +165,7 @@ def measure_case(
         warmup: steps before them, compilation included.
         profiled: steps after them, whose kernel times are recorded.
         traces: folder for a trace of the profiled steps of each entry.
+        start: the number of this start, for the rows.
         finished: takes the entries that are complete, each time that another is.
     """
     later = steps // 2
@@ -170,8 +177,8 @@ def measure_case(
     keep = None if len(entries) > 1 else False  # one alone takes all steps at once
     with contextlib.ExitStack() as processes:
         for entry in entries:
-            say(f"{case.name}: {entry.name}")
-            one = RunningEntry(suite, entry, case, target)
+            say(f"{case.name}: {entry.name}" + ("" if start is None else f", start {start}"))
+            one = RunningEntry(suite, entry, case, target, start)
             processes.callback(one.group.close)
             running.append(one)
             one.start(warmup)

@@ -94,9 +94,11 @@ CHECKPOINT: Columns = (
 def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
     """The row of one entry: its figures per GPU, or its error."""
     entry = measured.entry
-    named = {"workload": case.name, "entry": entry.name, "head": entry.head}
+    named: dict[str, Any] = {"workload": case.name, "entry": entry.name, "head": entry.head}
     if entry.head_forward is not None:
         named["head_forward"] = entry.head_forward
+    if measured.start is not None:
+        named["start"] = measured.start
     if measured.error is not None:
         return {**named, "error": measured.error}
     rate = case.units / measured.step_seconds
@@ -116,6 +118,7 @@ def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
         "attention": measured.attention,
         **({} if measured.experts is None else {"experts": measured.experts}),
         **({} if measured.reshard_after_forward is None else {"reshard_after_forward": measured.reshard_after_forward}),
+        **({"products": measured.products} if any(measured.products) else {}),
         "batch": case.batch,
         **({"image_size": case.image_size} if isinstance(case, VisionCase) else {}),
         "sequence_length": case.sequence_length,
@@ -249,6 +252,18 @@ def speed(row: dict[str, Any]) -> float:
     return row.get("tokens_per_second", row.get("images_per_second", 0.0))
 
 
+def spreads(rows: list[dict[str, Any]]) -> list[str]:
+    """For each entry and workload that was started several times: its range of step times, in a sentence."""
+    times: dict[str, list[float]] = {}
+    for row in rows:
+        if "start" in row and "error" not in row:
+            times.setdefault(f"{row['workload']}: {row['entry']}", []).append(row["step_ms"])
+    return [
+        f"{name}: {min(ms):.1f} to {max(ms):.1f} ms a step in {len(ms)} starts, {max(ms) / min(ms) - 1:.1%} apart"
+        for name, ms in times.items()
+    ]
+
+
 def render(results: dict[str, Any], console: Console) -> None:
     """Print a table for each workload, with each entry's speed over that of the best peer, if any."""
     suite, rows = results["suite"], results["rows"]
@@ -268,6 +283,8 @@ def render(results: dict[str, Any], console: Console) -> None:
             if isinstance(ALL_CASES.get(workload), VisionCase) or any("images_per_second" in row for row in own):
                 columns = REPLICAS if suite == "vision" else VISION
             _print_rows(_titled(f"{suite} · {workload}", results), ("entry", "head"), columns, own, console)
+            for line in spreads(own):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
             if any("kernel_ms" in row for row in own):
                 _print_breakdown(f"{workload} · kernel ms a step", own, console)
         if suite == "vision":
@@ -322,7 +339,7 @@ def _names(row: dict[str, Any]) -> tuple[str, str]:
     if "shape" in row:
         named = " ".join(row[key] for key in ("workload", "precision", "product") if key in row)
         return named, " x ".join(f"{size:,}" for size in row["shape"])
-    return row["entry"], row["head"]
+    return row["entry"] + (f", start {row['start']}" if "start" in row else ""), row["head"]
 
 
 def _figure(row: dict[str, Any], column: tuple[str, str, str, float]) -> str:
@@ -332,7 +349,7 @@ def _figure(row: dict[str, Any], column: tuple[str, str, str, float]) -> str:
 
 def _print_breakdown(title: str, rows: list[dict[str, Any]], console: Console) -> None:
     """Kinds of kernels down, entries across."""
-    times = {row["entry"]: row["kernel_ms"] for row in rows if "kernel_ms" in row}
+    times = {_names(row)[0]: row["kernel_ms"] for row in rows if "kernel_ms" in row}
     most: dict[str, float] = {}
     for kinds in times.values():
         for kind, ms in kinds.items():

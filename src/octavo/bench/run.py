@@ -38,6 +38,8 @@ CPU_RANKS = 2
 """Default number of ranks on a CPU for suites of several."""
 PROFILED_STEPS = 3
 """Steps of a breakdown."""
+STARTED = ("one-gpu", "sharded", "context")
+"""Suites whose entries can be started several times."""
 SAVES = 2
 """Default number of saves in the background."""
 
@@ -61,6 +63,7 @@ def run_suite(
     saves: int | None = None,
     restore_gpus: int | None = None,
     prices: Path | None = None,
+    starts: int | None = None,
     command: str,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
@@ -77,6 +80,7 @@ def run_suite(
         traces: folder for Chrome traces of the first rank, one an entry; includes a breakdown.
         prices: a TOML file with prices of machines (`octavo.bench.vision.prices`), for costs of the vision suite.
         folder: parent folder of temporary checkpoints; None: beside the output.
+        starts: fresh starts of each entry, one after the other, a row each; None: one.
         command: the command line, for the record.
         say: takes progress messages, a line each.
 
@@ -88,6 +92,7 @@ def run_suite(
     chosen = _choose(suite, cases, entries, peers)
     target = _target(chosen, device, gpus)
     _check_gpu(chosen, target, "--traces" if traces else "--breakdown" if breakdown else None)
+    _check_starts(chosen, starts, traces)
     output, known = output or Path(), _prices(chosen, target, prices)
     saving = _saving(chosen, target, folder, output, restore_gpus, saves)
     how: dict[str, Any] = {
@@ -101,7 +106,15 @@ def run_suite(
             return [measure_checkpoints(case, entry, target=target, **saving, **how) for entry in able]
         rows = partial(_rows, case, target)
         options = {"target": target, "profiled": PROFILED_STEPS if breakdown or traces else 0, "traces": traces, **how}
-        return rows(measure_case(suite, case, able, finished=lambda measured: results.write(rows(measured)), **options))
+        found: list[dict[str, Any]] = []
+        for start in range(1, starts + 1) if starts else (None,):
+            before = list(found)
+
+            def finished(measured: list[Measurement], before: list[dict[str, Any]] = before) -> None:
+                results.write(before + rows(measured))
+
+            found += rows(measure_case(suite, case, able, start=start, finished=finished, **options))
+        return found
 
     measurements: Iterable[list[dict[str, Any]]]
     if chosen.entries:
@@ -234,6 +247,14 @@ def _check_gpu(suite: Suite, target: Target, profile: str | None) -> None:
             f"{profile} reads the kernels of training steps on a GPU: not those of the suite {suite.name}"
             f" on {target.torch_device}."
         )
+
+
+def _check_starts(suite: Suite, starts: int | None, traces: Path | None) -> None:
+    """Refuse several starts where rows or traces would overwrite each other."""
+    if starts and suite.name not in STARTED:
+        raise InputError(f"--starts {starts}: only the suites {', '.join(STARTED)} start an entry several times.")
+    if starts and traces:
+        raise InputError(f"--starts {starts}: the traces of all starts have one name. Leave --traces out.")
 
 
 def _compared(suite: Suite, entries: Sequence[str] | None, peers: Sequence[str] | None, say: Say) -> list[Entry]:

@@ -123,6 +123,11 @@ SHARDED: dict[str, Entry] = {
             for how, reshard in (("kept", False), ("freed", True))
         ),
         Entry("octavo-current", "fp8", "bf16", partial(_float32, recipe="current")),
+        # Parameters and states of 16 bits: the shortest step.
+        Entry(
+            "octavo-delayed-fast-fp8-head-bf16-states", "fp8", "fp8",
+            partial(build_octavo, recipe="delayed", head=True, fast=True),
+        ),
         Entry("torch-bf16", "bf16", "bf16", build_plain_sharded),
         Entry("ao-tensorwise", "fp8", "bf16", build_torchao_sharded, "torchao", families=("llama",)),
         Entry("te-bf16", "bf16", "bf16", build_te_sharded, "transformer-engine"),

@@ -35,6 +35,7 @@ from octavo.checkpoint.shard_io import raw
 from octavo.collectives.whole import whole_tensor
 from octavo.fp8.scaling import state_records
 from octavo.hardware import GIB
+from octavo.kernels import algorithms
 from octavo.parallel import world
 
 BATCHES = 4
@@ -84,7 +85,7 @@ class Worker:
         return {}
 
     def measure(self, steps: int) -> dict[str, Any]:
-        """Time steps; returns their seconds, the last loss and, on a GPU, memory in GiB.
+        """Time steps; returns their seconds, the last loss, the algorithms of Octavo's products and, on a GPU, memory in GiB.
 
         `peak_gib`: the allocator's peak since the warm-up. `held_gib`: memory kept until the next turn. `needed_gib`: the peak
         of the memory reserved on the device.
@@ -97,7 +98,9 @@ class Worker:
             loss = self._step()
             marks.append(self._mark())
         self._wait()
-        figures = {"seconds": [self._between(*pair) for pair in itertools.pairwise(marks)], "loss": float(loss)}
+        figures: dict[str, Any] = {"seconds": [self._between(*pair) for pair in itertools.pairwise(marks)], "loss": float(loss)}
+        if self.entry.group is None:
+            figures["products"] = algorithms.choices()
         if not self.on_gpu:
             return figures
         figures["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / GIB

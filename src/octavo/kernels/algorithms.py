@@ -5,6 +5,9 @@ algorithms run on the operands, the fastest few in turns with PyTorch's. The fas
 last bit, as all had in `tests/gpu/test_algorithms.py`; algorithms that split the sum are left out. So only time depends on a
 measurement: ranks need not agree, and a repeated run has the same losses.
 
+The GPU is idle when a measurement begins, so that the choice repeats: in a first step a collective holds multiprocessors for
+seconds, while another rank compiles its kernels. `choices` names what was chosen.
+
 Of several ranks, whose collectives hold multiprocessors at times, algorithms are taken that hand out tiles dynamically, except
 in `without_collectives`.
 
@@ -136,6 +139,27 @@ def without_collectives() -> Iterator[None]:
         _without_collectives -= 1
 
 
+def choices() -> dict[str, str]:
+    """The algorithm of each measured product by cuBLAS's numbers; "PyTorch's" where none is faster."""
+    return {_text(shape): "PyTorch's" if taken is None else taken[0].name(taken[1]) for shape, taken in _chosen.items()}
+
+
+def _text(shape: ProductShape) -> str:
+    """A product in words, such as "cuda:0, 8192 x 4096 x 14336, e4m3 rows · e4m3 columns → bfloat16, fast"."""
+
+    def operand(dtype: torch.dtype, by_rows: bool) -> str:
+        return f"{_name(dtype)} {'rows' if by_rows else 'columns'}"
+
+    sizes = f"{shape.rows} x {shape.columns} x {shape.summed}"
+    operands = f"{operand(shape.a, shape.a_by_rows)} · {operand(shape.b, shape.b_by_rows)} → {_name(shape.out)}"
+    marks = [word for word, holds in (("bias", shape.bias), ("fast", shape.fast), ("dynamic", shape.dynamic)) if holds]
+    return ", ".join([f"cuda:{shape.device}", sizes, operands, *marks])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").removeprefix("float8_").removesuffix("fn")
+
+
 def _has_collectives() -> bool:
     """True where collectives can run beside a product: in a process that is one of several ranks."""
     return not _without_collectives and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -172,6 +196,8 @@ def _measured(shape: ProductShape, operands: _Operands, out: Tensor | None) -> T
     """The product; an algorithm is chosen if the result can tell one from another."""
     with torch.cuda.device(shape.device):
         out = operands.by_pytorch(out)
+        # Collectives end when their last rank comes, and that one waits for none that this process has not launched yet.
+        torch.cuda.synchronize()
         sample = out[:: max(1, shape.rows // _SAMPLED_ROWS)].float()
         if bool(sample.isfinite().all() & (2 * sample.count_nonzero() > sample.numel())):
             _chosen[shape] = None

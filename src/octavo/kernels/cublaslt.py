@@ -24,8 +24,18 @@ RESULTS = frozenset((torch.float32, torch.float16, torch.bfloat16))
 """Dtypes. PyTorch multiplies float32, since it decides about TF32."""
 _TRANS_A, _TRANS_B, _EPILOGUE, _BIAS, _A_SCALE, _B_SCALE, _FAST_ACCUM, _BIAS_TYPE = 3, 4, 7, 8, 17, 18, 25, 26
 """Attributes of a product (`CUBLASLT_MATMUL_DESC_…`)."""
-_MAX_WORKSPACE, _SPLITS = 1, 2
-"""Attributes of a preference and of an algorithm: bytes of workspace, parts of the sum."""
+_MAX_WORKSPACE = 1
+"""Attribute of a preference: bytes of workspace."""
+_SPLITS = 2
+_NAMED = {
+    "algorithm": (0, ctypes.c_int32),
+    "tile": (1, ctypes.c_uint32),
+    "stages": (6, ctypes.c_uint32),
+    "cluster": (8, ctypes.c_uint16),
+    "swizzle": (4, ctypes.c_uint32),
+    "option": (5, ctypes.c_uint32),
+}
+"""Attributes of an algorithm (`CUBLASLT_ALGO_CONFIG_…`): parts of the sum; those that name it, with their types."""
 
 MOST_ALGORITHMS = 16
 WORKSPACE = 2**20
@@ -116,11 +126,17 @@ def _layout(dtype: torch.dtype, rows: int, columns: int, by_rows: bool) -> ctype
     return layout
 
 
-def _splits(algorithm: _Algorithm) -> int:
-    splits, written = ctypes.c_int32(), ctypes.c_size_t()
+def _attribute(algorithm: _Algorithm, attribute: int, value: Any) -> int:
+    """An attribute of an algorithm, in a number of its C type."""
+    written = ctypes.c_size_t()
     pointer = ctypes.byref(algorithm)
-    _call("cublasLtMatmulAlgoConfigGetAttribute", pointer, _SPLITS, *_sized(splits), ctypes.byref(written))
-    return splits.value
+    _call("cublasLtMatmulAlgoConfigGetAttribute", pointer, attribute, *_sized(value), ctypes.byref(written))
+    found: int = value.value
+    return found
+
+
+def _splits(algorithm: _Algorithm) -> int:
+    return _attribute(algorithm, _SPLITS, ctypes.c_int32())
 
 
 class Product:
@@ -149,6 +165,12 @@ class Product:
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
         self._lock = threading.Lock()
         self.algorithms = self._offered()
+
+    def name(self, number: int) -> str:
+        """An algorithm in cuBLAS's numbers, such as "algorithm 66, tile 23, stages 36, cluster 5, swizzle 0, option 0"."""
+        algorithm = self.algorithms[number]
+        parts = [f"{what} {_attribute(algorithm, key, kind())}" for what, (key, kind) in _NAMED.items()]
+        return ", ".join([*parts, "dynamic" if algorithm.workspace else "static"])
 
     def _set(self, attribute: int, value: Any) -> None:
         _call("cublasLtMatmulDescSetAttribute", self._description, attribute, *_sized(value))
