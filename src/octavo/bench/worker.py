@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,8 @@ from octavo.kernels import algorithms
 from octavo.parallel import world
 
 BATCHES = 4
+LAUNCHES = 3
+"""Steps whose launch is timed for a profile."""
 
 T = TypeVar("T")
 
@@ -112,13 +115,19 @@ class Worker:
     def profile(self, steps: int, trace: str | None = None) -> dict[str, Any]:
         """Kernel milliseconds a step by kind, and the largest kernels, from steps that are not timed.
 
-        trace: a file for the first rank's profile.
+        On a GPU also `host_ms`, the median time that the host takes to launch a step for an idle GPU: where it is near a
+        step's, the host is the limit. trace: a file for the first rank's profile.
         """
         self._step()
         self._wait()
+        launches = []
+        for _ in range(LAUNCHES if self.on_gpu else 0):
+            launches.append(_timed(self._step)[0])
+            self._wait()
         first = not dist.is_initialized() or dist.get_rank() == 0
         found = record(self._step, steps, self.device, Path(trace) if trace and first else None)
         if self.on_gpu:
+            found["host_ms"] = statistics.median(launches) * 1e3
             torch.cuda.empty_cache()
         return found
 
