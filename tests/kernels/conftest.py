@@ -34,3 +34,14 @@ def exact_casts(monkeypatch):
         return out.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[out.element_size()]).numpy().reshape(data.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@pytest.fixture
+def fused_fma(monkeypatch):
+    """The interpreter rounds the product of `tl.fma`; a GPU rounds its sum alone. In float64 a product of float32 is exact."""
+
+    def fma(self, x, y, z):
+        exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return interpreter.TensorHandle(exact.astype(x.data.dtype), z.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)

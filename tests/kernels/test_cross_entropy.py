@@ -97,6 +97,33 @@ def test_what_is_not_finite_makes_its_row_nan_alone(shape, column, broken):
     assert torch.equal(grad.high_precision[[0, 2, 3]], clean[[0, 2, 3]])
 
 
+@INTERPRETER
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")  # of the interpreter
+@of_each_shape
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("largest", [30.0, 500.0, 721.3, 20_000.0])
+def test_a_certain_target_has_no_gradient(fused_fma, shape, dtype, largest):
+    """Its exponential is the sum of all: both have the same rounding of a large logit."""
+    logits = (torch.randn(5, 700) * 5).to(dtype)
+    target = torch.tensor([699, 0, 699, 600, 3])
+    logits[0, 699] = logits[1, 0] = logits[2, 699] = logits[3, 1] = largest
+    logits[2, :699] = -torch.inf
+    logits[4, :] -= largest
+    logits[4, 3] = 0.0
+    exact = logits.double().requires_grad_()
+    functional.cross_entropy(exact, target, reduction="sum").backward()
+    for row in range(len(logits)):
+        part, at = logits[row : row + 1].clone(), target[row : row + 1]
+        loss, grad = cross_entropy.launch(part, at, torch.tensor(1.0), Objective(), shape=shape)
+        want = functional.cross_entropy(logits[row : row + 1].double(), at)
+        torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=4e-6)
+        tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(grad.high_precision.double(), exact.grad[row : row + 1].double(), rtol=tolerance, atol=1e-6)
+        if row != 3 and largest >= 500:
+            assert grad.high_precision[0, at] == 0
+            assert loss.item() == pytest.approx(0, abs=1e-6)
+
+
 PLACES = [0, 1, 63, 126, 127, -100, 128, 129, 192, 299, 300, -100]
 """First and last columns that are kept, of blocks and of a row of 301; and ignored targets."""
 

@@ -19,6 +19,11 @@ from octavo.kernels import reference
 from octavo.kernels.fast_math import LOG2_E, exp2
 from octavo.kernels.tiles import cdiv
 
+_ROUNDED = torch.tensor(LOG2_E.value).item()
+LN_2 = tl.constexpr(torch.tensor(1 / _ROUNDED).item())
+LN_2_REST = tl.constexpr(1 / _ROUNDED - LN_2.value)
+"""The reciprocal of LOG2_E's float32 value, as the sum of two float32 numbers."""
+LARGEST_SUM = tl.constexpr(2.0**64)
 _SCALE_BLOCK, _SCALE_WARPS, _PROGRAMS = 8192, 16, 1024
 
 
@@ -62,9 +67,9 @@ def _exponentials(x, base):
 
 
 @triton.jit
-def _store_gradient(out, x, c, columns, log2_total, factor, even, SMOOTH: tl.constexpr):
-    """Store the gradient of a block, as if none of its columns were the target."""
-    grad = _exponentials(x, log2_total) * factor
+def _store_gradient(out, x, c, columns, base, factor, even, SMOOTH: tl.constexpr):
+    """Store the gradient of a block, as if none of its columns were the target. factor: its scale over their sum."""
+    grad = _exponentials(x, base) * factor
     if SMOOTH:
         grad -= even
     # To FP8 the conversion saturates.
@@ -97,8 +102,9 @@ def _cross_entropy(
         if SMOOTH:
             summed += tl.sum(tl.where(c < columns, x.to(tl.float32), 0.0))
     total = tl.sum(sums)
-    # A logit more than 88 above the kept ones makes the sum ∞; kept ones of nothing but -∞ leave no maximum to sum from.
-    if (top == -float("inf")) | ~(total < float("inf")):
+    # A logit 44 above the kept ones makes the sum so large that the gradient's scale over it is too small for float32, one 88
+    # above makes it ∞; kept ones of nothing but -∞ leave no maximum to sum from.
+    if (top == -float("inf")) | ~(total < LARGEST_SUM):
         tops = kept.to(tl.float32)
         for first in range(BLOCK, columns, BLOCK):
             c = first + tl.arange(0, BLOCK)
@@ -114,9 +120,13 @@ def _cross_entropy(
     known = (target >= 0) & (target < columns)
     at_target = tl.where(known, target, 0)  # never outside the row
     picked = tl.load(start + at_target).to(tl.float32)
-    log2_total = base + tl.log2(total)
-    log_total = log2_total / LOG2_E
-    loss = log_total - (1.0 - smoothing) * picked + z_loss * log_total * log_total
+    # `base` is rounded, at a logit of 500 by 3e-5. The exponentials and their sum have this factor in common: probabilities are
+    # quotients of the two, and the loss adds `base` to the precision of a float32 sum of two.
+    above = tl.log2(total) * LN_2
+    log_total = base * LN_2 + above
+    loss = (1.0 - smoothing) * (tl.fma(base, LN_2, -picked) + (base * LN_2_REST + above)) + z_loss * log_total * log_total
+    if SMOOTH:
+        loss += smoothing * log_total
     even = 0.0
     if SMOOTH:
         even = smoothing / columns
@@ -131,17 +141,21 @@ def _cross_entropy(
             scale = tl.load(grad_scale_ptr)
             out = start
         scale = tl.where(real, tl.where(known, scale, float("nan")), 0.0)
-        factor = (1.0 + 2.0 * z_loss * log_total) * scale
-        even = even * scale
+        raised = 2.0 * (z_loss * log_total)
+        factor = (1.0 + raised) * scale / total
+        # (p - 1) · (1 + raised) + raised + smoothing; as a difference from the sum, p - 1 is exact where p is near 1.
+        at_picked = (_exponentials(picked, base) - total) * factor + raised * scale
+        if SMOOTH:
+            even = even * scale
+            at_picked += smoothing * scale - even
         tl.debug_barrier()  # every warp has read its target's logit before any overwrites it
         for first in range(BLOCK, columns, BLOCK):
             c = first + tl.arange(0, BLOCK)
             x = tl.load(start + c, mask=c < columns, other=-float("inf"), eviction_policy="evict_first")
-            _store_gradient(out, x, c, columns, log2_total, factor, even, SMOOTH)
-        _store_gradient(out, kept, kept_c, columns, log2_total, factor, even, SMOOTH)
+            _store_gradient(out, x, c, columns, base, factor, even, SMOOTH)
+        _store_gradient(out, kept, kept_c, columns, base, factor, even, SMOOTH)
         tl.debug_barrier()  # the target's gradient is stored twice, and the second is right
-        grad = _exponentials(picked, log2_total) * factor - even - (1.0 - smoothing) * scale
-        tl.store(out + at_target, grad.to(out.dtype.element_ty))
+        tl.store(out + at_target, at_picked.to(out.dtype.element_ty))
 
 
 def launch(
