@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from octavo.bench.cases import CASES, Case
 from octavo.bench.chosen import experts_of
-from octavo.bench.measure import Measurement, RunningEntry, Target, all_fit
+from octavo.bench.measure import Measurement, Target, all_fit
 from octavo.bench.peers import ENTRIES, build_octavo, build_plain
 from octavo.bench.plain import FAMILIES, PlainDecoder, places
 from octavo.bench.results import best_peer, commit, document, render, row, write
@@ -177,9 +177,10 @@ def test_a_run_on_a_cpu_is_measured_written_and_rendered(tmp_path):
     assert len(figures["each_step_ms"]) == 4
     assert figures["step_ms"] == pytest.approx(statistics.median(figures["each_step_ms"]))
     assert (figures["mfu"], figures["peak_gib"]) == (None, None)
-    # One step to warm up, four timed: the losses of the same model in this process.
+    # One step to warm up, four timed, one untimed between the turns: the losses of the same model in this process.
     trainer, batches = build_plain(CASES["tiny"], CPU, False), labelled_batches(CASES["tiny"], CPU)
-    losses = [float(trainer.step(*batches[i % 4])) for i in range(5)]
+    losses = [float(trainer.step(*batches[i % 4])) for i in range(6)]
+    assert own["loss_step"] == figures["loss_step"] == 6
     assert figures["loss"] == pytest.approx(losses[-1], rel=1e-3)
     assert "torch-bf16" in rendered(results)
 
@@ -222,17 +223,19 @@ def test_a_broken_peer_is_a_row_with_its_error(tmp_path, monkeypatch, source):
     assert "failed" in rendered(results)
 
 
-def test_an_entry_alone_takes_its_steps_at_once(tmp_path, monkeypatch, forked_workers):
-    turns = []
-    turn = RunningEntry.turn
-    monkeypatch.setattr(RunningEntry, "turn", lambda entry, steps: turns.append(steps) or turn(entry, steps))
+@pytest.mark.parametrize("fit", [True, False])
+def test_every_entry_trains_as_many_steps_whether_they_take_turns_or_not(tmp_path, monkeypatch, forked_workers, fit):
+    """Else the first of two would lie a step ahead, and a loss beside another would say nothing."""
+    monkeypatch.setattr("octavo.bench.measure.all_fit", lambda *given: fit)
+    names = ["octavo-bf16", "torch-bf16", "octavo-delayed"]
+    asked = {"cases": ["tiny"], "steps": 5, "warmup": 2, "device": "cpu", "command": "octavo bench one-gpu"}
+    rows = run_suite("one-gpu", entries=names, output=tmp_path / "all", **asked)["rows"]
+    assert [(row["entry"], row["interleaved"], row["steps"], row["loss_step"]) for row in rows] == [
+        (name, fit, 5, 8) for name in names
+    ]
     said = []
-    (row,) = run_suite(
-        "one-gpu", cases=["tiny"], entries=["torch-bf16"], steps=3, warmup=1,
-        output=tmp_path, device="cpu", command="octavo bench one-gpu", say=said.append,
-    )["rows"]  # fmt: skip
-    assert [steps for steps in turns if steps] == [3]
-    assert (row["steps"], row["interleaved"]) == (3, False)
+    (alone,) = run_suite("one-gpu", entries=names[:1], output=tmp_path / "alone", say=said.append, **asked)["rows"]
+    assert (alone["loss"], alone["loss_step"], alone["interleaved"]) == (rows[0]["loss"], 8, False)
     assert not any("turns" in line for line in said)
 
 

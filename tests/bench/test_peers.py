@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import command_lines
 from octavo import build
-from octavo.bench import peers, run
+from octavo.bench import peers, run, te_attention
 from octavo.bench.cases import ALL_CASES, CASES, CONTEXT_CASES, VISION_CASES
 from octavo.bench.peers import ENTRIES, PEERS, build_octavo
 from octavo.bench.run import run_suite
@@ -32,13 +33,39 @@ OWN = [name for name in ENTRIES if name.startswith("octavo-")]
 TRANSFORMER_ENGINE = """
 import contextlib, os
 import torch
-from octavo.nn import DotProductAttention, GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
+from octavo.nn import DotProductAttention as OctavosAttention
+from octavo.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from octavo.nn import MultiheadAttention as Attention
 from octavo.nn import LayerNorm as Centred
 from octavo.nn import RMSNorm as Norm
 from octavo.nn import TransformerLayer as Layer
 
-assert os.environ["NVTE_FUSED_ATTN"] == "1" and os.environ["NVTE_FLASH_ATTN"] == "0"
+# Whether flash-attn-4 was asked for, by variables that are read at the import.
+FLASH = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1", "NVTE_FLASH_ATTN_V3": "0", "NVTE_UNFUSED_ATTN": "0"}
+FLASH = all(os.environ[key] == value for key, value in FLASH.items())
+assert FLASH or (os.environ["NVTE_FUSED_ATTN"] == "1" and os.environ["NVTE_FLASH_ATTN"] == "0")
+
+class DotProductAttention(OctavosAttention):
+    def forward(self, q, k, v, *mask, attn_mask_type=None, **options):
+        from packaging.version import Version
+        from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends as choice
+
+        flash = FLASH and self.context is None and os.environ.get("WITHOUT_FLASH") is None
+        choice |= {"use_flash_attention": flash, "flash_attention_backend": Version("4.0.0b36") if flash else None}
+        choice |= {"use_fused_attention": not flash, "fused_attention_backend": 1}
+        if not flash:
+            return super().forward(q, k, v, *mask, attn_mask_type=attn_mask_type, **options)
+        from transformer_engine.pytorch.flash import flash_attn_func
+
+        causal = self.causal if attn_mask_type is None else attn_mask_type == "causal"
+        window = (-1 if self.window is None else self.window - 1, 0 if causal else -1)
+        return flash_attn_func(q, k, v, softmax_scale=self.softmax_scale, causal=causal, window_size=window).flatten(2)
+
+def with_cores(layer):
+    # Attention of its own class, called for short sequences too.
+    layer.core_attention.__class__ = DotProductAttention
+    layer._is_short = lambda *given: False
+    return layer
 
 @contextlib.contextmanager
 def autocast(enabled=True, calibrating=False, recipe=None, amax_reduction_group=None):
@@ -64,7 +91,7 @@ class TransformerLayer(torch.nn.Module):
             normalization=normalization, bias=bias, activation=activation, self_attn_mask_type=self_attn_mask_type,
             params_dtype=params_dtype, device=device, window_size=window_size, parallel_attention_mlp=parallel_attention_mlp,
         )
-        self.self_attention, self.layernorm_mlp, self.layer = layer.self_attention, layer.layernorm_mlp, [layer]
+        self.self_attention, self.layernorm_mlp, self.layer = with_cores(layer.self_attention), layer.layernorm_mlp, [layer]
         self.context = None
 
     def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
@@ -87,7 +114,8 @@ class MultiheadAttention(torch.nn.Module):
         super().__init__()
         assert attention_dropout == 0 and options["fuse_qkv_params"] and options["qkv_format"] == "bshd"
         layer = Attention(hidden_size, num_attention_heads, kv_channels, attention_dropout=0.0, **options)
-        self.layernorm_qkv, self.proj, self.layer = layer.layernorm_qkv, layer.proj, [layer]
+        self.layernorm_qkv, self.proj, self.layer = layer.layernorm_qkv, layer.proj, [with_cores(layer)]
+        self.core_attention = layer.core_attention
 
     def forward(self, hidden_states, rotary_pos_emb=None):
         angles = rotary_pos_emb[:, 0].transpose(0, 1)
@@ -149,6 +177,29 @@ class SplitAlongDim:
     def apply(x, dim, sizes):
         return torch.split(x, sizes, dim)
 """
+# Window bounds as flash-attn-4 reads them: one that is negative beside another hides keys, and two mean all keys.
+FLASH_ATTENTION = """
+import os
+import torch
+
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(None, None)):
+    left, right = window_size
+    if left is not None and right is not None and left < 0 and right < 0:
+        left = right = None
+    right = 0 if causal else right
+    at = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+    seen = (at <= (len(at) if left is None else left)) & (at >= (-len(at) if right is None else -right))
+    wide = (x.float().transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.repeat_interleave(q.shape[2] // x.shape[1], 1) for x in wide)
+    if os.environ.get("WRONG_GRADIENT"):
+        q = q.detach() + (q - q.detach()) * 1.5
+    logits = (q @ k.mT * (softmax_scale or q.shape[-1] ** -0.5)).masked_fill(~seen, -torch.inf)
+    shares = torch.where(seen, logits.softmax(-1), torch.zeros(()))
+    return (shares.nan_to_num() @ v).transpose(1, 2).bfloat16()
+
+flash_attn_func.compile_cache = {}
+flash_attn_varlen_func = _flash_attn_fwd = _flash_attn_bwd = flash_attn_func
+"""
 RECIPES = "from octavo.fp8.recipe import CurrentScaling as Float8CurrentScaling, DelayedScaling, Format\n"
 
 
@@ -159,8 +210,13 @@ def transformer_engine(tmp_path, monkeypatch):
         "__init__.py": "",
         "pytorch/__init__.py": TRANSFORMER_ENGINE,
         "pytorch/utils.py": UTILS,
+        "pytorch/attention/__init__.py": "",
+        "pytorch/attention/dot_product_attention.py": "_attention_backends = {}",
+        "pytorch/flash.py": "from flash_attn.cute.interface import flash_attn_func",
         "common/__init__.py": "",
         "common/recipe.py": RECIPES,
+        "../flash_attn/cute/__init__.py": "",
+        "../flash_attn/cute/interface.py": FLASH_ATTENTION,
     }
     for name, text in files.items():
         path = tmp_path / "site" / "transformer_engine" / name
@@ -184,13 +240,111 @@ def test_transformer_engines_entries_train(tmp_path, transformer_engine, forked_
     assert results["machine"]["peers"] == {"transformer-engine": None}
 
 
+def rows_of_te(tmp_path, case, entries, suite="one-gpu", **more):
+    how = {"steps": 2, "warmup": 1, "output": tmp_path / "results", "device": "cpu", "command": "octavo bench", **more}
+    return run_suite(suite, cases=[case], entries=entries, **how)
+
+
+@pytest.mark.parametrize("case", ["tiny", "tiny-mistral", "tiny-neox"])
+def test_its_attention_by_flash_attn_4_is_cudnns_with_and_without_an_fp8_head(
+    tmp_path, transformer_engine, forked_workers, monkeypatch, case
+):
+    """With window bounds of -1 the package sees no key; the entry hands it None, and names the kernel of its steps."""
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")  # the user's, which are not the entries'
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
+    heads = ["", *(["-fp8-head"] if case == "tiny" else [])]
+    names = [f"te-delayed{kernel}{head}" for head in heads for kernel in ("", "-flash-attention")]
+    results = rows_of_te(tmp_path, case, names)
+    assert [row.get("error") for row in results["rows"]] == [None] * len(names)
+    for cudnn, flash in zip(results["rows"][::2], results["rows"][1::2], strict=True):
+        assert cudnn["attention"] == "Transformer Engine, cuDNN (sub-backend 1)"
+        assert flash["attention"] == "Transformer Engine, flash-attn 4.0.0b36, window bounds of -1 mended"
+        assert flash["head"] == cudnn["head"]
+        assert flash["loss"] == pytest.approx(cudnn["loss"], rel=2e-3)
+        assert flash["loss_step"] == cudnn["loss_step"]
+        for row in (cudnn, flash):
+            assert set(row["attention_errors"]) == {"output", "query gradient", "key gradient", "value gradient"}
+            assert all(0 < error < 0.02 for error in row["attention_errors"].values())
+    assert list(results["machine"]["peers"]) == ["transformer-engine", "flash-attn-4"]
+
+
+WRONG = """
+import pytest, torch
+from octavo.bench import te_attention
+from octavo.bench.cases import CASES
+from octavo.bench.peers import ENTRIES
+from octavo.errors import InputError
+
+te_attention._unlimited = lambda bound: bound
+with pytest.raises(InputError) as caught:
+    ENTRIES["te-delayed-flash-attention"].build(CASES["tiny"], torch.device("cpu"), False)
+assert "output 1.0000, query gradient 1.0000, key gradient 1.0000, value gradient 1.0000" in str(caught.value)
+assert "where at most 0.02 is rounding. It is not timed." in str(caught.value)
+ENTRIES["te-delayed-flash-attention"].build(CASES["tiny-mistral"], torch.device("cpu"), False)  # a window, and no bound of -1
+"""
+
+
+def test_windows_as_transformer_engine_passes_them_are_refused_with_the_relative_errors(tmp_path, transformer_engine):
+    process = command_lines.CommandLine(command_lines.python, tmp_path / "wrong", ["-c", WRONG])
+    assert process.wait(timeout=300) == 0, process.stderr
+
+
+@pytest.mark.parametrize("suite", ["one-gpu", "vision"])
+def test_a_wrong_query_gradient_alone_is_refused_in_blocks_of_images_too(
+    tmp_path, with_torchvision, transformer_engine, monkeypatch, suite
+):
+    pytest.importorskip("timm", exc_type=ImportError)
+    names = ["te-delayed-flash-attention", "te-delayed"]
+    (row, _) = rows_of_te(tmp_path, "tiny-vit", names, suite, gpus=1)["rows"]
+    assert "error" not in row
+    assert row["attention"].startswith("Transformer Engine, flash-attn 4.0.0b36")
+    monkeypatch.setenv("WRONG_GRADIENT", "1")
+    (row, cudnn) = rows_of_te(tmp_path / "again", "tiny-vit", names, suite, gpus=1)["rows"]
+    found = re.search(r"heads of 16, 17 tokens\): relative errors output 0.00\d+, query gradient (0\.\d+), key", row["error"])
+    assert 0.45 < float(found[1]) < 0.55
+    assert "error" not in cudnn
+
+
+def test_an_attention_by_another_kernel_than_the_entrys_is_refused(tmp_path, transformer_engine, forked_workers, monkeypatch):
+    monkeypatch.setenv("WITHOUT_FLASH", "1")
+    (row,) = rows_of_te(tmp_path, "tiny", ["te-delayed-flash-attention"])["rows"]
+    assert "flash-attn-4 was asked for, and Transformer Engine did not call it: Transformer Engine, cuDNN" in row["error"]
+
+
+ANOTHER = """
+import pytest, torch
+from octavo.bench.cases import CASES
+from octavo.bench.peers import ENTRIES
+from octavo.errors import InputError
+
+ENTRIES["te-bf16"].build(CASES["tiny"], torch.device("cpu"), False)
+with pytest.raises(InputError, match="imported already, under other variables than NVTE_FUSED_ATTN=0 .*a process of its own"):
+    ENTRIES["te-delayed-flash-attention"].build(CASES["tiny"], torch.device("cpu"), False)
+"""
+
+
+def test_variables_behind_the_import_are_refused(tmp_path, transformer_engine):
+    process = command_lines.CommandLine(command_lines.python, tmp_path / "another", ["-c", ANOTHER])
+    assert process.wait(timeout=300) == 0, process.stderr
+
+
+def test_every_entry_of_transformer_engine_has_its_variables_in_its_process():
+    for suite in SUITES.values():
+        for name, entry in suite.entries.items():
+            flash = "flash-attention" in name
+            wanted = te_attention.FLASH if flash else te_attention.CUDNN if name.startswith("te-") else {}
+            assert entry.environment == wanted
+            assert entry.needs == (("flash-attn-4",) if flash else ())
+    for suite in ("one-gpu", "sharded", "context", "vision"):
+        assert "te-delayed-flash-attention" in SUITES[suite].entries
+
+
 FAMILIES = """
 import json, os
 import torch
 from octavo.bench.cases import CASES
-from octavo.bench.peers import ENVIRONMENT, ENTRIES
+from octavo.bench.peers import ENTRIES
 
-os.environ.update(ENVIRONMENT)
 found = {}
 for case in map(CASES.get, ("tiny-neox", "tiny-mistral", "tiny", "tiny-mixtral")):
     ours = ENTRIES["octavo-bf16"].build(case, torch.device("cpu"), False).model
@@ -302,9 +456,9 @@ VISION = """
 import os
 import torch
 from octavo.bench.cases import VISION_CASES
-from octavo.bench.peers import ENVIRONMENT
+from octavo.bench import te_attention
 
-os.environ.update(ENVIRONMENT)
+te_attention.choose(te_attention.CUDNN)
 from octavo.bench import te
 from octavo.nn import TransformerLayer
 
@@ -353,19 +507,25 @@ def compared(monkeypatch, installed, suite=ONE_GPU, entries=None, peers=None):
 
 
 def test_peers_that_are_installed_stand_beside_octavo(monkeypatch):
-    assert compared(monkeypatch, {"torchao", "transformer-engine", "transformers"}) == (list(ENTRIES), [])
+    everything = {"torchao", "transformer-engine", "transformers", "flash-attn-4"}
+    assert compared(monkeypatch, everything) == (list(ENTRIES), [])
+    flash = ["te-delayed-flash-attention", "te-delayed-flash-attention-fp8-head"]
+    names, said = compared(monkeypatch, everything - {"flash-attn-4"})
+    assert names == [name for name in ENTRIES if name not in flash]
+    assert said == [f"flash-attn-4 is not installed: without {', '.join(flash)}. Install it by {install_extra('flash')}"]
     names, said = compared(monkeypatch, {"transformers"})
     assert names == [*OWN, "torch-bf16", "torch-huggingface-bf16"]
     assert said == [
         f"torchao is not installed: without ao-tensorwise, ao-rowwise. Install it by {install_extra('bench')}",
-        "transformer-engine is not installed: without te-bf16, te-delayed, te-delayed-block, te-delayed-fp8-head, te-current. "
+        "transformer-engine is not installed: without te-bf16, te-delayed, te-delayed-flash-attention, te-delayed-block, "
+        "te-delayed-fp8-head, te-delayed-flash-attention-fp8-head, te-current. "
         "Install it by pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ]
 
 
 def test_peers_are_chosen_by_group(monkeypatch):
     # What is asked for and not installed has a row, which says so.
-    te = ["te-bf16", "te-delayed", "te-delayed-block", "te-delayed-fp8-head", "te-current"]
+    te = [name for name in ENTRIES if name.startswith("te-")]
     assert compared(monkeypatch, set(), peers=["te"]) == ([*OWN, *te], [])
     plain = ["torch-bf16", "torch-huggingface-bf16"]
     assert compared(monkeypatch, set(), peers=["torchao", "bf16"])[0] == [*OWN, *plain, "ao-tensorwise", "ao-rowwise"]
@@ -374,7 +534,8 @@ def test_peers_are_chosen_by_group(monkeypatch):
     sharded = SUITES["sharded"]
     without = [name for name in sharded.entries if not name.startswith(("te-", "ao-"))]
     assert compared(monkeypatch, set(), sharded, peers=["bf16"])[0] == without
-    assert compared(monkeypatch, set(), sharded, peers=["bf16", "te"])[0] == [*without, "te-bf16", "te-delayed"]
+    theirs = [name for name in sharded.entries if name.startswith("te-")]
+    assert compared(monkeypatch, set(), sharded, peers=["bf16", "te"])[0] == [*without, *theirs]
     assert compared(monkeypatch, set(), SUITES["checkpoint"])[0] == ["octavo-delayed"]
     assert set(PEERS) == {"bf16", "torchao", "te"}
     assert all(name in OWN or any(name.startswith(prefix) for prefix in PEERS.values()) for name in ENTRIES)

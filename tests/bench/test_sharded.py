@@ -47,7 +47,7 @@ UNTIED = Case("untied", _SIZES, 2, 16)
 FIGURES = {
     "workload", "entry", "head", "tokens_per_second", "step_ms", "tflops", "mfu", "peak_gib", "loss", "layers", "batch",
     "sequence_length", "steps", "interleaved", "gpus", "build_seconds", "start_seconds",
-    "attention", "each_step_ms",
+    "attention", "each_step_ms", "loss_step",
 }  # fmt: skip
 
 

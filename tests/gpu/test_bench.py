@@ -1,15 +1,14 @@
 """Peers on a GPU do the same work as the plain model; profiles and timed kernels have figures."""
 
-import os
-
 import pytest
 import torch
 
+from octavo.bench import te_attention
 from octavo.bench.cases import Case, VisionCase
 from octavo.bench.kernels.bandwidth import KERNELS, Kernel, measure_kernels
 from octavo.bench.layers.suite import LAYERS, OCTAVO, SETTLING, measure_layers
 from octavo.bench.layers.suite import transformer_engine as their_layers
-from octavo.bench.peers import ENTRIES, ENVIRONMENT, build_plain
+from octavo.bench.peers import ENTRIES, build_plain
 from octavo.bench.profile.breakdown import OTHER, record
 from octavo.bench.worker import labelled_batches
 from octavo.models.shapes import SHAPES
@@ -31,7 +30,7 @@ VIT = VisionCase("small-vit", 320, 2, 4, 1280, 32, 16, 224, 16)  # heads of 80, 
 
 
 def transformer_engine():
-    os.environ.update(ENVIRONMENT)
+    te_attention.choose(te_attention.CUDNN)
     pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
 
 

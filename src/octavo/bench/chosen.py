@@ -1,12 +1,11 @@
 """Kernels of an entry's attention and experts, and the freeing of its blocks, for its row of results.
 
 Attention depends on the environment of the entry's process. Octavo's is that of `octavo.describe`, PyTorch's its choice for the
-case's heads; for Transformer Engine the row has the variables that choose.
+case's heads, Transformer Engine's the choice that it recorded in its last step.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -14,17 +13,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend
 
+from octavo.bench import te_attention
 from octavo.bench.cases import AnyCase, VisionCase
-from octavo.bench.peers import ENVIRONMENT, Entry
+from octavo.bench.peers import Entry
 from octavo.bench.plain import Experts
 from octavo.kernels import gemm
 from octavo.models.description import kernels_on
 
 
 def attention_of(entry: Entry, case: AnyCase, model: nn.Module, device: torch.device) -> str:
-    """The kernel that computes attention in the model of an entry."""
+    """The kernel that computes attention in the model of an entry, after a step of it."""
     if entry.package == "transformer-engine":
-        return "Transformer Engine, " + " ".join(f"{key}={os.environ.get(key, '')}" for key in ENVIRONMENT)
+        return te_attention.chosen()
     if entry.group is None:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         return kernels_on(device.type, capability, model, native=False)[0]

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,8 +43,10 @@ class EntryFailed(Exception):
 class Group:
     """The processes of one entry; `started` is `time.perf_counter()` before the first."""
 
-    def __init__(self, suite: str, entry: str, case: str, *, device: str, ranks: int = 1) -> None:
-        """Start a worker for each rank; "cuda" is each rank's own GPU."""
+    def __init__(
+        self, suite: str, entry: str, case: str, *, device: str, ranks: int = 1, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Start a worker for each rank; "cuda" is each rank's own GPU. environment: variables of the entry's libraries."""
         self.started = time.perf_counter()
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-bench-")
         self._said: queue.Queue[tuple[int, str | None]] = queue.Queue()
@@ -55,7 +58,7 @@ class Group:
             with contextlib.nullcontext() if rank == 0 else self._log(rank).open("w") as log:
                 process = subprocess.Popen(
                     [*command, own, str(Path(self._folder.name) / "rendezvous")],
-                    env=_environment(device, rank, ranks),
+                    env=_environment(device, rank, ranks) | dict(environment or {}),
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, encoding="utf-8",
                 )  # fmt: skip
             assert process.stdout is not None

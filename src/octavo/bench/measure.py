@@ -2,7 +2,8 @@
 
 Speed drifts with temperature and load, so entries take turns: each is built, warmed up and timed for half of its steps, then
 all are timed again (A B C, A B C). Between turns an entry keeps weights and optimizer states and frees its activations. If
-the memory does not hold all entries, each takes its steps at once and ends; `interleaved` in the row tells the two apart.
+the memory does not hold all entries, each takes both turns at once and ends; `interleaved` in the row tells the two apart.
+Either way every entry trains the same number of steps, so that their losses are of the same step.
 """
 
 from __future__ import annotations
@@ -50,11 +51,13 @@ class Measurement:
     Attributes:
         seconds: each timed step of the first rank, in order.
         loss: of the last step, mean over the ranks.
+        loss_step: number of that step, counted from the first weights.
         peak_gib: the allocator's peak in the timed steps, maximum over the ranks; None on a CPU.
         interleaved: its turns alternated with other entries'.
         build_seconds: from the start of its process to a built and filled model.
         start_seconds: from the start of its process to the end of the first step; None without a warm-up.
         attention, experts: the kernels that compute them, in words; None for a model without experts.
+        attention_errors: relative errors of its attention; None if it was not compared with the reference.
         reshard_after_forward: blocks are freed behind their forward; None for a model that is not sharded.
         products: the algorithm of each of Octavo's measured products, a table a rank (`octavo.kernels.algorithms.choices`).
         start: the number of this start of its processes, from 1; None where they start once.
@@ -65,11 +68,13 @@ class Measurement:
     entry: Entry
     seconds: list[float] = field(default_factory=list)
     loss: float = math.nan
+    loss_step: int | None = None
     peak_gib: float | None = None
     interleaved: bool = False
     build_seconds: float | None = None
     start_seconds: float | None = None
     attention: str | None = None
+    attention_errors: dict[str, float] | None = None
     experts: str | None = None
     reshard_after_forward: bool | None = None
     products: list[dict[str, str]] = field(default_factory=list)
@@ -88,6 +93,7 @@ class Measurement:
         self.loss = statistics.fmean(answer["loss"] for answer in answers)
         self.peak_gib = largest(answers, "peak_gib")
         self.products = [answer.get("products", {}) for answer in answers]
+        self.loss_step, self.attention = answers[0].get("loss_step"), answers[0].get("attention")
         if not math.isfinite(self.loss):
             self.error = f"the loss is {self.loss} after {len(self.seconds)} timed steps"
 
@@ -97,14 +103,15 @@ class RunningEntry:
 
     def __init__(self, suite: str, entry: Entry, case: AnyCase, target: Target, start: int | None = None) -> None:
         self.result = Measurement(entry, start=start)
-        self.group = Group(suite, entry.name, case.name, device=target.torch_device, ranks=target.ranks)
+        how: dict[str, Any] = {"device": target.torch_device, "ranks": target.ranks, "environment": entry.environment}
+        self.group = Group(suite, entry.name, case.name, **how)
 
     def start(self, warmup: int) -> None:
         """Build the model and take the warm-up steps."""
         answers = self._ask("build")
         if answers:
-            self.result.attention, self.result.experts = answers[0]["attention"], answers[0]["experts"]
-            self.result.reshard_after_forward = answers[0]["reshard_after_forward"]
+            for key in ("attention_errors", "experts", "reshard_after_forward"):
+                setattr(self.result, key, answers[0][key])
         self.result.build_seconds = time.perf_counter() - self.group.started
         if warmup:
             self._ask("warm_up", steps=1)
@@ -174,7 +181,7 @@ def measure_case(
         return None if traces is None else traces / trace_name(case.name, entry.name)
 
     running: list[RunningEntry] = []
-    keep = None if len(entries) > 1 else False  # one alone takes all steps at once
+    keep = None if len(entries) > 1 else False
     with contextlib.ExitStack() as processes:
         for entry in entries:
             say(f"{case.name}: {entry.name}" + ("" if start is None else f", start {start}"))
@@ -182,13 +189,12 @@ def measure_case(
             processes.callback(one.group.close)
             running.append(one)
             one.start(warmup)
-            first = steps if keep is False else steps - later
-            answers = one.turn(first)
+            answers = one.turn(steps - later)
             if keep is None and answers:
                 keep = all_fit(answers, case, len(entries), target)
                 say(f"{case.name}: {'entries take turns' if keep else 'one entry after the other, to fit the memory'}")
             if not keep:
-                one.turn(steps - first)
+                one.turn(later)
                 one.profile(profiled, trace_of(one.result.entry))
                 one.group.close()
                 if one.result.error is None:

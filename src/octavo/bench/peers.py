@@ -9,7 +9,6 @@ a missing one is a row with an error, and with the command that installs it.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from octavo.bench import te_attention
 from octavo.bench.cases import AnyCase, Case, VisionCase
 from octavo.bench.plain import FAMILIES, Experts, PlainDecoder
 from octavo.bench.vision.models import Around, Classifier, replace_blocks, timm_model, under_autocast
@@ -35,8 +35,6 @@ from octavo.train.adamw import AdamW
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "fused": True}
 SEED = 0
-ENVIRONMENT = {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0"}
-"""For Transformer Engine: cuDNN's attention, even where another one is installed."""
 RECIPE_SETTINGS: dict[str, dict[str, Any]] = {
     "delayed": {
         "margin": 0,
@@ -56,10 +54,12 @@ MODEL_SETTINGS: dict[str, Any] = {
 """Arguments of `octavo.transform` and `build_model` that are the same in all entries."""
 PEERS = {"bf16": "torch-", "torchao": "ao-", "te": "te-"}
 """Groups of peers (`--peers`) and the prefix of their entries' names."""
+FLASH_ATTENTION = "flash-attn-4"
 INSTALL = {
     "timm": install_extra("bench"),
     "torchao": install_extra("bench"),
     "transformer-engine": "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+    FLASH_ATTENTION: install_extra("flash"),
 }
 """Packages that an entry or a workload may need, and the command that installs each."""
 
@@ -78,6 +78,7 @@ class Entry:
         head: precision of the output head.
         build: makes the `Training` for (case, device, compiled); keyword `seed` of the weights.
         package: the distribution, for its version; None: Octavo or PyTorch itself.
+        needs: more distributions.
         vision: it trains vision cases too.
         text: it trains decoders.
         families: of the decoders it trains these alone; empty: all.
@@ -95,6 +96,7 @@ class Entry:
     head_forward: str | None = None
     families: tuple[str, ...] = ()
     exchanges: bool = False
+    needs: tuple[str, ...] = ()
 
     def trains(self, case: AnyCase) -> bool:
         """True if it has a model of this case."""
@@ -109,6 +111,18 @@ class Entry:
         """Its group of peers; None for Octavo's own."""
         return next((group for group, prefix in PEERS.items() if self.name.startswith(prefix)), None)
 
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """All distributions it needs."""
+        return (() if self.package is None else (self.package,)) + self.needs
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of its process, which libraries read when they are imported."""
+        if self.package != "transformer-engine":
+            return {}
+        return te_attention.FLASH if FLASH_ATTENTION in self.needs else te_attention.CUDNN
+
 
 class Training:
     """A model with its training step, by default with PyTorch's fused AdamW.
@@ -118,6 +132,7 @@ class Training:
         around: makes the context manager around a forward.
         graph: forward and backward are one CUDA graph.
         settle: called after the optimizer in every step.
+        attention_errors: relative errors of its attention, if it was compared with the reference.
     """
 
     def __init__(
@@ -129,8 +144,10 @@ class Training:
         *,
         graph: bool = False,
         settle: Callable[[], object] | None = None,
+        attention_errors: dict[str, float] | None = None,
     ) -> None:
         self.model = model
+        self.attention_errors = attention_errors
         self.settle = settle
         self.loss = loss
         self.around = around
@@ -168,7 +185,8 @@ class Training:
 def reason_of(error: BaseException) -> str:
     """An exception of an entry in one line; of a missing package with the command that installs it."""
     missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    install = INSTALL.get(missing.replace("_", "-"))
+    distribution = {"flash_attn": FLASH_ATTENTION}.get(missing, missing.replace("_", "-"))
+    install = INSTALL.get(distribution)
     return first_line(error) if install is None else f"{first_line(error)}. Install it by {install}"
 
 
@@ -225,25 +243,32 @@ def build_te(
     recipe: str | None = None,
     fp8_head: bool = False,
     whole_block: bool = False,
+    flash_attention: bool = False,
     seed: int = SEED,
 ) -> Training:
     """Transformer Engine's layers, as blocks of timm's model too; in FP8 by a recipe of `octavo.bench.te.RECIPES`.
 
     With `fp8_head` the output head of the decoder is its layer too. With `whole_block` a block of timm's model is one
-    `TransformerLayer`, as in the published script; else a faster block of its parts.
+    `TransformerLayer`, as in the published script; else a faster block of its parts. Attention is cuDNN's or, with
+    `flash_attention`, flash-attn-4's.
+
+    Raises:
+        InputError: its attention differs from the reference.
     """
-    os.environ.update(ENVIRONMENT)
+    te_attention.choose(te_attention.FLASH if flash_attention else te_attention.CUDNN)
     from octavo.bench import te
 
     if isinstance(case, VisionCase):
         model = timm_model(case, device, seed)
         block = te.vision_block if whole_block else te.VisionLayer
         replace_blocks(model, lambda eps: block(case, eps, device))
-        return Training(model, Classifier(model), under_autocast(device, te.autocast(recipe)), _sgd(model))
+        errors = te.check_vision_attention(model.blocks[0], case, device)
+        around = under_autocast(device, te.autocast(recipe))
+        return Training(model, Classifier(model), around, _sgd(model), attention_errors=errors)
     torch.manual_seed(seed)
     how: dict[str, Any] = {"compiled": compiled, "fp8": recipe is not None, "fp8_head": fp8_head}
     model = te.TeDecoder(case.spec, case.sequence_length, device, **how)
-    return Training(model, model, te.autocast(recipe))
+    return Training(model, model, te.autocast(recipe), attention_errors=model.check_attention(case.batch))
 
 
 def build_octavo(
@@ -337,6 +362,29 @@ def _torchao(name: str, recipe: str) -> Entry:
     return Entry(name, "fp8", "bf16", partial(build_plain, float8=recipe), "torchao", vision=True, families=FAMILIES)
 
 
+def te_entry(
+    name: str,
+    build: Callable[..., Training],
+    recipe: str | None = None,
+    *,
+    head: bool = False,
+    flash: bool = False,
+    **more: Any,
+) -> Entry:
+    """An entry of Transformer Engine. head: it is in FP8 too. flash: attention is flash-attn-4's."""
+    given = {"recipe": recipe, "fp8_head": head, "flash_attention": flash}
+    how = {key: value for key, value in given.items() if value}
+    return Entry(
+        name,
+        "fp8" if recipe else "bf16",
+        "fp8" if head else "bf16",
+        partial(build, **how),
+        "transformer-engine",
+        needs=(FLASH_ATTENTION,) if flash else (),
+        **more,
+    )
+
+
 ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for entry in (
@@ -357,13 +405,12 @@ ENTRIES: dict[str, Entry] = {
         Entry("torch-huggingface-bf16", "bf16", "bf16", build_huggingface, "transformers", families=("mixtral",)),
         _torchao("ao-tensorwise", "tensorwise"),
         _torchao("ao-rowwise", "rowwise"),
-        Entry("te-bf16", "bf16", "bf16", build_te, "transformer-engine", vision=True),
-        Entry("te-delayed", "fp8", "bf16", partial(build_te, recipe="delayed"), "transformer-engine", vision=True),
-        Entry(
-            "te-delayed-block", "fp8", "bf16", partial(build_te, recipe="delayed", whole_block=True), "transformer-engine",
-            vision=True, text=False,
-        ),
-        Entry("te-delayed-fp8-head", "fp8", "fp8", partial(build_te, recipe="delayed", fp8_head=True), "transformer-engine"),
-        Entry("te-current", "fp8", "bf16", partial(build_te, recipe="current"), "transformer-engine", vision=True),
+        te_entry("te-bf16", build_te, vision=True),
+        te_entry("te-delayed", build_te, "delayed", vision=True),
+        te_entry("te-delayed-flash-attention", build_te, "delayed", flash=True, vision=True),
+        te_entry("te-delayed-block", partial(build_te, whole_block=True), "delayed", vision=True, text=False),
+        te_entry("te-delayed-fp8-head", build_te, "delayed", head=True),
+        te_entry("te-delayed-flash-attention-fp8-head", build_te, "delayed", head=True, flash=True),
+        te_entry("te-current", build_te, "current", vision=True),
     )
-}  # fmt: skip
+}

@@ -114,8 +114,10 @@ def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
         "mfu": mfu({precision: work * rate for precision, work in split.items()}, target.device.gpu),
         "peak_gib": measured.peak_gib,
         "loss": measured.loss,
+        "loss_step": measured.loss_step,
         "layers": entry.layers,
         "attention": measured.attention,
+        **({} if measured.attention_errors is None else {"attention_errors": measured.attention_errors}),
         **({} if measured.experts is None else {"experts": measured.experts}),
         **({} if measured.reshard_after_forward is None else {"reshard_after_forward": measured.reshard_after_forward}),
         **({"products": measured.products} if any(measured.products) else {}),
@@ -143,7 +145,7 @@ def document(
     device = target.device
     on_gpu = device.kind == "cuda"
     cases = [ALL_CASES[name] for one in rows if (name := one.get("workload")) in ALL_CASES]
-    peers = [one.package for one in (*entries, *cases) if one.package]
+    peers = [package for entry in entries for package in entry.packages] + [case.package for case in cases if case.package]
     return {
         "suite": suite,
         "command": command,

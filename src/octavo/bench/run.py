@@ -264,8 +264,9 @@ def _compared(suite: Suite, entries: Sequence[str] | None, peers: Sequence[str] 
     found: list[Entry] = []
     missing: dict[str, list[str]] = {}
     for name, entry in suite.entries.items():
-        if entry.package and peers is None and version(entry.package) is None:
-            missing.setdefault(entry.package, []).append(name)
+        absent = None if peers is not None else next((package for package in entry.packages if version(package) is None), None)
+        if absent is not None:
+            missing.setdefault(absent, []).append(name)
         elif entry.group is None or peers is None or entry.group in peers:
             found.append(entry)
     for package, names in missing.items():

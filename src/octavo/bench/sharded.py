@@ -8,7 +8,6 @@ float32 logits (8.4 GB for 16,384 tokens) exist only inside a kernel.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -18,8 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from octavo.bench import te_attention
 from octavo.bench.cases import Case
-from octavo.bench.peers import BLOCKS, ENVIRONMENT, SEED, Entry, Training, build_octavo
+from octavo.bench.peers import BLOCKS, SEED, Entry, Training, build_octavo, te_entry
 from octavo.bench.plain import STD, PlainDecoder, next_token_loss
 from octavo.errors import InputError
 from octavo.parallel.deferred_init import CounterInit, materialise
@@ -61,24 +61,37 @@ def _compile_and_shard(model: PlainDecoder, case: Case, compiled: bool) -> None:
 
 
 def build_te_sharded(
-    case: Case, device: torch.device, compiled: bool, *, recipe: str | None = None, strategy: str = "p2p", seed: int = SEED
+    case: Case,
+    device: torch.device,
+    compiled: bool,
+    *,
+    recipe: str | None = None,
+    fp8_head: bool = False,
+    flash_attention: bool = False,
+    strategy: str = "p2p",
+    seed: int = SEED,
 ) -> Training:
     """Transformer Engine's decoder over all ranks: FP8 by a recipe of `octavo.bench.te.RECIPES`, weights gathered in bfloat16.
 
-    strategy: its exchange of keys and values. Under recomputation each layer is computed again, attention included. Every rank
-    makes the whole model and keeps its shard.
+    fp8_head, flash_attention: as `octavo.bench.peers.build_te` takes them. strategy: its exchange of keys and values. Under
+    recomputation each layer is computed again, attention included. Every rank makes the whole model and keeps its shard.
+
+    Raises:
+        InputError: its attention differs from the reference.
     """
-    os.environ.update(ENVIRONMENT)
+    te_attention.choose(te_attention.FLASH if flash_attention else te_attention.CUDNN)
     from octavo.bench import te
 
     torch.manual_seed(seed)
     how: dict[str, Any] = {"params_dtype": torch.float32, "recompute": bool(case.recompute)}
+    how |= {"fp8": recipe is not None, "fp8_head": fp8_head}
     model = te.TeDecoder(case.spec, case.sequence_length, device, compiled=compiled, **how)
     if case.context > 1:
         assert state.cp_process_group is not None
         model.split_sequences(state.cp_process_group, strategy)
+    errors = model.check_attention(case.batch)
     _shard(model, list(model.layers), None if case.spec.tied else (model.embed_tokens, model.norm, model.lm_head))
-    return Training(model, model, te.autocast(recipe, state.world_process_group))
+    return Training(model, model, te.autocast(recipe, state.world_process_group), attention_errors=errors)
 
 
 def _shard(model: nn.Module, blocks: Sequence[nn.Module], ends: tuple[nn.Module, nn.Module, nn.Module] | None) -> None:
@@ -130,8 +143,11 @@ SHARDED: dict[str, Entry] = {
         ),
         Entry("torch-bf16", "bf16", "bf16", build_plain_sharded),
         Entry("ao-tensorwise", "fp8", "bf16", build_torchao_sharded, "torchao", families=("llama",)),
-        Entry("te-bf16", "bf16", "bf16", build_te_sharded, "transformer-engine"),
-        Entry("te-delayed", "fp8", "bf16", partial(build_te_sharded, recipe="delayed"), "transformer-engine"),
+        te_entry("te-bf16", build_te_sharded),
+        te_entry("te-delayed", build_te_sharded, "delayed"),
+        te_entry("te-delayed-flash-attention", build_te_sharded, "delayed", flash=True),
+        te_entry("te-delayed-fp8-head", build_te_sharded, "delayed", head=True),
+        te_entry("te-delayed-flash-attention-fp8-head", build_te_sharded, "delayed", head=True, flash=True),
     )
 }  # fmt: skip
 
@@ -154,14 +170,14 @@ CONTEXT: dict[str, Entry] = {
             for suffix, strategy in _EXCHANGES
         ),
         *(
-            Entry(
-                f"te-delayed{suffix}",
-                "fp8",
-                "bf16",
-                partial(build_te_sharded, recipe="delayed", strategy=strategy),
-                "transformer-engine",
+            te_entry(
+                f"te-delayed{kernel}{suffix}",
+                partial(build_te_sharded, strategy=strategy),
+                "delayed",
+                flash=bool(kernel),
                 exchanges=bool(suffix),
             )
+            for kernel in ("", "-flash-attention")
             for suffix, strategy in _EXCHANGES
         ),
     )

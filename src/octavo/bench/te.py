@@ -1,9 +1,10 @@
 """Transformer Engine's peers in their fastest arrangement: a decoder, on one GPU or several, and blocks of a ViT.
 
-Norms, products, activation and rotary embedding are Transformer Engine's fused kernels, attention is cuDNN's, query/key/value
-are one parameter. The decoder's embedding is PyTorch's, its head PyTorch's or a `te.Linear` inside the autocast, its loss one
-compiled kernel. Over several GPUs it is sharded as torchtitan shards, and Transformer Engine's attention exchanges keys and
-values. Set `ENVIRONMENT` of `octavo.bench.peers` before the import. B batch, T sequence, D hidden size, V vocabulary.
+Norms, products, activation and rotary embedding are Transformer Engine's fused kernels, attention is cuDNN's or
+flash-attn-4's, query/key/value are one parameter. The decoder's embedding is PyTorch's, its head PyTorch's or a `te.Linear`
+inside the autocast, its loss one compiled kernel. Over several GPUs it is sharded as torchtitan shards, and Transformer
+Engine's attention exchanges keys and values. Call `octavo.bench.te_attention.choose` before the import. B batch, T sequence, D
+hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.utils import SplitAlongDim
 
+from octavo.bench import te_attention
 from octavo.bench.cases import VisionCase
 from octavo.bench.plain import ROW_TILE, STD, next_token_loss
 from octavo.collectives.context import ContextGroup
@@ -33,6 +35,8 @@ RECIPES = {
     "current": Float8CurrentScaling,
 }
 FAMILIES = ("llama", "mistral", "gpt_neox", "mixtral")
+CHECKED = 2
+"""Sequences or images whose attention is compared with the reference."""
 HEAD_ROWS = 16
 """Transformer Engine's multiple for dimensions of FP8 operands."""
 
@@ -105,6 +109,34 @@ def vision_block(case: VisionCase, eps: float, device: torch.device) -> nn.Modul
         device=device,
     )
     return layer
+
+
+def check_vision_attention(block: nn.Module, case: VisionCase, device: torch.device) -> dict[str, float]:
+    """Errors of the attention in a block of images, as `te_attention.check` gives them; it raises for wrong ones."""
+    return _check_attention(
+        block, block, (min(case.batch, CHECKED), case.sequence_length, case.hidden_size), device, causal=False
+    )
+
+
+def _check_attention(
+    layer: nn.Module, call: Callable[[Tensor], Tensor], shape: tuple[int, int, int], device: torch.device, **how: Any
+) -> dict[str, float]:
+    """Errors of the attention in a layer when it is called with random input of this shape, B × T × D."""
+    attention = next(module for module in layer.modules() if isinstance(module, te.DotProductAttention))
+    generator = torch.Generator(device).manual_seed(0)
+    x_BTD = torch.randn(shape, generator=generator, device=device).bfloat16()
+    mixed = next(layer.parameters()).dtype == torch.float32  # which trains in bfloat16 too
+
+    def run() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
+            return call(x_BTD)
+
+    try:
+        return te_attention.check(attention, run, **how)
+    finally:
+        layer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 class Mixture(nn.Module):
@@ -264,6 +296,7 @@ class TeDecoder(nn.Module):
         self.loss_of_part = torch.compile(sum_of_losses, fullgraph=True) if compiled else sum_of_losses
         self.recompute = recompute
         self.context: ContextGroup | None = None
+        self.window = window
 
     def split_sequences(self, group: dist.ProcessGroup, strategy: str) -> None:
         """Share each sequence over the ranks of `group`, by a `cp_comm_type` of Transformer Engine."""
@@ -272,6 +305,19 @@ class TeDecoder(nn.Module):
         layers: Any = self.layers
         for layer in layers:
             layer.set_context_parallel_group(group, dist.get_process_group_ranks(group), stream, strategy)
+
+    def check_attention(self, batch: int) -> dict[str, float]:
+        """Errors of the first block's attention, as `te_attention.check` gives them; it raises for wrong ones.
+
+        Before the model is sharded. Collective where ranks share the sequences.
+        """
+        whole: Any = self.angles
+        angles = whole[: te_attention.MOST_TOKENS]
+        tokens = len(angles) // (1 if self.context is None else self.context.size)
+        layer, width, device = self.layers[0], self.embed_tokens.embedding_dim, angles.device
+        call = partial(layer, rotary_pos_emb=angles)
+        how: dict[str, Any] = {"causal": True, "window": self.window, "context": self.context}
+        return _check_attention(layer, call, (min(batch, CHECKED), tokens, width), device, **how)
 
     def forward(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Mean cross entropy of each next token, in float32; of a part of the sequences one whose mean over ranks is that."""

@@ -60,9 +60,10 @@ class Worker:
         self.device = device
         self.on_gpu = device.type == "cuda"
         self.released = False  # whether the last turn gave its activations' memory back to the device
+        self.trained = 0
 
     def build(self, seed: int = SEED) -> dict[str, Any]:
-        """Join the other ranks and build the model with weights of this seed; returns its chosen kernels, and more it chose."""
+        """Join the other ranks and build the model with weights of this seed; returns choices and errors of attention."""
         self._join()
         self.trainer = self.entry.build(self.case, self.device, self.on_gpu, seed=seed)
         if isinstance(self.case, Case) and self.case.spec.experts and not self.case.spec.tied:
@@ -73,8 +74,8 @@ class Worker:
         self.batches = itertools.cycle(labelled_batches(self.case, self.device, rank))
         self._wait()
         of = self.entry, self.case, self.trainer.model, self.device
-        freed = frees_blocks(self.trainer.model)
-        return {"attention": attention_of(*of), "experts": experts_of(*of), "reshard_after_forward": freed}
+        freed, errors = frees_blocks(self.trainer.model), self.trainer.attention_errors
+        return {"experts": experts_of(*of), "reshard_after_forward": freed, "attention_errors": errors}
 
     def warm_up(self, steps: int) -> dict[str, Any]:
         """Compile, allocate and fill caches in steps that are not timed."""
@@ -88,29 +89,30 @@ class Worker:
         return {}
 
     def measure(self, steps: int) -> dict[str, Any]:
-        """Time steps; returns their seconds, the last loss, the algorithms of Octavo's products and, on a GPU, memory in GiB.
+        """Time steps; returns their seconds, the last loss, its step, the kernels of attention and products, memory in GiB.
 
-        `peak_gib`: the allocator's peak since the warm-up. `held_gib`: memory kept until the next turn. `needed_gib`: the peak
-        of the memory reserved on the device.
+        `loss_step`: steps trained since the first weights. `peak_gib`: the allocator's peak since the warm-up. `held_gib`:
+        memory kept until the next turn. `needed_gib`: the peak of the memory reserved on the device.
         """
         if self.released:
-            self._step()  # allocates it again, outside of the timed steps
+            self._step()  # allocates it again, outside of the timed steps; without a GPU too, where it is one more step
         # One mark between steps and no wait: the time between two marks is the whole step, launch gaps included.
         marks = [self._mark()]
         for _ in range(steps):
             loss = self._step()
             marks.append(self._mark())
         self._wait()
-        figures: dict[str, Any] = {"seconds": [self._between(*pair) for pair in itertools.pairwise(marks)], "loss": float(loss)}
+        figures: dict[str, Any] = {"seconds": [self._between(*pair) for pair in itertools.pairwise(marks)]}
+        figures |= {"loss": float(loss), "loss_step": self.trained}
         if self.entry.group is None:
             figures["products"] = algorithms.choices()
+        self.released = True
         if not self.on_gpu:
-            return figures
+            return {**figures, "attention": self._attention()}
         figures["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / GIB
         figures["needed_gib"] = torch.cuda.max_memory_reserved(self.device) / GIB
         torch.cuda.empty_cache()
-        self.released = True
-        return {**figures, "held_gib": torch.cuda.memory_reserved(self.device) / GIB}
+        return {**figures, "held_gib": torch.cuda.memory_reserved(self.device) / GIB, "attention": self._attention()}
 
     def profile(self, steps: int, trace: str | None = None) -> dict[str, Any]:
         """Kernel milliseconds a step by kind, and the largest kernels, from steps that are not timed.
@@ -152,7 +154,11 @@ class Worker:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
+    def _attention(self) -> str:
+        return attention_of(self.entry, self.case, self.trainer.model, self.device)
+
     def _step(self) -> Tensor:
+        self.trained += 1
         return self.trainer.step(*next(self.batches))
 
     def _mark(self) -> Any:

@@ -9,7 +9,6 @@ median over the seeds counts.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import octavo.nn
+from octavo.bench import te_attention
 from octavo.bench.layers import exact
-from octavo.bench.peers import ENVIRONMENT, reason_of
+from octavo.bench.peers import reason_of
 from octavo.bench.plain import rotary_angles
 from octavo.bench.vision.models import Around
 from octavo.errors import recorded
@@ -190,7 +190,7 @@ def transformer_engine(device: torch.device, say: Callable[[str], None]) -> Libr
     if device.type != "cuda":
         say("Transformer Engine needs a GPU: only Octavo's errors")
         return None
-    os.environ.update(ENVIRONMENT)
+    te_attention.choose(te_attention.CUDNN)
     try:
         import transformer_engine.pytorch as layers
 

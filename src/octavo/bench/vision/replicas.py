@@ -33,5 +33,8 @@ def _replica(entry: Entry) -> Entry:
 
 REPLICAS: dict[str, Entry] = {
     name: _replica(ENTRIES[name])
-    for name in ("octavo-delayed", "octavo-bf16", "torch-bf16", "te-bf16", "te-delayed", "te-delayed-block")
-}
+    for name in (
+        "octavo-delayed", "octavo-bf16", "torch-bf16", "te-bf16", "te-delayed", "te-delayed-flash-attention",
+        "te-delayed-block",
+    )
+}  # fmt: skip
