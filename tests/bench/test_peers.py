@@ -311,6 +311,19 @@ def test_an_attention_by_another_kernel_than_the_entrys_is_refused(tmp_path, tra
     assert "flash-attn-4 was asked for, and Transformer Engine did not call it: Transformer Engine, cuDNN" in row["error"]
 
 
+def test_over_two_ranks_its_attention_is_compared_too(tmp_path, transformer_engine, forked_workers):
+    """Whole sequences sharded and shared ones; the stand-in shares none by flash-attn-4, and the entry says so."""
+    names = ["te-delayed-fp8-head", "te-delayed-flash-attention"]
+    head, flash = rows_of_te(tmp_path / "a", "tiny", names, "sharded", gpus=2)["rows"]
+    assert (head.get("error"), flash.get("error")) == (None, None)
+    assert (head["head"], flash["head"]) == ("fp8", "bf16")
+    assert flash["attention"].startswith("Transformer Engine, flash-attn 4.0.0b36")
+    names = ["te-delayed-a2a", "te-delayed-flash-attention-a2a"]
+    cudnn, flash = rows_of_te(tmp_path / "b", "tiny-cp2", names, "context", gpus=2)["rows"]
+    assert max(cudnn["attention_errors"].values()) < 0.02
+    assert "flash-attn-4 was asked for, and Transformer Engine did not call it" in flash["error"]
+
+
 ANOTHER = """
 import pytest, torch
 from octavo.bench.cases import CASES
