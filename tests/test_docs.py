@@ -11,10 +11,19 @@ from octavo.bench import lengths, readme
 from octavo.bench.vision import page
 from octavo.cli import main
 from octavo.config.run import RunConfig, known_keys
+from octavo.hardware import FP8_CAPABILITY, LEAST_CAPABILITY
+from octavo.libraries import LEAST_DRIVER
 from octavo.run.resume import CHANGEABLE
 
 ROOT = Path(__file__).parent.parent
 RUN_FILES = (ROOT / "docs" / "run-files.md").read_text(encoding="utf-8")
+
+
+def test_the_oldest_driver_and_gpu_on_the_readme_are_those_that_the_doctor_compares_with():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    least, fp8 = (".".join(map(str, capability)) for capability in (LEAST_CAPABILITY, FP8_CAPABILITY))
+    assert f"A GPU needs compute capability {least}, and {fp8} for FP8; its driver {LEAST_DRIVER[13]} for" in text
+    assert f"CUDA 13 (the usual one), {LEAST_DRIVER[12]} for CUDA 12." in text
 
 
 def test_every_key_is_documented_in_its_section_with_its_meaning():
