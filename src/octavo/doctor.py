@@ -183,7 +183,8 @@ def _cudnn() -> dict[str, Any]:
 
     build = getattr(torch._C, "_cudnn", None)
     alone = None if build is None else libraries.trial(CUDNN_WORKS, {})
-    compiled, runtime = ((), ()) if build is None else (build.getCompileVersion(), build.getRuntimeVersion())
+    versions: list[tuple[int, ...]] = [(), ()] if build is None else [build.getCompileVersion(), build.getRuntimeVersion()]
+    compiled, runtime = versions
     # PyTorch's own rule, which `torch.backends.cudnn.version` applies once in a process.
     refused = build is not None and (runtime[0] != compiled[0] or runtime[1] < compiled[1])
     return {
