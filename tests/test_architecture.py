@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "octavo"
 
 LAYERS = (
     ("_version", "errors", "dtypes", "hub"),
-    ("hardware", "storage"),
+    ("hardware", "storage", "libraries"),
     ("config",),
     ("launch",),
     ("kernels",),
@@ -60,6 +60,7 @@ LIGHT = (
     "octavo.hardware",
     "octavo.launch",
     "octavo.launch.supervisor",
+    "octavo.libraries",
     "octavo.migrate.run_file",
     "octavo.migrate.script",
     "octavo.config.degrees",

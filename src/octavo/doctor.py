@@ -1,7 +1,9 @@
 """`octavo doctor`: hardware, packages and kernels of this machine for training in FP8, and obstacles with their remedies.
 
 Everything is tested rather than assumed: packages are imported, PyTorch is asked for its attention kernel, small FP8 products
-are computed. Findings are independent, and a failure becomes the finding. Nothing is installed, changed or sent anywhere.
+are computed, libraries are asked for their versions. Findings are independent, and a failure becomes the finding. A change of
+the environment is a remedy only if it helped in a process that had it; without such a remedy the obstacle stands alone. Nothing
+is installed, changed or sent anywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import platform
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -24,9 +26,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from octavo import libraries
 from octavo._version import __version__
 from octavo.errors import first_line, install_extra
-from octavo.hardware import cpu_name, describe_device, driver_version, supports_fp8, system_memory_gib
+from octavo.hardware import (
+    FP8_CAPABILITY,
+    LEAST_CAPABILITY,
+    cpu_name,
+    describe_device,
+    driver_version,
+    supports_fp8,
+    system_memory_gib,
+)
 
 
 @dataclass(frozen=True)
@@ -70,12 +81,19 @@ ATTENTION_KERNELS = {"MATH": "math", "FLASH_ATTENTION": "flash", "EFFICIENT_ATTE
 
 CUDA_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
 
+CUDNN_WORKS = "import torch; print(torch.backends.cudnn.version())"
+SEES_GPU = "import torch; print(torch.cuda.is_available())"
+
 
 def examine() -> dict[str, Any]:
     """All findings as plain JSON; the finding of a failure is {"error": text}."""
     found: dict[str, Any] = {"octavo": __version__, "system": _attempt(_system)}
     found["packages"] = [_package(package) for package in PACKAGES]
-    for part, find in (("torch", _torch), ("gpus", _gpus), ("fp8", _fp8), ("attention", _attention), ("products", _products)):
+    finders: dict[str, Callable[[], Any]] = {
+        "torch": _torch, "cuda": _cuda, "cudnn": _cudnn, "gpus": _gpus, "fp8": _fp8, "attention": _attention,
+        "products": _products,
+    }  # fmt: skip
+    for part, find in finders.items():
         found[part] = _attempt(find)
     found["missing"] = _missing(found)
     return found
@@ -109,23 +127,99 @@ def _package(package: Package) -> dict[str, Any]:
     if _attempt(lambda: importlib.util.find_spec(package.module.partition(".")[0])) is None:
         return finding
     version = _attempt(lambda: importlib.metadata.version(package.name))
+    before = set(libraries.loaded_cudnn())
     module = _attempt(lambda: importlib.import_module(package.module))
     finding["version"] = version if isinstance(version, str) else None
+    if brought := [path for path in libraries.loaded_cudnn() if path not in before]:
+        finding["loads_cudnn"] = brought
     return finding | ({"status": "broken", **module} if isinstance(module, dict) else {"status": "ok"})
 
 
 def _torch() -> dict[str, Any]:
-    """Versions of CUDA, cuDNN and NCCL; `sees_gpu`: a GPU is available to torch."""
+    """Versions of CUDA, cuDNN and NCCL; `sees_gpu`: a GPU is available to torch, else `gpu_error` is the reason it gives."""
     import torch
 
-    nccl = _attempt(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if torch.cuda.is_available() else None
+    sees = torch.cuda.is_available()
+    nccl = _attempt(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if sees else None
+    # It raises, once in a process, for a cuDNN older than that of its build: nothing about CUDA, nor about what computes.
+    cudnn = next((found for _ in range(2) if isinstance(found := _attempt(torch.backends.cudnn.version), int)), None)
+    error = None if sees or torch.version.cuda is None else _attempt(torch.cuda.init)
     return {
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": cudnn,
         "nccl": nccl if isinstance(nccl, str) else None,
-        "sees_gpu": torch.cuda.is_available(),
+        "sees_gpu": sees,
+        "gpu_error": error["error"] if isinstance(error, dict) else None,
     }
+
+
+def _cuda() -> dict[str, Any]:
+    """CUDA of the driver and of torch's build; `least_driver`: the oldest that runs that build; `enough`: this one does."""
+    import torch
+
+    driver, build = _attempt(libraries.driver_cuda), torch.version.cuda
+    newest = driver if isinstance(driver, str) else None
+    least = None if build is None else libraries.LEAST_DRIVER.get(int(build.partition(".")[0]))
+    return {
+        "driver": newest,
+        "driver_error": driver["error"] if isinstance(driver, dict) else None,
+        "torch": build,
+        "least_driver": least,
+        "enough": None if newest is None or build is None else libraries.runs(newest, build),
+        "least_capability": ".".join(map(str, LEAST_CAPABILITY)),
+        "fp8_capability": ".".join(map(str, FP8_CAPABILITY)),
+    }
+
+
+def _cudnn() -> dict[str, Any]:
+    """cuDNN of torch's build, of this process, and on disk.
+
+    refused: the reason, if PyTorch's check of versions refuses this process's; loaded, on_disk: path, version, and what leads
+    to it; computes: "ok", or the error of attention by it on the GPU, None without one; alone: the version in a process that
+    imports torch alone, None if it is refused there.
+    """
+    import torch
+
+    build = getattr(torch._C, "_cudnn", None)
+    alone = None if build is None else libraries.trial(CUDNN_WORKS, {})
+    versions: list[tuple[int, ...]] = [(), ()] if build is None else [build.getCompileVersion(), build.getRuntimeVersion()]
+    compiled, runtime = versions
+    # PyTorch's own rule, which `torch.backends.cudnn.version` applies once in a process.
+    refused = build is not None and (runtime[0] != compiled[0] or runtime[1] < compiled[1])
+    return {
+        "compiled": _dotted(compiled) or None,
+        "runtime": _dotted(runtime) or None,
+        "refused": f"cuDNN {_dotted(runtime)} in place of {_dotted(compiled)} or newer" if refused else None,
+        "alone": libraries.version_text(int(alone)) if alone is not None and alone.isdecimal() else None,
+        "loaded": [_library(path, "this process") for path in libraries.loaded_cudnn()],
+        "on_disk": [_library(path, by) for path, by in libraries.cudnn_on_disk().items()],
+        "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH"),
+        "computes": _attempt(_cudnn_computes) if torch.cuda.is_available() and build is not None else None,
+    }
+
+
+def _library(path: str, by: str) -> dict[str, str | None]:
+    return {"path": path, "version": libraries.cudnn_version(path), "by": by}
+
+
+def _dotted(version: Iterable[int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _cudnn_computes() -> str:
+    """ "ok" if attention by cuDNN equals the plain one; else an error."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (torch.randn(1, 2, 128, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+    error = float((out.float() - expected).norm() / expected.norm())
+    return "ok" if error < 0.02 else f"wrong by {error:.1%}"
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -212,27 +306,112 @@ def _products() -> dict[str, Any]:
     return {"bf16": "cuBLAS", **{f"fp8 per {kind}": _attempt(partial(compared, *sides)) for kind, sides in scales.items()}}
 
 
-def _missing(found: dict[str, Any]) -> list[dict[str, str]]:
-    """Obstacles to training, or to training at full speed: each with reason and remedy."""
-    missing = [
-        {"what": package["name"], "why": f"{package['status']}; needed for {package['purpose']}", "command": package["install"]}
-        for package in found["packages"]
-        if package["status"] == "broken" or (package["required"] and package["status"] == "missing")
-    ]
-    system, torch_found, gpus = found["system"], found["torch"], found["gpus"]
-    if system.get("driver") and not torch_found.get("sees_gpu"):
-        cuda = torch_found.get("cuda")
-        built = f"for CUDA {cuda}" if cuda else "without CUDA"
-        why = f"there is an NVIDIA driver ({system['driver']}), but torch sees no GPU: torch is built {built}"
-        missing.append({"what": "torch with CUDA", "why": why, "command": CUDA_TORCH})
+def _missing(found: dict[str, Any]) -> list[dict[str, str | None]]:
+    """Obstacles to training, or to training at full speed: each with its reason, and its remedy if one is known to help."""
+    missing: list[dict[str, str | None]] = []
+    for package in found["packages"]:
+        if package["status"] == "missing" and package["required"]:
+            why = f"missing; needed for {package['purpose']}"
+            missing.append({"what": package["name"], "why": why, "command": package["install"]})
+        elif package["status"] == "broken":
+            why = f"it is installed and cannot be imported: {package['error']}; it is for {package['purpose']}"
+            missing.append({"what": package["name"], "why": why, "command": _import_remedy(package["module"])})
+    system, gpus = found["system"], found["gpus"]
+    missing += filter(None, (_no_gpu(found), _old_cudnn(found)))
+    if isinstance(gpus, list):
+        missing += filter(None, map(_old_gpu, gpus))
     if isinstance(gpus, list) and gpus and "error" not in system and not system["compiler"]:
-        why = "Triton and torch.compile build small C files"
-        missing.append({"what": "a C compiler", "why": why, "command": "apt-get install gcc"})
+        command = "apt-get install gcc" if shutil.which("apt-get") else "install gcc or clang by the system's packages"
+        missing.append({"what": "a C compiler", "why": "Triton and torch.compile build small C files", "command": command})
     slow = sorted(set(found["attention"].get("chosen", {}).values()) - {"cuDNN"})
     if isinstance(gpus, list) and slow and any(gpu["capability"] >= [9, 0] for gpu in gpus):
         why = f"attention falls to {' and '.join(slow)}; on this GPU cuDNN's kernel is faster"
-        missing.append({"what": "cuDNN attention", "why": why, "command": CUDA_TORCH})
+        if "cuDNN" not in found["attention"]["allowed"]:
+            why += ", and PyTorch is told not to take it (torch.backends.cuda.enable_cudnn_sdp)"
+        elif isinstance(found["cudnn"].get("computes"), dict):
+            why += f", and fails here: {found['cudnn']['computes']['error']}"
+        missing.append({"what": "cuDNN attention", "why": why, "command": None})
     return missing
+
+
+def _no_gpu(found: dict[str, Any]) -> dict[str, str | None] | None:
+    """The obstacle of a driver whose GPUs torch does not see; None without one, and for a torch that cannot be imported."""
+    torch_found, cuda = found["torch"], found["cuda"]
+    driver = found["system"].get("driver") or (cuda.get("driver") and f"of CUDA {cuda['driver']}")
+    if not driver or torch_found.get("sees_gpu") is not False or "error" in cuda:
+        return None
+    there = f"there is an NVIDIA driver ({driver}), and torch sees no GPU"
+    if torch_found["cuda"] is None:
+        built = f"for ROCm {torch_found['rocm']}" if torch_found["rocm"] else "without CUDA"
+        new = cuda["driver"] is None or libraries.runs(cuda["driver"], "13.0")
+        command = (
+            CUDA_TORCH if new else "install a torch that is built for CUDA 12, or a driver of 580 or newer and torch as usual"
+        )
+        return {"what": "torch with CUDA", "why": f"{there}: torch is built {built}", "command": command}
+    if cuda["enough"] is False:
+        needs = f"a driver of {cuda['least_driver']} or newer" if cuda["least_driver"] else "a newer driver"
+        why = f"{there}: the driver runs programs of CUDA {cuda['driver']} at most, and torch is built for CUDA {cuda['torch']}"
+        return {"what": needs, "why": why, "command": f"install {needs}, or a torch that is built for CUDA {cuda['driver']}"}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and libraries.trial(SEES_GPU, {"CUDA_VISIBLE_DEVICES": None}) == "True":
+        why = f"{there}: CUDA_VISIBLE_DEVICES={visible} hides it; without that a process sees it"
+        return {"what": "a visible GPU", "why": why, "command": "unset CUDA_VISIBLE_DEVICES"}
+    reason = torch_found["gpu_error"] or cuda["driver_error"] or "it gives no reason"
+    why = f"{there}, though it is built for CUDA {torch_found['cuda']}: {reason}"
+    return {"what": "a GPU that torch sees", "why": why, "command": None}
+
+
+def _old_cudnn(found: dict[str, Any]) -> dict[str, str | None] | None:
+    """The obstacle of a cuDNN that PyTorch refuses, with a change of LD_LIBRARY_PATH if that helps; None without one."""
+    cudnn = found["cudnn"]
+    if not cudnn.get("refused"):
+        return None
+    places = "; ".join(f"{one['version'] or 'unknown'} at {one['path']}" for one in cudnn["loaded"]) or "none"
+    others = "; ".join(f"{one['version'] or 'unknown'} at {one['path']} ({one['by']})" for one in cudnn["on_disk"]) or "none"
+    computes = {None: "it is not tried without a GPU", "ok": "attention by it computes all the same"}
+    works = computes.get(cudnn["computes"]) if not isinstance(cudnn["computes"], dict) else None
+    why = (
+        f"torch is built for cuDNN {cudnn['compiled']} and finds {cudnn['runtime']}, which is older; loaded: {places}; "
+        f"on disk: {others}; {works or 'attention by it fails: ' + _words(cudnn['computes'])}"
+    )
+    if cudnn["alone"]:
+        bringing = [package["name"] for package in found["packages"] if package.get("loads_cudnn")]
+        why += f". A process that imports torch alone runs {cudnn['alone']}"
+        if bringing:
+            why += f"; here {' and '.join(bringing)} loaded it"
+        return {"what": "one cuDNN", "why": why, "command": None}
+    return {"what": "cuDNN of torch's build", "why": why, "command": _cudnn_remedy(cudnn)}
+
+
+def _cudnn_remedy(cudnn: dict[str, Any]) -> str | None:
+    """A change of LD_LIBRARY_PATH with which a process runs a cuDNN that PyTorch accepts; None if none does."""
+    path = cudnn["LD_LIBRARY_PATH"]
+    folders = [one["path"].rpartition("/")[0] for one in cudnn["on_disk"] if one["by"] != "LD_LIBRARY_PATH"]
+    changes: list[tuple[str | None, str]] = [(None, "unset LD_LIBRARY_PATH")] if path else []
+    for folder in folders:
+        first = f"{folder}:{path}" if path else folder
+        changes.append((first, f"export LD_LIBRARY_PATH={first}"))
+    for value, command in changes:
+        if (libraries.trial(CUDNN_WORKS, {"LD_LIBRARY_PATH": value}) or "").isdecimal():
+            return command
+    return None
+
+
+def _import_remedy(module: str) -> str | None:
+    """The removal of LD_LIBRARY_PATH if a process without it imports the module; None if it does not."""
+    if not os.environ.get("LD_LIBRARY_PATH"):
+        return None
+    works = libraries.trial(f"import {module}; print('imported')", {"LD_LIBRARY_PATH": None})
+    return "unset LD_LIBRARY_PATH" if works is not None and works.endswith("imported") else None
+
+
+def _old_gpu(gpu: dict[str, Any]) -> dict[str, str | None] | None:
+    """The obstacle of a GPU that is too old for Octavo's kernels; None for another."""
+    if gpu["capability"] >= list(LEAST_CAPABILITY):
+        return None
+    capability, least = (".".join(map(str, one)) for one in (gpu["capability"], LEAST_CAPABILITY))
+    why = f"its capability is {capability}; products in bf16 and Octavo's kernels need {least}"
+    return {"what": f"a newer GPU than {gpu['name']}", "why": why, "command": None}
 
 
 def render(found: dict[str, Any], console: Console) -> None:
@@ -250,14 +429,17 @@ def render(found: dict[str, Any], console: Console) -> None:
     if not found["missing"]:
         console.print("Nothing is missing.")
     for item in found["missing"]:
-        console.print(f"[bold]{escape(item['what'])}[/bold]: {escape(item['why'])}\n    {escape(item['command'])}")
+        remedy = item["command"] or "no remedy is known that helps here"
+        console.print(f"[bold]{escape(item['what'])}[/bold]: {escape(item['why'])}\n    {escape(remedy)}")
 
 
 def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Title and text of each finding about the machine."""
     text: dict[str, Callable[[Any], str]] = {
         "system": lambda s: f"{s['cpu']}, {s['cores']} cores, {s['memory_gib']:.0f} GiB; Python {s['python']}; {s['platform']}",
-        "torch": lambda t: f"CUDA {t['cuda'] or 'none'}, cuDNN {t['cudnn'] or 'none'}, NCCL {t['nccl'] or 'none'}",
+        "torch": lambda t: f"CUDA {t['cuda'] or 'none'}, NCCL {t['nccl'] or 'none'}",
+        "CUDA": _cuda_text,
+        "cuDNN": _cudnn_text,
         "fp8": lambda f: f["means"],
         "attention": lambda a: ", ".join(
             [*(f"{kernel} ({shape})" for shape, kernel in a["chosen"].items()), f"Octavo's own ({a['octavo']})"]
@@ -265,7 +447,8 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "products": lambda p: "; ".join(f"{kind}: {_words(kernel)}" for kind, kernel in p.items()),
     }
     for part, write in text.items():
-        yield part, found[part]["error"] if "error" in found[part] else write(found[part])
+        finding = found[part.lower()]
+        yield part, finding["error"] if set(finding) == {"error"} else write(finding)
     gpus = found["gpus"]
     if isinstance(gpus, dict):
         yield "GPU", gpus["error"]
@@ -277,6 +460,20 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
             row = "" if gpu["known"] else "; not in Octavo's table, so no MFU and no estimates"
             capability = ".".join(map(str, gpu["capability"]))
             yield "GPU", f"{gpu['name']}, capability {capability}, {gpu['memory_gib']:.0f} GiB, driver {driver}{row}"
+
+
+def _cuda_text(cuda: dict[str, Any]) -> str:
+    driver = f"the driver runs CUDA {cuda['driver']}" if cuda["driver"] else "no driver"
+    needs = f" or older; torch's build needs a driver of {cuda['least_driver']} or newer" if cuda["least_driver"] else ""
+    least = f"GPUs need capability {cuda['least_capability']}, FP8 products {cuda['fp8_capability']}"
+    return f"{driver}{needs}; {least}"
+
+
+def _cudnn_text(cudnn: dict[str, Any]) -> str:
+    if cudnn["compiled"] is None:
+        return "none in torch"
+    loaded = ", ".join(one["path"] for one in cudnn["loaded"]) or "not loaded yet"
+    return f"{cudnn['runtime']} ({loaded}); torch is built for {cudnn['compiled']}"
 
 
 def _words(finding: Any) -> str:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from octavo.bench.cases import CASES, Case
 from octavo.bench.chosen import experts_of
-from octavo.bench.measure import Measurement, Target, all_fit
+from octavo.bench.measure import Measurement, RunningEntry, Target, all_fit
 from octavo.bench.peers import ENTRIES, build_octavo, build_plain
 from octavo.bench.plain import FAMILIES, PlainDecoder, places
 from octavo.bench.results import best_peer, commit, document, render, row, write
@@ -233,9 +233,23 @@ def test_every_entry_trains_as_many_steps_whether_they_take_turns_or_not(tmp_pat
     assert [(row["entry"], row["interleaved"], row["steps"], row["loss_step"]) for row in rows] == [
         (name, fit, 5, 8) for name in names
     ]
+    if not fit:
+        before = CASES["tiny"], CPU, False
+        trainer, batches = ENTRIES["octavo-bf16"].build(*before), labelled_batches(CASES["tiny"], CPU)
+        assert rows[0]["loss"] == pytest.approx([float(trainer.step(*batches[i % 4])) for i in range(8)][-1], rel=1e-3)
+
+
+def test_an_entry_alone_takes_its_steps_at_once(tmp_path, monkeypatch, forked_workers):
+    turns = []
+    turn = RunningEntry.turn
+    monkeypatch.setattr(RunningEntry, "turn", lambda entry, steps: turns.append(steps) or turn(entry, steps))
     said = []
-    (alone,) = run_suite("one-gpu", entries=names[:1], output=tmp_path / "alone", say=said.append, **asked)["rows"]
-    assert (alone["loss"], alone["loss_step"], alone["interleaved"]) == (rows[0]["loss"], 8, False)
+    (row,) = run_suite(
+        "one-gpu", cases=["tiny"], entries=["torch-bf16"], steps=3, warmup=1,
+        output=tmp_path, device="cpu", command="octavo bench one-gpu", say=said.append,
+    )["rows"]  # fmt: skip
+    assert [steps for steps in turns if steps] == [3]
+    assert (row["steps"], row["loss_step"], row["interleaved"]) == (3, 4, False)
     assert not any("turns" in line for line in said)
 
 

@@ -311,6 +311,19 @@ def test_an_attention_by_another_kernel_than_the_entrys_is_refused(tmp_path, tra
     assert "flash-attn-4 was asked for, and Transformer Engine did not call it: Transformer Engine, cuDNN" in row["error"]
 
 
+def test_over_two_ranks_its_attention_is_compared_too(tmp_path, transformer_engine, forked_workers):
+    """Whole sequences sharded and shared ones; the stand-in shares none by flash-attn-4, and the entry says so."""
+    names = ["te-delayed-fp8-head", "te-delayed-flash-attention"]
+    head, flash = rows_of_te(tmp_path / "a", "tiny", names, "sharded", gpus=2)["rows"]
+    assert (head.get("error"), flash.get("error")) == (None, None)
+    assert (head["head"], flash["head"]) == ("fp8", "bf16")
+    assert flash["attention"].startswith("Transformer Engine, flash-attn 4.0.0b36")
+    names = ["te-delayed-a2a", "te-delayed-flash-attention-a2a"]
+    cudnn, flash = rows_of_te(tmp_path / "b", "tiny-cp2", names, "context", gpus=2)["rows"]
+    assert max(cudnn["attention_errors"].values()) < 0.02
+    assert "flash-attn-4 was asked for, and Transformer Engine did not call it" in flash["error"]
+
+
 ANOTHER = """
 import pytest, torch
 from octavo.bench.cases import CASES
@@ -487,6 +500,53 @@ def test_transformer_engines_vision_blocks_are_its_layer(tmp_path, transformer_e
     # A process of its own: the package that stands in for Transformer Engine must not stay.
     process = command_lines.CommandLine(command_lines.python, tmp_path / "vision", ["-c", VISION])
     assert process.wait(timeout=300) == 0, process.stderr
+
+
+STARTS = """
+import hashlib, json, sys
+import torch
+from octavo.bench.cases import VISION_CASES
+from octavo.bench.peers import ENTRIES
+
+NAMES = {
+    "self_attention.layernorm_qkv.layer_norm_": "norm1.", "self_attention.layernorm_qkv.": "attn.qkv.",
+    "self_attention.proj.": "attn.proj.", "layernorm_mlp.layer_norm_": "norm2.", "layernorm_mlp.fc1_": "mlp.fc1.",
+    "layernorm_mlp.fc2_": "mlp.fc2.",
+}
+case, found = VISION_CASES["tiny-vit"], {}
+for name in sys.argv[1:]:
+    hashes = found[name] = {}
+    for parameter, value in ENTRIES[name].build(case, torch.device("cpu"), False).model.named_parameters():
+        value, kind = value.detach(), parameter.rpartition(".")[2].rpartition("_")[2]
+        path, _, part = parameter.partition("blocks.")
+        index, _, part = part.partition(".")
+        for ours, timms in NAMES.items():
+            if part.startswith(ours) and part[len(ours):] in ("weight", "bias"):
+                parameter = f"blocks.{index}.{timms}{kind}"
+                if timms == "attn.qkv.":  # heads x 3 x columns of a head, where timm has 3 x heads
+                    value = value.view(case.heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
+                break
+        hashes[parameter] = hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
+print(json.dumps(found))
+"""
+
+
+def test_every_vision_entry_starts_from_timms_weights(tmp_path, with_torchvision, transformer_engine):
+    """Blocks of Octavo's, of Transformer Engine's two kinds and timm's: the same tensors by name, so that losses compare."""
+    pytest.importorskip("timm", exc_type=ImportError)
+    vision = [name for name, entry in ENTRIES.items() if entry.vision and entry.group != "torchao"]  # whose blocks are timm's
+    flash = [name for name in vision if ENTRIES[name].needs]
+    found = {}
+    for number, names in enumerate(([name for name in vision if name not in flash], flash)):
+        process = command_lines.CommandLine(command_lines.python, tmp_path / str(number), ["-c", STARTS, *names])
+        assert process.wait(timeout=300) == 0, process.stderr
+        found |= json.loads(process.stdout.splitlines()[-1])
+    timms = found["torch-bf16"]
+    assert len([name for name in timms if name.startswith("blocks.")]) == 24
+    assert set(found) == set(vision)
+    for name, hashes in found.items():
+        assert hashes == timms, name
+    assert {"te-delayed-block", "te-delayed-flash-attention", "octavo-delayed"} <= set(found)
 
 
 def test_both_ways_to_its_vision_block_are_measured_in_one_run(tmp_path, with_torchvision, transformer_engine):

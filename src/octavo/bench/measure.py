@@ -3,7 +3,8 @@
 Speed drifts with temperature and load, so entries take turns: each is built, warmed up and timed for half of its steps, then
 all are timed again (A B C, A B C). Between turns an entry keeps weights and optimizer states and frees its activations. If
 the memory does not hold all entries, each takes both turns at once and ends; `interleaved` in the row tells the two apart.
-Either way every entry trains the same number of steps, so that their losses are of the same step.
+Either way every entry trains the same number of steps, one of them untimed between its turns, so that their losses are of the
+same step. An entry alone takes all steps in one turn.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def measure_case(
         start: the number of this start, for the rows.
         finished: takes the entries that are complete, each time that another is.
     """
-    later = steps // 2
+    later = steps // 2 if len(entries) > 1 else 0
 
     def trace_of(entry: Entry) -> Path | None:
         return None if traces is None else traces / trace_name(case.name, entry.name)

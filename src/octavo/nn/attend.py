@@ -118,7 +118,7 @@ def backend(q: Tensor, k: Tensor, pattern: Pattern) -> str:
         return f"FlashAttention-4 {flash.VERSION}"
     small = pattern.window is not None and pattern.window < SMALLEST_WINDOW
     if not small and library.takes(q, k, causal=pattern.causal, window=None):
-        return f"cuDNN {torch.backends.cudnn.version()}"
+        return library.version()
     if pattern.window is not None or torch.are_deterministic_algorithms_enabled():
         return "plain PyTorch"
     q_, k_ = q.transpose(1, 2), k.transpose(1, 2)

@@ -32,6 +32,15 @@ def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
     return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(q.device) >= (9, 0)
 
 
+def version() -> str:
+    """cuDNN with the version that runs; also for one that is older than that of PyTorch's build, which PyTorch raises for."""
+    try:
+        found = torch.backends.cudnn.version()
+    except RuntimeError:
+        found = torch._C._cudnn.getVersionInt()
+    return f"cuDNN {found}"
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: None = None) -> tuple[Tensor, Tensor]:
     """q [B, Tq, H, D], k and v [B, Tk, G, D] → out [B, Tq, H, D] in the dtype of q, lse [B, H, Tq] float32."""
     q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
