@@ -229,7 +229,7 @@ def test_a_folder_with_a_card_is_a_data_set_whose_files_are_read_as_any_others(t
     (folder / "s.csv").write_text("id;text\n1;007\n2;2020-01-01\n")
     (folder / "u.csv").write_text("id;text\n1;held out\n")
     assert _texts(config(folder)) == ["007", "2020-01-01"]
-    assert _notices(config(folder))[0].endswith("the split 'train' is read; left out: test (1 rows).")
+    assert _notices(config(folder))[0].endswith("is 1 file; 3 files left out: stray.jsonl, t.csv, u.csv.")
     (folder / "s.csv").write_text("id;text\n1;a\n2;NA\n")
     with pytest.raises(InputError, match=r"set, row 2: 'text' is null, not a string"):
         _texts(config(folder))
@@ -239,7 +239,7 @@ def test_a_data_set_saved_to_disk(tmp_path, config):
     of_split = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in (("train", ["x", "y"]), ("dev", ["z"]))}
     datasets.DatasetDict(of_split).save_to_disk(str(tmp_path / "saved"))
     assert _texts(config(tmp_path / "saved")) == ["x", "y"]
-    assert _notices(config(tmp_path / "saved"))[0].endswith("the split 'train' is read; left out: dev (1 rows).")
+    assert _notices(config(tmp_path / "saved"))[0].endswith("the split 'train' is read; left out: dev (1 row).")
     with pytest.raises(InputError, match=r"no split 'test', only train, dev\. Change data\.split"):
         _texts(config(tmp_path / "saved", split="test"))
     of_split["dev"].save_to_disk(str(tmp_path / "single"))
@@ -277,6 +277,37 @@ def test_a_name_of_the_hub_goes_to_datasets_and_its_failure_is_explained(config,
         "local file",
     ):
         assert part in str(caught.value)
+
+
+def test_damaged_files_of_a_data_set_are_named(tmp_path, config):
+    for name, file in (("a", "data-00000-of-00001.arrow"), ("b", "state.json"), ("c", "dataset_info.json")):
+        datasets.Dataset.from_dict({"text": ["some words"] * 99}).save_to_disk(str(tmp_path / name))
+        (tmp_path / name / file).write_bytes((tmp_path / name / file).read_bytes()[:200].replace(b"}", b""))
+        with pytest.raises(InputError, match=rf"{name}': the data set cannot be loaded, '{file}' is damaged: .*Save it again"):
+            prepare(config(tmp_path / name))
+    for name, content, message in (
+        ("README.md", b"---\nconfigs: [\n---\n", r"ParserError: .* in README\.md, line 2\. Check data\.subset"),
+        ("README.md", b"---\nconfigs:\n- \xff\n---\n", r"README\.md, line 3: byte 3 of the line, 0xff, is not UTF-8"),
+        ("dataset_infos.json", b"{", r"dataset_infos\.json is not JSON: .*line 1 column 2"),
+        ("README.md", b"---\nconfigs:\n- config_name: a\n  data_files: no.jsonl\n---\n", r"Unable to find .*no\.jsonl"),
+    ):
+        folder = tmp_path / "card"
+        folder.mkdir(exist_ok=True)
+        write_lines(folder / "a.jsonl", [{"text": "a"}])
+        (folder / name).write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            prepare(config(folder))
+        (folder / name).unlink()
+
+
+def test_a_changed_file_of_a_data_set_is_read_again(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: a.csv\n  sep: ';'\n---\n")
+    for text in ("first", "second"):
+        (folder / "a.csv").write_text(f"id;text\n1;{text}\n")
+        assert _texts(config(folder)) == [text]
 
 
 def test_a_data_set_of_several_configurations(tmp_path, config):

@@ -109,8 +109,8 @@ class DataConfig(Section):
 
 
 def kind_of(name: str) -> str:
-    """The suffix of a file name without that of a compression: ".jsonl" of "a.jsonl.zst"."""
-    path = PurePath(name)
+    """The suffix of a file name, in lower case, without that of a compression: ".jsonl" of "a.jsonl.zst"."""
+    path = PurePath(name.lower())
     return PurePath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 

@@ -212,7 +212,7 @@ def _whole_numbers(value: object, name: str, origin: str) -> Int64:
     numbers = _array(value)
     if numbers.ndim == 1 and numbers.size == 0:
         return np.empty(0, np.int64)
-    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or (isinstance(value, list) and bool in set(map(type, value))):
         remedy = "Correct the row, or change data.text_field." if name == INPUT_IDS else "Correct the row."
         raise InputError(f"{origin}: {name!r} must be a list of whole numbers. {remedy}")
     if numbers.dtype.kind == "u" and int(numbers.max()) >= 2**63:

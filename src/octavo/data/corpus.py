@@ -14,7 +14,7 @@ from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 
-from octavo.config.data import DataConfig, counted, kind_of
+from octavo.config.data import DataConfig, kind_of
 from octavo.data import folders, python_source, readers
 from octavo.data.readers import Document
 from octavo.errors import InputError, nearest, some, unknown
@@ -234,7 +234,7 @@ def _folder(path: Path, config: DataConfig, key: str) -> Source:
             raise InputError(
                 f"{name}: no file or folder in it is named for the split {config.split!r}; "
                 f"{f'there is {splits}' if splits else 'none is for any split'}. Change data.split, or leave it out to read "
-                f"all {counted(len(known), 'file')}."
+                "every file."
             )
     source = _files(str(path), chosen, config, key)
     return replace(source, in_parts=True, notices=folders.left_out(name, path, files, chosen, config.split))

@@ -6,6 +6,7 @@ name such as train.jsonl is a name like any other. Files that are left out are c
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from octavo.config.data import counted
 from octavo.data import readers
-from octavo.errors import InputError, some
+from octavo.errors import InputError, first_line, some
 
 _SPLITS = {
     "train": ("train", "training"),
@@ -21,7 +22,7 @@ _SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 """Splits → their names in paths, as the `datasets` library knows them."""
-_CARD_KEYS = re.compile(r"""^["']?(configs|dataset_info)["']?\s*:""", re.MULTILINE)
+_CARD_KEYS = re.compile(rb"""^["']?(configs|dataset_info)["']?\s*:""", re.MULTILINE)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -67,16 +68,23 @@ def is_saved(folder: Path) -> bool:
 
 def has_card(folder: Path) -> bool:
     """True if the folder says that it is a data set: README.md has `configs` or `dataset_info` at its top, or it has infos."""
-    if (folder / "dataset_infos.json").is_file():
+    infos, card = folder / "dataset_infos.json", folder / "README.md"
+    with readers.readable(infos):
+        stored = infos.read_bytes() if infos.is_file() else None
+    if stored is not None:
+        text = readers.decoded(stored, str(infos))
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{infos} is not JSON: {first_line(error)}. Correct or remove it.") from None
         return True
-    try:
-        text = (folder / "README.md").read_bytes().decode(errors="replace").removeprefix("\ufeff")
-    except FileNotFoundError:
+    with readers.readable(card):
+        stored = card.read_bytes() if card.is_file() else b""
+    front = re.match(rb"(?:\xef\xbb\xbf)?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", stored, re.MULTILINE | re.DOTALL)
+    if front is None or _CARD_KEYS.search(front[1]) is None:
         return False
-    except OSError as error:
-        raise InputError(f"data: cannot read {str(folder / 'README.md')!r}: {error.strerror or error}.") from None
-    front = re.match(r"---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", text, re.MULTILINE | re.DOTALL)
-    return front is not None and _CARD_KEYS.search(front[1]) is not None
+    readers.decoded(stored, str(card))
+    return True
 
 
 def of_split(files: Sequence[Path], folder: Path, split: str) -> list[Path]:

@@ -60,7 +60,7 @@ def read_text(path: Path, text_field: str) -> Iterator[Document]:
     data = bytearray()
     for line in _lines(path):
         data += line
-    yield Document(_decode(data, str(path)), None, str(path))
+    yield Document(decoded(data, str(path)), None, str(path))
 
 
 def read_json_lines(path: Path, text_field: str) -> Iterator[Document]:
@@ -69,7 +69,8 @@ def read_json_lines(path: Path, text_field: str) -> Iterator[Document]:
         if not line.strip():
             continue
         origin = f"{path}, line {number}"
-        row = _parsed(_decode(line, str(path), first_line=number), origin)
+        # Files with a byte order mark each may have been joined.
+        row = _parsed(decoded(line, str(path), first_line=number).removeprefix("\ufeff"), origin)
         if not isinstance(row, dict):
             raise InputError(f"{origin} is {_kind(row)}, not an object: write one object a line (JSON lines).")
         if isinstance(row, _Repeating):
@@ -108,7 +109,7 @@ def _parsed(text: str, origin: str) -> Any:
 def read_csv(path: Path, text_field: str) -> Iterator[Document]:
     """The column `text_field` of comma-separated rows under a line of names; quoted values may have several lines."""
     csv.field_size_limit(2**31 - 1)  # of the process; 131,072 characters by default, and documents are longer
-    lines = (_decode(line, str(path), first_line=number) for number, line in enumerate(_lines(path), start=1))
+    lines = (decoded(line, str(path), first_line=number) for number, line in enumerate(_lines(path), start=1))
     rows = csv.reader(lines, strict=True)
     names: list[str] = []
     columns: dict[str, int] = {}
@@ -139,7 +140,7 @@ def read_csv(path: Path, text_field: str) -> Iterator[Document]:
 
 def _check_delimiter(path: Path, text_field: str, origin: str) -> None:
     """Refuse a file whose line of names is divided by another delimiter than the comma."""
-    line = next((text for each in _lines(path) if (text := _decode(each, str(path)).strip("\r\n"))), "")
+    line = next((text for each in _lines(path) if (text := decoded(each, str(path)).strip("\r\n"))), "")
     for delimiter in _DELIMITERS:
         if line.count(delimiter) > line.count(","):
             try:
@@ -167,6 +168,7 @@ def read_parquet(path: Path, text_field: str) -> Iterator[Document]:
     import pyarrow  # heavy
     import pyarrow.parquet
 
+    done = ""
     try:
         with readable(path), pyarrow.parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
@@ -174,9 +176,11 @@ def read_parquet(path: Path, text_field: str) -> Iterator[Document]:
             columns = wanted(schema.names, text_field, [each.name for each in schema if pyarrow.types.is_nested(each.type)])
             _check_once(columns, schema.names, str(path))
             batches = file.iter_batches(batch_size=_ROWS, columns=columns)
-            yield from _from_batches((_values(batch, columns) for batch in batches), columns, text_field, str(path))
+            for document in _from_batches((_values(batch, columns) for batch in batches), columns, text_field, str(path)):
+                done = f" behind {document.origin.removeprefix(str(path)).lstrip(', ')}"
+                yield document
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{str(path)!r} is not a readable Parquet file: {first_line(error)}. Replace it.") from None
+        raise InputError(f"{str(path)!r} is not a readable Parquet file{done}: {first_line(error)}. Replace it.") from None
 
 
 def _values(batch: Any, columns: Sequence[str]) -> dict[str, Iterable[Any]]:
@@ -217,7 +221,9 @@ def from_saved(path: Path, config: DataConfig, key: str, say: Say) -> Iterator[D
     try:
         data = datasets.load_from_disk(str(path))
     except Exception as error:
-        raise InputError(f"{name}: the data set cannot be loaded: {first_line(error)}. Save it again.") from None
+        file = _damaged(path)
+        where = f", {str(file.relative_to(path))!r} is damaged" if file else ""
+        raise InputError(f"{name}: the data set cannot be loaded{where}: {first_line(error)}. Save it again.") from None
     if isinstance(data, datasets.DatasetDict):
         split = config.split or DEFAULT_SPLIT
         if split not in data:
@@ -227,6 +233,23 @@ def from_saved(path: Path, config: DataConfig, key: str, say: Say) -> Iterator[D
     elif config.split is not None and config.split != str(data.split):
         raise InputError(f"{name} was saved without splits, so that it has no split {config.split!r}. Remove data.split.")
     yield from _from_data_set(data, config.text_field, str(path))
+
+
+def _damaged(folder: Path) -> Path | None:
+    """The first file of a saved data set that cannot be read."""
+    import pyarrow
+
+    for path in sorted(folder.rglob("*")):
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_bytes())
+            elif path.suffix == ".arrow":
+                with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
+                    for _ in batches:
+                        pass
+        except Exception:
+            return path
+    return None
 
 
 def from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], say: Say) -> Iterator[Document]:
@@ -256,22 +279,25 @@ def from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], s
         raise
     except Exception as error:
         fault = first_line(error.__cause__ or error)  # what `datasets` says itself is that it failed
+        if (mark := getattr(error, "problem_mark", None)) is not None:  # of YAML, behind the first line of the card
+            fault += f" in README.md, line {mark.line + 2}"
         raise InputError(
             f"{name}: the folder cannot be loaded as a data set, split {split!r}: {fault}. "
-            "Check data.subset and data.split, or name the files themselves (a pattern such as 'folder/*.jsonl')."
+            "Check data.subset, data.split and its card, or name the files themselves (a pattern such as 'folder/*.jsonl')."
         ) from None
-    if data is not None:
-        _say_other_splits(name, split, _rows_of_splits(data), say)
-        yield from _from_data_set(data, config.text_field, str(path))
-        return
     taken = {each.resolve() for each in chosen}
     others = [str(each.relative_to(path)) for each in files if each.resolve() not in taken and each.name not in CARDS]
-    if others:
+    if others and chosen:
         say(
             f"{name}: by its card the split {split!r} is {counted(len(chosen), 'file')}; {counted(len(others), 'file')} left "
             f"out: {some(others)}."
         )
-    yield from read_files(chosen, config.text_field)
+    if data is None:
+        yield from read_files(chosen, config.text_field)
+        return
+    if not chosen:
+        _say_other_splits(name, split, _rows_of_splits(data), say)
+    yield from _from_data_set(data, config.text_field, str(path))
 
 
 def _is_plain(config: Any) -> bool:
@@ -301,7 +327,7 @@ def _rows_of_splits(data: Any) -> dict[str, int | None]:
 
 def _say_other_splits(name: str, split: str, rows: Mapping[str, int | None], say: Say) -> None:
     """Name the splits that are left out, with their rows."""
-    others = [f"{other} ({'?' if count is None else f'{count:,}'} rows)" for other, count in rows.items() if other != split]
+    others = [f"{each} ({'unknown' if n is None else counted(n, 'row')})" for each, n in rows.items() if each != split]
     if others and split in rows:
         say(f"{name}: the split {split!r} is read; left out: {', '.join(others)}.")
 
@@ -395,7 +421,7 @@ def _check_once(columns: Sequence[str], names: Sequence[str], where: str) -> Non
             raise InputError(f"{where}: {names.count(name)} columns are named {name!r}. Rename all but one of them.")
 
 
-def _decode(data: bytes | bytearray, where: str, *, first_line: int = 1) -> str:
+def decoded(data: bytes | bytearray, where: str, *, first_line: int = 1) -> str:
     """Text of UTF-8, without the byte order mark of a file."""
     try:
         return data.decode().removeprefix("\ufeff" if first_line == 1 else "")
@@ -426,8 +452,8 @@ def _lines(path: Path) -> Iterator[bytes]:
     """The lines of a file of text, decompressed."""
     number = 0
     try:
-        with readable(path), path.open("rb") as stored, _decompressed(stored, path.suffix) as file:
-            if path.suffix in COMPRESSED and not path.stat().st_size:
+        with readable(path), path.open("rb") as stored, _decompressed(stored, path.suffix.lower()) as file:
+            if path.suffix.lower() in COMPRESSED and not path.stat().st_size:
                 raise EOFError("it has 0 bytes")
             for number, line in enumerate(file, start=1):  # noqa: B007
                 yield line
@@ -479,4 +505,4 @@ KNOWN = f"{', '.join(_BY_KIND)}; all but .parquet also as {' or '.join(COMPRESSE
 def reader_of(path: Path) -> Reader | None:
     """The reader of a file by its name; None for an unknown kind."""
     kind = kind_of(path.name)
-    return None if kind == ".parquet" and path.suffix != kind else _BY_KIND.get(kind)
+    return None if kind == ".parquet" and path.suffix.lower() != kind else _BY_KIND.get(kind)
