@@ -141,6 +141,8 @@ REFUSED = {
     "shifted": ({"shift_labels": [2, 3, 4, -100]}, r"'shift_labels' beside .* labels\[i\] is the token at i"),
     "lengths": ({"cu_seqlens": [0, 2, 4]}, r"'cu_seqlens' beside"),
     "pixels": ({"pixel_values": [[0.5]]}, r"'pixel_values' beside .* token ids alone"),
+    "case of a weight": ({"Sample-Weight": 0.5}, r"'Sample-Weight' beside .* weighs all targets alike"),
+    "case of labels": ({"Labels": [1, 2, 3, 4]}, r"'Labels' beside 'input_ids' cannot be used: name it labels"),
     "unknown": ({"advantage": [0.5, 1, 2, 1]}, r"'advantage' has a number for each token"),
 }
 

@@ -92,6 +92,11 @@ _BESIDE_TEXT: dict[str, tuple[Callable[[_Array], bool], str]] = {
 """Columns beside text → whether their value says nothing, and the remedy otherwise."""
 
 
+def _key(name: str) -> str:
+    """A name as the tables have it: Loss-Mask is loss_mask."""
+    return name.lower().replace("-", "_")
+
+
 def column_of(names: Collection[str], text_field: str) -> str | None:
     """The column of the documents: `text_field`, else `input_ids`; None if there is neither."""
     return next((column for column in (text_field, INPUT_IDS) if column in names), None)
@@ -103,9 +108,9 @@ def wanted(names: Collection[str], text_field: str, lists: Collection[str]) -> l
     if column is None:
         return []
     if column != INPUT_IDS:
-        return [column, *(name for name in names if name != column and (name in _BESIDE_TEXT or name == INPUT_IDS))]
+        return [column, *(name for name in names if name != column and (_key(name) in _BESIDE_TEXT or name == INPUT_IDS))]
     known = (*_REFUSED, LABELS, LOSS_MASK, ATTENTION_MASK)
-    return [column, *(name for name in names if name != column and (name in known or name in lists))]
+    return [column, *(name for name in names if name != column and (_key(name) in known or name in lists))]
 
 
 def check_text(row: Mapping[str, Any], text_field: str, origin: str) -> None:
@@ -119,8 +124,10 @@ def check_text(row: Mapping[str, Any], text_field: str, origin: str) -> None:
             f'{origin} holds both {text_field!r} and {INPUT_IDS!r}. Set data.text_field = "{INPUT_IDS}" to train on the token '
             f"ids, or remove {INPUT_IDS!r} to train on the text."
         )
-    for name in _BESIDE_TEXT.keys() & row.keys():
-        nothing, remedy = _BESIDE_TEXT[name]
+    for name in row:
+        if name == text_field or (key := _key(name)) not in _BESIDE_TEXT:
+            continue
+        nothing, remedy = _BESIDE_TEXT[key]
         if not nothing(_array(_number(row[name]))):
             raise InputError(f"{origin}: {name!r} beside text cannot be used: {remedy}.")
 
@@ -187,8 +194,8 @@ def _refuse_others(row: Mapping[str, Any], tokens: int, origin: str) -> None:
     for name, value in row.items():
         if name in (INPUT_IDS, LABELS, LOSS_MASK, ATTENTION_MASK) or name in _SAY_NOTHING:
             continue
-        if name in _REFUSED:
-            nothing, remedy = _REFUSED[name]
+        if (key := _key(name)) in _REFUSED or key in (LABELS, LOSS_MASK, ATTENTION_MASK, INPUT_IDS):
+            nothing, remedy = _REFUSED.get(key, (_never, f"name it {key}"))
             if value is None or not nothing(_array(value)):
                 raise InputError(f"{origin}: {name!r} beside 'input_ids' cannot be used: {remedy}.")
         elif isinstance(value, list | tuple | np.ndarray) and len(value) == tokens > 1 and _array(value).dtype.kind in "biuf":
