@@ -7,6 +7,7 @@ by name unless it says nothing (weights of 1): training would ignore it without 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ def _key(name: str) -> str:
 
 def column_of(names: Collection[str], text_field: str) -> str | None:
     """The column of the documents: `text_field`, else `input_ids`; None if there is neither."""
-    return next((column for column in (text_field, INPUT_IDS) if column in names), None)
+    return text_field if text_field in names else INPUT_IDS if INPUT_IDS in names else None
 
 
 def wanted(names: Collection[str], text_field: str, lists: Collection[str]) -> list[str]:
@@ -113,6 +114,11 @@ def wanted(names: Collection[str], text_field: str, lists: Collection[str]) -> l
     return [column, *(name for name in names if name != column and (_key(name) in known or name in lists))]
 
 
+@lru_cache  # most rows of a file have the same columns
+def _beside_text(names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if _key(name) in _BESIDE_TEXT]
+
+
 def check_text(row: Mapping[str, Any], text_field: str, origin: str) -> None:
     """Refuse token ids, weights of texts and masks of tokens beside the text of a row.
 
@@ -124,11 +130,9 @@ def check_text(row: Mapping[str, Any], text_field: str, origin: str) -> None:
             f'{origin} holds both {text_field!r} and {INPUT_IDS!r}. Set data.text_field = "{INPUT_IDS}" to train on the token '
             f"ids, or remove {INPUT_IDS!r} to train on the text."
         )
-    for name in row:
-        if name == text_field or (key := _key(name)) not in _BESIDE_TEXT:
-            continue
-        nothing, remedy = _BESIDE_TEXT[key]
-        if not nothing(_array(_number(row[name]))):
+    for name in _beside_text(tuple(row)):
+        nothing, remedy = _BESIDE_TEXT[_key(name)]
+        if name != text_field and not nothing(_array(_number(row[name]))):
             raise InputError(f"{origin}: {name!r} beside text cannot be used: {remedy}.")
 
 

@@ -93,10 +93,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return repeating
 
 
+_JSON = json.JSONDecoder(object_pairs_hook=_object)  # json.loads makes one a line, for as long as it reads it
+
+
 def _parsed(text: str, origin: str) -> Any:
     """The value of a line of JSON."""
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return _JSON.decode(text)
     except json.JSONDecodeError as error:
         fault = f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
     except RecursionError:
@@ -184,8 +187,11 @@ def read_parquet(path: Path, text_field: str) -> Iterator[Document]:
 
 
 def _values(batch: Any, columns: Sequence[str]) -> dict[str, Iterable[Any]]:
-    """Of each column its values, one by one: a fault then has the number of its row."""
-    return {name: (each.as_py() for each in batch.column(batch.schema.get_field_index(name))) for name in columns}
+    found = {name: batch.column(batch.schema.get_field_index(name)) for name in columns}
+    try:
+        return {name: values.to_pylist() for name, values in found.items()}
+    except ValueError:  # one by one, so that the fault has the number of its row
+        return {name: (each.as_py() for each in values) for name, values in found.items()}
 
 
 def from_hub(name: str, config: DataConfig, hint: str, key: str, say: Say) -> Iterator[Document]:
@@ -379,6 +385,7 @@ def _from_data_set(data: Any, text_field: str, name: str) -> Iterator[Document]:
 def _from_batches(
     batches: Iterable[Mapping[str, Iterable[Any]]], columns: Sequence[str], text_field: str, name: str
 ) -> Iterator[Document]:
+    alone = columns == [text_field]  # nothing else to check
     rows = chain.from_iterable(zip(*(batch[column] for column in columns), strict=True) for batch in batches)
     for number in count(1):
         origin = f"{name}, row {number}"
@@ -388,7 +395,10 @@ def _from_batches(
             raise InputError(f"{origin}: the text is not UTF-8, at byte {error.start + 1}. Write the file again.") from None
         if values is None:
             return
-        yield _from_row(dict(zip(columns, values, strict=True)), text_field, origin)
+        if alone and isinstance(values[0], str):
+            yield Document(values[0], None, origin)
+        else:
+            yield _from_row(dict(zip(columns, values, strict=True)), text_field, origin)
 
 
 def _from_row(row: Mapping[str, Any], text_field: str, origin: str) -> Document:
