@@ -13,7 +13,7 @@ from octavo.data.columns import IGNORED, tokens_of
 from octavo.data.corpus import Corpus
 from octavo.data.loader import BatchLoader, sequences_of
 from octavo.data.prepared import prepare
-from octavo.errors import InputError
+from octavo.errors import InputError, OctavoError
 from octavo.run.channels import write_channels
 
 SPLITS = ("train", "validation")
@@ -229,6 +229,18 @@ def test_each_source_with_a_weight_needs_a_target(tmp_path, config):
     joined = prepare(config([str(good), str(bad)]))
     of_source = sequences_of(joined, "train", sequence_length=8, packing="documents").of_source
     assert of_source[0] < len(joined.offsets("train")) - 1
+
+
+@pytest.mark.parametrize(("label", "words"), [(-7, "the label -7"), (9_000, "the token id 9000")])
+def test_a_file_of_labels_that_has_changed_is_refused_before_the_model_sees_it(tmp_path, config, label, words):
+    data = prepare(config(write_lines(tmp_path / "a.jsonl", _drawn(60)), validation_fraction=0.0))
+    labels = np.memmap(data.folder / "train.labels.bin", "<i4", mode="r+")
+    labels[9] = label
+    labels.flush()
+    loader = BatchLoader(data, "train", sequence_length=8, packing="join", seed=0, global_batch=1)
+    with pytest.raises(OctavoError, match=rf"the train split has {words}, and .*has changed\. Remove"):
+        list(loader.validation(10**6))
+    assert prepare(config(tmp_path / "a.jsonl", validation_fraction=0.0)).labels("train")[9] != label  # prepared anew
 
 
 def test_channels_hold_the_labels_and_read_back_the_same(tmp_path, config):

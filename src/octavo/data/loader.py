@@ -111,13 +111,15 @@ class BatchLoader:
             yield batch
 
     def _batch(self, indices: Sequence[int]) -> Batch:
-        """Sequences of known token ids; of others a GPU would read beyond the embedding."""
+        """Sequences of known token ids and labels; of others a GPU would read beyond the embedding."""
         batch = self._sequences.batch(indices)
         known = self._prepared.manifest.max_token_id
         largest = max(int(batch.input_ids.max()), int(batch.labels.max()))
-        if largest > known:
+        least = int(batch.labels.where(batch.labels != IGNORED, 0).min())
+        if largest > known or least < 0:
+            found = f"the token id {largest}" if largest > known else f"the label {least}"
             raise OctavoError(
-                f"the {self._split} split has the token id {largest}, and {known} was the largest when it was prepared: "
+                f"the {self._split} split has {found}, and {known} was the largest when it was prepared: "
                 f"{str(self._prepared.folder)!r} has changed. Remove that folder, and `octavo prepare` makes it again."
             )
         return batch
