@@ -63,6 +63,14 @@ def test_a_key_without_effect_is_refused_with_the_key_that_decides(changes, word
         assert said.count("no effect") == 1
 
 
+def test_a_split_that_older_resolved_files_list_is_accepted_without_a_data_set():
+    config = RunConfig.from_dict(values(data__source="a.jsonl", data__split="train"))
+    assert not idle_keys(config)
+    assert "split" not in tomllib.loads(config.to_toml())["data"]
+    folder = RunConfig.from_dict(values(data__source="folder", data__split="train"))
+    assert tomllib.loads(folder.to_toml())["data"]["split"] == "train"
+
+
 def test_the_keys_of_each_recipe_are_the_fields_of_its_class():
     for name, recipe in RECIPES.items():
         fields = {field.name for field in dataclasses.fields(recipe) if field.init} - {"reduce_amax"}

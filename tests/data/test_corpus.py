@@ -1,7 +1,9 @@
 """Every kind of source gives its documents, and every bad one a message that mends it."""
 
 import ast
+import csv
 import json
+import os
 
 import datasets
 import numpy as np
@@ -86,28 +88,164 @@ def test_packages_are_source_files_with_undecodable_ones_skipped(tmp_path, confi
     assert [d.text for d in packages(sorted(tmp_path.iterdir()))] == ["x = 1\n"]
 
 
-def test_a_plain_folder_is_read_directly_and_one_with_splits_by_split(tmp_path, config, monkeypatch):
+def _notices(config):
+    corpus = Corpus(config)
+    list(corpus)
+    return corpus.notices
+
+
+def test_every_file_of_a_folder_is_read_whatever_its_name(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    for number, name in enumerate(("a.jsonl", "deep/d.jsonl", "train letters.jsonl", "z.jsonl")):
+        write_lines(folder / name, [{"text": f"document {number}"}])
+    whole = [f"document {number}" for number in range(4)]
+    assert _texts(config(folder)) == _texts(config(folder / "**" / "*.jsonl")) == whole
+    assert _notices(config(folder)) == []
+    (folder / "README.md").write_text("# Letters\n")
+    (folder / ".hidden.jsonl").write_text("no text")
+    (folder / "poem.txt").write_bytes(b"one\r\n\r\n two\n")
+    assert sorted(_texts(config(folder))) == [*whole, "one\r\n\r\n two\n"]
+    (notice,) = _notices(config(folder))
+    assert "data.source = " in notice
+    assert notice.endswith("5 files are read; 1 file left out: README.md.")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "x.md").write_text("a")
+    with pytest.raises(InputError, match=r"holds no file of a known kind, only \.md\. Known: \.txt"):
+        Corpus(config(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("kind", [".txt", ".csv", ".jsonl", ".parquet"])
+def test_a_text_has_the_same_tokens_as_a_file_in_a_folder_and_by_a_pattern(tmp_path, config, kind):
+    texts = ["null", "NA", "007", "2020-01-01", "nan", "1e5", "True", "", "N/A", "  x ", "3.10", "\ufeffx", "a\r\nb\n"]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "README.md").write_text("---\nlicense: mit\n---\ntext, no data set card\n")
+    path = folder / f"train{kind}"
+    if kind == ".txt":
+        path.write_bytes("\r\n".join(texts).encode())
+        texts = ["\r\n".join(texts)]
+    elif kind == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["text"], *([text] for text in texts)])
+    elif kind == ".jsonl":
+        write_lines(path, [{"text": text} for text in texts])
+    else:
+        pq.write_table(pa.table({"text": texts}), path)
+    found = [_texts(config(source)) for source in (path, folder, folder / f"*{kind}", folder / "**" / f"*{kind}")]
+    assert found == [texts] * 4
+    tokens = [prepare(config(source, validation_fraction=0.0)).tokens("train").tolist() for source in (path, folder)]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_split_of_a_folder_is_read_where_it_is_asked_for_and_what_is_left_out_is_named(tmp_path, config):
+    folder = tmp_path / "f"
+    for name in ("train.jsonl", "validation-00000-of-00001.jsonl", "more.jsonl", "test/part.jsonl", "en-2020.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_lines(folder / name, [{"text": name}])
+    assert len(_texts(config(folder))) == 5
+    (notice,) = _notices(config(folder))
+    assert "all 5 files are read, though some are named as splits (train, validation, test). Set data.split" in notice
+    assert _texts(config(folder, split="train")) == ["train.jsonl"]
+    (notice,) = _notices(config(folder, split="train"))
+    assert "1 file of the split 'train' is read; 4 files left out: en-2020.jsonl, more.jsonl, test/part.jsonl, val" in notice
+    for split, name in (("validation", "validation-00000-of-00001.jsonl"), ("test", "test/part.jsonl"), ("en-2020",) * 2):
+        assert [text.removesuffix(".jsonl") for text in _texts(config(folder, split=split))] == [name.removesuffix(".jsonl")]
+    with pytest.raises(
+        InputError, match=r"named for the split 'nosplit'; there is 'train', 'validation', 'test'\. Change data"
+    ):
+        Corpus(config(folder, split="nosplit"))
+    (folder / "train").mkdir()
+    write_lines(folder / "train" / "test_of_time.jsonl", [{"text": "a test"}])
+    assert "a test" not in _texts(config(folder, split="train"))
+    assert "a test" in _texts(config(folder, split="test"))
+
+
+def test_keys_of_data_sets_that_a_pattern_or_a_folder_would_ignore_are_refused(tmp_path, config):
+    folder = tmp_path / "f"
+    folder.mkdir()
+    write_lines(folder / "train.jsonl", [{"text": "a"}])
+    for source, changes in (
+        (folder / "*", {"split": "train"}),
+        (folder / "*", {"subset": "small"}),
+        (folder, {"subset": "small"}),
+    ):
+        ((key, value),) = changes.items()
+        with pytest.raises(InputError, match=rf"data\.{key} = '{value}' has no effect: no source is a data set.*Remove data"):
+            Corpus(config(source, **changes))
+    (tmp_path / "g").mkdir()
+    write_lines(tmp_path / "g" / "test.jsonl", [{"text": "b"}])
+    with pytest.raises(InputError, match=r"data\.validation_split = 'test' has no effect"):
+        Corpus(config(folder, validation_source=str(tmp_path / "g" / "*"), validation_split="test"))
+
+
+def test_links_of_a_folder_are_followed_and_dead_ones_refused(tmp_path, config):
+    folder, elsewhere = tmp_path / "f", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    write_lines(elsewhere / "a.jsonl", [{"text": "behind a link"}])
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "loop").symlink_to(folder)
+    assert _texts(config(folder)) == ["behind a link"]
+    (folder / "b.jsonl").symlink_to(tmp_path / "nothing.jsonl")
+    for source in (folder, folder / "*.jsonl"):
+        with pytest.raises(InputError, match=r"b\.jsonl' is a link to nothing\. Remove it"):
+            Corpus(config(source))
+    (folder / "b.jsonl").unlink()
+    os.mkfifo(folder / "pipe.jsonl")
+    for source in (folder, folder / "*.jsonl"):
+        with pytest.raises(InputError, match=r"pipe\.jsonl' is no regular file"):
+            Corpus(config(source))
+    (folder / "pipe.jsonl").unlink()
+    (elsewhere / "again.jsonl").symlink_to(elsewhere / "a.jsonl")
+    with pytest.raises(InputError, match=r"data\.source names .*a\.jsonl' twice"):
+        Corpus(config(folder))
+    (elsewhere / "again.jsonl").unlink()
+    (elsewhere / os.fsdecode(b"\xff.txt")).write_text("a")
+    with pytest.raises(InputError, match=r"the name .*udcff\.txt' is not UTF-8\. Rename the file"):
+        Corpus(config(elsewhere))
+
+
+def test_a_folder_with_a_card_is_a_data_set_whose_files_are_read_as_any_others(tmp_path, config, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    plain, split = tmp_path / "plain", tmp_path / "split"
-    for folder in (plain, split):
-        folder.mkdir()
-    write_lines(plain / "one.jsonl", [{"text": "a"}])
-    (plain / "two.txt").write_text("b")
-    write_lines(split / "train.jsonl", [{"text": "to train on"}])
-    write_lines(split / "validation.jsonl", [{"text": "held out"}])
-    assert _texts(config(plain)) == ["a", "b"]
-    assert _texts(config(split)) == ["to train on"]
-    assert _texts(config(split, split="validation")) == ["held out"]
-    with pytest.raises(InputError, match=r'"nosplit".*data\.split|nosplit.*data\.split'):
-        _texts(config(split, split="nosplit"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    card = "---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files:\n{}---\n# A set\n"
+    (folder / "t.csv").write_text("text\nnull\nNA\n007\n2020-01-01\n")
+    write_lines(folder / "stray.jsonl", [{"text": "of no split"}])
+    (folder / "README.md").write_text(card.format("  - split: train\n    path: t.csv\n  - split: test\n    path: u.csv\n"))
+    (folder / "u.csv").write_text("text\nheld out\n")
+    assert _texts(config(folder)) == ["null", "NA", "007", "2020-01-01"]
+    (notice,) = _notices(config(folder))
+    assert "by its card the split 'train' is 1 file; 2 files left out: stray.jsonl, u.csv." in notice
+    assert _texts(config(folder, split="test")) == ["held out"]
+    with pytest.raises(InputError, match=r"set' has no split 'nosplit', only train, test\. Change data\.split"):
+        _texts(config(folder, split="nosplit"))
+    semicolons = "  sep: ';'\n"  # the card says how its files are read
+    (folder / "README.md").write_text(
+        card.format("  - split: train\n    path: s.csv\n  - split: test\n    path: u.csv\n" + semicolons)
+    )
+    (folder / "s.csv").write_text("id;text\n1;007\n2;2020-01-01\n")
+    (folder / "u.csv").write_text("id;text\n1;held out\n")
+    assert _texts(config(folder)) == ["007", "2020-01-01"]
+    assert _notices(config(folder))[0].endswith("is 1 file; 3 files left out: stray.jsonl, t.csv, u.csv.")
+    (folder / "s.csv").write_text("id;text\n1;a\n2;NA\n")
+    with pytest.raises(InputError, match=r"set, row 2: 'text' is null, not a string"):
+        _texts(config(folder))
 
 
 def test_a_data_set_saved_to_disk(tmp_path, config):
-    data = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["x", "y"]})})
-    data.save_to_disk(str(tmp_path / "saved"))
+    of_split = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in (("train", ["x", "y"]), ("dev", ["z"]))}
+    datasets.DatasetDict(of_split).save_to_disk(str(tmp_path / "saved"))
     assert _texts(config(tmp_path / "saved")) == ["x", "y"]
-    with pytest.raises(InputError, match=r"no split 'test', only train\. Change data\.split"):
+    assert _notices(config(tmp_path / "saved"))[0].endswith("the split 'train' is read; left out: dev (1 row).")
+    with pytest.raises(InputError, match=r"no split 'test', only train, dev\. Change data\.split"):
         _texts(config(tmp_path / "saved", split="test"))
+    of_split["dev"].save_to_disk(str(tmp_path / "single"))
+    assert _texts(config(tmp_path / "single")) == ["z"]
+    with pytest.raises(InputError, match=r"saved without splits.* no split 'test'\. Remove data\.split"):
+        _texts(config(tmp_path / "single", split="test"))
     with pytest.raises(InputError, match=r"no 'body', only 'text'"):
         _texts(config(tmp_path / "saved", text_field="body"))
 
@@ -139,6 +277,37 @@ def test_a_name_of_the_hub_goes_to_datasets_and_its_failure_is_explained(config,
         "local file",
     ):
         assert part in str(caught.value)
+
+
+def test_damaged_files_of_a_data_set_are_named(tmp_path, config):
+    for name, file in (("a", "data-00000-of-00001.arrow"), ("b", "state.json"), ("c", "dataset_info.json")):
+        datasets.Dataset.from_dict({"text": ["some words"] * 99}).save_to_disk(str(tmp_path / name))
+        (tmp_path / name / file).write_bytes((tmp_path / name / file).read_bytes()[:200].replace(b"}", b""))
+        with pytest.raises(InputError, match=rf"{name}': the data set cannot be loaded, '{file}' is damaged: .*Save it again"):
+            prepare(config(tmp_path / name))
+    for name, content, message in (
+        ("README.md", b"---\nconfigs: [\n---\n", r"ParserError: .* in README\.md, line 2\. Check data\.subset"),
+        ("README.md", b"---\nconfigs:\n- \xff\n---\n", r"README\.md, line 3: byte 3 of the line, 0xff, is not UTF-8"),
+        ("dataset_infos.json", b"{", r"dataset_infos\.json is not JSON: .*line 1 column 2"),
+        ("README.md", b"---\nconfigs:\n- config_name: a\n  data_files: no.jsonl\n---\n", r"Unable to find .*no\.jsonl"),
+    ):
+        folder = tmp_path / "card"
+        folder.mkdir(exist_ok=True)
+        write_lines(folder / "a.jsonl", [{"text": "a"}])
+        (folder / name).write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            prepare(config(folder))
+        (folder / name).unlink()
+
+
+def test_a_changed_file_of_a_data_set_is_read_again(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: a.csv\n  sep: ';'\n---\n")
+    for text in ("first", "second"):
+        (folder / "a.csv").write_text(f"id;text\n1;{text}\n")
+        assert _texts(config(folder)) == [text]
 
 
 def test_a_data_set_of_several_configurations(tmp_path, config):

@@ -31,7 +31,7 @@ def _sequences(data, split="train", **changes):
 
 def _rows(batches):
     """The sequences of batches, each as one list of ids, labels and positions."""
-    return [torch.stack([array[i] for array in batch]).tolist() for batch in batches for i in range(len(batch.input_ids))]
+    return [torch.stack([array[i] for array in batch[:3]]).tolist() for batch in batches for i in range(len(batch.input_ids))]
 
 
 @pytest.mark.parametrize("packing", ["join", "documents"])
@@ -39,7 +39,7 @@ def test_batches_are_int64_tensors_of_the_shape_asked_for(data, packing):
     batches = _loader(data, packing=packing).step(0)
     assert len(batches) == 4
     for batch in batches:
-        assert [tuple(array.shape) for array in batch] == [(2, 32)] * 3
+        assert [tuple(array.shape) for array in batch] == [(2, 32)] * 3 + [(2,)]
         assert {array.dtype for array in batch} == {torch.int64}
         targets = batch.labels != -100
         assert torch.equal(batch.labels[targets], batch.input_ids[targets])

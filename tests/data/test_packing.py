@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.data import packing as packing_module
 from octavo.data.packing import IGNORED, Batch, Sequences, join, pack_documents
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=25)
@@ -53,7 +54,7 @@ def test_documents_hold_every_piece_once_and_apart(lengths, T):
     found, padded = [], 0
     for index in range(len(sequences)):
         sequence = _row(sequences, index)
-        assert [len(array) for array in sequence] == [T] * 3
+        assert [len(array) for array in sequence[:3]] == [T] * 3
         expected_labels = []
         for run in _unpack(sequence):
             if run[0] == 0:
@@ -63,6 +64,7 @@ def test_documents_hold_every_piece_once_and_apart(lengths, T):
                 found.append(run)
                 expected_labels += [IGNORED, *run[1:]]
         assert sequence.labels.tolist() == expected_labels
+        assert sequence.lengths == sum(label != 0 for label in sequence.input_ids.tolist())
     assert sorted(found) == _pieces(lengths, T)
     assert int(sequences.packing.length_P.sum()) == len(sequences) * T - padded
 
@@ -95,7 +97,7 @@ def test_joined_sequences_are_the_stream_cut_in_order(lengths, T):
         expected = [stream[at : at + T] for at in range(0, len(stream) - T + 1, T)]
     assert [_row(sequences, i).input_ids.tolist() for i in range(len(sequences))] == expected
     for index in range(len(sequences)):
-        input_ids, labels, positions = (array.tolist() for array in _row(sequences, index))
+        input_ids, labels, positions = (array.tolist() for array in _row(sequences, index)[:3])
         real = T - input_ids.count(0)
         assert positions == [*range(real), *range(T - real)]
         assert labels == [IGNORED, *input_ids[1:real], *[IGNORED] * (T - real)]
@@ -129,5 +131,42 @@ def test_real_tokens_are_those_of_documents(lengths, T):
     batch = Sequences(np.full(offsets[-1], 5), packing, T, pad_id=7).batch(range(len(packing)))
     real = batch.real()
     assert torch.equal(batch.input_ids == 5, torch.ones_like(batch.labels).bool() if real is None else real)
-    empty = batch._replace(labels=torch.full_like(batch.labels, IGNORED))  # of a rank without a sequence
+    empty = batch._replace(lengths=torch.zeros_like(batch.lengths))  # of a rank without a sequence
     assert not empty.real().any()
+    masked = batch._replace(labels=torch.full_like(batch.labels, IGNORED))  # tokens without a target are no padding
+    assert (masked.real() is None) if real is None else torch.equal(masked.real(), real)
+
+
+def _targets(batch):
+    """(document's token, label) of every target."""
+    real = batch.labels != IGNORED
+    return sorted(zip(batch.input_ids[real].tolist(), batch.labels[real].tolist(), strict=True))
+
+
+@settings(deadline=None, max_examples=150)
+@given(LENGTHS, st.integers(2, 17), st.sampled_from(["join", "documents"]), st.integers(0, 2**32 - 1), st.floats(0, 1))
+def test_labels_stay_at_their_tokens_and_sequences_without_a_target_are_left_out(lengths, T, packing, seed, share):
+    tokens, offsets = _corpus(lengths)
+    draw = np.random.default_rng(seed)
+    labels = np.where(draw.random(len(tokens)) < share, draw.integers(100, 10_000, len(tokens)), IGNORED)
+    packed = join(len(tokens), T) if packing == "join" else pack_documents(offsets, T)
+    every = Sequences(tokens, packed, T, pad_id=0, labels=labels)
+    kept = Sequences(tokens, packed.with_targets(labels), T, pad_id=0, labels=labels)
+    rows = [every.batch([index]) for index in range(len(every))]
+    expected = [row for row in rows if (row.labels != IGNORED).any()]
+    found = [kept.batch([index]) for index in range(len(kept))]
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    first = {piece[0] for piece in _pieces(lengths, T)} if packing == "documents" else set(range(1, len(tokens) + 1, T))
+    held = {token for row in rows for token in row.input_ids[0, : row.lengths].tolist()}
+    marked = [(int(token), int(labels[token - 1])) for token in held - first if labels[token - 1] != IGNORED]
+    assert sorted(pair for row in rows for pair in _targets(row)) == sorted(marked)
+
+
+def test_targets_are_counted_over_parts_of_the_labels(monkeypatch):
+    monkeypatch.setattr(packing_module, "_LABELS_AT_ONCE", 3)
+    labels = np.array([5, IGNORED, 5, 5, IGNORED, IGNORED, 5, 5, 5, IGNORED])
+    positions = np.array([10, 0, 3, 7, 6, 3, 9, 2])
+    expected = [int((labels[:position] != IGNORED).sum()) for position in positions]
+    assert packing_module._targets_before(labels, positions).tolist() == expected

@@ -9,8 +9,10 @@ import tracemalloc
 from types import SimpleNamespace
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from octavo.data import readers
 from octavo.data.corpus import Corpus
 from octavo.data.prepared import prepare
 from octavo.errors import InputError
@@ -171,3 +173,110 @@ def test_csv_columns_of_any_name_long_values_and_blank_lines(tmp_path, config):
     long = "word " * 100_000  # longer than Python's own limit of a value
     (tmp_path / "c.csv").write_bytes(b"\n" + _csv([["body", "id"], [long, "1"]]) + b"\r\n" + _csv([["", "2"], ["b", ""]]))
     assert _read(config, tmp_path / "c.csv", text_field="body") == [long, "", "b"]
+
+
+def _parquet(table, **how):
+    out = io.BytesIO()
+    pq.write_table(table, out, **how)
+    return out.getvalue()
+
+
+def _spoiled(content):
+    """A Parquet file whose second group of rows is damaged."""
+    at = pq.ParquetFile(io.BytesIO(content)).metadata.row_group(1).column(0).data_page_offset
+    return content[:at] + b"\xff" * 8 + content[at + 8 :]
+
+
+FINE = b'{"text": "fine"}\n'
+NOT_UTF8 = pa.array([b"fine", b"\xff\xfe"], pa.binary()).view(pa.string())
+ODD = {
+    "digits": (".jsonl", FINE + b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "line 2 has a number that .*4300"),
+    "digits of an id": (".jsonl", b'{"input_ids": [' + b"9" * 5000 + b"]}", "line 1 has a number that Python does not read"),
+    "large id": (".jsonl", b'{"input_ids": [1, ' + b"9" * 30 + b"]}", "line 1: 'input_ids' must be a list of whole numbers"),
+    "deep": (".jsonl", FINE + b'{"n": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "line 2 has lists or objects within"),
+    "deep ids": (".jsonl", b'{"input_ids": ' + b"[" * 500 + b"]" * 500 + b"}", "line 1: 'input_ids' must be a list of whole"),
+    "twice": (".jsonl", FINE + b'{"text": "a", "text": "b"}', "line 2: the key 'text' stands there twice"),
+    "NaN": (".jsonl", FINE + b'{"text": NaN}', "line 2: 'text' is a number, not a string"),
+    "NaN id": (".jsonl", b'{"input_ids": [1, NaN]}', "line 1: 'input_ids' must be a list of whole numbers"),
+    "infinite id": (".jsonl", b'{"input_ids": [1, 1e999]}', "line 1: 'input_ids' must be a list of whole numbers"),
+    "truth as an id": (".jsonl", b'{"input_ids": [1, true, 3]}', "line 1: 'input_ids' must be a list of whole numbers"),
+    "no ids": (".jsonl", b'{"input_ids": [[], []]}', "line 1: 'input_ids' must be a list of whole numbers"),
+    "zeros": (".jsonl", FINE + b"\0" * 100, "line 2 is not JSON: Expecting value at column 1"),
+    "UTF-16": (".jsonl", FINE.decode().encode("utf-16"), "line 1: byte 1 .* The file begins as UTF-16: save it as UTF-8"),
+    "UTF-16 text": (".txt", "text".encode("utf-16"), "line 1: byte 1 .* The file begins as UTF-16"),
+    "half a pair as a key": (".jsonl", b'{"te\\ud800": "a"}', r"line 1: there is no 'text', only 'te\\ud800'"),
+    "not UTF-8": (".parquet", _parquet(pa.table({"text": NOT_UTF8})), "row 2: the text is not UTF-8, at byte 1"),
+    "bytes": (".parquet", _parquet(pa.table({"text": pa.array([b"a"], pa.binary())})), "row 1: 'text' is a bytes, not"),
+    "null": (".parquet", _parquet(pa.table({"text": ["a", None]})), "row 2: 'text' is null, not a string"),
+    "structure": (".parquet", _parquet(pa.table({"text": [{"x": 1}]})), "row 1: 'text' is an object, not a string"),
+    "null id": (".parquet", _parquet(pa.table({"input_ids": [[1, None]]})), "row 1: 'input_ids' must be a list of whole"),
+    "id of 64 bits": (
+        ".parquet",
+        _parquet(pa.table({"input_ids": pa.array([[2**64 - 1]], pa.list_(pa.uint64()))})),
+        "row 1: 18446744073709551615 in 'input_ids' is outside 0",
+    ),
+    "two columns": (
+        ".parquet",
+        _parquet(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])),
+        "2 columns are named 'text'. Rename",
+    ),
+    "no bytes": (".parquet", b"", "is not a readable Parquet file: ArrowInvalid"),
+    "cut": (".parquet", _parquet(pa.table({"text": ["a"] * 99}))[:-50], "is not a readable Parquet file: ArrowInvalid"),
+    "damage inside": (
+        ".parquet",
+        _spoiled(
+            _parquet(
+                pa.table({"text": [f"fine {n}" for n in range(4096)]}),
+                row_group_size=2048,
+                use_dictionary=False,
+            )
+        ),
+        "is not a readable Parquet file behind row 2048",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["file", "folder", "pattern"])
+@pytest.mark.parametrize("case", ODD)
+def test_damaged_or_odd_data_is_named_with_its_row(tmp_path, config, case, where):
+    kind, content, message = ODD[case]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / f"c{kind}").write_bytes(content)
+    with pytest.raises(InputError, match=rf"c\{kind}'?[,:]? {message}"):
+        prepare(config({"file": folder / f"c{kind}", "folder": folder, "pattern": folder / "*"}[where]))
+    assert not (tmp_path / "prepared").exists()
+
+
+def test_odd_text_is_text(tmp_path, config):
+    rows = [{"text": "a\0b"}, {"text": "\ufeffmark"}, {"text": "\x7f\u2028", "n": float("nan"), "m": {"a": 1}}]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(b"\xef\xbb\xbf" + json.dumps(row).encode() for row in rows))  # joined files
+    assert _read(config, tmp_path / "a.jsonl") == [row["text"] for row in rows]
+    (tmp_path / "b.csv").write_bytes(b'\xef\xbb\xbftext\n"a\n\xef\xbb\xbfb"\n\xef\xbb\xbfc\n\0\n')
+    assert _read(config, tmp_path / "b.csv") == ["a\n\ufeffb", "\ufeffc", "\0"]
+    pq.write_table(pa.table({"a.b": ["dotted"], "text": pa.array(["x"]).dictionary_encode()}), tmp_path / "c.parquet")
+    assert _read(config, tmp_path / "c.parquet") == ["x"]
+    assert _read(config, tmp_path / "c.parquet", text_field="a.b") == ["dotted"]
+    (tmp_path / "D.JSONL.GZ").write_bytes(gzip.compress(FINE))
+    assert _read(config, tmp_path / "D.JSONL.GZ") == ["fine"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ZeroDivisionError("planted"), r"behind line 1: cannot be read: ZeroDivisionError: planted\. Correct or replace it"),
+        (MemoryError(), r"behind line 1: the next document does not fit in memory\. Divide it"),
+    ],
+)
+def test_a_fault_that_no_reader_expects_has_its_file_and_line(tmp_path, config, monkeypatch, error, words):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(FINE * 3)
+
+    def broken(path, text_field):
+        yield next(readers.read_json_lines(path, text_field))
+        raise error
+
+    monkeypatch.setitem(readers._BY_KIND, ".jsonl", broken)
+    for source in (path, tmp_path):
+        with pytest.raises(InputError, match=rf"a\.jsonl, {words}"):
+            prepare(config(source))

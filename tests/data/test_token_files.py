@@ -284,7 +284,7 @@ def test_a_split_of_a_data_set_validates_another(tmp_path, config, monkeypatch):
     section = config(folder, validation_source=str(folder), validation_split="test")
     counts = {split: counts.documents for split, counts in prepare(section).manifest.splits.items()}
     assert counts == {"train": 20, "validation": 5}
-    with pytest.raises(InputError, match=r"both read .*set data\.validation_split to another split"):
+    with pytest.raises(InputError, match=r"both read .*set data\.validation_split to another split than data\.split"):
         prepare(config("owner/texts", validation_source="owner/texts"))
     with pytest.raises(InputError, match=r"both read .*test\.jsonl"):
         prepare(config(folder, validation_source=str(folder / "test.jsonl")))

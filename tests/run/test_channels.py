@@ -1,6 +1,7 @@
 """Prepared data as the JSON lines of channels, and read back as they were."""
 
 import json
+import re
 
 import pytest
 
@@ -69,3 +70,29 @@ def test_the_command_says_what_it_wrote(config, tmp_path, capsys):
     assert main(["prepare", "run.toml", "--channels", "out"]) == 0
     assert "chunks of 64 tokens in out/train/training.json" in capsys.readouterr().out
     assert main(["prepare", "run.toml", "--channels", "out", "--json"]) == 2
+    capsys.readouterr()
+    lines = [
+        line
+        for line in (tmp_path / "run.toml").read_text().splitlines()
+        if not line.startswith(('source = "art', "max_", "vali"))
+    ]
+    (tmp_path / "again.toml").write_text("\n".join(lines).replace("[data]", '[data]\nsource = "out/train"'))
+    assert main(["prepare", "again.toml", "data.validation_source=out/test"]) == 0
+    said = re.findall(".*tokens to train on.* to validate on", capsys.readouterr().out)
+    assert len(said) == 1
+    assert (
+        main(
+            [
+                "prepare",
+                "again.toml",
+                "data.source=out",
+                "data.split=train",
+                "data.validation_source=out",
+                "data.validation_split=test",
+            ]
+        )
+        == 0
+    )
+    assert re.findall(".*tokens to train on.* to validate on", capsys.readouterr().out) == said
+    assert main(["prepare", "again.toml", "data.source=out", "data.validation_source=out/test"]) == 2
+    assert "both read 'out/test/validation.json'" in capsys.readouterr().err.replace(f"{tmp_path}/", "")

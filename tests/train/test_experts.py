@@ -50,7 +50,7 @@ def document_by_document(model, batches):
     theirs = octavo.to_huggingface(model).eval()
     nats, targets, routed = 0.0, 0, []
     for batch in batches:
-        for ids, labels, positions in zip(*batch, strict=True):
+        for ids, labels, positions in zip(*batch[:3], strict=True):
             for one, own in zip(
                 *(torch.tensor_split(row, torch.nonzero(positions == 0)[1:, 0]) for row in (ids, labels)), strict=True
             ):

@@ -185,3 +185,17 @@ def test_metrics_that_are_lost_are_said(tiny_run, capsys):
     capsys.readouterr()
     assert main(["train", str(run.file), "optimizer.schedule=constant", "train.steps=8"]) == 0
     assert "metrics.jsonl lacks the last 4 of the 6 steps that are done" in capsys.readouterr().err
+
+
+def test_a_dry_run_names_the_files_of_a_folder_that_are_left_out(tiny_run, tmp_path, capsys):
+    run = tiny_run()
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(run.corpus.read_text())
+    (folder / "README.md").write_text("about these texts\n")
+    command = ["train", str(run.file), f"data.source={folder}", "--dry-run"]
+    assert main(command) == 0
+    assert "1 file is read; 1 file left out: README.md." in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    (notice,) = json.loads(capsys.readouterr().out)["data"]
+    assert "README.md" in notice

@@ -18,7 +18,7 @@ class DataConfig(Section):
 
     source: str | list[str] = Field(
         description='"python:docstrings", "python:packages", local .txt, .jsonl, .csv or .parquet files (globs; all but '
-        ".parquet also as .gz or .zst), or a Hugging Face data set."
+        ".parquet also as .gz or .zst), a folder of them, or a Hugging Face data set."
     )
     weights: list[Annotated[float, Field(gt=0)]] = Field(
         [],
@@ -28,13 +28,15 @@ class DataConfig(Section):
         None, description="Text for validation, in the forms of `source`, in place of `validation_fraction`."
     )
     validation_split: str | None = Field(
-        None, description="Split of a Hugging Face data set in `validation_source`; `split` when absent."
+        None, description="Split of a data set or a folder in `validation_source`; `split` when absent."
     )
     text_field: str = Field("text", description="Column or JSON key that holds the text.")
     subset: str | None = Field(
         None, description='Configuration of a Hugging Face data set that has several, such as "wikitext-2-raw-v1".'
     )
-    split: str = Field("train", description="Split of a Hugging Face data set.")
+    split: str | None = Field(
+        None, description='Split of a data set, "train" when absent; of a folder without a card all files when absent.'
+    )
     tokenizer: str = Field(
         "train", description='A Hugging Face folder or id, or "train": a byte-level BPE trained on the corpus.'
     )
@@ -92,8 +94,8 @@ class DataConfig(Section):
         if self.weights and len(self.weights) != len(self.sources):
             count = len(self.sources)
             raise ValueError(
-                f"data.weights = {self.weights} has {_counted(len(self.weights), 'weight')}, but data.source names "
-                f"{_counted(count, 'source')}: give one weight a source, in the same order. Change data.weights"
+                f"data.weights = {self.weights} has {counted(len(self.weights), 'weight')}, but data.source names "
+                f"{counted(count, 'source')}: give one weight a source, in the same order. Change data.weights"
                 + (" ([] joins the sources)" if count > 1 else "")
             )
         return self
@@ -107,10 +109,11 @@ class DataConfig(Section):
 
 
 def kind_of(name: str) -> str:
-    """The suffix of a file name without that of a compression: ".jsonl" of "a.jsonl.zst"."""
-    path = PurePath(name)
+    """The suffix of a file name, in lower case, without that of a compression: ".jsonl" of "a.jsonl.zst"."""
+    path = PurePath(name.lower())
     return PurePath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 file", "2 files"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

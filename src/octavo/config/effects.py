@@ -169,7 +169,7 @@ _NEEDS = (
     ),
     _Need(("checkpoint.async",), ("checkpoint.every",), lambda config: config.checkpoint.every > 0, "checkpoint.every above 0"),
 )
-_FORMER_DEFAULTS = {"parallel.reshard_after_forward": True}
+_FORMER_DEFAULTS = {"parallel.reshard_after_forward": True, "data.split": "train"}
 """Defaults of older versions, which their resolved run files list."""
 _OF_SEVERAL_RANKS = ("parallel.reshard_after_forward", "parallel.param_dtype", "parallel.reduce_dtype", "launch.*")
 
@@ -190,7 +190,11 @@ def without_effect(config: RunConfig) -> Iterator[Idle]:
 
 def idle_keys(config: RunConfig) -> list[Idle]:
     """The keys without effect with another value than the default; false asks for nothing where a key is unset by default."""
-    changed = [idle for idle in without_effect(config) if _is_changed(config, idle.key)]
+    changed = [
+        idle
+        for idle in without_effect(config)
+        if _is_changed(config, idle.key) and value_of(config, idle.key) != _FORMER_DEFAULTS.get(idle.key)
+    ]
     return [idle for idle in changed if value_of(config, idle.key) is not False or _default(config, idle.key) is not None]
 
 

@@ -45,11 +45,15 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
     store_files = [folder / "documents", folder / "validation-documents"]
     bars = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
     with bars as progress, DocumentStore(store_files[0]) as documents, DocumentStore(store_files[1]) as validation:
+        said = corpus.notices
         parts = _parts(config, corpus, documents, progress)
         if corpus.validation:
             parts.append(_validation_part(config, corpus, validation, progress))
             _check_alike(documents, validation)
             _check_apart(parts, partial(console.print, **NOTICE))
+        for notice in corpus.notices:
+            if notice not in said:  # of a data set, whose splits are known now
+                console.print(notice, **NOTICE)
         encoder = _encoder(config, named, parts, progress)
         written = write_tokens(config, parts, encoder, folder, progress)
     for store_file in store_files:
@@ -77,6 +81,7 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
         max_token_id=written.max_id,
         end_token_id=encoder.end if encoder else None,
         dtype=written.dtype,
+        labels=written.labels,
         fingerprint=manifest.fingerprint(files, tokenizer_sha256, by_source),
     )
     write_atomic(folder / manifest.FILE, result.model_dump_json(indent=1) + "\n")

@@ -8,17 +8,16 @@ from the Hub is executed.
 from __future__ import annotations
 
 import glob
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 
 from octavo.config.data import DataConfig, kind_of
-from octavo.data import python_source, readers
+from octavo.data import folders, python_source, readers
 from octavo.data.readers import Document
-from octavo.errors import InputError, nearest, unknown
+from octavo.errors import InputError, nearest, some, unknown
 from octavo.storage import names_a_path, path_of, taken_for_a_path
 
 _KEY, _VALIDATION_KEY = "data.source", "data.validation_source"
@@ -26,7 +25,6 @@ _PYTHON = {
     "python:docstrings": (python_source.stdlib_files, python_source.docstrings),
     "python:packages": (python_source.package_files, python_source.packages),
 }
-_SPLIT_NAME = re.compile(r"(^|[-_. ])(train|training|test|testing|validation|valid|val|dev|eval)([-_. 0-9]|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +36,16 @@ class Source:
         documents: starts a new iteration over its documents.
         split: the split of a data set; empty for Python's text and for files.
         text: True for text; None if the first document has to be read; False if a data set would have to be loaded.
+        in_parts: `data.split` and `data.subset` choose a part of it.
+        notices: messages about what is left out; of a data set once its documents are read.
     """
 
     files: Callable[[], Sequence[Path]]
     documents: Callable[[], Iterator[Document]]
     text: bool | None = False
     split: str = ""
+    in_parts: bool = False
+    notices: list[str] = field(default_factory=list)
 
 
 class Corpus:
@@ -59,17 +61,25 @@ class Corpus:
 
     def __init__(self, config: DataConfig) -> None:
         names, held_out = source_names(config), config.of_validation
-        self.sources = _found(names, config, _KEY)
+        # Where the splits of a name validate each other, its training text is a split too.
+        in_splits = set() if config.split or not config.validation_split else {*config.validation_sources}
+        self.sources = _found(names, config, _KEY, in_splits)
         self.validation: list[Source] = []
         if held_out is not None:
             names = [*names, *source_names(held_out, _VALIDATION_KEY)]
             self.validation = _found(held_out.sources, held_out, _VALIDATION_KEY)
         _check_distinct([*self.sources, *self.validation], names, len(self.sources))
+        _check_in_parts(config, self.sources, self.validation)
 
     @property
     def files(self) -> list[Path]:
         """The files of all sources, in order, without duplicates."""
         return list(dict.fromkeys(path for source in (*self.sources, *self.validation) for path in source.files()))
+
+    @property
+    def notices(self) -> list[str]:
+        """Messages about what is left out of the sources, as far as it is known."""
+        return [notice for source in (*self.sources, *self.validation) for notice in source.notices]
 
     def __iter__(self) -> Iterator[Document]:
         for source in self.sources:
@@ -103,9 +113,27 @@ def _check_distinct(sources: Sequence[Source], names: Sequence[str], training: i
             readers_of[read].append(number)
 
 
+def _check_in_parts(config: DataConfig, sources: Sequence[Source], validation: Sequence[Source]) -> None:
+    """Refuse `data.split`, `data.subset` and `data.validation_split` where no source has parts: they would be ignored."""
+    asked = (
+        ("data.split", config.split, (*sources, *(() if config.validation_split else validation))),
+        ("data.subset", config.subset, (*sources, *validation)),
+        ("data.validation_split", config.validation_split, validation),
+    )
+    for key, value, of in asked:
+        if value is None or any(source.in_parts and (key != "data.subset" or source.split) for source in of):
+            continue
+        if any(
+            kind_of(name) not in readers.KINDS and name not in _PYTHON for name in (*config.sources, *config.validation_sources)
+        ):
+            what = "data set" if key == "data.subset" else "data set or folder"
+            raise InputError(f"{key} = {value!r} has no effect: no source is a {what} (a pattern names files). Remove {key}.")
+
+
 def _named_twice(read: str, first: str, second: str, across: bool) -> InputError:
     if across:
-        other_split = "" if Path(read).is_file() else " or set data.validation_split to another split,"
+        file = Path(read).is_file() and not Path(first).expanduser().is_dir()
+        other_split = "" if file else " or set data.validation_split to another split than data.split,"
         return InputError(
             f"{_KEY} = {first!r} and {_VALIDATION_KEY} = {second!r} both read {read!r}: the model would be trained on its "
             f"validation text. Name it in one of the two,{other_split} or use data.validation_fraction."
@@ -132,11 +160,13 @@ def source_names(config: DataConfig, key: str = "data.source") -> list[str]:
     return config.sources
 
 
-def _found(names: Sequence[str], config: DataConfig, key: str) -> list[Source]:
+def _found(names: Sequence[str], config: DataConfig, key: str, in_splits: Collection[str] = ()) -> list[Source]:
+    """The sources of these names; of those `in_splits` the split for training."""
     sources = []
     for name in names:
+        own = config.model_copy(update={"split": readers.DEFAULT_SPLIT}) if name in in_splits else config
         with path_of(key, name):
-            sources.append(_find(name, config, key))
+            sources.append(_find(name, own, key))
     return sources
 
 
@@ -154,44 +184,60 @@ def _find(name: str, config: DataConfig, key: str) -> Source:
         return _files(name, [path], config, key)
     if glob.has_magic(name):
         matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 (absolute patterns)
-        files = sorted(match for match in matches if match.is_file())
+        files = sorted(match for match in matches if not match.is_dir())
         if not files:
             raise _no_match(name, path, key)
         return _files(name, files, config, key)
     hint = _similar(path)
     if names_a_path(name):
         raise InputError(f"{key} = {name!r}: there is no such file{taken_for_a_path(name)}.{hint} Change {key}.")
-    return Source(list, lambda: readers.from_hub(name, config, hint, key), split=config.split)
+    notices: list[str] = []
+    split = config.split or readers.DEFAULT_SPLIT
+    read_hub = partial(readers.from_hub, name, config, hint, key, notices.append)
+    return Source(list, read_hub, split=split, in_parts=True, notices=notices)
 
 
-def _files(name: str, files: list[Path], config: DataConfig, key: str) -> Source:
-    read: dict[Path, readers.Reader] = {}
+def _files(name: str, files: Sequence[Path], config: DataConfig, key: str) -> Source:
     for path in files:
-        reader = readers.reader_of(path)
-        if reader is None:
+        folders.check_regular(path)
+        if readers.reader_of(path) is None:
             raise InputError(
                 f"{key} = {name!r}: cannot read {str(path)!r}, a {''.join(path.suffixes[-2:]) or 'nameless'} file. "
                 f"Known: {readers.KNOWN}."
             )
-        read[path] = reader
-
-    def documents() -> Iterator[Document]:
-        for path, reader in read.items():
-            yield from reader(path, config.text_field)
-
-    return Source(lambda: files, documents, text=True if kind_of(files[0].name) in (".txt", ".csv") else None)
+    text = True if kind_of(files[0].name) in (".txt", ".csv") else None
+    return Source(lambda: files, lambda: readers.read_files(files, config.text_field), text=text)
 
 
 def _folder(path: Path, config: DataConfig, key: str) -> Source:
-    """Read a folder of plain files here; `datasets` reads one with splits, subfolders or other formats."""
-    entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-    if not entries:
-        raise InputError(f"{key} = {str(path)!r} is an empty folder. Put files in it: {readers.KNOWN}.")
-    plain = all(entry.is_file() and readers.reader_of(entry) for entry in entries)
-    if plain and not any(_SPLIT_NAME.search(entry.stem) for entry in entries):
-        return _files(str(path), entries, config, key)
-    files = sorted(entry for entry in path.rglob("*") if entry.is_file() and not entry.name.startswith("."))
-    return Source(lambda: files, lambda: readers.from_folder(path, config, key), split=config.split)
+    """A data set by its card or as it was saved; of any other folder all files of known kinds, or those of `data.split`."""
+    name, files = f"{key} = {str(path)!r}", folders.files_of(path)
+    if not files:
+        raise InputError(f"{name} is an empty folder. Put files in it: {readers.KNOWN}.")
+    notices: list[str] = []
+    saved = folders.is_saved(path)
+    if saved or folders.has_card(path):
+        split = config.split or readers.DEFAULT_SPLIT
+        read = partial(readers.from_saved, path, config, key, notices.append)
+        if not saved:
+            read = partial(readers.from_card, path, config, key, files, notices.append)
+        return Source(lambda: files, read, split=split, in_parts=True, notices=notices)
+    known = [file for file in files if readers.reader_of(file)]
+    if not known:
+        found = some(sorted({file.suffix or file.name for file in files}))
+        raise InputError(f"{name} holds no file of a known kind, only {found}. Known: {readers.KNOWN}.")
+    chosen = known
+    if config.split is not None:
+        chosen = folders.of_split(known, path, config.split)
+        if not chosen:
+            splits = ", ".join(map(repr, folders.splits_in(known, path)))
+            raise InputError(
+                f"{name}: no file or folder in it is named for the split {config.split!r}; "
+                f"{f'there is {splits}' if splits else 'none is for any split'}. Change data.split, or leave it out to read "
+                "every file."
+            )
+    source = _files(str(path), chosen, config, key)
+    return replace(source, in_parts=True, notices=folders.left_out(name, path, files, chosen, config.split))
 
 
 def _similar(path: Path) -> str:

@@ -31,7 +31,7 @@ Ranges = npt.NDArray[np.int64]
 class DocumentStore:
     """Documents by number, in one file: text as UTF-8 or tokens as little-endian uint32, never both.
 
-    Use as a context manager; `append` first, then `seal`, then read.
+    Labels of tokens, little-endian int64, follow them. Use as a context manager; `append` first, then `seal`, then read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,9 +39,15 @@ class DocumentStore:
         self._offsets = array("Q", [0])
         self._map: mmap.mmap | None = None
         self._first_origin = ""
+        self._has_labels = bytearray()  # of each document 1 or 0
         self.tokenised = False  # True if the documents are token ids
         self.stored = 0  # bytes
-        self.max_id = -1
+        self.max_id = -1  # of tokens and labels
+
+    @property
+    def labelled(self) -> bool:
+        """True if a document has labels."""
+        return 1 in self._has_labels
 
     def __enter__(self) -> DocumentStore:
         return self
@@ -68,6 +74,7 @@ class DocumentStore:
         self._file.write(payload)
         self.stored += len(payload)
         self._offsets.append(self.stored)
+        self._has_labels.append(document.labels is not None)
         return len(self._offsets) - 2
 
     def seal(self) -> None:
@@ -99,20 +106,30 @@ class DocumentStore:
         assert self._map is not None
         return (self._map[start:end].decode() for start, end in ranges.tolist())
 
-    def token_ids(self, numbers: DocumentNumbers) -> Iterator[npt.NDArray[np.uint32]]:
-        """The token ids of these documents."""
-        return (np.frombuffer(payload, "<u4") for payload in self._payloads(numbers))
+    def token_ids(self, numbers: DocumentNumbers) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64] | None]]:
+        """The token ids of these documents, and their labels; None where every token is a target."""
+        for number, payload in zip(numbers.tolist(), self._payloads(numbers), strict=True):
+            end = self._end_of_ids(number, payload)
+            labels = np.frombuffer(payload[end:], "<i8") if self._has_labels[number] else None
+            yield np.frombuffer(payload[:end], "<u4"), labels
 
     def digests(self, numbers: DocumentNumbers) -> npt.NDArray[np.uint64]:
-        """A hash of the content of each of these documents."""
-        found = (int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest()) for payload in self._payloads(numbers))
+        """A hash of the text or the token ids of each of these documents."""
+        both = zip(numbers.tolist(), self._payloads(numbers), strict=True)
+        contents = (payload[: self._end_of_ids(number, payload)] for number, payload in both)
+        found = (int.from_bytes(hashlib.blake2b(content, digest_size=8).digest()) for content in contents)
         return np.fromiter(found, np.uint64, len(numbers))
+
+    def _end_of_ids(self, number: int, payload: bytes) -> int:
+        """Bytes of a document without its labels, of which each has 8 beside the 4 of its token."""
+        return len(payload) // 3 if self._has_labels[number] else len(payload)
 
     def _encode(self, document: Document) -> bytes:
         ids = document.input_ids
         if ids is not None:
-            self.max_id = max(self.max_id, int(ids.max()))
-            return ids.astype("<u4").tobytes()
+            labels = document.labels
+            self.max_id = max(self.max_id, int(ids.max()), -1 if labels is None else int(labels.max()))
+            return ids.astype("<u4").tobytes() + (b"" if labels is None else labels.astype("<i8").tobytes())
         assert document.text is not None
         try:
             return document.text.encode()

@@ -107,15 +107,19 @@ class BatchLoader:
             batch = self._batch(order[mine : min(mine + self.micro_batch, total)].tolist() or [0])
             if mine >= total:
                 batch.labels.fill_(IGNORED)
+                batch.lengths.fill_(0)
             yield batch
 
     def _batch(self, indices: Sequence[int]) -> Batch:
-        """Sequences of known token ids; of others a GPU would read beyond the embedding."""
+        """Sequences of known token ids and labels; of others a GPU would read beyond the embedding."""
         batch = self._sequences.batch(indices)
-        largest, known = int(batch.input_ids.max()), self._prepared.manifest.max_token_id
-        if largest > known:
+        known = self._prepared.manifest.max_token_id
+        largest = max(int(batch.input_ids.max()), int(batch.labels.max()))
+        least = int(batch.labels.where(batch.labels != IGNORED, 0).min())
+        if largest > known or least < 0:
+            found = f"the token id {largest}" if largest > known else f"the label {least}"
             raise OctavoError(
-                f"the {self._split} split has the token id {largest}, and {known} was the largest when it was prepared: "
+                f"the {self._split} split has {found}, and {known} was the largest when it was prepared: "
                 f"{str(self._prepared.folder)!r} has changed. Remove that folder, and `octavo prepare` makes it again."
             )
         return batch
@@ -160,19 +164,20 @@ def unused_sources(config: DataConfig, samples: int) -> str:
 def sequences_of(
     prepared: PreparedData, split: Split, *, sequence_length: int, packing: Literal["join", "documents"]
 ) -> Sequences:
-    """The sequences of a split, by number. Where sources have weights, no sequence has text of two."""
-    tokens, offsets = prepared.tokens(split), prepared.offsets(split)
+    """The sequences of a split with a target, by number. Where sources have weights, no sequence has text of two."""
+    tokens, offsets, labels = prepared.tokens(split), prepared.offsets(split), prepared.labels(split)
     parts: list[Packing] = []
     first_tokens, document = [], 0
     for part in prepared.manifest.parts.get(split) or [Counts(documents=len(offsets) - 1, tokens=len(tokens))]:
         first = int(offsets[document])
         own = offsets[document : document + part.documents + 1] - offsets[document]
-        parts.append(join(part.tokens, sequence_length) if packing == "join" else pack_documents(own, sequence_length))
+        packed = join(part.tokens, sequence_length) if packing == "join" else pack_documents(own, sequence_length)
+        parts.append(packed if labels is None else packed.with_targets(labels[first : first + part.tokens]))
         first_tokens.append(first)
         document += part.documents
     whole = parts[0] if len(parts) == 1 else concatenated(parts, first_tokens)
     of_source = tuple(map(len, parts))
-    return Sequences(tokens, whole, sequence_length, prepared.manifest.end_token_id or 0, of_source)
+    return Sequences(tokens, whole, sequence_length, prepared.manifest.end_token_id or 0, of_source, labels)
 
 
 def _order(sequences: Sequences, weights: Sequence[float], seed: int) -> SampleOrder:
@@ -188,6 +193,12 @@ def _empty(prepared: PreparedData, split: Split, source: int | None = None) -> s
             "data.validation_source, to validate."
         )
     where = "" if source is None else f" of data.source {prepared.manifest.key['source'][source]!r}"
+    if prepared.manifest.labels is not None and counts.tokens >= 2:
+        return (
+            f"the {split} split{where} has {counts.tokens} tokens in {counts.documents} documents, but no sequence with a "
+            f"target: 'labels' are {IGNORED} (or 'loss_mask' 0) at all tokens but first ones. Mark the tokens to predict in "
+            "the data."
+        )
     return (
         f"the {split} split{where} has {counts.tokens} tokens in {counts.documents} documents, none with 2 tokens or more, so "
         'there is nothing to predict. Give longer documents, or set data.packing = "join".'

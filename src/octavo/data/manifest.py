@@ -20,7 +20,7 @@ from octavo.data.readers import readable
 from octavo.data.tokenizer import check, tokenizer_files
 from octavo.storage import sha256_file
 
-FORMAT = 2
+FORMAT = 3
 """Part of the key: data of an older format, encoded in another way, is not reused."""
 
 FILE = "manifest.json"
@@ -57,7 +57,13 @@ class Counts(_Record):
 
 
 class Manifest(_Record):
-    """manifest.json; `key` is the result of `key(config)`, `parts` the sizes by source where sources have weights."""
+    """manifest.json.
+
+    Attributes:
+        key: the result of `key(config)`.
+        parts: sizes by source where sources have weights.
+        dtype, labels: of the token files, and of files of labels where not every token is a target.
+    """
 
     format: int
     octavo: str
@@ -72,6 +78,7 @@ class Manifest(_Record):
     max_token_id: int
     end_token_id: int | None
     dtype: Literal["uint16", "uint32"]
+    labels: Literal["int32", "int64"] | None = None
     fingerprint: str
 
 

@@ -15,23 +15,32 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-IGNORED = -100
+from octavo.data import columns
+
+IGNORED = columns.IGNORED
 """Label of a position without a target (PyTorch's and Hugging Face's)."""
 
 Int64 = npt.NDArray[np.int64]
 
+_LABELS_AT_ONCE = 2**22
+
 
 class Batch(NamedTuple):
-    """A micro-batch, int64 [B, T] each. Labels are not shifted: label t is token t, or IGNORED."""
+    """A micro-batch, int64. Labels are not shifted: label t is the token at t, or IGNORED.
+
+    Attributes:
+        input_ids, labels, position_ids: [B, T].
+        lengths: [B] tokens of documents in each row, before its padding.
+    """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
+    lengths: torch.Tensor
 
     def real(self) -> torch.Tensor | None:
-        """The tokens of documents, bool [B, T]; None if there is no padding. A document has two tokens or more here."""
-        targets = self.labels != IGNORED
-        real = targets | torch.nn.functional.pad(targets[:, 1:], (0, 1))  # the first of a document is no target
+        """The tokens of documents, bool [B, T]; None if there is no padding."""
+        real = torch.arange(self.input_ids.shape[1]) < self.lengths[:, None]
         return None if bool(real.all()) else real
 
 
@@ -50,6 +59,37 @@ class Packing:
 
     def __len__(self) -> int:
         return len(self.first_S) - 1
+
+    def with_targets(self, labels: npt.NDArray[Any]) -> Packing:
+        """The sequences that have a target; no other trains anything. labels: [N] of the split, or of this part of it.
+
+        The first token of a piece is no target.
+        """
+        if not len(self):
+            return self
+        before = _targets_before(labels, np.concatenate([self.start_P + 1, self.start_P + self.length_P]))
+        pieces = len(self.start_P)
+        targets_S = np.add.reduceat(before[pieces:] - before[:pieces], self.first_S[:-1])
+        kept_S = targets_S > 0
+        if kept_S.all():
+            return self
+        pieces_S = np.diff(self.first_S)
+        kept_P = np.repeat(kept_S, pieces_S)
+        first_S = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces_S[kept_S])])
+        return Packing(self.start_P[kept_P], self.length_P[kept_P], first_S)
+
+
+def _targets_before(labels: npt.NDArray[Any], positions: Int64) -> Int64:
+    """The number of targets before each position, which may be the end; a part of the labels is in memory at once."""
+    found = np.zeros(len(positions), np.int64)
+    order = np.argsort(positions, kind="stable")
+    at, total = 0, 0
+    for start in range(0, len(labels) + 1, _LABELS_AT_ONCE):
+        sums = np.concatenate([[0], np.cumsum(labels[start : start + _LABELS_AT_ONCE] != IGNORED)])
+        end = at + int(np.searchsorted(positions[order[at:]], start + _LABELS_AT_ONCE))
+        found[order[at:end]] = total + sums[positions[order[at:end]] - start]
+        at, total = end, total + int(sums[-1])
+    return found
 
 
 def join(tokens: int, sequence_length: int) -> Packing:
@@ -142,11 +182,12 @@ def concatenated(parts: Sequence[Packing], first_tokens: Sequence[int]) -> Packi
 class Sequences:
     """The sequences of one split by number, read from the memory map on request.
 
-    Labels are IGNORED on padding and at position 0 of every document (of every sequence, when joined). Padding is a document of
-    its own: its positions restart at 0, so that no attention reaches it.
+    Labels are IGNORED on padding and at position 0 of every document (of every sequence, when joined), else the token or its
+    label. Padding is a document of its own: its positions restart at 0, so that no attention reaches it.
 
     Attributes:
         tokens: [N] token ids, any integer type.
+        labels: [N] the token at each position, or IGNORED; None where every token is a target.
         packing: ranges of tokens by sequence.
         sequence_length: T.
         pad_id: token id of padding; any id of the vocabulary.
@@ -158,6 +199,7 @@ class Sequences:
     sequence_length: int
     pad_id: int
     of_source: tuple[int, ...] = ()
+    labels: npt.NDArray[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.packing)
@@ -168,6 +210,7 @@ class Sequences:
         input_ids = np.full(shape, self.pad_id, np.int64)
         labels = np.full(shape, IGNORED, np.int64)
         positions = np.empty(shape, np.int64)
+        lengths = np.zeros(len(indices), np.int64)
         counting = np.arange(self.sequence_length)
         pieces = self.packing
         for row, index in enumerate(indices):
@@ -176,8 +219,10 @@ class Sequences:
                 start, length = pieces.start_P[piece], pieces.length_P[piece]
                 here = slice(at, at + length)
                 input_ids[row, here] = self.tokens[start : start + length]
-                labels[row, at + 1 : at + length] = input_ids[row, at + 1 : at + length]
+                of_labels = self.tokens if self.labels is None else self.labels
+                labels[row, at + 1 : at + length] = of_labels[start + 1 : start + length]
                 positions[row, here] = counting[:length]
                 at += length
             positions[row, at:] = counting[: self.sequence_length - at]
-        return Batch(*map(torch.from_numpy, (input_ids, labels, positions)))
+            lengths[row] = at
+        return Batch(*map(torch.from_numpy, (input_ids, labels, positions, lengths)))

@@ -26,6 +26,7 @@ from octavo.data import manifest
 from octavo.data.build import build
 from octavo.data.corpus import Corpus, source_names
 from octavo.data.manifest import Manifest, Split
+from octavo.data.token_files import LABEL_FILES, NOTICE
 from octavo.errors import InputError, OctavoError
 from octavo.storage import FolderLock, free_bytes, fsync_folder, fsync_tree, path_of, write_atomic
 
@@ -53,6 +54,10 @@ class PreparedData:
         """[D + 1] start of each document in `tokens(split)`, and the end of the last."""
         return self._map(f"{split}.offsets.bin", "<u8")
 
+    def labels(self, split: Split) -> npt.NDArray[np.signedinteger] | None:
+        """[N] labels of a split: the token at each position, or -100 where it is no target; None where every token is one."""
+        return None if self.manifest.labels is None else self._map(f"{split}.labels.bin", LABEL_FILES[self.manifest.labels])
+
     def _map(self, name: str, dtype: str) -> npt.NDArray:
         path = self.folder / name
         return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
@@ -75,6 +80,8 @@ def prepare(
     """
     console = console or Console(stderr=True)
     corpus = Corpus(config)
+    for notice in corpus.notices:
+        console.print(notice, **NOTICE)
     target = folder_of(config)
     found = _current(config, corpus, target, on_change, console)
     if found is not None:

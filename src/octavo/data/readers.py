@@ -1,6 +1,6 @@
 """Readers of documents: text, JSON lines, CSV, Parquet, and data sets that `datasets` loads; text also in .gz and .zst.
 
-Each reader streams, so that a file may be larger than memory (a .txt file is one document and is read whole). A fault is an
+Each reader streams, so that a file may be larger than memory (a .txt file is one document and is read whole). Any fault is an
 error with the file and the line or row: skipping bad lines silently would train on other data than requested. Left out: other
 delimiters and encodings, archives of several files.
 """
@@ -11,11 +11,12 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import MISSING, dataclass, fields
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,23 +24,35 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo import hub
-from octavo.config.data import COMPRESSED, DataConfig, kind_of
-from octavo.errors import InputError, first_line, is_unreachable, nearest, unreachable
+from octavo.config.data import COMPRESSED, DataConfig, counted, kind_of
+from octavo.data.columns import INPUT_IDS, check_text, column_of, tokens_of, wanted
+from octavo.errors import InputError, OctavoError, first_line, is_unreachable, nearest, some, unreachable
 
 _ROWS = 1024
 _BUFFER = 2**16
 _DELIMITERS = (";", "\t", "|")
 """Delimiters of other files called CSV, which are told from commas by their number in the line of names."""
+DEFAULT_SPLIT = "train"
+"""The split of a data set where none is asked for."""
+CARDS = ("README.md", "dataset_infos.json")
+"""Files of a data set that describe it."""
+Say = Callable[[str], None]
+_SPLIT_NAME = re.compile(r"\w+(\.\w+)*")  # no expression such as train[:10%]
 _MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, or one list of token ids; `origin` is the file and line, for messages."""
+    """One text, or one list of token ids; `origin` is the file and line, for messages.
+
+    Attributes:
+        labels: the token at each position, or -100 where it is no target; None where every token is a target.
+    """
 
     text: str | None
     input_ids: npt.NDArray[np.uint32] | None
     origin: str
+    labels: npt.NDArray[np.int64] | None = None
 
 
 def read_text(path: Path, text_field: str) -> Iterator[Document]:
@@ -47,7 +60,7 @@ def read_text(path: Path, text_field: str) -> Iterator[Document]:
     data = bytearray()
     for line in _lines(path):
         data += line
-    yield Document(_decode(data, str(path)), None, str(path))
+    yield Document(decoded(data, str(path)), None, str(path))
 
 
 def read_json_lines(path: Path, text_field: str) -> Iterator[Document]:
@@ -56,23 +69,53 @@ def read_json_lines(path: Path, text_field: str) -> Iterator[Document]:
         if not line.strip():
             continue
         origin = f"{path}, line {number}"
-        try:
-            row = json.loads(_decode(line, str(path), first_line=number))
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"{origin} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}. Correct or remove it."
-            ) from None
+        # Files with a byte order mark each may have been joined.
+        row = _parsed(decoded(line, str(path), first_line=number).removeprefix("\ufeff"), origin)
         if not isinstance(row, dict):
             raise InputError(f"{origin} is {_kind(row)}, not an object: write one object a line (JSON lines).")
+        if isinstance(row, _Repeating):
+            raise InputError(f"{origin}: the key {row.key!r} stands there twice. Remove one of the two.")
         yield _from_row(row, text_field, origin)
+
+
+class _Repeating(dict[str, Any]):
+    """A JSON object in which a key stands twice."""
+
+    key = ""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    repeating, keys = _Repeating(found), [key for key, _ in pairs]
+    repeating.key = next(key for key in keys if keys.count(key) > 1)
+    return repeating
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object)  # json.loads makes one a line, for as long as it reads it
+
+
+def _parsed(text: str, origin: str) -> Any:
+    """The value of a line of JSON."""
+    try:
+        return _JSON.decode(text)
+    except json.JSONDecodeError as error:
+        fault = f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+    except RecursionError:
+        fault = "has lists or objects within one another, deeper than Python reads"
+    except ValueError as error:  # digits beyond sys.get_int_max_str_digits
+        fault = f"has a number that Python does not read: {str(error).split(';')[0].rstrip('.')}"
+    raise InputError(f"{origin} {fault}. Correct or remove it.")
 
 
 def read_csv(path: Path, text_field: str) -> Iterator[Document]:
     """The column `text_field` of comma-separated rows under a line of names; quoted values may have several lines."""
     csv.field_size_limit(2**31 - 1)  # of the process; 131,072 characters by default, and documents are longer
-    lines = (_decode(line, str(path), first_line=number) for number, line in enumerate(_lines(path), start=1))
+    lines = (decoded(line, str(path), first_line=number) for number, line in enumerate(_lines(path), start=1))
     rows = csv.reader(lines, strict=True)
     names: list[str] = []
+    columns: dict[str, int] = {}
     while True:
         origin = f"{path}, line {rows.line_num + 1}"
         try:
@@ -88,19 +131,19 @@ def read_csv(path: Path, text_field: str) -> Iterator[Document]:
         if not names:
             if text_field not in row:
                 _check_delimiter(path, text_field, origin)
-            names, column = row, _csv_column(row, text_field, origin)
+            names, columns = row, _csv_columns(row, text_field, origin)
         elif len(row) != len(names):
             raise InputError(
                 f"{origin}: the row has {len(row)} values, and there are {len(names)} columns. Quote values with commas or "
                 "line ends in them."
             )
         else:
-            yield Document(row[column], None, origin)
+            yield _from_row({name: row[column] for name, column in columns.items()}, text_field, origin)
 
 
 def _check_delimiter(path: Path, text_field: str, origin: str) -> None:
     """Refuse a file whose line of names is divided by another delimiter than the comma."""
-    line = next((text for each in _lines(path) if (text := _decode(each, str(path)).strip("\r\n"))), "")
+    line = next((text for each in _lines(path) if (text := decoded(each, str(path)).strip("\r\n"))), "")
     for delimiter in _DELIMITERS:
         if line.count(delimiter) > line.count(","):
             try:
@@ -114,28 +157,44 @@ def _check_delimiter(path: Path, text_field: str, origin: str) -> None:
             )
 
 
-def _csv_column(names: list[str], text_field: str, origin: str) -> int:
-    if names.count(text_field) != 1:
-        _column([name for name in names if name != "input_ids"], text_field, origin)
-        raise InputError(f"{origin}: {names.count(text_field)} columns are named {text_field!r}. Rename all but one of them.")
-    return names.index(text_field)
+def _csv_columns(names: list[str], text_field: str, origin: str) -> dict[str, int]:
+    """The columns that are read, by name: no token ids."""
+    text = [name for name in names if name != INPUT_IDS]
+    _check_column(text, text_field, origin)
+    columns = wanted(text, text_field, ())
+    _check_once(columns, names, origin)
+    return {name: names.index(name) for name in columns}
 
 
 def read_parquet(path: Path, text_field: str) -> Iterator[Document]:
-    """The rows of one column, in batches: `text_field`, else `input_ids`."""
+    """The rows, in batches: `text_field`, else `input_ids` and the columns that belong to it."""
     import pyarrow  # heavy
     import pyarrow.parquet
 
+    done = ""
     try:
         with readable(path), pyarrow.parquet.ParquetFile(path) as file:
-            column = _column(file.schema_arrow.names, text_field, str(path))
-            batches = file.iter_batches(batch_size=_ROWS, columns=[column])
-            yield from _from_column((batch.column(0).to_pylist() for batch in batches), column, text_field, str(path))
+            schema = file.schema_arrow
+            _check_column(schema.names, text_field, str(path))
+            columns = wanted(schema.names, text_field, [each.name for each in schema if pyarrow.types.is_nested(each.type)])
+            _check_once(columns, schema.names, str(path))
+            batches = file.iter_batches(batch_size=_ROWS, columns=columns)
+            for document in _from_batches((_values(batch, columns) for batch in batches), columns, text_field, str(path)):
+                done = f" behind {document.origin.removeprefix(str(path)).lstrip(', ')}"
+                yield document
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{str(path)!r} is not a readable Parquet file: {first_line(error)}. Replace it.") from None
+        raise InputError(f"{str(path)!r} is not a readable Parquet file{done}: {first_line(error)}. Replace it.") from None
 
 
-def from_hub(name: str, config: DataConfig, hint: str, key: str) -> Iterator[Document]:
+def _values(batch: Any, columns: Sequence[str]) -> dict[str, Iterable[Any]]:
+    found = {name: batch.column(batch.schema.get_field_index(name)) for name in columns}
+    try:
+        return {name: values.to_pylist() for name, values in found.items()}
+    except ValueError:  # one by one, so that the fault has the number of its row
+        return {name: (each.as_py() for each in values) for name, values in found.items()}
+
+
+def from_hub(name: str, config: DataConfig, hint: str, key: str, say: Say) -> Iterator[Document]:
     """The documents of a data set of the Hub, identified by name and split: `datasets` verifies its files in its own cache.
 
     Raises:
@@ -144,98 +203,245 @@ def from_hub(name: str, config: DataConfig, hint: str, key: str) -> Iterator[Doc
     """
     import datasets  # heavy; executes no code from a data set
 
+    split = config.split or DEFAULT_SPLIT
     try:
         with hub.bounded():
-            data = datasets.load_dataset(name, config.subset, split=config.split)
+            data = datasets.load_dataset(name, config.subset, split=split)
     except Exception as error:
         if is_unreachable(error):
             raise unreachable(key, name, "data set", 'a local file or "python:docstrings"', hint=hint) from None
         raise InputError(
-            f"{key} = {name!r} is no local file, and the Hugging Face data set {name!r}, split {config.split!r}, cannot "
-            f"be loaded: {first_line(error)}.{hint} Check the name, data.subset, data.split and the network, or give a local "
-            f'file or "python:docstrings" as {key}.'
+            f"{key} = {name!r} is no local file, and the Hugging Face data set {name!r}, split {split!r}, cannot be "
+            f"loaded: {first_line(error.__cause__ or error)}.{hint} Check the name, data.subset, data.split and the network, "
+            f'or give a local file or "python:docstrings" as {key}.'
         ) from None
+    _say_other_splits(f"{key} = {name!r}", split, _rows_of_splits(data), say)
     yield from _from_data_set(data, config.text_field, f"data set {name!r}")
 
 
-def from_folder(path: Path, config: DataConfig, key: str) -> Iterator[Document]:
-    """The documents of one split of a local folder, in any layout that `load_dataset` or `load_from_disk` understands."""
+def from_saved(path: Path, config: DataConfig, key: str, say: Say) -> Iterator[Document]:
+    """The documents of one split of a folder that `save_to_disk` wrote."""
     import datasets
 
-    split = config.split
+    name = f"{key} = {str(path)!r}"
     try:
-        if any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
-            data = datasets.load_from_disk(str(path))
-        else:
-            data = datasets.load_dataset(str(path), config.subset, split=split)
+        data = datasets.load_from_disk(str(path))
     except Exception as error:
-        raise InputError(
-            f"{key} = {str(path)!r}: the folder cannot be loaded as a data set, split {split!r}: {first_line(error)}. "
-            "Check data.subset and data.split, or name the files themselves (a pattern such as 'folder/*.jsonl')."
-        ) from None
+        file = _damaged(path)
+        where = f", {str(file.relative_to(path))!r} is damaged" if file else ""
+        raise InputError(f"{name}: the data set cannot be loaded{where}: {first_line(error)}. Save it again.") from None
     if isinstance(data, datasets.DatasetDict):
+        split = config.split or DEFAULT_SPLIT
         if split not in data:
-            raise InputError(f"{key} = {str(path)!r} has no split {split!r}, only {', '.join(data)}. Change data.split.")
+            raise InputError(f"{name} has no split {split!r}, only {', '.join(data)}. Change data.split.")
+        _say_other_splits(name, split, {other: len(rows) for other, rows in data.items()}, say)
         data = data[split]
+    elif config.split is not None and config.split != str(data.split):
+        raise InputError(f"{name} was saved without splits, so that it has no split {config.split!r}. Remove data.split.")
     yield from _from_data_set(data, config.text_field, str(path))
 
 
+def _damaged(folder: Path) -> Path | None:
+    """The first file of a saved data set that cannot be read."""
+    import pyarrow
+
+    for path in sorted(folder.rglob("*")):
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_bytes())
+            elif path.suffix == ".arrow":
+                with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
+                    for _ in batches:
+                        pass
+        except Exception:
+            return path
+    return None
+
+
+def from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], say: Say) -> Iterator[Document]:
+    """The documents of one split of a local data set, whose files its card gives to splits.
+
+    `datasets` reads the card, and files of which the card says how they are read, or of other kinds; the others are read here.
+
+    Args:
+        files: all files of the folder.
+    """
+    import datasets
+
+    split, name = config.split or DEFAULT_SPLIT, f"{key} = {str(path)!r}"
+    try:
+        builder = datasets.load_dataset_builder(str(path), config.subset)
+        of_split = {str(each): list(names) for each, names in (builder.config.data_files or {}).items()}
+        chosen = [Path(each) for each in of_split.get(split, ())]
+        if of_split and split not in of_split and _SPLIT_NAME.fullmatch(split):
+            raise InputError(f"{name} has no split {split!r}, only {', '.join(of_split)}. Change data.split.")
+        own = bool(chosen) and _is_plain(builder.config) and all(each.is_file() and _reads_as_lines(each) for each in chosen)
+        # Otherwise pandas takes 007 for a number; NA stays nothing, which is refused by its row.
+        options = {"converters": {config.text_field: str}} if type(builder.config).__name__ == "CsvConfig" else {}
+        # Its cache of a folder with a card does not see that a file has changed.
+        options["download_mode"] = datasets.DownloadMode.FORCE_REDOWNLOAD
+        data = None if own else datasets.load_dataset(str(path), config.subset, split=split, **options)
+    except InputError:
+        raise
+    except Exception as error:
+        fault = first_line(error.__cause__ or error)  # what `datasets` says itself is that it failed
+        if (mark := getattr(error, "problem_mark", None)) is not None:  # of YAML, behind the first line of the card
+            fault += f" in README.md, line {mark.line + 2}"
+        raise InputError(
+            f"{name}: the folder cannot be loaded as a data set, split {split!r}: {fault}. "
+            "Check data.subset, data.split and its card, or name the files themselves (a pattern such as 'folder/*.jsonl')."
+        ) from None
+    taken = {each.resolve() for each in chosen}
+    others = [str(each.relative_to(path)) for each in files if each.resolve() not in taken and each.name not in CARDS]
+    if others and chosen:
+        say(
+            f"{name}: by its card the split {split!r} is {counted(len(chosen), 'file')}; {counted(len(others), 'file')} left "
+            f"out: {some(others)}."
+        )
+    if data is None:
+        yield from read_files(chosen, config.text_field)
+        return
+    if not chosen:
+        _say_other_splits(name, split, _rows_of_splits(data), say)
+    yield from _from_data_set(data, config.text_field, str(path))
+
+
+def _is_plain(config: Any) -> bool:
+    """True if a card says of files no more than their split."""
+    said = {"name", "version", "data_dir", "data_files", "description", "features"}
+    if type(config).__name__ not in ("CsvConfig", "JsonConfig", "TextConfig", "ParquetConfig"):
+        return False
+    return all(
+        each.name in said or each.default is MISSING or getattr(config, each.name) == each.default for each in fields(config)
+    )
+
+
+def _reads_as_lines(path: Path) -> bool:
+    """True if a reader of this module takes the file; `datasets` takes one JSON value of several lines too."""
+    if reader_of(path) is not read_json_lines:
+        return reader_of(path) is not None
+    first = next((line for line in _lines(path) if line.strip()), b"{}")
+    try:
+        return isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return first.lstrip().startswith(b"{") and len(first.strip()) > 1
+
+
+def _rows_of_splits(data: Any) -> dict[str, int | None]:
+    return {str(split): each.num_examples for split, each in (data.info.splits or {}).items()}
+
+
+def _say_other_splits(name: str, split: str, rows: Mapping[str, int | None], say: Say) -> None:
+    """Name the splits that are left out, with their rows."""
+    others = [f"{each} ({'unknown' if n is None else counted(n, 'row')})" for each, n in rows.items() if each != split]
+    if others and split in rows:
+        say(f"{name}: the split {split!r} is read; left out: {', '.join(others)}.")
+
+
+def read_files(files: Sequence[Path], text_field: str) -> Iterator[Document]:
+    """The documents of files of known kinds, one file after another.
+
+    Raises:
+        InputError: any fault of a file, with its name and the line or row.
+    """
+    for path in files:
+        reader = reader_of(path)
+        assert reader is not None
+        origin = ""
+        try:
+            for document in reader(path, text_field):
+                origin = document.origin
+                yield document
+        except OctavoError:
+            raise
+        except Exception as error:
+            raise _unreadable(str(path), origin, error) from error
+
+
+def _unreadable(name: str, origin: str, error: Exception) -> InputError:
+    """Of a fault that no reader expects."""
+    where = f"{name}, behind{origin.removeprefix(name).lstrip(',')}" if origin and origin != name else name
+    if isinstance(error, MemoryError):
+        return InputError(f"{where}: the next document does not fit in memory. Divide it.")
+    return InputError(f"{where}: cannot be read: {first_line(error)}. Correct or replace it.")
+
+
 def _from_data_set(data: Any, text_field: str, name: str) -> Iterator[Document]:
-    column = _column(data.column_names, text_field, name)
-    batches = data.select_columns([column]).iter(batch_size=_ROWS)
-    yield from _from_column((batch[column] for batch in batches), column, text_field, name)
+    names = data.column_names
+    _check_column(names, text_field, name)
+    lists = [each for each in names if type(data.features[each]).__name__ in ("List", "LargeList", "Sequence", "list")]
+    columns = wanted(names, text_field, lists)
+    origin = ""
+    try:
+        for document in _from_batches(data.select_columns(columns).iter(batch_size=_ROWS), columns, text_field, name):
+            origin = document.origin
+            yield document
+    except OctavoError:
+        raise
+    except Exception as error:
+        raise _unreadable(name, origin, error) from error
 
 
-def _from_column(batches: Iterable[Iterable[Any]], column: str, text_field: str, name: str) -> Iterator[Document]:
-    for row, value in enumerate(chain.from_iterable(batches), start=1):
-        yield _from_row({column: value}, text_field, f"{name}, row {row}")
+def _from_batches(
+    batches: Iterable[Mapping[str, Iterable[Any]]], columns: Sequence[str], text_field: str, name: str
+) -> Iterator[Document]:
+    alone = columns == [text_field]  # nothing else to check
+    rows = chain.from_iterable(zip(*(batch[column] for column in columns), strict=True) for batch in batches)
+    for number in count(1):
+        origin = f"{name}, row {number}"
+        try:
+            values = next(rows, None)
+        except UnicodeDecodeError as error:
+            raise InputError(f"{origin}: the text is not UTF-8, at byte {error.start + 1}. Write the file again.") from None
+        if values is None:
+            return
+        if alone and isinstance(values[0], str):
+            yield Document(values[0], None, origin)
+        else:
+            yield _from_row(dict(zip(columns, values, strict=True)), text_field, origin)
 
 
 def _from_row(row: Mapping[str, Any], text_field: str, origin: str) -> Document:
-    column = _column(row, text_field, origin)
+    column = _check_column(row, text_field, origin)
+    if column == INPUT_IDS:
+        ids, labels = tokens_of(row, origin)
+        return Document(None, ids, origin, labels)
     value = row[column]
-    if column != text_field:
-        return Document(None, _token_ids(value, origin), origin)
     if not isinstance(value, str):
         raise InputError(f"{origin}: {column!r} is {_kind(value)}, not a string. Correct the row or change data.text_field.")
+    check_text(row, text_field, origin)
     return Document(value, None, origin)
 
 
-def _token_ids(value: object, origin: str) -> npt.NDArray[np.uint32]:
+def _check_column(names: Collection[str], text_field: str, where: str) -> str:
+    """The column of the documents; an InputError if there is none."""
+    column = column_of(names, text_field)
+    if column is None:
+        guess = nearest(text_field, names)
+        hint = f" Did you mean {guess!r}?" if guess else ""
+        found = ", ".join(map(repr, names)) or "nothing"
+        raise InputError(f"{where}: there is no {text_field!r}, only {found}.{hint} Change data.text_field.")
+    return column
+
+
+def _check_once(columns: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Refuse two columns of one name among those that are read."""
+    for name in columns:
+        if names.count(name) > 1:
+            raise InputError(f"{where}: {names.count(name)} columns are named {name!r}. Rename all but one of them.")
+
+
+def decoded(data: bytes | bytearray, where: str, *, first_line: int = 1) -> str:
+    """Text of UTF-8, without the byte order mark of a file."""
     try:
-        ids = np.asarray(value)
-    except ValueError:  # lists within lists, of several lengths
-        ids = np.asarray(None)
-    if ids.size == 0:
-        return np.empty(0, np.uint32)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise InputError(f"{origin}: 'input_ids' must be a list of whole numbers. Correct the row, or change data.text_field.")
-    if ids.min() < 0 or ids.max() >= 2**32:
-        bad = ids.min() if ids.min() < 0 else ids.max()
-        raise InputError(f"{origin}: token id {bad} in 'input_ids' is outside 0 … {2**32 - 1}. Tokenise the text again.")
-    return ids.astype(np.uint32)
-
-
-def _column(names: Collection[str], text_field: str, where: str) -> str:
-    """The column of the documents: `text_field`, else `input_ids`."""
-    for column in (text_field, "input_ids"):
-        if column in names:
-            return column
-    guess = nearest(text_field, names)
-    hint = f" Did you mean {guess!r}?" if guess else ""
-    found = ", ".join(map(repr, names)) or "nothing"
-    raise InputError(f"{where}: there is no {text_field!r}, only {found}.{hint} Change data.text_field.")
-
-
-def _decode(data: bytes | bytearray, where: str, *, first_line: int = 1) -> str:
-    """Text of UTF-8, without a byte order mark."""
-    try:
-        return data.decode().removeprefix("\ufeff")
+        return data.decode().removeprefix("\ufeff" if first_line == 1 else "")
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
         column = error.start - data.rfind(b"\n", 0, error.start)
         suffix = next((suffix for magic, suffix in _MAGIC.items() if data.startswith(magic)), None)
         remedy = f"It begins as a {suffix} file: add {suffix} to its name." if suffix else "Save the file as UTF-8."
+        if first_line == 1 and data.startswith((b"\xff\xfe", b"\xfe\xff")):
+            remedy = "The file begins as UTF-16: save it as UTF-8."
         raise InputError(
             f"{where}, line {line}: byte {column} of the line, 0x{data[error.start]:02x}, is not UTF-8. {remedy}"
         ) from None
@@ -256,8 +462,8 @@ def _lines(path: Path) -> Iterator[bytes]:
     """The lines of a file of text, decompressed."""
     number = 0
     try:
-        with readable(path), path.open("rb") as stored, _decompressed(stored, path.suffix) as file:
-            if path.suffix in COMPRESSED and not path.stat().st_size:
+        with readable(path), path.open("rb") as stored, _decompressed(stored, path.suffix.lower()) as file:
+            if path.suffix.lower() in COMPRESSED and not path.stat().st_size:
                 raise EOFError("it has 0 bytes")
             for number, line in enumerate(file, start=1):  # noqa: B007
                 yield line
@@ -302,10 +508,11 @@ _BY_KIND: dict[str, Reader] = {
     ".csv": read_csv,
     ".parquet": read_parquet,
 }
+KINDS = frozenset(_BY_KIND)
 KNOWN = f"{', '.join(_BY_KIND)}; all but .parquet also as {' or '.join(COMPRESSED)}, such as .jsonl.gz"
 
 
 def reader_of(path: Path) -> Reader | None:
     """The reader of a file by its name; None for an unknown kind."""
     kind = kind_of(path.name)
-    return None if kind == ".parquet" and path.suffix != kind else _BY_KIND.get(kind)
+    return None if kind == ".parquet" and path.suffix.lower() != kind else _BY_KIND.get(kind)

@@ -1,7 +1,8 @@
 """Token files of the two splits: documents, encoded, one after another.
 
 Token files are raw little-endian uint16 or uint32 with a file of document offsets, to be read by memory map; documents are
-stored unpacked. Memory is bounded by a batch of text and 8 bytes a document.
+stored unpacked. Where not every token is a target, a file of labels has the same positions: the token, or IGNORED. Memory is
+bounded by a batch of text and 8 bytes a document.
 """
 
 from __future__ import annotations
@@ -14,15 +15,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from rich.progress import Progress
 
 from octavo.config.data import DataConfig
+from octavo.data.columns import IGNORED
 from octavo.data.document_store import DocumentNumbers, DocumentStore
 from octavo.data.manifest import SPLITS, Counts, Split
-from octavo.data.tokenizer import Chunk, Encoder
+from octavo.data.tokenizer import Encoder
 from octavo.errors import InputError
 
 NOTICE: dict[str, Any] = {"style": "yellow", "highlight": False, "soft_wrap": True, "markup": False}
+
+LABEL_FILES = {"int32": "<i4", "int64": "<i8"}
+"""Dtypes of files of labels → NumPy's."""
+
+_Chunk = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64] | None, bool]
+"""Token ids of a document or of a part of it, their labels, and True if the document ends there."""
 
 _UNKNOWN_SHARE = 0.01
 """A larger share of unknown tokens is reported."""
@@ -54,13 +63,15 @@ class Written:
     Attributes:
         splits: sizes.
         parts: sizes of each part, in order.
-        max_id: largest token id.
+        max_id: largest token id, of labels too.
+        labels: dtype of the files of labels; None without.
     """
 
     splits: dict[Split, Counts]
     parts: dict[Split, list[Counts]]
     max_id: int
     dtype: Literal["uint16", "uint32"]
+    labels: Literal["int32", "int64"] | None
 
 
 def write_tokens(
@@ -69,7 +80,7 @@ def write_tokens(
     """Encode the parts, one after another, into `folder`.
 
     Raises:
-        InputError: a part has too few tokens, or too low a limit, for a split that it is needed for.
+        InputError: a part has too few tokens, too low a limit, or no target, for a split that it is needed for.
     """
     for part in parts:
         if part.limit is not None and part.limit < 2 * len(part.needed):
@@ -81,41 +92,52 @@ def write_tokens(
     total = sum(len(part.train) + (0 if part.validation is None else len(part.validation)) for part in parts)
     task = progress.add_task("tokenising", total=total)
 
-    def chunks(part: Part, numbers: DocumentNumbers) -> Iterator[Chunk]:
+    def chunks(part: Part, numbers: DocumentNumbers) -> Iterator[_Chunk]:
         if part.documents.tokenised or encoder is None:
-            found: Iterator[Chunk] = ((ids, True) for ids in part.documents.token_ids(numbers))
+            found: Iterator[_Chunk] = ((*each, True) for each in part.documents.token_ids(numbers))
         else:
-            found = encoder.stream(part.documents.texts(numbers))
+            found = ((ids, None, ends) for ids, ends in encoder.stream(part.documents.texts(numbers)))
         unknown = written = 0
-        for ids, ends in found:
+        for ids, labels, ends in found:
             progress.advance(task, int(ends))
             written += len(ids)
             if encoder is not None and encoder.unknown is not None:
                 unknown += int((ids == encoder.unknown).sum())
-            yield ids, ends
+            yield ids, labels, ends
         if unknown > _UNKNOWN_SHARE * written:
             share = f"{unknown:,} of {written:,} tokens are the unknown token"
             progress.console.print(f"{share}: data.tokenizer = {config.tokenizer!r} lacks this text.", **NOTICE)
 
     vocabulary = encoder.vocab_size if encoder else max(part.documents.max_id for part in parts) + 1
     dtype: Literal["uint16", "uint32"] = "uint16" if vocabulary <= 2**16 else "uint32"
+    labels: Literal["int32", "int64"] | None = None
+    if any(part.documents.labelled for part in parts):
+        labels = "int32" if vocabulary <= 2**31 else "int64"
+    apart = config.packing == "documents"
     sizes: dict[Split, list[Counts]] = {name: [] for name in SPLITS}
+    targets: dict[Split, list[int]] = {name: [] for name in SPLITS}
     with ExitStack() as opened:
-        writers: dict[Split, _Writer] = {name: opened.enter_context(_Writer(folder, name, dtype)) for name in SPLITS}
+        writers: dict[Split, _Writer] = {
+            name: opened.enter_context(_Writer(folder, name, dtype, labels, apart)) for name in SPLITS
+        }
         for part in parts:
             before = {name: writer.counts for name, writer in writers.items()}
+            earlier = {name: writer.targets for name, writer in writers.items()}
             if part.validation is None:
-                whole = np.concatenate([ids for ids, _ in chunks(part, part.train)])[: part.limit]
+                read = list(chunks(part, part.train))
+                whole = np.concatenate([ids for ids, _, _ in read])[: part.limit]
+                marks = np.concatenate([_labels_of(*each) for each in read])[: part.limit]
                 tail = held_out(len(whole), config, least=2)
                 if tail >= 2:  # otherwise both are too short
-                    writers["train"].write([(whole[:-tail], True)], None)
-                    writers["validation"].write([(whole[-tail:], True)], None)
+                    writers["train"].write([(whole[:-tail], marks[:-tail], True)], None)
+                    writers["validation"].write([(whole[-tail:], marks[-tail:], True)], None)
             else:
                 tail = 0 if part.limit is None else held_out(part.limit, config, least=2)
                 writers["train"].write(chunks(part, part.train), None if part.limit is None else part.limit - tail)
                 writers["validation"].write(chunks(part, part.validation), None if part.limit is None else tail)
             for name, writer in writers.items():
                 sizes[name].append(_difference(writer.counts, before[name]))
+                targets[name].append(writer.targets - earlier[name])
     for number, part in enumerate(parts):
         for name in part.needed:
             if (tokens := sizes[name][number].tokens) < 2:
@@ -123,8 +145,14 @@ def write_tokens(
                 raise InputError(
                     f"{part.name} gives {tokens} tokens for {name}, and a sequence needs at least 2. Give more text{remedy}"
                 )
+            if labels is not None and not targets[name][number]:
+                raise InputError(
+                    f"{part.name} gives {tokens:,} tokens for {name}, of which none is a target: 'labels' are {IGNORED} (or "
+                    "'loss_mask' 0) at all of them but first ones. Mark the tokens to predict, or remove the column to predict "
+                    "every token."
+                )
     max_id = max(writer.max_id for writer in writers.values())
-    return Written({name: writer.counts for name, writer in writers.items()}, sizes, max_id, dtype)
+    return Written({name: writer.counts for name, writer in writers.items()}, sizes, max_id, dtype, labels)
 
 
 def held_out(count: int, config: DataConfig, *, least: int) -> int:
@@ -133,35 +161,63 @@ def held_out(count: int, config: DataConfig, *, least: int) -> int:
     return min(max(round(count * fraction), least), count - least) if fraction else 0
 
 
+def _labels_of(ids: npt.NDArray[np.uint32], labels: npt.NDArray[np.int64] | None, ends: bool) -> npt.NDArray[np.int64]:
+    return ids.astype(np.int64) if labels is None else labels
+
+
 def _difference(now: Counts, before: Counts) -> Counts:
     return Counts(documents=now.documents - before.documents, tokens=now.tokens - before.tokens)
 
 
 class _Writer:
-    """Writes the two files of a split: tokens and, on exit, document offsets."""
+    """Writes the files of a split: tokens, labels where there are any and, on exit, document offsets.
 
-    def __init__(self, folder: Path, name: Split, dtype: Literal["uint16", "uint32"]) -> None:
+    Attributes:
+        targets: number of labels that are targets; of documents that are packed `apart` without their first tokens.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: Split,
+        dtype: Literal["uint16", "uint32"],
+        labels: Literal["int32", "int64"] | None,
+        apart: bool,
+    ) -> None:
+        self._apart = apart
         self._stored = np.dtype(dtype).newbyteorder("<")
         self._tokens = (folder / f"{name}.bin").open("wb")
+        self._labels = None if labels is None else (folder / f"{name}.labels.bin").open("wb")
+        self._labels_stored = LABEL_FILES.get(labels or "")
+        self.targets = 0
         self._starts = folder / f"{name}.offsets.bin"
         self._offsets = array("Q", [0])
         self._at = 0
         self.max_id = -1
 
-    def write(self, chunks: Iterable[Chunk], limit: int | None) -> None:
+    def write(self, chunks: Iterable[_Chunk], limit: int | None) -> None:
         """Append documents, of at most `limit` tokens together."""
         end = None if limit is None else self._at + limit
-        for chunk, ends in chunks:
+        for chunk, marks, ends in chunks:
             ids = chunk if end is None else chunk[: end - self._at]
             if len(ids):
                 self.max_id = max(self.max_id, int(ids.max()))
                 self._tokens.write(ids.astype(self._stored).tobytes())
+                if self._labels is not None:
+                    self._write_labels(_labels_of(ids, None if marks is None else marks[: len(ids)], ends))
                 self._at += len(ids)
             full = end is not None and self._at >= end
             if (ends or full) and self._at > self._offsets[-1]:
                 self._offsets.append(self._at)
             if full:
                 return
+
+    def _write_labels(self, labels: npt.NDArray[np.int64]) -> None:
+        assert self._labels is not None
+        alone = self._apart and self._at == self._offsets[-1]  # the first token of a document, which nothing predicts
+        self.targets += int((labels[alone:] != IGNORED).sum())
+        self.max_id = max(self.max_id, int(labels.max()))
+        self._labels.write(labels.astype(self._labels_stored).tobytes())
 
     @property
     def counts(self) -> Counts:
@@ -172,5 +228,7 @@ class _Writer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._tokens.close()
+        if self._labels is not None:
+            self._labels.close()
         if kind is None:
             np.asarray(self._offsets, "<u8").tofile(self._starts)

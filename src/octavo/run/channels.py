@@ -1,5 +1,7 @@
 """Prepared data as the files of a job's channels: chunks of token ids, one JSON object with `input_ids` a line.
 
+Where not every token is a target the objects have `labels` too.
+
     FOLDER/train/training.json      FOLDER/test/validation.json
 
 Scripts of other trainers read them, and so does `data.source`. A chunk is `data.sequence_length` tokens of joined documents;
@@ -63,8 +65,10 @@ def _write(prepared: PreparedData, config: DataConfig, split: Split, path: Path)
     with path.open("w", encoding="utf-8") as file:
         for start, length in zip(packing.start_P.tolist(), packing.length_P.tolist(), strict=True):
             if length == config.sequence_length:
-                ids = sequences.tokens[start : start + length].tolist()
-                file.write(json.dumps({"input_ids": ids}, separators=(",", ":")) + "\n")
+                row = {"input_ids": sequences.tokens[start : start + length].tolist()}
+                if sequences.labels is not None:
+                    row["labels"] = sequences.labels[start : start + length].tolist()
+                file.write(json.dumps(row, separators=(",", ":")) + "\n")
                 written += 1
     if not written:
         tokens = prepared.manifest.splits[split].tokens

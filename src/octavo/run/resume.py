@@ -155,6 +155,7 @@ def check_resumable(
     Raises:
         InputError: for each changed key, its old and new value; not for keys that another changed key leaves without effect.
     """
+    now = _without_default_split(now)
     idle = {each.key: each.by for config in (before, now) for each in without_effect(config)}
     now = settled(now, list(without_effect(now)))
     if now.train.extended == [*before.train.extended, before.train.steps]:
@@ -191,10 +192,16 @@ def check_same_model(recorded: Path, hf_config: Any) -> None:
 
 def _recorded(before: RunConfig) -> RunConfig:
     """The run file of an earlier start, of an older version too, without keys that have no effect."""
+    before = _without_default_split(before)
     if before.fp8.enabled is not False:
         older = {key: value for key, value in _OLDER_DEFAULTS.items() if value_of(before, key) is None}
         before = with_values(before, older)
     return settled(before, list(without_effect(before)))
+
+
+def _without_default_split(config: RunConfig) -> RunConfig:
+    """Without the default of data.split, which older versions' files list; the fingerprint of the data tells a folder's."""
+    return with_values(config, {"data.split": None}) if config.data.split == "train" else config
 
 
 def _may_change(key: str) -> bool:

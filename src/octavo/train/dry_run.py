@@ -18,6 +18,7 @@ import torch
 from octavo.build import build_model, describe
 from octavo.checkpoint.reader import has_own_code
 from octavo.config.run import RunConfig
+from octavo.data.corpus import Corpus
 from octavo.data.loader import passes, unused_sources
 from octavo.data.prepared import prepared_or_none
 from octavo.errors import InputError, unknown
@@ -63,6 +64,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         text_of_epochs = "; ".join(f"{each.source}: {each}" if config.data.weights else str(each) for each in each_source)
         by_source = {each.source: each.epochs for each in each_source} if config.data.weights else {}
     unused = unused_sources(config.data, samples) if samples else ""
+    notices = Corpus(config.data).notices
     found = memory.memory_of(plan)
     active = parameters - inactive_parameters(plan.hf_config)
     figures = {
@@ -85,6 +87,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
             **({"epochs_by_source": by_source} if by_source else {}),
             **({"unused": unused} if unused else {}),
         },
+        **({"data": notices} if notices else {}),
     }
     text = [
         config.to_toml(),
@@ -98,6 +101,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         + ("" if steps is None else f" x {steps:,} steps = {tokens:,}"),
         f"epochs      {text_of_epochs}",
         *([f"unused      {unused}"] if unused else []),
+        *(f"data        {notice}" for notice in notices),
         f"output      {config.output}",
         *memory.lines(plan, found),
     ]

@@ -60,6 +60,11 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
             if state.rank == 0 and (absent := flash.missing()):
                 slower = f"attention takes plain PyTorch, several times slower: {absent}"
                 warn(f"train.deterministic: {slower}. {install_extra('flash')}")
+    # First: data without a sequence, or without a target, is refused before a model is built.
+    validation: list[Batch] = []
+    if prepared.manifest.splits["validation"].tokens >= 2:
+        validation = list(_loader(plan, prepared, "validation").validation(config.train.validation_sequences))
+    train_loader = _loader(plan, prepared, "train")
     model = build_model(
         plan.hf_config,
         dtype=plan.dtype,
@@ -74,11 +79,8 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         **model_options(config),
     )
     model.train()
-    validation: list[Batch] = []
-    if prepared.manifest.splits["validation"].tokens >= 2:
-        validation = list(_loader(plan, prepared, "validation").validation(config.train.validation_sequences))
     end = plan.steps * config.train.global_batch
-    loader = Prefetcher(_loader(plan, prepared, "train"), workers=config.data.workers, device=plan.device, end=end)
+    loader = Prefetcher(train_loader, workers=config.data.workers, device=plan.device, end=end)
     context = TrainContext(
         plan,
         model,

@@ -1,0 +1,251 @@
+"""Columns of a row beside its token ids or its text: targets, padding, and columns that would change the training.
+
+A column that says which tokens are predicted is used exactly. One that Octavo cannot use, such as weights of tokens, is refused
+by name unless it says nothing (weights of 1): training would ignore it without a word. Names, sources and scores are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.errors import InputError
+
+INPUT_IDS, LABELS, LOSS_MASK, ATTENTION_MASK = "input_ids", "labels", "loss_mask", "attention_mask"
+
+IGNORED = -100
+"""Label of a position without a target (PyTorch's and Hugging Face's)."""
+
+Int64 = npt.NDArray[np.int64]
+_Array = npt.NDArray[Any]
+
+_MOST_ID = 2**32 - 1
+_EVIDENCE = 8
+"""Targets of a row that show that its labels are shifted: fewer may agree by chance."""
+
+_AS_LOSS_MASK = "name it loss_mask if its ones are the tokens to predict, else remove it"
+_AS_LABELS = 'give the targets as "labels", where labels[i] is the token at i: Octavo shifts them'
+_AS_ROWS = 'give each document as a row of its own and set data.packing = "documents", or remove it'
+_AS_TOKENS = "Octavo trains on token ids alone: remove it"
+_AS_WEIGHTS = "Octavo weighs all targets alike: remove it; loss_mask leaves tokens out, and data.weights weighs sources"
+
+_MASKS = (
+    *("completion_mask", "assistant_mask", "assistant_masks", "assistant_tokens_mask", "answer_mask", "response_mask"),
+    *("prompt_mask", "label_mask", "labels_mask", "target_mask", "train_mask", "loss_masks", "mask"),
+)
+_WEIGHTS = (
+    *("weight", "weights", "loss_weight", "loss_weights", "sample_weight", "sample_weights", "token_weight", "token_weights"),
+    *("label_weight", "label_weights", "target_weight", "target_weights", "example_weight", "example_weights"),
+)
+_SEGMENTS = (
+    *("token_type_ids", "segment_ids", "segments", "document_ids", "doc_ids", "sequence_ids", "sequence_id", "seq_idx"),
+    "seq_ids",
+)
+
+
+def _is_one(value: _Array) -> bool:
+    return value.dtype.kind in "biuf" and bool((value == 1).all())
+
+
+def _is_constant(value: _Array) -> bool:
+    return value.dtype.kind in "biufU" and (value.size == 0 or bool((value == value.flat[0]).all()))
+
+
+def _counts_up(value: _Array) -> bool:
+    return value.ndim == 1 and value.dtype.kind in "iu" and np.array_equal(value, np.arange(len(value)))
+
+
+def _never(value: _Array) -> bool:
+    return False
+
+
+_REFUSED: dict[str, tuple[Callable[[_Array], bool], str]] = {
+    "position_ids": (_counts_up, f"they are not 0, 1, 2, …, which Octavo counts itself: {_AS_ROWS}"),
+    **dict.fromkeys(_SEGMENTS, (_is_constant, f"the row has several: {_AS_ROWS}")),
+    **dict.fromkeys(_WEIGHTS, (_is_one, _AS_WEIGHTS)),
+    **dict.fromkeys(_MASKS, (_is_one, _AS_LOSS_MASK)),
+    **dict.fromkeys(
+        ("shift_labels", "shifted_labels", "label_ids", "target_ids", "targets", "decoder_input_ids"), (_never, _AS_LABELS)
+    ),
+    **dict.fromkeys(
+        ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_lens", "seqlens", "seq_lengths"),
+        (_never, _AS_ROWS),
+    ),
+    **dict.fromkeys(
+        ("inputs_embeds", "pixel_values", "image", "images", "audio", "video", "input_features", "encoder_outputs"),
+        (_never, _AS_TOKENS),
+    ),
+}
+"""Columns beside token ids → whether their value says nothing, and the remedy otherwise."""
+_SAY_NOTHING = frozenset({"special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping"})
+"""Columns of Hugging Face's tokenizers that no causal language model reads."""
+_BESIDE_TEXT: dict[str, tuple[Callable[[_Array], bool], str]] = {
+    **dict.fromkeys(_WEIGHTS, (_is_one, _AS_WEIGHTS)),
+    **dict.fromkeys(
+        (LOSS_MASK, "loss_masks", "completion_mask", "assistant_mask", "assistant_masks", "assistant_tokens_mask"),
+        (_never, "a mask of tokens goes with token ids: tokenise the text and give input_ids, or remove it"),
+    ),
+}
+"""Columns beside text → whether their value says nothing, and the remedy otherwise."""
+
+
+def _key(name: str) -> str:
+    """A name as the tables have it: Loss-Mask is loss_mask."""
+    return name.lower().replace("-", "_")
+
+
+def column_of(names: Collection[str], text_field: str) -> str | None:
+    """The column of the documents: `text_field`, else `input_ids`; None if there is neither."""
+    return text_field if text_field in names else INPUT_IDS if INPUT_IDS in names else None
+
+
+def wanted(names: Collection[str], text_field: str, lists: Collection[str]) -> list[str]:
+    """The columns of a table that `check_text` or `tokens_of` reads; `lists`: those that hold a list in each row."""
+    column = column_of(names, text_field)
+    if column is None:
+        return []
+    if column != INPUT_IDS:
+        return [column, *(name for name in names if name != column and (_key(name) in _BESIDE_TEXT or name == INPUT_IDS))]
+    known = (*_REFUSED, LABELS, LOSS_MASK, ATTENTION_MASK)
+    return [column, *(name for name in names if name != column and (_key(name) in known or name in lists))]
+
+
+@lru_cache  # most rows of a file have the same columns
+def _beside_text(names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if _key(name) in _BESIDE_TEXT]
+
+
+def check_text(row: Mapping[str, Any], text_field: str, origin: str) -> None:
+    """Refuse token ids, weights of texts and masks of tokens beside the text of a row.
+
+    Raises:
+        InputError: the column, and the remedy.
+    """
+    if INPUT_IDS in row and text_field == "text":
+        raise InputError(
+            f'{origin} holds both {text_field!r} and {INPUT_IDS!r}. Set data.text_field = "{INPUT_IDS}" to train on the token '
+            f"ids, or remove {INPUT_IDS!r} to train on the text."
+        )
+    for name in _beside_text(tuple(row)):
+        nothing, remedy = _BESIDE_TEXT[_key(name)]
+        if name != text_field and not nothing(_array(_number(row[name]))):
+            raise InputError(f"{origin}: {name!r} beside text cannot be used: {remedy}.")
+
+
+def tokens_of(row: Mapping[str, Any], origin: str) -> tuple[npt.NDArray[np.uint32], Int64 | None]:
+    """Token ids of a row, and its labels: the token at each position, or IGNORED; None where every token is a target.
+
+    Labels are `labels`, else the ids; IGNORED where `loss_mask` is 0. Tokens with `attention_mask` 0 at the ends of the row are
+    padding and left out.
+
+    Raises:
+        InputError: a column that is no list of numbers for these tokens, or that cannot be used exactly.
+    """
+    ids = _whole_numbers(row[INPUT_IDS], INPUT_IDS, origin)
+    if len(ids) and not 0 <= ids.min() <= ids.max() <= _MOST_ID:
+        bad = ids.min() if ids.min() < 0 else ids.max()
+        raise InputError(f"{origin}: token id {bad} in 'input_ids' is outside 0 … {_MOST_ID}. Tokenise the text again.")
+    if len(row) == 1:
+        return ids.astype(np.uint32), None
+    _refuse_others(row, len(ids), origin)
+    labels = _labels(row, ids, origin)
+    if ATTENTION_MASK in row:
+        real = np.flatnonzero(_mask(row, ATTENTION_MASK, len(ids), origin))
+        start, end = (real[0], real[-1] + 1) if len(real) else (0, 0)
+        if len(real) != end - start:
+            raise InputError(
+                f"{origin}: 'attention_mask' has a 0 between ones, at {int(np.flatnonzero(np.diff(real) > 1)[0] + start + 1)}: "
+                "every token attends to all before it in its document. Remove these tokens, or the column."
+            )
+        padding = np.concatenate([labels[:start], labels[end:]])
+        if (LABELS in row or LOSS_MASK in row) and (padding != IGNORED).any():
+            raise InputError(
+                f"{origin}: 'attention_mask' is 0 at a target. Set 'labels' to {IGNORED} (or 'loss_mask' to 0) at padding, or "
+                "remove 'attention_mask'."
+            )
+        ids, labels = ids[start:end], labels[start:end]
+    return ids.astype(np.uint32), None if np.array_equal(labels, ids) else labels
+
+
+def _labels(row: Mapping[str, Any], ids: Int64, origin: str) -> Int64:
+    labels = ids
+    if LABELS in row:
+        labels = _whole_numbers(row[LABELS], LABELS, origin)
+        _check_length(LABELS, len(labels), len(ids), origin)
+        wrong = labels[((labels < 0) & (labels != IGNORED)) | (labels > _MOST_ID)]
+        if len(wrong):
+            raise InputError(
+                f"{origin}: {wrong[0]} in 'labels' is no token id (0 … {_MOST_ID}) and not {IGNORED}, which marks a position "
+                "without a target. Correct the row."
+            )
+        following = (labels != IGNORED)[:-1]
+        shifted = labels[:-1][following] == ids[1:][following]
+        if len(shifted) >= _EVIDENCE and shifted.all() and not np.array_equal(labels[:-1][following], ids[:-1][following]):
+            raise InputError(
+                f"{origin}: 'labels' are the tokens that follow, so they are shifted already, and Octavo shifts them: "
+                "labels[i] is the token at i. Shift them back, or remove the column to predict every token."
+            )
+    if LOSS_MASK in row:
+        labels = np.where(_mask(row, LOSS_MASK, len(ids), origin), labels, IGNORED)
+    return labels
+
+
+def _refuse_others(row: Mapping[str, Any], tokens: int, origin: str) -> None:
+    for name, value in row.items():
+        if name in (INPUT_IDS, LABELS, LOSS_MASK, ATTENTION_MASK) or name in _SAY_NOTHING:
+            continue
+        if (key := _key(name)) in _REFUSED or key in (LABELS, LOSS_MASK, ATTENTION_MASK, INPUT_IDS):
+            nothing, remedy = _REFUSED.get(key, (_never, f"name it {key}"))
+            if value is None or not nothing(_array(value)):
+                raise InputError(f"{origin}: {name!r} beside 'input_ids' cannot be used: {remedy}.")
+        elif isinstance(value, list | tuple | np.ndarray) and len(value) == tokens > 1 and _array(value).dtype.kind in "biuf":
+            raise InputError(
+                f"{origin}: {name!r} has a number for each token, and Octavo does not know its meaning. Remove the column, or "
+                "name it 'labels' or 'loss_mask' if it is that."
+            )
+
+
+def _mask(row: Mapping[str, Any], name: str, tokens: int, origin: str) -> npt.NDArray[np.bool_]:
+    value = _array(row[name])
+    if value.size == 0 and value.ndim == 1:
+        value = np.empty(0, np.int64)
+    if value.ndim != 1 or value.dtype.kind not in "biuf" or not np.isin(value, (0, 1)).all():
+        raise InputError(f"{origin}: {name!r} must be a list of 0 and 1, one for each token. Correct the row.")
+    _check_length(name, len(value), tokens, origin)
+    return value.astype(bool)
+
+
+def _whole_numbers(value: object, name: str, origin: str) -> Int64:
+    numbers = _array(value)
+    if numbers.ndim == 1 and numbers.size == 0:
+        return np.empty(0, np.int64)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or (isinstance(value, list) and bool in set(map(type, value))):
+        remedy = "Correct the row, or change data.text_field." if name == INPUT_IDS else "Correct the row."
+        raise InputError(f"{origin}: {name!r} must be a list of whole numbers. {remedy}")
+    if numbers.dtype.kind == "u" and int(numbers.max()) >= 2**63:
+        raise InputError(f"{origin}: {int(numbers.max())} in {name!r} is outside 0 … {_MOST_ID}. Tokenise the text again.")
+    return numbers.astype(np.int64)
+
+
+def _check_length(name: str, found: int, tokens: int, origin: str) -> None:
+    if found != tokens:
+        raise InputError(f"{origin}: {name!r} has {found:,} entries, and 'input_ids' {tokens:,}: give one a token.")
+
+
+def _array(value: object) -> _Array:
+    try:
+        return np.asarray(value)
+    except (ValueError, OverflowError):  # lists within lists, of several lengths
+        return np.asarray(None)
+
+
+def _number(value: object) -> object:
+    """A number that a CSV file holds as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

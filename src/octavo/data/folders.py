@@ -1,0 +1,135 @@
+"""Folders as sources: every file of a known kind, or those of a split where one is asked for.
+
+A folder is a data set only if it says so: by the card of a Hugging Face data set, or as `save_to_disk` wrote it. Otherwise a
+name such as train.jsonl is a name like any other. Files that are left out are counted and named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from octavo.config.data import counted
+from octavo.data import readers
+from octavo.errors import InputError, first_line, some
+
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Splits → their names in paths, as the `datasets` library knows them."""
+_CARD_KEYS = re.compile(rb"""^["']?(configs|dataset_info)["']?\s*:""", re.MULTILINE)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All files below a folder, sorted, links followed; without those whose name, or whose folder's, begins with a dot.
+
+    Raises:
+        InputError: a link to nothing, a file that is no regular one, or a folder that cannot be read.
+    """
+    return sorted(_walk(folder, frozenset()))
+
+
+def _walk(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
+    above |= {folder.resolve()}
+    with readers.readable(folder):
+        entries = list(folder.iterdir())
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            if entry.resolve() not in above:  # else a link to a folder that it is in
+                yield from _walk(entry, above)
+        else:
+            check_regular(entry)
+            yield entry
+
+
+def check_regular(path: Path) -> None:
+    """Refuse a link to nothing, a pipe or a device, and a name that is not UTF-8."""
+    if not path.is_file():
+        fault = "is a link to nothing" if path.is_symlink() and not path.exists() else "is no regular file"
+        raise InputError(f"data: {str(path)!r} {fault}. Remove it, or put the file there.")
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"data: the name {str(path)!r} is not UTF-8. Rename the file.") from None
+
+
+def is_saved(folder: Path) -> bool:
+    """True if `save_to_disk` of `datasets` wrote the folder."""
+    saved = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+    return saved or (folder / "dataset_dict.json").is_file()
+
+
+def has_card(folder: Path) -> bool:
+    """True if the folder says that it is a data set: README.md has `configs` or `dataset_info` at its top, or it has infos."""
+    infos, card = folder / "dataset_infos.json", folder / "README.md"
+    with readers.readable(infos):
+        stored = infos.read_bytes() if infos.is_file() else None
+    if stored is not None:
+        text = readers.decoded(stored, str(infos))
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{infos} is not JSON: {first_line(error)}. Correct or remove it.") from None
+        return True
+    with readers.readable(card):
+        stored = card.read_bytes() if card.is_file() else b""
+    front = re.match(rb"(?:\xef\xbb\xbf)?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", stored, re.MULTILINE | re.DOTALL)
+    if front is None or _CARD_KEYS.search(front[1]) is None:
+        return False
+    readers.decoded(stored, str(card))
+    return True
+
+
+def of_split(files: Sequence[Path], folder: Path, split: str) -> list[Path]:
+    """The files of a folder that a split is named in: in the name, or in that of a folder on the way."""
+    return [path for path in files if _names(path.relative_to(folder), split)]
+
+
+def splits_in(files: Sequence[Path], folder: Path) -> list[str]:
+    """The usual splits that names of these files name."""
+    return [split for split in _SPLITS if of_split(files, folder, split)]
+
+
+def _names(path: Path, split: str) -> bool:
+    """True if a part of the path names the split; a later part decides between training and held out text."""
+    aliases = next((names for known, names in _SPLITS.items() if split == known or split in names), (split,))
+    held_out = (*_SPLITS["validation"], *_SPLITS["test"])
+    others = held_out if "train" in aliases else _SPLITS["train"] if aliases[0] in held_out else ()
+    for part in reversed(path.parts):
+        words = re.split(r"[-._ 0-9]+", part.lower())
+        if split.lower() == part.lower() or any(alias in words for alias in aliases) or _spells(part, split):
+            return True
+        if any(other in words for other in others):
+            return False
+    return False
+
+
+def _spells(part: str, split: str) -> bool:
+    """True if a part has the name of the split between separators, which the name may have too ("en-2020")."""
+    return re.search(rf"(^|[-._ ]){re.escape(split)}([-._ ]|$)", part, re.IGNORECASE) is not None
+
+
+def left_out(name: str, folder: Path, files: Sequence[Path], chosen: Sequence[Path], split: str | None) -> list[str]:
+    """Messages about files of a folder that are not read, and about splits that are."""
+    taken = set(chosen)
+    others = [str(path.relative_to(folder)) for path in files if path not in taken]
+    messages = []
+    if others:
+        what = "" if split is None else f" of the split {split!r}"
+        messages.append(
+            f"{name}: {counted(len(chosen), 'file')}{what} {'is' if len(chosen) == 1 else 'are'} read; "
+            f"{counted(len(others), 'file')} left out: {some(others)}."
+        )
+    if split is None and len(splits := splits_in(chosen, folder)) > 1:
+        messages.append(
+            f"{name}: all {counted(len(chosen), 'file')} are read, though some are named as splits ({', '.join(splits)}). Set "
+            f"data.split to read one of them."
+        )
+    return messages
