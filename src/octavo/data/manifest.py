@@ -20,7 +20,7 @@ from octavo.data.readers import readable
 from octavo.data.tokenizer import check, tokenizer_files
 from octavo.storage import sha256_file
 
-FORMAT = 2
+FORMAT = 3
 """Part of the key: data of an older format, encoded in another way, is not reused."""
 
 FILE = "manifest.json"

@@ -37,7 +37,9 @@ def for_texts(tokenizer: Tokenizer, named: Collection[str]) -> Tokenizer:
     model = values["model"]
     mark = secrets.token_hex(16)  # in no text, so that the result does not depend on it
     marked = {token["content"] for token in values["added_tokens"] if token["special"]}
-    names = {name: f"{mark} {number}" for number, name in enumerate(sorted(marked.union(named)))}
+    # A special token of one character, such as a pad "!", is how a text's own character is written.
+    special = sorted(name for name in marked.union(named) if len(name) > 1)
+    names = {name: f"{mark} {number}" for number, name in enumerate(special)}
     for token in values["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     if isinstance(model["vocab"], dict):
@@ -48,7 +50,8 @@ def for_texts(tokenizer: Tokenizer, named: Collection[str]) -> Tokenizer:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if not _touches(merge, names)]
-    values["post_processor"] = None  # adds the tokens around a text
+    for part in ("post_processor", "truncation", "padding"):  # add the tokens around a text, cut it, and fill it up
+        values[part] = None
     copy = Tokenizer.from_str(json.dumps(values))
     copy.encode_special_tokens = True
     return copy
