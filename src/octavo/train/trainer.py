@@ -172,18 +172,23 @@ class _Run:
                 say(self.console, f"The run continues with its own values of keys that are not set: {', '.join(taken)}.")
         prepared: PreparedData | None = None
         on_change: Literal["error", "rebuild"] = "error" if before is not None else "rebuild"
-        if config.train.epochs is not None:  # the number of steps depends on the data, which may have changed
+        # The number of steps, and of tokens, depends on the data, which may have changed.
+        if config.train.epochs is not None or config.model.resize:
             prepared = _prepare_on_ranks(config, self.console, on_change)
+        if config.model.resize:
+            plan = check(config, prepared=prepared)
+            _say_resized(plan, self.console, resumed=before is not None)
+        if prepared is not None and config.train.epochs is not None:
             plan = dataclasses.replace(plan, config=plan.config.with_steps(steps_of_epochs(config, prepared)))
         if before is not None:
             plan = _fit_to_past(plan, self.folder)
             if has_own_code(self.folder.checkpoints, plan.weights, writing_ranks()):
-                own = check(config, blocks="own")
+                own = check(config, blocks="own", prepared=prepared)
                 plan = dataclasses.replace(own, config=own.config.model_copy(update={"train": plan.config.train}))
                 say(self.console, "The run keeps its own code, not Octavo's blocks: its checkpoints are of it.")
         plan = fp8_auto.choose_layers(plan, self.folder, resumed=before is not None)
         prepared = prepared or _prepare_on_ranks(plan.config, self.console, on_change)
-        check_vocabulary(prepared, plan.hf_config.vocab_size)
+        check_vocabulary(prepared, plan.hf_config.vocab_size, load=config.model.load)
         return _with_token_ids(plan, prepared, self.console, resumed=before is not None), prepared
 
     def train(self, plan: RunPlan, prepared: PreparedData, folder: RunFolder, events: Events) -> Result:
@@ -208,6 +213,23 @@ def _fit_to_past(plan: RunPlan, folder: RunFolder) -> RunPlan:
     config = extend(before, config, newest)
     check_resumable(before, config, folder.path, remedy=remedy)
     return dataclasses.replace(plan, config=config)
+
+
+def _say_resized(plan: RunPlan, console: Console, *, resumed: bool) -> None:
+    """Say what `model.resize` adds to the pretrained weights."""
+    tokens, added = plan.hf_config.vocab_size, plan.tokens_added
+    if resumed:
+        return
+    if not added:
+        say(console, f"model.resize = true adds nothing: the model's vocabulary of {tokens:,} tokens is large enough.")
+        return
+    tied = getattr(plan.hf_config, "tie_word_embeddings", False)
+    rows = "rows of the embedding, which is the head too," if tied else "rows of embedding and head"
+    say(
+        console,
+        f"model.resize: the vocabulary grows from {tokens - added:,} to {tokens:,} tokens; the {added:,} new {rows} are the mean "
+        "of the old ones.",
+    )
 
 
 def without_fp8(plan: RunPlan) -> RunPlan:
