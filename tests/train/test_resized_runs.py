@@ -113,7 +113,7 @@ def test_fp8_trains_it(made):
 
 
 def test_every_message_leads_to_a_way_that_works(made, tmp_path, capsys):
-    run, source = made(steps=1)
+    run, _ = made(steps=1)
     assert main(["train", str(run.file)]) == 2
     _, err = _said(capsys)
     assert "has token ids up to 262, beyond the model's vocabulary of 260 (vocab_size). Set model.resize = true" in err
@@ -123,7 +123,9 @@ def test_every_message_leads_to_a_way_that_works(made, tmp_path, capsys):
     ids.write_text(json.dumps({"input_ids": [1, 2, 270] * 200}) + "\n" + json.dumps({"input_ids": [1, 2] * 200}) + "\n")
     tokens = [f"data.source={ids}", "data.tokenizer=train"]
     assert main(["train", str(run.file), *tokens]) == 2
-    assert "ids up to 270, but the model's vocabulary ends at 259 (vocab_size = 260). Set model.resize = true" in _said(capsys)[1]
+    assert (
+        "ids up to 270, but the model's vocabulary ends at 259 (vocab_size = 260). Set model.resize = true" in _said(capsys)[1]
+    )
     assert main(["train", str(run.file), *tokens, "model.resize=true"]) == 0
     assert "from 260 to 271 tokens" in _said(capsys)[0]
     random = ["model.load=false", f"train.output={tmp_path / 'random'}"]

@@ -36,5 +36,8 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _overrides_need_random_weights(self) -> ModelConfig:
         if self.load and self.config:
-            raise ValueError("model.config changes the shape, so model.load must be false")
+            raise ValueError(
+                "model.config changes random weights, so model.load must be false. For pretrained ones change config.json in a "
+                "copy of the folder, and name it as model.source; model.resize = true adds tokens to their vocabulary"
+            )
         return self

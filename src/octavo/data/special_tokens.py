@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,13 +64,18 @@ def _touches(merge: list[str] | str, names: dict[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of a tokenizer as transformers reads its folder: by role, None for an absent one; and of every special token."""
+    """Ids of a tokenizer as transformers reads its folder: by role, None for an absent one; and every special token by id."""
 
     bos: int | None
     eos: int | None
     pad: int | None
     unknown: int | None
-    all: frozenset[int]
+    names: Mapping[int, str]
+
+    @property
+    def all(self) -> frozenset[int]:
+        """The ids of all special tokens."""
+        return frozenset(self.names)
 
     @classmethod
     def of(cls, folder: Path) -> SpecialTokens:
@@ -78,9 +83,9 @@ class SpecialTokens:
         from transformers import AutoTokenizer  # heavy
 
         found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        added = {number for number, token in found.added_tokens_decoder.items() if token.special}
-        every = frozenset({*found.all_special_ids, *added})
-        return cls(found.bos_token_id, found.eos_token_id, found.pad_token_id, found.unk_token_id, every)
+        names = {number: token.content for number, token in found.added_tokens_decoder.items() if token.special}
+        names |= dict(zip(found.all_special_ids, found.all_special_tokens, strict=True))
+        return cls(found.bos_token_id, found.eos_token_id, found.pad_token_id, found.unk_token_id, names)
 
     def fit(self, config: Any) -> dict[str, int | list[int] | None]:
         """Set the bos, eos and pad ids of a Hugging Face config, or generation config, to this tokenizer's; returns them.
@@ -106,6 +111,27 @@ class SpecialTokens:
             if getattr(config, role, None) != value:
                 setattr(config, role, value)
         return fitted
+
+    def disagreements(self, named: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+        """(role, sentence) for each role in which other files have other ids than this tokenizer.
+
+        named: ids by role, of each file by its name. Several eos ids agree with the tokenizer if its own is among them.
+        """
+        for role, own in zip(ROLES, (self.bos, self.eos, self.pad), strict=True):
+            said = []
+            for file, ids in named.items():
+                if role not in ids:
+                    continue
+                given = _listed(ids.get(role))
+                foreign = [one for one in given if one not in self.all]
+                other = own is not None and own not in given and (given or role == "eos_token_id")
+                if foreign or other or (own is None and given and role == "eos_token_id"):
+                    said.append(f"{file} has {', '.join(map(self._shown, given)) or 'none'}")
+            if said:
+                yield role, f"{'; '.join(said)}; the tokenizer has {'none' if own is None else self._shown(own)}"
+
+    def _shown(self, one: int) -> str:
+        return f"{one} ({self.names[one]!r})" if one in self.names else f"{one} (no special token of it)"
 
     def owns(self, config: Any) -> bool:
         """True if every eos id of a config is a special token of this tokenizer."""

@@ -146,7 +146,7 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
     if [name for name in wanted if name not in weights.shapes] == ["lm_head.weight"]:
         raise InputError(
             f"{weights.owner} has no weight 'lm_head.weight'. If the output head is the embedding, set tie_word_embeddings ="
-            " true (model.config); else copy the whole model folder again."
+            " true (config.json); else copy the whole model folder again."
         )
     weights.check_present(list(wanted))
     for theirs, (asked, dtype) in wanted.items():
@@ -155,7 +155,7 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
         if found != asked:
             raise InputError(
                 f"{theirs}: the weights have shape {found}, the config asks for {asked}. Give the config that"
-                " belongs to the weights (a vocabulary that was resized or padded: vocab_size in model.config)."
+                " belongs to the weights (a vocabulary that was resized or padded: vocab_size in config.json)."
             )
 
 

@@ -47,9 +47,10 @@ class ResizedWeights(Weights):
     def __init__(self, weights: Weights, model: nn.Module, tokens: int) -> None:
         self._weights = weights
         self._means: dict[str, Tensor] = {}
-        vocabulary = model.config.vocab_size
+        config: Any = model.config
+        vocabulary = config.vocab_size
         shapes = dict(weights.shapes)
-        self.resized = []
+        self.resized: list[str] = []
         for name, tensor in model.state_dict(keep_vars=True).items():
             found, asked = shapes.get(name), tuple(tensor.shape)
             if found and weights.kinds[name] == "float" and found[1:] == asked[1:]:

@@ -83,7 +83,8 @@ def check_vocabulary(config: RunConfig, hf_config: Any, corpus: Corpus) -> None:
         fault, change = f"data.vocab_size = {size} is more than", f"data.vocab_size to at most {limit}"
     way = f"model.config.vocab_size to at least {size}"
     if config.model.load:
-        way = f"model.resize = true, which adds {size - limit} rows to the weights"
+        most = "at most " if data.tokenizer == "train" else ""
+        way = f"model.resize = true, which adds {most}{size - limit} rows to the weights"
     raise InputError(f"{fault} the model's vocabulary of {limit} (vocab_size). Set {way}, or {change}.")
 
 
@@ -91,7 +92,7 @@ def least_parameters(hf_config: Any) -> tuple[int, ModelSpec | None]:
     """Parameters of a config: exactly, with the decoder's spec; or of a model's own code those of the smallest possible."""
     layers = next((value for key in _LAYERS if isinstance(value := getattr(hf_config, key, None), int)), 0)
     if layers > MOST_LAYERS:
-        raise InputError(f"the model has {layers:,} layers, at most {MOST_LAYERS:,}: lower model.config.num_hidden_layers.")
+        raise InputError(f"the model has {layers:,} layers, at most {MOST_LAYERS:,}: lower num_hidden_layers (model.config).")
     spec, _ = decoder_spec(hf_config)
     if spec is not None:
         return parameters(spec), spec
