@@ -5,7 +5,14 @@ import json
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    TokenizersBackend,
+)
 
 import octavo
 from octavo.cli import main
@@ -163,3 +170,23 @@ def test_ids_of_another_tokenizer_are_left_out_of_generation_and_said(made, end,
     found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert (found["temperature"], found["top_p"], found["eos_token_id"]) == (0.6, 0.9, 0)
     assert not {"suppress_tokens", "forced_bos_token_id", "pad_token_id"} & found.keys()
+
+
+@pytest.mark.parametrize(("family", "other"), [("qwen2", True), ("qwen3", False), ("llama", False)])
+def test_a_tokenizer_that_an_export_would_have_read_otherwise_is_said(tiny_run, family, other, tmp_path, capsys):
+    """transformers has its own class for Qwen2's tokenizers, which splits words in its own way."""
+    run, source = tiny_run(steps=1), tmp_path / "source"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    AutoConfig.for_model(family, vocab_size=320, num_key_value_heads=1, **sizes).save_pretrained(source)
+    text = run.file.read_text()
+    run.file.write_text(f'[model]\nsource = "{source}"\n' + text[text.index("[data]") :])
+    assert main(["train", str(run.file)]) == 0
+    said = _said(capsys)[0]
+    assert main(["export", str(run.output), "--to", str(tmp_path / "out")]) == 0
+    for words in (said, _said(capsys)[1]):
+        assert ("as Qwen2Tokenizer, which gives other ids than the run's" in words) == other
+        assert ("transformers.TokenizersBackend.from_pretrained(FOLDER)" in words) == other
+    text = "cafe\u0301"  # which Qwen2's normalizes
+    ids = AutoTokenizer.from_pretrained(run.output / "tokenizer")(text)["input_ids"]
+    assert (AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] != ids) == other
+    assert TokenizersBackend.from_pretrained(tmp_path / "out")(text)["input_ids"] == ids

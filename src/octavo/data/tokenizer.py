@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -195,6 +196,31 @@ def _theirs(name: str, folder: Path | None) -> Any:
             f"data.tokenizer = {name!r} {fault}. Give a folder with a tokenizer.json, a tokenizer of the Hugging Face Hub "
             'without code of its own, or "train".'
         ) from None
+
+
+def other_beside(folder: Path, config: Any) -> str:
+    """A sentence if transformers reads a folder's tokenizer as another one beside the config.json of a model; else empty.
+
+    Of some families transformers takes its own class of tokenizers, whatever the tokenizer's files say.
+    """
+    name = str(folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        together = Path(temporary)
+        for path in tokenizer_files(name):
+            shutil.copyfile(path, together / path.name)
+        (together / "config.json").write_text(config.to_json_string(), encoding="utf-8")
+        try:
+            found = _theirs(name, together)
+        except InputError as error:
+            return f"Beside a config.json of {config.model_type} transformers cannot load the tokenizer: {error}"
+        own = _theirs(name, folder)
+        if _equal(own, found):
+            return ""
+    return (
+        f"AutoTokenizer reads a tokenizer beside a config.json of {config.model_type} as {type(found).__name__}, which gives "
+        "other ids than the run's. Read the tokenizer of an export by "
+        f"transformers.{type(own).__name__}.from_pretrained(FOLDER), or name one of that family as data.tokenizer."
+    )
 
 
 def check(name: str) -> Path | None:

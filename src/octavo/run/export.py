@@ -23,6 +23,7 @@ from octavo.checkpoint.writer import weights
 from octavo.collectives.whole import whole_tensor
 from octavo.config.run import RunConfig
 from octavo.data.special_tokens import ROLES, SpecialTokens
+from octavo.data.tokenizer import other_beside
 from octavo.errors import InputError, nearest, some, unknown, warn
 from octavo.models.convert import Conversion, check_tie, conversion_of, write_pretrained, write_weights
 from octavo.models.generation import FILE, GenerationFile, from_model_config, load_generation_config
@@ -132,6 +133,8 @@ def export_run(run: Path, to: Path, checkpoint: str | None = None) -> Path:
         warn(f"{FILE}: {key} = {found.generation.values[key]!r} is left out, since transformers refuses it: {reason}")
     if found.dropped:
         warn(f"{FILE}: {some(found.dropped)}: left out, since their ids are of another tokenizer than the run's.")
+    if found.tokenizer is not None and (other := other_beside(found.tokenizer, found.config)):
+        warn(other)
     write_pretrained(found.shapes, found.config, to, found.tokenizer, read=found.read, generation=generation)
     return found.checkpoint
 

@@ -24,7 +24,7 @@ from octavo.config.effects import with_values
 from octavo.config.run import RunConfig
 from octavo.data.prepared import PreparedData, check_vocabulary, prepare
 from octavo.data.special_tokens import SpecialTokens, check_overrides
-from octavo.data.tokenizer import tokenizer_files
+from octavo.data.tokenizer import other_beside, tokenizer_files
 from octavo.errors import InputError
 from octavo.models.generation import load_generation_config
 from octavo.parallel.coordination import all_ranks, writing_ranks
@@ -252,6 +252,8 @@ def _with_token_ids(plan: RunPlan, prepared: PreparedData, console: Console, *, 
     if plan.weights_folder is not None and not resumed:
         for sentence in _other_tokens(plan, tokens, before, ids):
             say(console, sentence)
+    if not resumed and state.rank == 0 and (other := other_beside(prepared.tokenizer_folder, config)):
+        say(console, other)
     if not resumed:
         check_overrides(plan.config.model.config, ids)
     pad = ids["pad_token_id"]
