@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import string
 import subprocess
 import sys
@@ -338,6 +339,33 @@ def test_python_code_that_changes_ids_is_found_and_called(tmp_path, monkeypatch)
     assert _ids(encoder, ["ACG"]) == [[0, 4, 3, 2, 1]]
     assert len(said) == 1
     assert "slower" in said[0]
+
+
+def test_characters_that_no_token_stands_for_are_said(tmp_path):
+    """A BPE without an unknown token leaves them out, in transformers too."""
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate("ACGT")} | {"AC": 4}, [("A", "C")]))
+    made.add_special_tokens(["<s>", "</s>"])
+    folder = tmp_path / "t"
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    for texts, lost in ((["ACGT", "ACGX", "N"], ["'N'", "'X'"]), (["ACGT"], [])):
+        said = []
+        encoder = _proven(folder, texts, said)
+        assert _ids(encoder, texts) == [[*_auto(folder)(text)["input_ids"], encoder.end] for text in texts]
+        assert len(said) == bool(lost)
+        assert all(one in said[0] for one in lost)
+        shutil.rmtree(tmp_path / "t-copy")
+    assert not _said_of_bytes(tmp_path / "bytes")
+
+
+def _said_of_bytes(folder):
+    """What is said of a tokenizer that has all bytes, in texts with anything."""
+    tokenizer.train(TEXTS, 300).save(folder)
+    said = []
+    _proven(folder, [*TEXTS, string.printable, "e\u0301 \u200b\x00 漢 😀"], said)
+    return said
 
 
 def test_a_special_token_of_one_character_is_no_loss_of_that_character(tmp_path):

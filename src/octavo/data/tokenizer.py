@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from octavo import hub
 from octavo.data.pieces import bounded_words, encodable
 from octavo.data.special_tokens import for_texts
-from octavo.errors import InputError, first_line, is_unreachable, nearest, unreachable
+from octavo.errors import InputError, first_line, is_unreachable, nearest, some, unreachable
 from octavo.storage import names_a_path, path_of, taken_for_a_path
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -35,6 +35,7 @@ TRAINING_BYTES = 50_000_000
 
 _BATCH_CHARACTERS = 2**20
 _PATTERNS = ("*token*.json", "vocab.*", "merges.txt", "*.model", "tekken.json", "*.tiktoken", "chat_template.*")
+_GENERIC_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 _TEMPLATES = "additional_chat_templates"
 _TEXT = 2**32 - 1
 """Id that stands for a text between special tokens: no vocabulary has it."""
@@ -142,7 +143,7 @@ def proven(encoder: Encoder, folder: Path, texts: Sequence[str], say: Callable[[
     Args:
         folder: that it was saved in.
         texts: a sample of the corpus. Names of special tokens are taken out: in documents they are text.
-        say: gets a sentence about a slower encoder.
+        say: gets a sentence about a slower encoder, and about characters that are lost.
 
     Raises:
         InputError: neither has its ids, the saved tokenizer has another end token, or special tokens come from a text.
@@ -153,6 +154,19 @@ def proven(encoder: Encoder, folder: Path, texts: Sequence[str], say: Callable[[
             f"data.tokenizer = {encoder.name!r}: its end token has id {encoder.end}; transformers reads "
             f"{theirs.eos_token_id} in its copy. Save it by save_pretrained of this transformers, and name that folder."
         )
+    encoder = like_transformers(encoder, theirs, texts, say)
+    _check_names(encoder, theirs)
+    if lost := _lost(encoder, theirs, texts):
+        shown = some([repr(one) for one in sorted(lost)], 5)
+        say(
+            f"data.tokenizer = {encoder.name!r} has no token for {shown}, and no unknown token: documents are trained without "
+            "these characters, as AutoTokenizer encodes them."
+        )
+    return encoder
+
+
+def like_transformers(encoder: Encoder, theirs: Any, texts: Sequence[str], say: Callable[[str], None]) -> Encoder:
+    """As `proven`, by a tokenizer of transformers alone."""
     names = sorted(_special(theirs), key=len, reverse=True)
     sample = [text for text in (_without(text, names) for text in texts) if text]
     expected = [theirs(text, split_special_tokens=True, verbose=False)["input_ids"] for text in sample]
@@ -165,17 +179,31 @@ def proven(encoder: Encoder, folder: Path, texts: Sequence[str], say: Callable[[
             for ids, whole in zip(found, expected, strict=True)
         )
 
-    if not fits(encoder):
-        inner = theirs(sample[0], split_special_tokens=True, add_special_tokens=False, verbose=False)["input_ids"]
-        encoder = _by_call(theirs, encoder.name, _prefix_and_suffix(expected[0], inner, encoder.end))
-        if not fits(encoder):
-            raise InputError(
-                f"data.tokenizer = {encoder.name!r} changes the ids of a text when it puts its special tokens around it: no "
-                "document can be encoded as transformers does. Give token ids (input_ids) in data.source."
-            )
-        say(f"data.tokenizer = {encoder.name!r} has Python code that changes ids: texts are encoded by it, which is slower.")
-    _check_names(encoder, theirs, names)
-    return encoder
+    if fits(encoder):
+        return encoder
+    inner = theirs(sample[0], split_special_tokens=True, add_special_tokens=False, verbose=False)["input_ids"]
+    slower = _by_call(theirs, encoder.name, _prefix_and_suffix(expected[0], inner, encoder.end))
+    if not fits(slower):
+        raise InputError(
+            f"data.tokenizer = {encoder.name!r} changes the ids of a text when it puts its special tokens around it: no "
+            "document can be encoded as transformers does. Give token ids (input_ids) in data.source."
+        )
+    say(f"data.tokenizer = {encoder.name!r} has Python code that changes ids: texts are encoded by it, which is slower.")
+    return slower
+
+
+def _lost(encoder: Encoder, theirs: Any, texts: Sequence[str]) -> set[str]:
+    """Characters of texts, without white space, that no token stands for: a BPE without an unknown token leaves them out."""
+    if not theirs.is_fast or encoder.unknown is not None:
+        return set()
+    lost: set[str] = set()
+    for text in texts:
+        options = {"add_special_tokens": False, "split_special_tokens": True, "return_offsets_mapping": True}
+        covered = bytearray(len(text))
+        for start, end in theirs(text, verbose=False, **options)["offset_mapping"]:
+            covered[start:end] = bytes([1]) * (end - start)
+        lost.update(character for character, there in zip(text, covered, strict=True) if not there)
+    return {character for character in lost if not character.isspace()}
 
 
 def _theirs(name: str, folder: Path | None) -> Any:
@@ -248,7 +276,17 @@ def check(name: str) -> Path | None:
 
 def local_vocab_size(name: str) -> int | None:
     """One more than the largest id of a local tokenizer; None for "train" and for ids of the Hub."""
-    return load(name).vocab_size if name != "train" and check(name) else None
+    folder = None if name == "train" else check(name)
+    if folder is None:
+        return None
+    files = [*tokenizer_files(name), *folder.glob("config.json")]
+    return _vocab_size(name, tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files))
+
+
+@cache
+def _vocab_size(name: str, files: tuple[tuple[str, int, int], ...]) -> int:
+    """Read once for the files as they are: a large tokenizer takes seconds."""
+    return load(name).vocab_size
 
 
 def tokenizer_files(name: str) -> list[Path]:
@@ -262,10 +300,12 @@ def tokenizer_files(name: str) -> list[Path]:
 def _save(theirs: Any, name: str, folder: Path | None, target: Path) -> None:
     """Write a tokenizer of which transformers reads the same from `target`.
 
-    The files are copied, so that earlier versions of transformers read them too. If that is another tokenizer, transformers
-    saves it: the class may depend on the model's config.json, which is not copied.
+    The files of a class without code of its own are copied, so that earlier versions of transformers read them too; others are
+    saved by transformers. If that is another tokenizer, it is the other way around: the class may depend on the model's
+    config.json, which is not copied.
     """
-    for files in (tokenizer_files(str(folder)) if folder else [], None):
+    copied = tokenizer_files(str(folder)) if folder else []
+    for files in (copied, None) if type(theirs).__name__ in _GENERIC_CLASSES else (None, copied):
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         if files is None:
@@ -318,9 +358,9 @@ def _without(text: str, names: Sequence[str]) -> str:
     return "" if any(name in text for name in names if name.strip()) else text
 
 
-def _check_names(encoder: Encoder, theirs: Any, names: Sequence[str]) -> None:
+def _check_names(encoder: Encoder, theirs: Any) -> None:
     """Refuse a tokenizer that encodes the name of a special token as that token: such a text would end its document."""
-    ids_of = {name: theirs.convert_tokens_to_ids(name) for name in names}
+    ids_of = {name: theirs.convert_tokens_to_ids(name) for name in _special(theirs)}
     usable = [name for name, one in ids_of.items() if one != encoder.unknown and (len(name) > 1 or one == encoder.end)]
     for name in usable:
         try:

@@ -122,10 +122,11 @@ class _Tokenizer:
                 prompt.encode()
             except UnicodeEncodeError as error:  # bytes of a shell or of stdin that are not UTF-8
                 raise InputError(f"character {error.start} of the prompt is not UTF-8. Give text in UTF-8.") from None
-            ids = self._encoder.encode_batch([prompt])[0]
+            encoder = tokenizers.like_transformers(self._encoder, self._theirs, [prompt], lambda _: None)
+            ids = encoder.encode_batch([prompt])[0]
             if not ids:
                 raise InputError("the prompt is empty: give at least a word, or leave --prompt out to begin a new text.")
-            ids = [*self._encoder.prefix, *ids]
+            ids = [*encoder.prefix, *ids]
         if max(ids) >= vocabulary:
             raise InputError(
                 f"{self.folder}: the prompt has the token {max(ids)}, and the model {vocabulary} tokens (vocab_size): the"
