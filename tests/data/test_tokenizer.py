@@ -131,16 +131,17 @@ def test_where_the_configuration_adds_tokens_transformers_is_asked(tmp_path):
 @pytest.mark.parametrize(
     ("whole", "inner", "end", "expected"),
     [
-        ([2, 3], [2, 3], 1, ((), (1,))),
-        ([0, 2, 3], [2, 3], 1, ((0,), (1,))),
-        ([0, 2, 3, 1], [2, 3], 1, ((0,), (1,))),  # one end token, not two
-        ([0, 2, 3, 9], [2, 3], 1, ((0,), (9, 1))),
-        ([0, 2, 3, 9], [2, 3], None, ((0,), (9,))),
-        ([7, 8], [2, 3], 1, ((), (1,))),  # adds more than tokens around: left alone
+        ([2, 3], [2, 3], 1, [((), (1,))]),
+        ([0, 2, 3], [2, 3], 1, [((0,), (1,))]),
+        ([0, 2, 3, 1], [2, 3], 1, [((0,), (1,))]),  # one end token, not two
+        ([0, 2, 3, 9], [2, 3], 1, [((0,), (9, 1))]),
+        ([0, 2, 3, 9], [2, 3], None, [((0,), (9,))]),
+        ([7, 8], [2, 3], 1, []),  # adds more than tokens around
+        ([4, 4, 5], [4], 5, [((), (4, 5)), ((4,), (5,))]),  # an unknown token in front of one
     ],
 )
 def test_what_stands_around_a_document(whole, inner, end, expected):
-    assert tokenizer._prefix_and_suffix(whole, inner, end) == expected
+    assert list(tokenizer._prefixes_and_suffixes(whole, inner, end)) == expected
 
 
 def test_a_tokenizer_without_an_end_token_adds_none(tmp_path):
@@ -195,6 +196,50 @@ def test_a_hub_out_of_reach_is_said_with_both_remedies(tmp_path, monkeypatch):
         tokenizer.load("owner/tok")
     for part in ("data.tokenizer = 'owner/tok'", "cannot be reached", "`hf download owner/tok`", "that folder", '"train"'):
         assert part in str(caught.value)
+
+
+SPECIALS = ("<unk>", "<s>", "</s>", "<|endoftext|>", "[INST]", "<|im_start|>")
+
+
+def _byte_level(texts):
+    made = Tokenizer(models.BPE(ignore_merges=True))  # as Llama 3's: a word of the vocabulary is found without merges
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=[*SPECIALS], initial_alphabet=alphabet))
+    return made
+
+
+def _sentencepiece_bpe(texts):
+    made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=[*SPECIALS]))
+    made.pre_tokenizer = None  # as Llama 2's: no token has a space within, and nothing splits the text
+    return made
+
+
+def _unigram(texts):
+    made = Tokenizer(models.Unigram())
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=200, special_tokens=[*SPECIALS], unk_token="<unk>"))
+    return made
+
+
+def _word_level(texts):
+    made = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=[*SPECIALS]))
+    return made
+
+
+def _saved(made, folder):
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return str(folder)
 
 
 def _auto(folder):
@@ -368,6 +413,24 @@ def _said_of_bytes(folder):
     return said
 
 
+@pytest.mark.parametrize("make", [_byte_level, _unigram, _word_level])
+def test_a_tokenizer_that_changes_its_tokens_with_each_call_is_called(tmp_path, make):
+    """SeamlessM4T's puts tokens of languages around, which its post-processor gets in Python."""
+    folder = Path(_saved(make([*TEXTS, string.printable]), tmp_path / "t"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "SeamlessM4TTokenizer"}))
+    _check_like_transformers(folder, TEXTS[:3])
+
+
+@pytest.mark.parametrize("kind", ["LayoutLMv2Tokenizer", "RagTokenizer"])
+def test_a_tokenizer_of_other_things_than_texts_is_refused(tmp_path, kind):
+    folder = Path(_saved(_word_level([*TEXTS, string.printable]), tmp_path / "t"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": kind}))
+    with pytest.raises(InputError, match=r"data.tokenizer = .*[Nn]ame another"):
+        _proven(folder, TEXTS[:3])
+
+
 def test_a_special_token_of_one_character_is_no_loss_of_that_character(tmp_path):
     made = _byte_level([*TEXTS, string.printable])
     made.add_special_tokens(["!"])  # a pad
@@ -404,50 +467,6 @@ def test_a_folder_with_python_code_is_refused_and_its_code_never_runs(tmp_path, 
     assert not mark.exists()
     assert done.stdout.startswith("refused: data.tokenizer = ")
     assert "Python code of its own" in done.stdout
-
-
-SPECIALS = ("<unk>", "<s>", "</s>", "<|endoftext|>", "[INST]", "<|im_start|>")
-
-
-def _byte_level(texts):
-    made = Tokenizer(models.BPE(ignore_merges=True))  # as Llama 3's: a word of the vocabulary is found without merges
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=[*SPECIALS], initial_alphabet=alphabet))
-    return made
-
-
-def _sentencepiece_bpe(texts):
-    made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=[*SPECIALS]))
-    made.pre_tokenizer = None  # as Llama 2's: no token has a space within, and nothing splits the text
-    return made
-
-
-def _unigram(texts):
-    made = Tokenizer(models.Unigram())
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=200, special_tokens=[*SPECIALS], unk_token="<unk>"))
-    return made
-
-
-def _word_level(texts):
-    made = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=[*SPECIALS]))
-    return made
-
-
-def _saved(made, folder):
-    folder.mkdir()
-    made.save(str(folder / "tokenizer.json"))
-    values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(values))
-    return str(folder)
 
 
 @pytest.mark.parametrize("make", [_byte_level, _sentencepiece_bpe, _unigram, _word_level])

@@ -133,6 +133,8 @@ def load(name: str) -> Encoder:
     """
     folder = check(name)
     theirs = _theirs(name, folder)
+    if not hasattr(theirs, "is_fast"):
+        raise InputError(f"data.tokenizer = {name!r} is no tokenizer of one text, but {type(theirs).__name__}. Name another.")
     found = _of_backend(theirs, name) if theirs.is_fast else _of_python(theirs, name)
     return replace(found, save=partial(_save, theirs, name, folder))
 
@@ -169,7 +171,7 @@ def like_transformers(encoder: Encoder, theirs: Any, texts: Sequence[str], say: 
     """As `proven`, by a tokenizer of transformers alone."""
     names = sorted(_special(theirs), key=len, reverse=True)
     sample = [text for text in (_without(text, names) for text in texts) if text]
-    expected = [theirs(text, split_special_tokens=True, verbose=False)["input_ids"] for text in sample]
+    expected = [_call(theirs, encoder.name, text, split_special_tokens=True)["input_ids"] for text in sample]
 
     def fits(candidate: Encoder) -> bool:
         found = candidate.encode_batch(sample)
@@ -181,9 +183,10 @@ def like_transformers(encoder: Encoder, theirs: Any, texts: Sequence[str], say: 
 
     if fits(encoder):
         return encoder
-    inner = theirs(sample[0], split_special_tokens=True, add_special_tokens=False, verbose=False)["input_ids"]
-    slower = _by_call(theirs, encoder.name, _prefix_and_suffix(expected[0], inner, encoder.end))
-    if not fits(slower):
+    inner = _call(theirs, encoder.name, sample[0], split_special_tokens=True, add_special_tokens=False)["input_ids"]
+    ways = [_by_call(theirs, encoder.name, around) for around in _prefixes_and_suffixes(expected[0], inner, encoder.end)]
+    slower = next(filter(fits, ways), None)
+    if slower is None:
         raise InputError(
             f"data.tokenizer = {encoder.name!r} changes the ids of a text when it puts its special tokens around it: no "
             "document can be encoded as transformers does. Give token ids (input_ids) in data.source."
@@ -200,7 +203,7 @@ def _lost(encoder: Encoder, theirs: Any, texts: Sequence[str]) -> set[str]:
     for text in texts:
         options = {"add_special_tokens": False, "split_special_tokens": True, "return_offsets_mapping": True}
         covered = bytearray(len(text))
-        for start, end in theirs(text, verbose=False, **options)["offset_mapping"]:
+        for start, end in _call(theirs, encoder.name, text, **options)["offset_mapping"]:
             covered[start:end] = bytes([1]) * (end - start)
         lost.update(character for character, there in zip(text, covered, strict=True) if not there)
     return {character for character in lost if not character.isspace()}
@@ -242,7 +245,7 @@ def other_beside(folder: Path, config: Any) -> str:
         except InputError as error:
             return f"Beside a config.json of {config.model_type} transformers cannot load the tokenizer: {error}"
         own = _theirs(name, folder)
-        if _equal(own, found):
+        if _identity(own, name) == _identity(found, name):
             return ""
     return (
         f"AutoTokenizer reads a tokenizer beside a config.json of {config.model_type} as {type(found).__name__}, which gives "
@@ -304,6 +307,7 @@ def _save(theirs: Any, name: str, folder: Path | None, target: Path) -> None:
     saved by transformers. If that is another tokenizer, it is the other way around: the class may depend on the model's
     config.json, which is not copied.
     """
+    own = _identity(theirs, name)
     copied = tokenizer_files(str(folder)) if folder else []
     for files in (copied, None) if type(theirs).__name__ in _GENERIC_CLASSES else (None, copied):
         shutil.rmtree(target, ignore_errors=True)
@@ -318,7 +322,7 @@ def _save(theirs: Any, name: str, folder: Path | None, target: Path) -> None:
         else:
             continue
         with suppress(InputError):
-            if _equal(theirs, _theirs(name, target)):
+            if _identity(_theirs(name, target), name) == own:
                 return
     raise InputError(
         f"data.tokenizer = {name!r}: transformers saves it otherwise than it reads it, so that an export would have another "
@@ -326,23 +330,30 @@ def _save(theirs: Any, name: str, folder: Path | None, target: Path) -> None:
     )
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """True if two tokenizers of transformers give the same ids, and have the same special tokens in the same roles."""
-    for found in (one, other):
-        if found.is_fast:
-            found.backend_tokenizer.no_truncation()
-            found.backend_tokenizer.no_padding()
-    parts = [
-        (
-            found.get_vocab(),
-            found.special_tokens_map,
-            _special(found),
-            found.backend_tokenizer.to_str() if found.is_fast else type(found),
-            [found(special)["input_ids"] for special in sorted(_special(found))],
-        )
-        for found in (one, other)
-    ]
-    return parts[0] == parts[1]
+def _identity(theirs: Any, name: str) -> tuple[Any, ...]:
+    """Equal for two tokenizers of transformers that give the same ids, and have the same special tokens in the same roles."""
+    if theirs.is_fast:
+        theirs.backend_tokenizer.no_truncation()
+        theirs.backend_tokenizer.no_padding()
+    special = _special(theirs)
+    return (
+        theirs.get_vocab(),
+        theirs.special_tokens_map,
+        special,
+        theirs.backend_tokenizer.to_str() if theirs.is_fast else type(theirs),
+        [_call(theirs, name, one)["input_ids"] for one in sorted(special)],
+    )
+
+
+def _call(theirs: Any, name: str, text: str, **options: bool) -> Any:
+    """What a tokenizer of transformers makes of a text; an InputError if it takes no plain text, or refuses this one."""
+    try:
+        return theirs(text, verbose=False, **options)
+    except Exception as error:  # tokenizers raises plain Exception, and transformers of many kinds
+        raise InputError(
+            f"data.tokenizer = {name!r}: transformers cannot encode the text {_shortened(text)!r} by it: "
+            f"{first_line(error).rstrip('.')}. Take such text out, or name another tokenizer."
+        ) from None
 
 
 def _special(theirs: Any) -> dict[str, int]:
@@ -426,19 +437,19 @@ def _around(whole: list[int], end: int | None, name: str) -> tuple[tuple[int, ..
             f"data.tokenizer = {name!r} makes {whole.count(_TEXT)} copies of a text in a document (its post_processor), where"
             " Octavo puts tokens around one. Correct the post_processor in its tokenizer.json."
         )
-    return _prefix_and_suffix(whole, [_TEXT], end)
+    return next(_prefixes_and_suffixes(whole, [_TEXT], end))
 
 
-def _prefix_and_suffix(whole: list[int], inner: list[int], end: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Special tokens before and after a text's own ids, the end token last."""
-    width = len(inner)
-    start = next((i for i in range(len(whole) - width + 1) if whole[i : i + width] == inner), None)
-    if start is None:  # special tokens change the text's own ids
-        start, whole = 0, inner
-    suffix = tuple(whole[start + width :])
-    if end is not None and suffix[-1:] != (end,):
-        suffix = (*suffix, end)
-    return tuple(whole[:start]), suffix
+def _prefixes_and_suffixes(
+    whole: Sequence[int], inner: Sequence[int], end: int | None
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Special tokens before and after a text's own ids, the end token last: for each place of `inner` in `whole`."""
+    for start in range(len(whole) - len(inner) + 1):
+        if whole[start : start + len(inner)] == inner:
+            suffix = tuple(whole[start + len(inner) :])
+            if end is not None and suffix[-1:] != (end,):
+                suffix = (*suffix, end)
+            yield tuple(whole[:start]), suffix
 
 
 def _explained(encode: Callable[[list[str]], list[list[int]]], name: str) -> Callable[[list[str]], list[list[int]]]:
