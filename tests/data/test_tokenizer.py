@@ -300,10 +300,16 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("unknown", [True, False])
+@pytest.mark.parametrize("kind", ["words", "words without unknown", "letters"])
 @pytest.mark.parametrize("around", AROUND)
-def test_what_stands_around_a_document_is_the_post_processors(tmp_path, around, unknown):
-    folder = _dna(tmp_path / "dna", AROUND[around], unknown=unknown)
+def test_what_stands_around_a_document_is_the_post_processors(tmp_path, around, kind):
+    """A BPE without an unknown token makes nothing of a text that it does not know."""
+    folder = _dna(tmp_path / "dna", AROUND[around], unknown=kind == "words")
+    if kind == "letters":
+        values = json.loads((folder / "tokenizer.json").read_text())
+        model = json.loads(Tokenizer(models.BPE(values["model"]["vocab"], [])).to_str())["model"]
+        (folder / "tokenizer.json").write_text(json.dumps(values | {"model": model}))
+        assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a", add_special_tokens=False).ids == []
     _check_like_transformers(folder, ["ACGT", "A", "TTAG"])
 
 
