@@ -88,6 +88,15 @@ def test_a_run_resumes_and_exports_a_grown_vocabulary(made, tied, tmp_path, caps
     assert (found.get_input_embeddings().weight is found.get_output_embeddings().weight) == tied
 
 
+def test_a_dry_run_says_what_is_added(made, capsys):
+    run, _ = made()
+    given = ["train", str(run.file), "model.resize=true", "--dry-run"]
+    assert main(given) == 0
+    assert "vocabulary 263 tokens, 3 of them added by model.resize" in _said(capsys)[0]
+    assert main([*given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens_added"] == 3
+
+
 def train(file, overrides):
     """A run in this process, one of several ranks."""
     from rich.console import Console
