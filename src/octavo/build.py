@@ -198,6 +198,7 @@ def build_model(
     sharding: Sharding | None = None,
     averaged: bool = False,
     load_from: str | Path | None = None,
+    resize: bool = False,
     from_rank0: Ranks | None = None,
     buffer_dtype: torch.dtype = torch.float32,
     blocks: Literal["auto", "own"] = "auto",
@@ -212,6 +213,7 @@ def build_model(
         params_dtype: None for a model that keeps its own code, whose parameters keep their dtypes.
         device: "meta" fills nothing, for counting parameters. horizon: blocks that `offload` loads ahead in backward.
         excluded: names of layers that stay out of FP8, each with its reason.
+        resize: the config may have more tokens than the weights of `load_from`.
         objective: label smoothing and z-loss of the training loss (Octavo's decoder alone).
         averaged: average the gradients of a model that keeps its own code, for mean losses; False sums them.
         from_rank0: all ranks; rank 0 has the weights.
@@ -228,7 +230,7 @@ def build_model(
     spec = with_moe(spec, config, moe)
     if params_dtype is None and (spec is not None or vision or sharding is not None):
         raise InputError(f"{type(original).__name__} has parameters of several dtypes: set params_dtype, to torch.float32.")
-    weights = _weights(original, config, load_from, from_rank0, replaced=vision or spec is not None)
+    weights = _weights(original, config, load_from, from_rank0, replaced=vision or spec is not None, resize=resize)
     trains = {} if original is None else {n: p.requires_grad for n, p in original.named_parameters(remove_duplicate=False)}
 
     # 1. Replace.
@@ -410,12 +412,18 @@ def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None,
 
 
 def _weights(
-    original: nn.Module | None, config: Any, load_from: str | Path | None, from_rank0: Ranks | None, *, replaced: bool
+    original: nn.Module | None,
+    config: Any,
+    load_from: str | Path | None,
+    from_rank0: Ranks | None,
+    *,
+    replaced: bool,
+    resize: bool,
 ) -> Weights | None:
     """A folder of weights, or a model's own tensors that fill others, of `replaced` blocks or of other ranks; else None."""
     needed = replaced or from_rank0 is not None
     if load_from is not None:
-        return folder_weights(load_from, original, config)
+        return folder_weights(load_from, original, config, resize=resize)
     return None if original is None or not needed else own_weights(original, received=from_rank0 is not None)
 
 

@@ -39,6 +39,7 @@ IDLE = [
     ),
     ({"data__validation_source": "b.txt", "data__validation_split": "test"}, ['data.validation_split = "test"', "a data set"]),
     ({"data__validation_split": "test"}, ['data.validation_split = "test"', "with no data.validation_source"]),
+    ({"model__resize": True}, ["model.resize = true", "model.load = false", "model.load = true"]),
     ({"data__weights": [1]}, ["data.weights = [1.0]", "several sources in data.source"]),
     ({"data__source": "a.txt.gz", "data__text_field": "body"}, ['data.text_field = "body"', ".csv"]),
     ({"data__tokenizer": "gpt2", "data__vocab_size": 999}, ["data.vocab_size = 999", 'data.tokenizer = "gpt2"']),

@@ -67,6 +67,7 @@ def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
     unset |= {"fp8.head", "fp8.fast_accumulation", "train.tokens", "train.epochs", "train.sample_prompt"}
     unset |= {"data.validation_source"} | {key for key in known_keys() if key.startswith("moe.")}
     idle = {
+        "model.resize",
         "data.weights",
         "data.validation_split",
         "optimizer.decay_steps",

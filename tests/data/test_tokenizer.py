@@ -2,15 +2,19 @@
 
 import json
 import os
+import shutil
 import string
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, TokenizersBackend
+from transformers.models.auto import tokenization_auto
 
 from octavo.data import pieces, tokenizer
 from octavo.errors import InputError
@@ -84,12 +88,10 @@ def test_training_is_the_same_in_another_process(trained, tmp_path):
     assert (tmp_path / "this/tokenizer.json").read_bytes() == (tmp_path / "other/tokenizer.json").read_bytes()
 
 
-def test_the_saved_folder_is_what_transformers_loads_and_what_tokenizers_alone_reads(trained, saved):
-    from transformers import AutoTokenizer
-
+def test_the_saved_folder_is_what_transformers_loads(trained, saved):
     theirs = AutoTokenizer.from_pretrained(saved)
     assert (len(theirs), theirs.eos_token_id, theirs.bos_token) == (300, 0, "<|endoftext|>")
-    encoder = tokenizer._load_without_transformers(saved)
+    encoder = tokenizer.load(str(saved))
     assert (encoder.vocab_size, encoder.end, encoder.prefix, encoder.suffix) == (300, 0, (), (0,))
     for text in TEXTS[:3]:
         assert [*theirs(text)["input_ids"], 0] == _ids(trained, [text])[0] == _ids(encoder, [text])[0]
@@ -119,9 +121,6 @@ def test_tokens_that_a_tokenizer_adds_are_kept_and_its_truncation_is_not(tmp_pat
 
 def test_where_the_configuration_adds_tokens_transformers_is_asked(tmp_path):
     folder = _word_tokenizer(tmp_path / "t", begin=False, add_bos_token=True, add_eos_token=True)
-    assert tokenizer._load_without_transformers(folder) is None
-    from transformers import AutoTokenizer
-
     theirs = AutoTokenizer.from_pretrained(folder)
     loaded = tokenizer.load(str(folder))
     assert _ids(loaded, ["a b", "b"]) == [[*theirs(text)["input_ids"], 1] for text in ("a b", "b")]
@@ -132,16 +131,17 @@ def test_where_the_configuration_adds_tokens_transformers_is_asked(tmp_path):
 @pytest.mark.parametrize(
     ("whole", "inner", "end", "expected"),
     [
-        ([2, 3], [2, 3], 1, ((), (1,))),
-        ([0, 2, 3], [2, 3], 1, ((0,), (1,))),
-        ([0, 2, 3, 1], [2, 3], 1, ((0,), (1,))),  # one end token, not two
-        ([0, 2, 3, 9], [2, 3], 1, ((0,), (9, 1))),
-        ([0, 2, 3, 9], [2, 3], None, ((0,), (9,))),
-        ([7, 8], [2, 3], 1, ((), (1,))),  # adds more than tokens around: left alone
+        ([2, 3], [2, 3], 1, [((), (1,))]),
+        ([0, 2, 3], [2, 3], 1, [((0,), (1,))]),
+        ([0, 2, 3, 1], [2, 3], 1, [((0,), (1,))]),  # one end token, not two
+        ([0, 2, 3, 9], [2, 3], 1, [((0,), (9, 1))]),
+        ([0, 2, 3, 9], [2, 3], None, [((0,), (9,))]),
+        ([7, 8], [2, 3], 1, []),  # adds more than tokens around
+        ([4, 4, 5], [4], 5, [((), (4, 5)), ((4,), (5,))]),  # an unknown token in front of one
     ],
 )
 def test_what_stands_around_a_document(whole, inner, end, expected):
-    assert tokenizer._prefix_and_suffix(whole, inner, end) == expected
+    assert list(tokenizer._prefixes_and_suffixes(whole, inner, end)) == expected
 
 
 def test_a_tokenizer_without_an_end_token_adds_none(tmp_path):
@@ -198,30 +198,6 @@ def test_a_hub_out_of_reach_is_said_with_both_remedies(tmp_path, monkeypatch):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("light", [True, False])
-def test_a_folder_with_python_code_is_refused_and_its_code_never_runs(tmp_path, light):
-    """In a process whose stdin says yes: transformers would ask there whether to run the code."""
-    folder, mark = _word_tokenizer(tmp_path / "t") if light else tmp_path / "t", tmp_path / "mark"
-    folder.mkdir(exist_ok=True)
-    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    if not light:
-        (folder / "tokenizer.json").write_text("{}")
-    (folder / "own.py").write_text(
-        f"open({str(mark)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizer\nclass Own(PreTrainedTokenizer): ...\n"
-    )
-    program = (
-        "import sys; from octavo.data import tokenizer; from octavo.errors import InputError\n"
-        "try:\n    tokenizer.load(sys.argv[1])\nexcept InputError as error:\n    print('refused:', error)\n"
-    )
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", program, str(folder)]
-    done = subprocess.run(command, input="y\n" * 3, capture_output=True, text=True, check=True, env=environment)
-    assert not mark.exists()
-    assert done.stdout.startswith("refused: data.tokenizer = ")
-    assert "Python code of its own" in done.stdout
-
-
 SPECIALS = ("<unk>", "<s>", "</s>", "<|endoftext|>", "[INST]", "<|im_start|>")
 
 
@@ -266,17 +242,246 @@ def _saved(made, folder):
     return str(folder)
 
 
-@pytest.mark.parametrize("light", [True, False], ids=["tokenizers", "transformers"])
+def _auto(folder):
+    return AutoTokenizer.from_pretrained(str(folder))
+
+
+def _proven(folder, texts, said=None):
+    """The encoder of a run on these texts."""
+    encoder = tokenizer.load(str(folder))
+    copy = folder.parent / f"{folder.name}-copy"
+    encoder.save(copy)
+    return tokenizer.proven(encoder, copy, texts, [].append if said is None else said.append)
+
+
+def _check_like_transformers(folder, texts):
+    """Each document is AutoTokenizer's ids, then its end token unless they end in it; the saved tokenizer is the same one."""
+    encoder = _proven(folder, texts)
+    for theirs in (_auto(folder), _auto(folder.parent / f"{folder.name}-copy")):
+        expected = [theirs(text)["input_ids"] for text in texts]
+        end = theirs.eos_token_id
+        assert _ids(encoder, texts) == [ids if end is None or ids[-1] == end else [*ids, end] for ids in expected]
+        assert (encoder.end, encoder.vocab_size) == (end, max(theirs.get_vocab().values()) + 1)
+
+
+def _dna(folder, post_processor=None, config=(), tokens=("<s>", "</s>"), unknown=False, files=None):
+    """A tokenizer of four letters: no "a", and by default no unknown token."""
+    words = [*tokens, "A", "C", "G", "T"] + ["<unk>"] * unknown
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, **({"unk_token": "<unk>"} if unknown else {})))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.add_special_tokens(list(tokens))
+    if post_processor is not None:
+        made.post_processor = post_processor
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **dict(config)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    for name, content in (files or {}).items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+_NAMED = [("<s>", 0), ("</s>", 1)]
+AROUND = {
+    "nothing": None,
+    "before": processors.TemplateProcessing(single="<s> $A", special_tokens=_NAMED[:1]),
+    "both": processors.TemplateProcessing(single="<s> $A </s>", special_tokens=_NAMED),
+    "several": processors.TemplateProcessing(single="<s> <s> $A </s> <s>", special_tokens=_NAMED),
+    "bert": processors.BertProcessing(("</s>", 1), ("<s>", 0)),
+    "roberta": processors.RobertaProcessing(("</s>", 1), ("<s>", 0)),
+    "bytes": processors.ByteLevel(),
+    "sequence": processors.Sequence(
+        [
+            processors.TemplateProcessing(single="$A </s>", special_tokens=_NAMED[1:]),
+            processors.ByteLevel(),
+            processors.TemplateProcessing(single="<s> $A", special_tokens=_NAMED[:1]),
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["words", "words without unknown", "letters"])
+@pytest.mark.parametrize("around", AROUND)
+def test_what_stands_around_a_document_is_the_post_processors(tmp_path, around, kind):
+    """A BPE without an unknown token makes nothing of a text that it does not know."""
+    folder = _dna(tmp_path / "dna", AROUND[around], unknown=kind == "words")
+    if kind == "letters":
+        values = json.loads((folder / "tokenizer.json").read_text())
+        model = json.loads(Tokenizer(models.BPE(values["model"]["vocab"], [])).to_str())["model"]
+        (folder / "tokenizer.json").write_text(json.dumps(values | {"model": model}))
+        assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a", add_special_tokens=False).ids == []
+    _check_like_transformers(folder, ["ACGT", "A", "TTAG"])
+
+
+@pytest.mark.parametrize(
+    "named", [{"add_bos_token": True}, {"add_eos_token": True}, {"add_bos_token": True, "add_eos_token": True}]
+)
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizer"])
+def test_tokens_that_python_code_puts_around_a_document_are_kept(tmp_path, kind, named):
+    made = _sentencepiece_bpe(TEXTS)
+    folder = Path(_saved(made, tmp_path / "t"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | named | {"tokenizer_class": kind}))
+    _check_like_transformers(folder, TEXTS[:3])
+
+
+def test_a_post_processor_that_repeats_the_text_is_refused(tmp_path):
+    folder = _dna(tmp_path / "dna", processors.TemplateProcessing(single="$A <s> $A", special_tokens=_NAMED[:1]))
+    with pytest.raises(InputError, match="2 copies of a text"):
+        tokenizer.load(str(folder))
+
+
+OTHER = {"content": "<|im_end|>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+TOKENS = ("<s>", "</s>", "<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({}, {"special_tokens_map.json": {"eos_token": "<|im_end|>"}}),
+        ({}, {"special_tokens_map.json": {"eos_token": OTHER, "pad_token": "<s>"}}),
+        ({}, {"added_tokens.json": {"<tool>": 7, "<end>": 8}}),
+        ({"eos_token": "<end>"}, {"added_tokens.json": {"<tool>": 7, "<end>": 8}}),
+        ({"additional_special_tokens": ["<a>", "<b>"]}, {}),
+        ({"extra_special_tokens": ["<a>", "<b>"]}, {}),
+        ({"extra_special_tokens": {"image_token": "<a>"}}, {}),
+        ({"image_token": "<image>"}, {}),
+        ({"pad_token": "<pad>"}, {}),
+        ({"eos_token": "<|im_end|>", "added_tokens_decoder": {"7": OTHER | {"content": "<new>", "special": True}}}, {}),
+        ({}, {"special_tokens_map.json": {"additional_special_tokens": ["<a>", "<b>"], "eos_token": "<a>"}}),
+        ({"eos_token": None}, {}),
+    ],
+)
+def test_all_files_of_a_tokenizer_are_read_as_transformers_reads_them(tmp_path, config, files):
+    folder = _dna(tmp_path / "dna", AROUND["before"], config, TOKENS, files=files)
+    _check_like_transformers(folder, ["ACGT", "GATTACA"])
+    assert tokenizer.local_vocab_size(str(folder)) == max(_auto(folder).get_vocab().values()) + 1
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2", "gemma"])
+def test_a_class_that_the_models_config_decides_is_saved(tmp_path, kind):
+    """transformers reads Qwen2's with its own splitting of words, whatever tokenizer.json says."""
+    folder = Path(_saved(_byte_level([*TEXTS, string.printable]), tmp_path / "t"))
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    _check_like_transformers(folder, [*TEXTS[:3], "in 2026, 12345 words"])
+
+
+def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path):
+    encoder = tokenizer.load(str(_dna(tmp_path / "dna")))
+    with pytest.raises(InputError, match=r"dna' cannot encode the text 'ACNT': .*unknown token") as caught:
+        _ids(encoder, ["ACGT", "ACNT", "TTT"])
+    assert "unk_token" in str(caught.value)
+
+
+class OwnTokenizer(TokenizersBackend):
+    """Python code that changes ids: it reverses each text, and puts its tokens around by itself."""
+
+    def _encode_plus(self, text, *others, **options):
+        batch = isinstance(text, list)
+        return super()._encode_plus([one[::-1] for one in text] if batch else text[::-1], *others, **options)
+
+
+def test_python_code_that_changes_ids_is_found_and_called(tmp_path, monkeypatch):
+    monkeypatch.setitem(tokenization_auto.REGISTERED_TOKENIZER_CLASSES, "OwnTokenizer", OwnTokenizer)
+    folder = _dna(tmp_path / "dna", AROUND["both"], {"tokenizer_class": "OwnTokenizer", "unk_token": "<unk>"}, unknown=True)
+    said = []
+    encoder = _proven(folder, ["ACGT", "GATTACA"], said)
+    assert _ids(encoder, ["ACGT", "GATTACA"]) == [_auto(folder)(text)["input_ids"] for text in ("ACGT", "GATTACA")]
+    assert _ids(encoder, ["ACG"]) == [[0, 4, 3, 2, 1]]
+    assert len(said) == 1
+    assert "slower" in said[0]
+
+
+def test_characters_that_no_token_stands_for_are_said(tmp_path):
+    """A BPE without an unknown token leaves them out, in transformers too."""
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate("ACGT")} | {"AC": 4}, [("A", "C")]))
+    made.add_special_tokens(["<s>", "</s>"])
+    folder = tmp_path / "t"
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    for texts, lost in ((["ACGT", "ACGX", "N"], ["'N'", "'X'"]), (["ACGT"], [])):
+        said = []
+        encoder = _proven(folder, texts, said)
+        assert _ids(encoder, texts) == [[*_auto(folder)(text)["input_ids"], encoder.end] for text in texts]
+        assert len(said) == bool(lost)
+        assert all(one in said[0] for one in lost)
+        shutil.rmtree(tmp_path / "t-copy")
+    assert not _said_of_bytes(tmp_path / "bytes")
+
+
+def _said_of_bytes(folder):
+    """What is said of a tokenizer that has all bytes, in texts with anything."""
+    tokenizer.train(TEXTS, 300).save(folder)
+    said = []
+    _proven(folder, [*TEXTS, string.printable, "e\u0301 \u200b\x00 漢 😀"], said)
+    return said
+
+
+@pytest.mark.parametrize("make", [_byte_level, _unigram, _word_level])
+def test_a_tokenizer_that_changes_its_tokens_with_each_call_is_called(tmp_path, make):
+    """SeamlessM4T's puts tokens of languages around, which its post-processor gets in Python."""
+    folder = Path(_saved(make([*TEXTS, string.printable]), tmp_path / "t"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "SeamlessM4TTokenizer"}))
+    _check_like_transformers(folder, TEXTS[:3])
+
+
+@pytest.mark.parametrize("kind", ["LayoutLMv2Tokenizer", "RagTokenizer"])
+def test_a_tokenizer_of_other_things_than_texts_is_refused(tmp_path, kind):
+    folder = Path(_saved(_word_level([*TEXTS, string.printable]), tmp_path / "t"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": kind}))
+    with pytest.raises(InputError, match=r"data.tokenizer = .*[Nn]ame another"):
+        _proven(folder, TEXTS[:3])
+
+
+def test_a_special_token_of_one_character_is_no_loss_of_that_character(tmp_path):
+    made = _byte_level([*TEXTS, string.printable])
+    made.add_special_tokens(["!"])  # a pad
+    folder = Path(_saved(made, tmp_path / "t"))
+    encoder = tokenizer.load(str(folder))
+    assert _ids(encoder, ["the! end"]) == [[*_auto(folder)("the! end")["input_ids"], encoder.end]]
+
+
+def test_an_end_token_that_texts_are_full_of_is_refused(tmp_path):
+    folder = _dna(tmp_path / "dna", config={"eos_token": "T"})
+    with pytest.raises(InputError, match=r"encodes 'T' in a text as the special token"):
+        _proven(folder, ["ACG"])
+
+
+@pytest.mark.parametrize("light", [True, False])
+def test_a_folder_with_python_code_is_refused_and_its_code_never_runs(tmp_path, light):
+    """In a process whose stdin says yes: transformers would ask there whether to run the code."""
+    folder, mark = _word_tokenizer(tmp_path / "t") if light else tmp_path / "t", tmp_path / "mark"
+    folder.mkdir(exist_ok=True)
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if not light:
+        (folder / "tokenizer.json").write_text("{}")
+    (folder / "own.py").write_text(
+        f"open({str(mark)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizer\nclass Own(PreTrainedTokenizer): ...\n"
+    )
+    program = (
+        "import sys; from octavo.data import tokenizer; from octavo.errors import InputError\n"
+        "try:\n    tokenizer.load(sys.argv[1])\nexcept InputError as error:\n    print('refused:', error)\n"
+    )
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(command, input="y\n" * 3, capture_output=True, text=True, check=True, env=environment)
+    assert not mark.exists()
+    assert done.stdout.startswith("refused: data.tokenizer = ")
+    assert "Python code of its own" in done.stdout
+
+
 @pytest.mark.parametrize("make", [_byte_level, _sentencepiece_bpe, _unigram, _word_level])
-def test_names_of_special_tokens_in_a_text_are_text(tmp_path, monkeypatch, make, light):
+def test_names_of_special_tokens_in_a_text_are_text(tmp_path, make):
     """As text they are what a tokenizer of the same model without special tokens makes of them."""
     generator = np.random.default_rng()
     words = ["alpha", "beta", "gamma", "< / > | [ ]", "end of text", "I N S T _ m start", "<", ">s", "/s"]
     made = make([" ".join(generator.choice(words, 40)) for _ in range(50)] + [" ".join(string.printable)])
-    name = _saved(made, tmp_path / "t")
-    if not light:
-        monkeypatch.setattr(tokenizer, "_load_without_transformers", lambda folder: None)
-    encoder = tokenizer.load(name)
+    encoder = tokenizer.load(_saved(made, tmp_path / "t"))
     special = {made.token_to_id(token) for token in SPECIALS}
     unknown = made.token_to_id("<unk>") if make is _word_level else -1  # a word that is not in the vocabulary
     for token in SPECIALS:

@@ -662,5 +662,6 @@ def test_weights_with_a_tokenizer_trained_here_are_said(tiny_run, tmp_path, caps
     run = tiny_run(steps=2)
     source = _with_source(run, tmp_path / "source", bos_token_id=1, eos_token_id=2)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)).save_pretrained(source)
+    (source / "tokenizer.json").write_text("{}")
     assert main(["train", str(run.file), "model.load=true"]) == 0
     assert f"data.tokenizer = {str(source)!r} has theirs" in " ".join(capsys.readouterr().out.split())

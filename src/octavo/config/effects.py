@@ -127,6 +127,7 @@ _NEEDS = (
         lambda config: _any_data_set(config.data.validation_sources),
         "a data set as data.validation_source",
     ),
+    _Need(("model.resize",), ("model.load",), lambda config: config.model.load, "model.load = true"),
     _Need(("data.weights",), ("data.source",), lambda config: len(config.data.sources) > 1, "several sources in data.source"),
     _Need(
         ("data.vocab_size",), ("data.tokenizer",), lambda config: config.data.tokenizer == "train", 'data.tokenizer = "train"'

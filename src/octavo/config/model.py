@@ -14,6 +14,10 @@ class ModelConfig(Section):
 
     source: str = Field(description='A Hugging Face folder or id, or a built-in shape such as "llama-1b".')
     load: bool = Field(False, description="Start from the pretrained weights of `source` instead of random ones.")
+    resize: bool = Field(
+        False,
+        description="Add the tokenizer's further tokens to pretrained weights: new rows are the mean of the old ones.",
+    )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16",
         description="Dtype of activations, and of the products that do not run in FP8; float16 goes with train.loss_scale.",
@@ -32,5 +36,8 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _overrides_need_random_weights(self) -> ModelConfig:
         if self.load and self.config:
-            raise ValueError("model.config changes the shape, so model.load must be false")
+            raise ValueError(
+                "model.config changes random weights, so model.load must be false. For pretrained ones change config.json in a "
+                "copy of the folder, and name it as model.source; model.resize = true adds tokens to their vocabulary"
+            )
         return self

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -31,6 +32,9 @@ from octavo.storage import write_atomic
 
 _LONGEST_TOKEN = 32
 """With `max_tokens`, reading stops at this many bytes a token: more than the average of any real text."""
+
+_EXCERPTS, _EXCERPT = 64, 4096
+"""Pieces of each part, and characters of each, that are encoded by transformers too."""
 
 
 def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) -> Manifest:
@@ -55,12 +59,14 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
             if notice not in said:  # of a data set, whose splits are known now
                 console.print(notice, **NOTICE)
         encoder = _encoder(config, named, parts, progress)
+        if encoder is not None:
+            encoder.save(folder / "tokenizer")
+            say = partial(progress.console.print, **NOTICE)
+            encoder = tokenizer.proven(encoder, folder / "tokenizer", _excerpts(parts, config.seed), say)
         written = write_tokens(config, parts, encoder, folder, progress)
     for store_file in store_files:
         store_file.unlink()
     _check_unchanged(sources)
-    if encoder is not None:
-        encoder.save(folder / "tokenizer")
     files = manifest.own_files(folder)
     tokenizer_sha256 = _tokenizer_sha256(files)
     by_source: dict[Split, list[Counts]] = {}
@@ -191,6 +197,23 @@ def _encoder(config: DataConfig, named: Encoder | None, parts: Sequence[Part], p
     sample = _sample(documents.pieces(np.concatenate([part.train for part in parts])), config.seed, say)
     texts = progress.track(documents.text_pieces(sample), total=len(sample), description="training the tokenizer")
     return tokenizer.train(texts, config.vocab_size)
+
+
+def _excerpts(parts: Sequence[Part], seed: int) -> list[str]:
+    """The beginnings of random pieces of all parts; none of token ids."""
+    found: list[str] = []
+    for part in parts:
+        if part.documents.tokenised:
+            continue
+        splits = [documents for documents in (part.train, part.validation) if documents is not None]
+        generator = rng.generator(seed, rng.TOKENIZER)
+        pieces = part.documents.pieces(np.sort(_some(np.concatenate(splits), generator)))
+        found += [text[:_EXCERPT] for text in part.documents.text_pieces(_some(pieces, generator))]
+    return found
+
+
+def _some(rows: npt.NDArray[np.int64], generator: np.random.Generator) -> npt.NDArray[np.int64]:
+    return generator.choice(rows, min(len(rows), _EXCERPTS), replace=False)
 
 
 def _sample(pieces: Ranges, seed: int, say: Callable[[str], None]) -> Ranges:

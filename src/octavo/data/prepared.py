@@ -46,6 +46,11 @@ class PreparedData:
         """A folder for `transformers.AutoTokenizer.from_pretrained`; None for a corpus of token ids without a tokenizer."""
         return self.folder / "tokenizer" if self.manifest.tokenizer_sha256 else None
 
+    @property
+    def vocabulary(self) -> int:
+        """One more than the largest id that the data or its tokenizer has."""
+        return max(self.manifest.max_token_id + 1, self.manifest.vocab_size if self.tokenizer_folder else 0)
+
     def tokens(self, split: Split) -> npt.NDArray[np.unsignedinteger]:
         """[N] token ids of a split, documents one after another, as a read-only memory map."""
         return self._map(f"{split}.bin", "<u2" if self.manifest.dtype == "uint16" else "<u4")
@@ -122,18 +127,20 @@ def folder_of(config: DataConfig) -> Path:
     return folder / f"{slug}{more}-{digest[:8]}"
 
 
-def check_vocabulary(prepared: PreparedData, vocab_size: int) -> None:
-    """Refuse token ids beyond an embedding of `vocab_size` rows.
+def check_vocabulary(prepared: PreparedData, vocab_size: int, *, load: bool) -> None:
+    """Refuse token ids beyond an embedding of `vocab_size` rows; `load`: of pretrained weights.
 
     Raises:
         InputError: the largest token id is `vocab_size` or more.
     """
-    largest = max(prepared.manifest.max_token_id, prepared.manifest.vocab_size - 1 if prepared.tokenizer_folder else -1)
-    if largest >= vocab_size:
+    needed = prepared.vocabulary
+    if needed > vocab_size:
+        way = f"model.config.vocab_size to at least {needed}"
+        if load:
+            way = f"model.resize = true, which adds {needed - vocab_size} rows to the weights"
         raise InputError(
-            f"the data has token ids up to {largest}, but the model's vocabulary ends at {vocab_size - 1} "
-            f"(vocab_size = {vocab_size}). Set model.config.vocab_size to at least {largest + 1}, or "
-            "data.tokenizer to the model's own tokenizer."
+            f"the data has token ids up to {needed - 1}, but the model's vocabulary ends at {vocab_size - 1} "
+            f"(vocab_size = {vocab_size}). Set {way}, or give the data of another tokenizer (data.tokenizer)."
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,9 @@ def for_texts(tokenizer: Tokenizer, named: Collection[str]) -> Tokenizer:
     model = values["model"]
     mark = secrets.token_hex(16)  # in no text, so that the result does not depend on it
     marked = {token["content"] for token in values["added_tokens"] if token["special"]}
-    names = {name: f"{mark} {number}" for number, name in enumerate(sorted(marked.union(named)))}
+    # A special token of one character, such as a pad "!", is how a text's own character is written.
+    special = sorted(name for name in marked.union(named) if len(name) > 1)
+    names = {name: f"{mark} {number}" for number, name in enumerate(special)}
     for token in values["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     if isinstance(model["vocab"], dict):
@@ -48,7 +50,8 @@ def for_texts(tokenizer: Tokenizer, named: Collection[str]) -> Tokenizer:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if not _touches(merge, names)]
-    values["post_processor"] = None  # adds the tokens around a text
+    for part in ("post_processor", "truncation", "padding"):  # add the tokens around a text, cut it, and fill it up
+        values[part] = None
     copy = Tokenizer.from_str(json.dumps(values))
     copy.encode_special_tokens = True
     return copy
@@ -61,13 +64,18 @@ def _touches(merge: list[str] | str, names: dict[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of a tokenizer as transformers reads its folder: by role, None for an absent one; and of every special token."""
+    """Ids of a tokenizer as transformers reads its folder: by role, None for an absent one; and every special token by id."""
 
     bos: int | None
     eos: int | None
     pad: int | None
     unknown: int | None
-    all: frozenset[int]
+    names: Mapping[int, str]
+
+    @property
+    def all(self) -> frozenset[int]:
+        """The ids of all special tokens."""
+        return frozenset(self.names)
 
     @classmethod
     def of(cls, folder: Path) -> SpecialTokens:
@@ -75,9 +83,9 @@ class SpecialTokens:
         from transformers import AutoTokenizer  # heavy
 
         found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        added = {number for number, token in found.added_tokens_decoder.items() if token.special}
-        every = frozenset({*found.all_special_ids, *added})
-        return cls(found.bos_token_id, found.eos_token_id, found.pad_token_id, found.unk_token_id, every)
+        names = {number: token.content for number, token in found.added_tokens_decoder.items() if token.special}
+        names |= dict(zip(found.all_special_ids, found.all_special_tokens, strict=True))
+        return cls(found.bos_token_id, found.eos_token_id, found.pad_token_id, found.unk_token_id, names)
 
     def fit(self, config: Any) -> dict[str, int | list[int] | None]:
         """Set the bos, eos and pad ids of a Hugging Face config, or generation config, to this tokenizer's; returns them.
@@ -103,6 +111,27 @@ class SpecialTokens:
             if getattr(config, role, None) != value:
                 setattr(config, role, value)
         return fitted
+
+    def disagreements(self, named: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+        """(role, sentence) for each role in which other files have other ids than this tokenizer.
+
+        named: ids by role, of each file by its name. Several eos ids agree with the tokenizer if its own is among them.
+        """
+        for role, own in zip(ROLES, (self.bos, self.eos, self.pad), strict=True):
+            said = []
+            for file, ids in named.items():
+                if role not in ids:
+                    continue
+                given = _listed(ids.get(role))
+                foreign = [one for one in given if one not in self.all]
+                other = own is not None and own not in given and (given or role == "eos_token_id")
+                if foreign or other or (own is None and given and role == "eos_token_id"):
+                    said.append(f"{file} has {', '.join(map(self._shown, given)) or 'none'}")
+            if said:
+                yield role, f"{'; '.join(said)}; the tokenizer has {'none' if own is None else self._shown(own)}"
+
+    def _shown(self, one: int) -> str:
+        return f"{one} ({self.names[one]!r})" if one in self.names else f"{one} (no special token of it)"
 
     def owns(self, config: Any) -> bool:
         """True if every eos id of a config is a special token of this tokenizer."""

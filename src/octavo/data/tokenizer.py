@@ -1,17 +1,19 @@
 """Tokenizer: a byte-level BPE trained on the corpus, or one of Hugging Face's.
 
-transformers takes seconds to import, so a folder is read by `tokenizers` alone unless transformers would change the result (own
-classes, tokens added by its configuration). No code from a tokenizer's folder is executed. A document is encoded as the
-tokenizer's prefix (a BOS, for some), the text, its suffix, and the end token (EOS) if the suffix does not end in it.
+transformers' AutoTokenizer decides: it alone reads all files of a tokenizer (special_tokens_map.json, added_tokens.json, the
+model's config.json). Texts are encoded by a copy of its backend without names of special tokens, and a sample of the corpus by
+both, before anything else is encoded. No code from a tokenizer's folder is executed. A document is encoded as the tokenizer's
+prefix (a BOS, for some), the text, its suffix, and the end token (EOS) if the suffix does not end in it.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -24,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from octavo import hub
 from octavo.data.pieces import bounded_words, encodable
 from octavo.data.special_tokens import for_texts
-from octavo.errors import InputError, first_line, is_unreachable, nearest, unreachable
+from octavo.errors import InputError, first_line, is_unreachable, nearest, some, unreachable
 from octavo.storage import names_a_path, path_of, taken_for_a_path
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -32,10 +34,13 @@ TRAINING_BYTES = 50_000_000
 """Largest sample for training a BPE: merges settle long before, and time and memory of training grow with the text."""
 
 _BATCH_CHARACTERS = 2**20
+_PATTERNS = ("*token*.json", "vocab.*", "merges.txt", "*.model", "tekken.json", "*.tiktoken", "chat_template.*")
 _GENERIC_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
-_CHANGING_KEYS = ("add_bos_token", "add_eos_token", "split_special_tokens", "auto_map", "extra_special_tokens")
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-_PATTERNS = ("*token*.json", "vocab.*", "merges.txt", "*.model", "chat_template.*")
+_TEMPLATES = "additional_chat_templates"
+_TEXT = 2**32 - 1
+"""Id that stands for a text between special tokens: no vocabulary has it."""
+_SHOWN = 60
+"""Characters of a text in a message."""
 
 Chunk = tuple[npt.NDArray[np.uint32], bool]
 """Token ids of a document or of a part of it; True if the document ends there."""
@@ -46,6 +51,7 @@ class Encoder:
     """The functions of a tokenizer that prepare data.
 
     Attributes:
+        name: of `data.tokenizer`, for messages.
         vocab_size: one more than the largest id.
         end: id of the end token; None if there is none.
         unknown: id of the token for text outside of the vocabulary; None if there is none, or if it is the end token.
@@ -54,6 +60,7 @@ class Encoder:
         save: write a folder for `transformers.AutoTokenizer.from_pretrained`.
     """
 
+    name: str
     vocab_size: int
     end: int | None
     unknown: int | None
@@ -115,26 +122,101 @@ def train(texts: Iterable[str], vocab_size: int) -> Encoder:
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    return _from_backend(tokenizer, END_OF_DOCUMENT, None, [END_OF_DOCUMENT], save)
+    return _from_backend(tokenizer, "train", tokenizer.token_to_id(END_OF_DOCUMENT), None, [END_OF_DOCUMENT], save)
 
 
 def load(name: str) -> Encoder:
     """A Hugging Face tokenizer from a folder or by its id.
 
     Raises:
-        InputError: it does not exist or cannot be loaded.
+        InputError: it does not exist or cannot be loaded, or does not only put tokens before and after a text.
     """
     folder = check(name)
-    if folder and (encoder := _load_without_transformers(folder)):
+    theirs = _theirs(name, folder)
+    if not hasattr(theirs, "is_fast"):
+        raise InputError(f"data.tokenizer = {name!r} is no tokenizer of one text, but {type(theirs).__name__}. Name another.")
+    found = _of_backend(theirs, name) if theirs.is_fast else _of_python(theirs, name)
+    return replace(found, save=partial(_save, theirs, name, folder))
+
+
+def proven(encoder: Encoder, folder: Path, texts: Sequence[str], say: Callable[[str], None]) -> Encoder:
+    """The encoder, if it gives the ids of transformers' AutoTokenizer; else one that calls it for each text.
+
+    Args:
+        folder: that it was saved in.
+        texts: a sample of the corpus. Names of special tokens are taken out: in documents they are text.
+        say: gets a sentence about a slower encoder, and about characters that are lost.
+
+    Raises:
+        InputError: neither has its ids, the saved tokenizer has another end token, or special tokens come from a text.
+    """
+    theirs = _theirs(encoder.name, folder)
+    if theirs.eos_token_id != encoder.end:
+        raise InputError(
+            f"data.tokenizer = {encoder.name!r}: its end token has id {encoder.end}; transformers reads "
+            f"{theirs.eos_token_id} in its copy. Save it by save_pretrained of this transformers, and name that folder."
+        )
+    encoder = like_transformers(encoder, theirs, texts, say)
+    _check_names(encoder, theirs)
+    if lost := _lost(encoder, theirs, texts):
+        shown = some([repr(one) for one in sorted(lost)], 5)
+        say(
+            f"data.tokenizer = {encoder.name!r} has no token for {shown}, and no unknown token: documents are trained without "
+            "these characters, as AutoTokenizer encodes them."
+        )
+    return encoder
+
+
+def like_transformers(encoder: Encoder, theirs: Any, texts: Sequence[str], say: Callable[[str], None]) -> Encoder:
+    """As `proven`, by a tokenizer of transformers alone."""
+    names = sorted(_special(theirs), key=len, reverse=True)
+    sample = [text for text in (_without(text, names) for text in texts) if text]
+    expected = [_call(theirs, encoder.name, text, split_special_tokens=True)["input_ids"] for text in sample]
+
+    def fits(candidate: Encoder) -> bool:
+        found = candidate.encode_batch(sample)
+        return all(
+            [*candidate.prefix, *ids] == whole[: len(ids) + len(candidate.prefix)]
+            and whole[len(ids) + len(candidate.prefix) :] in (list(candidate.suffix), list(candidate.suffix[:-1]))
+            for ids, whole in zip(found, expected, strict=True)
+        )
+
+    if fits(encoder):
         return encoder
+    inner = _call(theirs, encoder.name, sample[0], split_special_tokens=True, add_special_tokens=False)["input_ids"]
+    ways = [_by_call(theirs, encoder.name, around) for around in _prefixes_and_suffixes(expected[0], inner, encoder.end)]
+    slower = next(filter(fits, ways), None)
+    if slower is None:
+        raise InputError(
+            f"data.tokenizer = {encoder.name!r} changes the ids of a text when it puts its special tokens around it: no "
+            "document can be encoded as transformers does. Give token ids (input_ids) in data.source."
+        )
+    say(f"data.tokenizer = {encoder.name!r} has Python code that changes ids: texts are encoded by it, which is slower.")
+    return slower
+
+
+def _lost(encoder: Encoder, theirs: Any, texts: Sequence[str]) -> set[str]:
+    """Characters of texts, without white space, that no token stands for: a BPE without an unknown token leaves them out."""
+    if not theirs.is_fast or encoder.unknown is not None:
+        return set()
+    lost: set[str] = set()
+    for text in texts:
+        options = {"add_special_tokens": False, "split_special_tokens": True, "return_offsets_mapping": True}
+        covered = bytearray(len(text))
+        for start, end in _call(theirs, encoder.name, text, **options)["offset_mapping"]:
+            covered[start:end] = bytes([1]) * (end - start)
+        lost.update(character for character, there in zip(text, covered, strict=True) if not there)
+    return {character for character in lost if not character.isspace()}
+
+
+def _theirs(name: str, folder: Path | None) -> Any:
+    """transformers' tokenizer of a folder, or of an id of the Hub."""
     try:
         from transformers import AutoTokenizer
 
         # False, not absent: otherwise transformers asks on stdin whether to run the folder's code, and a pipe may say yes
         with nullcontext() if folder else hub.bounded():
-            tokenizer = AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=False)
-        if not tokenizer.is_fast:
-            return _from_python(tokenizer)
+            return AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=False)
     except Exception as error:
         if is_unreachable(error):
             raise unreachable("data.tokenizer", name, "tokenizer", '"train"') from None
@@ -145,9 +227,30 @@ def load(name: str) -> Encoder:
             f"data.tokenizer = {name!r} {fault}. Give a folder with a tokenizer.json, a tokenizer of the Hugging Face Hub "
             'without code of its own, or "train".'
         ) from None
-    named = tokenizer.all_special_tokens
-    return _from_backend(
-        tokenizer.backend_tokenizer, tokenizer.eos_token, tokenizer.unk_token, named, tokenizer.save_pretrained
+
+
+def other_beside(folder: Path, config: Any) -> str:
+    """A sentence if transformers reads a folder's tokenizer as another one beside the config.json of a model; else empty.
+
+    Of some families transformers takes its own class of tokenizers, whatever the tokenizer's files say.
+    """
+    name = str(folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        together = Path(temporary)
+        for path in tokenizer_files(name):
+            shutil.copyfile(path, together / path.name)
+        (together / "config.json").write_text(config.to_json_string(), encoding="utf-8")
+        try:
+            found = _theirs(name, together)
+        except InputError as error:
+            return f"Beside a config.json of {config.model_type} transformers cannot load the tokenizer: {error}"
+        own = _theirs(name, folder)
+        if _identity(own, name) == _identity(found, name):
+            return ""
+    return (
+        f"AutoTokenizer reads a tokenizer beside a config.json of {config.model_type} as {type(found).__name__}, which gives "
+        "other ids than the run's. Read the tokenizer of an export by "
+        f"transformers.{type(own).__name__}.from_pretrained(FOLDER), or name one of that family as data.tokenizer."
     )
 
 
@@ -175,10 +278,18 @@ def check(name: str) -> Path | None:
 
 
 def local_vocab_size(name: str) -> int | None:
-    """One more than the largest id of a local tokenizer that needs no transformers; None for any other name."""
+    """One more than the largest id of a local tokenizer; None for "train" and for ids of the Hub."""
     folder = None if name == "train" else check(name)
-    encoder = _load_without_transformers(folder) if folder else None
-    return encoder.vocab_size if encoder else None
+    if folder is None:
+        return None
+    files = [*tokenizer_files(name), *folder.glob("config.json")]
+    return _vocab_size(name, tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files))
+
+
+@cache
+def _vocab_size(name: str, files: tuple[tuple[str, int, int], ...]) -> int:
+    """Read once for the files as they are: a large tokenizer takes seconds."""
+    return load(name).vocab_size
 
 
 def tokenizer_files(name: str) -> list[Path]:
@@ -189,75 +300,176 @@ def tokenizer_files(name: str) -> list[Path]:
     return sorted({path for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()})
 
 
-def _load_without_transformers(folder: Path) -> Encoder | None:
-    """Read tokenizer.json by `tokenizers`; None if transformers reads the folder as another tokenizer."""
+def _save(theirs: Any, name: str, folder: Path | None, target: Path) -> None:
+    """Write a tokenizer of which transformers reads the same from `target`.
+
+    The files of a class without code of its own are copied, so that earlier versions of transformers read them too; others are
+    saved by transformers. If that is another tokenizer, it is the other way around: the class may depend on the model's
+    config.json, which is not copied.
+    """
+    own = _identity(theirs, name)
+    copied = tokenizer_files(str(folder)) if folder else []
+    for files in (copied, None) if type(theirs).__name__ in _GENERIC_CLASSES else (None, copied):
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        if files is None:
+            _theirs(name, folder).save_pretrained(target)  # not `theirs`, of which truncation and padding are off
+        elif files:
+            for path in files:
+                shutil.copyfile(path, target / path.name)
+            if folder and (templates := folder / _TEMPLATES).is_dir():
+                shutil.copytree(templates, target / _TEMPLATES)
+        else:
+            continue
+        with suppress(InputError):
+            if _identity(_theirs(name, target), name) == own:
+                return
+    raise InputError(
+        f"data.tokenizer = {name!r}: transformers saves it otherwise than it reads it, so that an export would have another "
+        "tokenizer. Save it by save_pretrained to a new folder, compare the two, and name the one that is meant."
+    )
+
+
+def _identity(theirs: Any, name: str) -> tuple[Any, ...]:
+    """Equal for two tokenizers of transformers that give the same ids, and have the same special tokens in the same roles."""
+    if theirs.is_fast:
+        theirs.backend_tokenizer.no_truncation()
+        theirs.backend_tokenizer.no_padding()
+    special = _special(theirs)
+    return (
+        theirs.get_vocab(),
+        theirs.special_tokens_map,
+        special,
+        theirs.backend_tokenizer.to_str() if theirs.is_fast else type(theirs),
+        [_call(theirs, name, one)["input_ids"] for one in sorted(special)],
+    )
+
+
+def _call(theirs: Any, name: str, text: str, **options: bool) -> Any:
+    """What a tokenizer of transformers makes of a text; an InputError if it takes no plain text, or refuses this one."""
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # tokenizers raises plain Exception; transformers then reads it, or reports the fault
-        return None
-    if config.get("tokenizer_class") not in _GENERIC_CLASSES or any(map(config.get, _CHANGING_KEYS)):
-        return None
-    named = [value for key, value in config.items() if key.endswith("_token") and value and not isinstance(value, bool)]
-    names = [_content(token) for token in named]
-    listed = [_content(token) for token in config.get("added_tokens_decoder", {}).values()]
-    if any(tokenizer.token_to_id(name) is None for name in (*names, *listed)):
-        return None
-
-    def save(target: Path) -> None:
-        target.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, target / name)
-
-    eos, unknown = (_content(config[key]) if config.get(key) else None for key in ("eos_token", "unk_token"))
-    return _from_backend(tokenizer, eos, unknown, names, save)
+        return theirs(text, verbose=False, **options)
+    except Exception as error:  # tokenizers raises plain Exception, and transformers of many kinds
+        raise InputError(
+            f"data.tokenizer = {name!r}: transformers cannot encode the text {_shortened(text)!r} by it: "
+            f"{first_line(error).rstrip('.')}. Take such text out, or name another tokenizer."
+        ) from None
 
 
-def _from_python(tokenizer: Any) -> Encoder:
+def _special(theirs: Any) -> dict[str, int]:
+    """Special tokens of a tokenizer of transformers, and their ids."""
+    added = {token.content: number for number, token in theirs.added_tokens_decoder.items() if token.special}
+    return dict(zip(theirs.all_special_tokens, theirs.all_special_ids, strict=True)) | added
+
+
+def _without(text: str, names: Sequence[str]) -> str:
+    """A text without names of special tokens; empty if some come from its other parts."""
+    for name in names:
+        text = text.replace(name, " ") if name.strip() else text
+    return "" if any(name in text for name in names if name.strip()) else text
+
+
+def _check_names(encoder: Encoder, theirs: Any) -> None:
+    """Refuse a tokenizer that encodes the name of a special token as that token: such a text would end its document."""
+    ids_of = {name: theirs.convert_tokens_to_ids(name) for name in _special(theirs)}
+    usable = [name for name, one in ids_of.items() if one != encoder.unknown and (len(name) > 1 or one == encoder.end)]
+    for name in usable:
+        try:
+            ids = encoder.encode_batch([name])[0]
+        except InputError:  # no token for these characters
+            continue
+        if ids_of[name] in ids:
+            raise InputError(
+                f"data.tokenizer = {encoder.name!r} encodes {name!r} in a text as the special token {name!r}, not as "
+                "characters: a text could end its document. Give token ids (input_ids) in data.source, or another tokenizer."
+            )
+
+
+def _of_python(theirs: Any, name: str) -> Encoder:
     """A tokenizer that `tokenizers` does not implement."""
+    return _by_call(theirs, name, _around(theirs.build_inputs_with_special_tokens([_TEXT]), theirs.eos_token_id, name))
+
+
+def _by_call(theirs: Any, name: str, around: tuple[tuple[int, ...], tuple[int, ...]]) -> Encoder:
+    """Encodes by transformers' own call."""
 
     def encode(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        if not texts:
+            return []
+        return theirs(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
-    prefix, suffix = _prefix_and_suffix(tokenizer("a")["input_ids"], encode(["a"])[0], tokenizer.eos_token_id)
-    size = max(tokenizer.get_vocab().values()) + 1
-    unknown = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else None
-    return Encoder(size, tokenizer.eos_token_id, unknown, prefix, suffix, encode, tokenizer.save_pretrained)
+    size = max(theirs.get_vocab().values()) + 1
+    unknown = theirs.unk_token_id if theirs.unk_token_id != theirs.eos_token_id else None
+    return Encoder(name, size, theirs.eos_token_id, unknown, *around, _explained(encode, name), theirs.save_pretrained)
+
+
+def _of_backend(theirs: Any, name: str) -> Encoder:
+    """A tokenizer that `tokenizers` implements."""
+    backend = theirs.backend_tokenizer
+    if not backend.get_vocab(with_added_tokens=True):
+        raise InputError(f"data.tokenizer = {name!r}: the tokenizer has no tokens. Give the folder of a trained one.")
+    unknown = theirs.unk_token_id if theirs.unk_token_id != theirs.eos_token_id else None
+    return _from_backend(backend, name, theirs.eos_token_id, unknown, theirs.all_special_tokens, theirs.save_pretrained)
 
 
 def _from_backend(
-    tokenizer: Any, eos: str | None, unk: str | None, named: Collection[str], save: Callable[[Path], None]
+    backend: Any, name: str, end: int | None, unknown: int | None, named: Collection[str], save: Callable[[Path], None]
 ) -> Encoder:
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    if not vocabulary:
-        raise InputError("data.tokenizer: the tokenizer has no tokens. Give the folder of a trained one.")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    copy = cache(partial(for_texts, tokenizer, named))  # on use: a second for a large vocabulary, and a check encodes nothing
+    copy = cache(partial(for_texts, backend, named))  # on use: a second for a large vocabulary, and a check encodes nothing
 
     def encode(texts: list[str]) -> list[list[int]]:
         # `fast` computes no offsets.
         return [encoding.ids for encoding in copy().encode_batch_fast(texts, add_special_tokens=False)]
 
-    end = tokenizer.token_to_id(eos) if eos else None
-    with_special, without = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
-    prefix, suffix = _prefix_and_suffix(with_special, without, end)
-    unknown = tokenizer.token_to_id(unk) if unk and unk != eos else None
-    return Encoder(max(vocabulary.values()) + 1, end, unknown, prefix, suffix, encode, save)
+    # A text of one token, of a vocabulary of its own: what the post-processor puts around it does not depend on the text.
+    whole = [_TEXT]
+    if backend.post_processor is not None:
+        text = Tokenizer(models.WordLevel({"text": _TEXT})).encode("text")
+        whole = backend.post_processor.process(text).ids
+    size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    return Encoder(name, size, end, unknown, *_around(whole, end, name), _explained(encode, name), save)
 
 
-def _prefix_and_suffix(whole: list[int], inner: list[int], end: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Special tokens before and after a text's own ids, the end token last."""
-    width = len(inner)
-    start = next((i for i in range(len(whole) - width + 1) if whole[i : i + width] == inner), None)
-    if start is None:  # special tokens change the text's own ids: leave documents without them
-        start, whole = 0, inner
-    suffix = tuple(whole[start + width :])
-    if end is not None and suffix[-1:] != (end,):
-        suffix = (*suffix, end)
-    return tuple(whole[:start]), suffix
+def _around(whole: list[int], end: int | None, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Special tokens before and after the text in a document, the end token last."""
+    if whole.count(_TEXT) != 1:
+        raise InputError(
+            f"data.tokenizer = {name!r} makes {whole.count(_TEXT)} copies of a text in a document (its post_processor), where"
+            " Octavo puts tokens around one. Correct the post_processor in its tokenizer.json."
+        )
+    return next(_prefixes_and_suffixes(whole, [_TEXT], end))
 
 
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else str(token)
+def _prefixes_and_suffixes(
+    whole: Sequence[int], inner: Sequence[int], end: int | None
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Special tokens before and after a text's own ids, the end token last: for each place of `inner` in `whole`."""
+    for start in range(len(whole) - len(inner) + 1):
+        if whole[start : start + len(inner)] == inner:
+            suffix = tuple(whole[start + len(inner) :])
+            if end is not None and suffix[-1:] != (end,):
+                suffix = (*suffix, end)
+            yield tuple(whole[:start]), suffix
+
+
+def _explained(encode: Callable[[list[str]], list[list[int]]], name: str) -> Callable[[list[str]], list[list[int]]]:
+    """`encode`, with an InputError for a text that the tokenizer refuses."""
+
+    def explained(texts: list[str]) -> list[list[int]]:
+        try:
+            return encode(texts)
+        except InputError:
+            raise
+        except Exception as error:  # tokenizers raises plain Exception
+            if len(texts) > 1:
+                return [explained([text])[0] for text in texts]
+            raise InputError(
+                f"data.tokenizer = {name!r} cannot encode the text {_shortened(texts[0])!r}: {first_line(error).rstrip('.')}. "
+                "Add an unknown token to it (unk_token), take such text out, or name another tokenizer."
+            ) from None
+
+    return explained
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

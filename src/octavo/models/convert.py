@@ -146,7 +146,7 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
     if [name for name in wanted if name not in weights.shapes] == ["lm_head.weight"]:
         raise InputError(
             f"{weights.owner} has no weight 'lm_head.weight'. If the output head is the embedding, set tie_word_embeddings ="
-            " true (model.config); else copy the whole model folder again."
+            " true (config.json); else copy the whole model folder again."
         )
     weights.check_present(list(wanted))
     for theirs, (asked, dtype) in wanted.items():
@@ -155,7 +155,7 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
         if found != asked:
             raise InputError(
                 f"{theirs}: the weights have shape {found}, the config asks for {asked}. Give the config that"
-                " belongs to the weights (a vocabulary that was resized or padded: vocab_size in model.config)."
+                " belongs to the weights (a vocabulary that was resized or padded: vocab_size in config.json)."
             )
 
 
@@ -184,7 +184,7 @@ def write_pretrained(
         tensors: under Octavo's names (of the decoder, or of a model that kept its own code).
         config: the Hugging Face config.
         folder: new, or empty; it appears whole or not at all.
-        tokenizer_folder: its files are copied beside the weights.
+        tokenizer_folder: its content is copied beside the weights.
         read: as in `write_weights`.
         model: with its own code, of which the tensors are; when absent the causal language model of the config.
         generation: the generation config, written as it is: `save_pretrained` refuses some of the Hub's.
@@ -202,6 +202,8 @@ def write_pretrained(
         for path in sorted(tokenizer_folder.iterdir()) if tokenizer_folder else ():
             if path.is_file() and path.name not in ("config.json", "generation_config.json"):
                 shutil.copyfile(path, new / path.name)
+            elif path.is_dir():  # templates of chats
+                shutil.copytree(path, new / path.name)
 
 
 def write_weights(

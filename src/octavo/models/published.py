@@ -208,7 +208,7 @@ class PublishedWeights(Weights):
         if not equal:
             raise InputError(
                 f"{self.owner}: {one} and {other} differ, but the model ties them. If the head has weights of its own, set"
-                " tie_word_embeddings = false (model.config); else remove one of the two tensors."
+                " tie_word_embeddings = false (config.json); else remove one of the two tensors."
             )
 
     def _refuse_parts(self, state: Mapping[str, Tensor], unused: Mapping[str, str], missing: list[str]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 from octavo import hub
 from octavo.errors import InputError, is_unreachable, unknown, unreachable
@@ -229,16 +229,6 @@ def _read_config(source: str) -> Any:
     for key in QUANTIZED_KEYS:  # of the source's weights, which are then refused; not of this model's
         config.__dict__.pop(key, None)
     return config
-
-
-def load_generation_config(source: str) -> Any | None:
-    """The generation config of a folder, or of an id with downloaded weights; None for any other source."""
-    if source in SHAPES:
-        return None
-    try:
-        return GenerationConfig.from_pretrained(source, local_files_only=True)
-    except (OSError, ValueError):
-        return None
 
 
 def weights_folder(source: str) -> Path:

@@ -18,6 +18,7 @@ from octavo.errors import InputError, some, warn
 from octavo.models.convert import check_names_and_shapes, conversion_of
 from octavo.models.decoder import Decoder
 from octavo.models.published import PublishedWeights, causal_lm_on_meta
+from octavo.models.resized import ResizedWeights
 from octavo.models.sources import load_config
 from octavo.models.weight_files import LISTED, InMemoryWeights, WeightFiles, Weights
 
@@ -28,12 +29,13 @@ _NO_PART = re.compile(
 """Keys of a config without a part in the forward of trained weights, or with a check elsewhere."""
 
 
-def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = None) -> Weights:
+def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = None, *, resize: bool = False) -> Weights:
     """The weights of a Hugging Face folder as transformers would load them, compared with a model; reads headers alone.
 
     Args:
         model: the destination, with its own or with Octavo's blocks; None for the causal language model of `config`.
         config: the Hugging Face config; needed without a model, or for Octavo's decoder.
+        resize: add rows for tokens of the config beyond the folder's vocabulary (`ResizedWeights`).
 
     Raises:
         InputError: the folder is of another model, or transformers would load it by other means than its safetensors.
@@ -46,12 +48,13 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
         return files
     described = isinstance(model, PreTrainedModel) and (files.folder / "config.json").is_file()
     others = _differences(model.config, files.folder) if described else ""
-    weights = PublishedWeights(files, model)
+    published = PublishedWeights(files, model)
+    weights = ResizedWeights(published, model, load_config(str(folder)).vocab_size) if resize else published
     check_names_and_shapes(model, weights)
     if others and given:  # the config of a run is the folder's, with keys that were changed on purpose
         _warn_once(f"{folder}: its config.json has {others}. The model keeps its own.")
-    if weights.unused:
-        _warn_once(f"{folder}: {some(weights.unused, LISTED)}: not part of {type(model).__name__}, and not loaded.")
+    if published.unused:
+        _warn_once(f"{folder}: {some(published.unused, LISTED)}: not part of {type(model).__name__}, and not loaded.")
     return weights
 
 

@@ -30,7 +30,8 @@ def check_context(
     if dropout:
         raise InputError(
             f"model.config.attention_dropout = {dropout} with parallel.context_parallel_degree = {degree}: the ranks draw no "
-            "common mask. Set model.config.attention_dropout = 0.0, or parallel.context_parallel_degree = 1."
+            "common mask. Set model.config.attention_dropout = 0.0 (of pretrained weights in config.json), or "
+            "parallel.context_parallel_degree = 1."
         )
 
 

@@ -6,14 +6,15 @@ gone. Weights are read, or gathered from the ranks, for one output file at a tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from octavo.checkpoint.manifest import newest_whole, step_folders
 from octavo.checkpoint.reader import StoredWeights
@@ -21,11 +22,13 @@ from octavo.checkpoint.shard_io import empty_tensors, layout_of
 from octavo.checkpoint.writer import weights
 from octavo.collectives.whole import whole_tensor
 from octavo.config.run import RunConfig
-from octavo.data.special_tokens import SpecialTokens
+from octavo.data.special_tokens import ROLES, SpecialTokens
+from octavo.data.tokenizer import other_beside
 from octavo.errors import InputError, nearest, some, unknown, warn
 from octavo.models.convert import Conversion, check_tie, conversion_of, write_pretrained, write_weights
+from octavo.models.generation import FILE, GenerationFile, from_model_config, load_generation_config
 from octavo.models.published import causal_lm_on_meta
-from octavo.models.sources import load_config, load_generation_config
+from octavo.models.sources import load_config
 from octavo.parallel.coordination import Ranks, writing_ranks
 from octavo.run.folder import RunFolder
 
@@ -125,7 +128,14 @@ def export_run(run: Path, to: Path, checkpoint: str | None = None) -> Path:
         raise InputError(f"--to {str(to)!r} lies among the run's checkpoints, which it removes in time. Give another folder.")
     _check_empty(to)
     found = open_run(run, config, checkpoint)
-    write_pretrained(found.shapes, found.config, to, found.tokenizer, read=found.read, generation=found.generation)
+    generation, refused = found.generation.accepted()
+    for key, reason in refused.items():
+        warn(f"{FILE}: {key} = {found.generation.values[key]!r} is left out, since transformers refuses it: {reason}")
+    if found.dropped:
+        warn(f"{FILE}: {some(found.dropped)}: left out, since their ids are of another tokenizer than the run's.")
+    if found.tokenizer is not None and (other := other_beside(found.tokenizer, found.config)):
+        warn(other)
+    write_pretrained(found.shapes, found.config, to, found.tokenizer, read=found.read, generation=generation)
     return found.checkpoint
 
 
@@ -137,14 +147,16 @@ class OpenRun:
         shapes: the weights under Octavo's names, on the meta device.
         read: gives the values of one.
         tokenizer: its folder; None for a run without.
+        dropped: keys of the source's generation config with ids of another tokenizer, which `generation` lacks.
     """
 
     checkpoint: Path
     config: Any
-    generation: Any
+    generation: GenerationFile
     tokenizer: Path | None
     shapes: Mapping[str, torch.Tensor]
     read: Callable[[str], torch.Tensor]
+    dropped: Sequence[str] = ()
 
 
 def run_config(run: Path) -> RunConfig:
@@ -179,21 +191,30 @@ def open_run(run: Path, config: RunConfig, name: str | None = None) -> OpenRun:
     else:  # a run of an older version
         hf_config = load_config(config.model.source, config.model.config)
     tokenizer = folder.tokenizer if folder.tokenizer.is_dir() else None
-    generation = _fit_token_ids(hf_config, load_generation_config(str(folder.model)), tokenizer)
+    generation, dropped = _fit_token_ids(hf_config, load_generation_config(str(folder.model)), tokenizer, config)
     stored = StoredWeights(checkpoint)
-    return OpenRun(checkpoint, hf_config, generation, tokenizer, empty_tensors(stored.layout, "meta"), stored.__getitem__)
+    shapes = empty_tensors(stored.layout, "meta")
+    return OpenRun(checkpoint, hf_config, generation, tokenizer, shapes, stored.__getitem__, dropped)
 
 
-def _fit_token_ids(config: Any, generation: Any | None, tokenizer: Path | None) -> Any:
-    """Give a config the ids of the run's tokenizer; returns the generation config, with the same ids."""
-    if tokenizer is None:
-        return GenerationConfig.from_model_config(config) if generation is None else generation
-    tokens = SpecialTokens.of(tokenizer)
-    tokens.fit(config)
-    if generation is None or not tokens.owns(generation):  # another vocabulary has other ids to stop at
-        return GenerationConfig.from_model_config(config)
-    tokens.fit(generation)
-    return generation
+def _fit_token_ids(
+    config: Any, generation: GenerationFile | None, tokenizer: Path | None, run: RunConfig
+) -> tuple[GenerationFile, Sequence[str]]:
+    """Give a config the ids of the run's tokenizer; returns the generation config with the same, and its keys that are lost."""
+    tokens = None if tokenizer is None else SpecialTokens.of(tokenizer)
+    if tokens is not None:
+        tokens.fit(config)
+    if generation is None:
+        return from_model_config(config), ()
+    if tokens is None:
+        return generation, ()
+    ids = SimpleNamespace(**{role: generation.values.get(role) for role in ROLES})
+    dropped: list[str] = []
+    if run.data.tokenizer == "train" or not tokens.owns(ids):  # another vocabulary has other ids
+        dropped = [key for key in generation.ids() if key not in ROLES]
+        ids = SimpleNamespace(**{role: getattr(config, role, None) for role in ROLES})
+    fitted = {role: one for role, one in tokens.fit(ids).items() if role in generation.values or role == "eos_token_id"}
+    return generation.changed({**dict.fromkeys(dropped), **fitted}), dropped
 
 
 def _check_empty(to: Path) -> None:

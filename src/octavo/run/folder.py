@@ -78,7 +78,7 @@ class RunFolder:
             raise _no_space(self.path, error) from None
 
     def _write_record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str) -> None:
-        from octavo.models.sources import load_generation_config  # imports transformers, which a finished run does not need
+        from octavo.models.generation import load_generation_config  # imports transformers, which a finished run does not need
 
         starts = [*self._starts(), _environment(device)]
         write_atomic(self.environment, json.dumps({"starts": starts}, indent=1) + "\n")  # first: it makes the folder a run's
@@ -90,7 +90,7 @@ class RunFolder:
             shutil.rmtree(self.tokenizer, ignore_errors=True)
         generation = load_generation_config(config.model.source)
         if generation is not None:
-            write_atomic(self.model / "generation_config.json", generation.to_json_string())
+            write_atomic(self.model / "generation_config.json", generation.text)
         if tokenizer is not None and not self.tokenizer.exists():
             temporary = self.path / ".tmp-tokenizer"
             shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process

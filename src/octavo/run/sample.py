@@ -33,7 +33,8 @@ from octavo.data.special_tokens import SpecialTokens
 from octavo.errors import InputError, OctavoError, first_line, nearest
 from octavo.models.convert import load_pretrained, without_progress_bar
 from octavo.models.decoder import Decoder
-from octavo.models.sources import load_config, load_generation_config
+from octavo.models.generation import from_model_config, load_generation_config
+from octavo.models.sources import load_config
 from octavo.models.weight_files import WeightFiles
 from octavo.parallel.coordination import all_ranks
 from octavo.run.export import open_run, run_config
@@ -121,10 +122,11 @@ class _Tokenizer:
                 prompt.encode()
             except UnicodeEncodeError as error:  # bytes of a shell or of stdin that are not UTF-8
                 raise InputError(f"character {error.start} of the prompt is not UTF-8. Give text in UTF-8.") from None
-            ids = self._encoder.encode_batch([prompt])[0]
+            encoder = tokenizers.like_transformers(self._encoder, self._theirs, [prompt], lambda _: None)
+            ids = encoder.encode_batch([prompt])[0]
             if not ids:
                 raise InputError("the prompt is empty: give at least a word, or leave --prompt out to begin a new text.")
-            ids = [*self._encoder.prefix, *ids]
+            ids = [*encoder.prefix, *ids]
         if max(ids) >= vocabulary:
             raise InputError(
                 f"{self.folder}: the prompt has the token {max(ids)}, and the model {vocabulary} tokens (vocab_size): the"
@@ -242,7 +244,8 @@ def _of_run(run: Path, checkpoint: str | None) -> tuple[PreTrainedModel, Path, s
     found = open_run(run, run_config(run), checkpoint)
     tokenizer = found.tokenizer or RunFolder(run).tokenizer
     _ = _tokenizer_of(tokenizer).ends  # refused before the weights are read
-    model = load_pretrained(found.shapes, found.config, read=found.read, generation=found.generation)
+    model = load_pretrained(found.shapes, found.config, read=found.read)
+    model.generation_config.eos_token_id = found.generation.values.get("eos_token_id")
     return model, tokenizer, found.checkpoint.name
 
 
@@ -272,11 +275,14 @@ def _of_folder(folder: Path, checkpoint: str | None) -> tuple[PreTrainedModel, P
         )
     _ = _tokenizer_of(folder).ends  # refused before the weights are read
     WeightFiles(folder)  # refuses pickles, quantised and damaged weights
+    generation = load_generation_config(str(folder)) or from_model_config(config)
+    ends = GenerationConfig(
+        eos_token_id=generation.values.get("eos_token_id")
+    )  # given, so that a file that is refused is not read
     with without_progress_bar():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(folder), trust_remote_code=False, dtype="auto")
-    generation = load_generation_config(str(folder))
-    if generation is not None:
-        model.generation_config = generation
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            str(folder), trust_remote_code=False, dtype="auto", generation_config=ends
+        )
     return model, folder, None
 
 

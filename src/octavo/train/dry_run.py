@@ -74,6 +74,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         "parameters": parameters,
         "active_parameters": active,
         "frozen": plan.frozen,
+        **({"tokens_added": plan.tokens_added} if plan.tokens_added else {}),
         "memory": memory.figures(plan, found),
         "batch": {
             "global_batch": train.global_batch,
@@ -94,6 +95,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         f"device      {plan.hardware.name}",
         f"precision   {plan.fp8_note}",
         f"parameters  {parameters:,}" + (f", of which a token uses {active:,}" if active < parameters else "") + _frozen(plan),
+        *([f"vocabulary  {_grown(plan)}"] if plan.tokens_added else []),
         *([f"sequences   {plan.shared_sequences}"] if plan.shared_sequences else []),
         f"batch       {train.global_batch} sequences = {plan.degrees.data} data-parallel x {plan.micro_batch} micro-batch "
         f"x {plan.accumulation} accumulation",
@@ -147,6 +149,10 @@ def describe_run(run: Path, overrides: Sequence[str] = (), target: Target | None
 
 def _frozen(plan: RunPlan) -> str:
     return f", {plan.frozen:,} of them frozen" if plan.frozen else ""
+
+
+def _grown(plan: RunPlan) -> str:
+    return f"{plan.hf_config.vocab_size:,} tokens, {plan.tokens_added:,} of them added by model.resize"
 
 
 def _plan(run: Path, overrides: Sequence[str], target: Target) -> RunPlan:

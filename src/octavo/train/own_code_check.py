@@ -51,7 +51,7 @@ def _check_causal(model: nn.Module, name: str, ids: Tensor) -> None:
     if _depends(model, ids, None, predictions=slice(0, half), inputs=slice(half, None)):
         config = getattr(model, "config", None)
         key = next((key for key in ("is_causal", "is_decoder") if getattr(config, key, None) is False), None)
-        remedy = f"Set model.config.{key} = true, or use" if key else "Use"
+        remedy = f"Set model.config.{key} = true (of pretrained weights in config.json), or use" if key else "Use"
         raise InputError(
             f"model.source: {name} is not causal: it predicts tokens from later ones, so that the loss falls without learning. "
             f"{remedy} a causal language model."

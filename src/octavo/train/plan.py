@@ -34,6 +34,7 @@ from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
 from octavo.models.own_code import refuse_other_models
+from octavo.models.resized import grown
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.weight_loader import folder_weights
 from octavo.parallel.context import check_context, own_code_message
@@ -43,7 +44,7 @@ from octavo.parallel.world import rank_variable
 from octavo.plan import flops
 from octavo.run.trackers import check_trackers
 from octavo.train.loss_scale import LARGEST_SCALE
-from octavo.train.sizes import check_layers, check_length, check_sizes, check_vocabulary
+from octavo.train.sizes import check_layers, check_length, check_sizes, check_vocabulary, needed_vocabulary
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class RunPlan:
     blocks: Literal["auto", "own"]  # `model.blocks`; of a continued run the blocks that it began with
     parameters: int  # of the whole model, shared ones once
     fp8_head: bool | Literal["backward"]  # products of the decoder's head in FP8
+    tokens_added: int = 0  # to the vocabulary of the source, by `model.resize`
     frozen: int = 0  # parameters that are not trained
     frozen_of_block: int = 0  # those of the block with the fewest
     excluded: Mapping[str, str] = field(default_factory=dict)  # from FP8 by `fp8.enabled = "auto"`, each with the reason
@@ -158,8 +160,20 @@ class Target:
         return device, describe_device(device), supports_fp8(device)
 
 
-def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, target: Target | None = None) -> RunPlan:
-    """Check a run against this machine, or against a `target`, whose memory may be too small; `blocks`: for `model.blocks`.
+def check(
+    config: RunConfig,
+    *,
+    blocks: Literal["auto", "own"] | None = None,
+    target: Target | None = None,
+    prepared: PreparedData | None = None,
+) -> RunPlan:
+    """Check a run against this machine, or against a `target`, whose memory may be too small.
+
+    Args:
+        config: the run.
+        blocks: for `model.blocks`.
+        target: ranks and a GPU that may not be at hand.
+        prepared: the run's data, whose tokens `model.resize` adds; without it, the tokens that are known without it.
 
     Raises:
         InputError: the fault, the nearest value that works and the key to change.
@@ -177,6 +191,9 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
     hf_config = load_config(config.model.source, config.model.config)
     refuse_other_models(hf_config)
     check_length(config, hf_config)
+    tokens = hf_config.vocab_size
+    if config.model.resize:
+        hf_config = grown(hf_config, needed_vocabulary(config, prepared, corpus))
     check_vocabulary(config, hf_config, corpus)
     device, hardware, native = planned.device()
     check_sizes(config, hf_config, degrees, micro_batch, hardware, planned=target is not None, here=planned.gpu is None)
@@ -195,7 +212,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
     _check_dispatch(config, model, recipe)
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:
-        folder_weights(folder, model, hf_config)
+        folder_weights(folder, model, hf_config, resize=config.model.resize)
     use, note = choose_fp8(config.fp8, recipe, hardware, native=native)
     layers = _layers(model, recipe)
     if config.fp8.enabled is not False and (why := _without_fp8_layers(model, recipe, hf_config)):
@@ -221,6 +238,7 @@ def check(config: RunConfig, *, blocks: Literal["auto", "own"] | None = None, ta
         weights_folder=folder,
         blocks=blocks,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
+        tokens_added=hf_config.vocab_size - tokens,
         frozen=_frozen(model),
         frozen_of_block=min(map(_frozen, model.layers)) if isinstance(model, Decoder) else 0,
         fp8_head=_fp8_head(model, recipe) if use else False,
@@ -283,6 +301,7 @@ def model_options(config: RunConfig) -> dict[str, Any]:
         "layers": {p: None if name == "bf16" else recipe_from_config(fp8, name) for p, name in fp8.layers.items()},
         "fp8_head": fp8.head,
         "moe": config.moe,
+        "resize": config.model.resize,
         "frozen": config.train.freeze,
         "objective": Objective(label_smoothing=config.train.label_smoothing, z_loss=config.train.z_loss),
     }

@@ -15,7 +15,7 @@ from typing import Any
 from octavo.config.degrees import Degrees
 from octavo.config.run import RunConfig
 from octavo.data.corpus import Corpus
-from octavo.data.prepared import prepared_or_none
+from octavo.data.prepared import PreparedData, prepared_or_none
 from octavo.data.tokenizer import local_vocab_size
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
@@ -58,6 +58,16 @@ def check_length(config: RunConfig, hf_config: Any) -> None:
         )
 
 
+def needed_vocabulary(config: RunConfig, prepared: PreparedData | None, corpus: Corpus) -> int:
+    """Tokens that a run's data needs: of the prepared data if it is there; else the most that are known; 0 for none."""
+    prepared = prepared or prepared_or_none(config.data)
+    if prepared is not None:
+        return prepared.vocabulary
+    if config.data.tokenizer == "train":
+        return config.data.vocab_size if corpus.holds_text() else 0
+    return local_vocab_size(config.data.tokenizer) or 0
+
+
 def check_vocabulary(config: RunConfig, hf_config: Any, corpus: Corpus) -> None:
     """Refuse a tokenizer with more ids than the model, if that is known before tokenising."""
     data = config.data
@@ -65,23 +75,24 @@ def check_vocabulary(config: RunConfig, hf_config: Any, corpus: Corpus) -> None:
     size = data.vocab_size if data.tokenizer == "train" else local_vocab_size(data.tokenizer)
     if size is None or size <= limit:
         return
-    fault, change = f"data.tokenizer = {data.tokenizer!r} has token ids up to {size - 1}, beyond", "data.tokenizer"
+    fault, change = f"data.tokenizer = {data.tokenizer!r} has token ids up to {size - 1}, beyond", "another data.tokenizer"
     if data.tokenizer == "train":
         prepared = prepared_or_none(data)
         if (prepared is not None and prepared.manifest.vocab_size <= limit) or not corpus.holds_text():
             return  # the trained tokenizer has fewer ids than data.vocab_size, or the corpus has token ids and trains none
         fault, change = f"data.vocab_size = {size} is more than", f"data.vocab_size to at most {limit}"
-    raise InputError(
-        f"{fault} the model's vocabulary of {limit} (model.config.vocab_size). Set {change}, or model.config.vocab_size to at "
-        f"least {size}."
-    )
+    way = f"model.config.vocab_size to at least {size}"
+    if config.model.load:
+        most = "at most " if data.tokenizer == "train" else ""
+        way = f"model.resize = true, which adds {most}{size - limit} rows to the weights"
+    raise InputError(f"{fault} the model's vocabulary of {limit} (vocab_size). Set {way}, or {change}.")
 
 
 def least_parameters(hf_config: Any) -> tuple[int, ModelSpec | None]:
     """Parameters of a config: exactly, with the decoder's spec; or of a model's own code those of the smallest possible."""
     layers = next((value for key in _LAYERS if isinstance(value := getattr(hf_config, key, None), int)), 0)
     if layers > MOST_LAYERS:
-        raise InputError(f"the model has {layers:,} layers, at most {MOST_LAYERS:,}: lower model.config.num_hidden_layers.")
+        raise InputError(f"the model has {layers:,} layers, at most {MOST_LAYERS:,}: lower num_hidden_layers (model.config).")
     spec, _ = decoder_spec(hf_config)
     if spec is not None:
         return parameters(spec), spec

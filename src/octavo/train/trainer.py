@@ -11,6 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,9 @@ from octavo.config.effects import with_values
 from octavo.config.run import RunConfig
 from octavo.data.prepared import PreparedData, check_vocabulary, prepare
 from octavo.data.special_tokens import SpecialTokens, check_overrides
+from octavo.data.tokenizer import other_beside, tokenizer_files
 from octavo.errors import InputError
+from octavo.models.generation import load_generation_config
 from octavo.parallel.coordination import all_ranks, writing_ranks
 from octavo.parallel.world import init, rank_variable, state
 from octavo.run import finished
@@ -172,18 +175,23 @@ class _Run:
                 say(self.console, f"The run continues with its own values of keys that are not set: {', '.join(taken)}.")
         prepared: PreparedData | None = None
         on_change: Literal["error", "rebuild"] = "error" if before is not None else "rebuild"
-        if config.train.epochs is not None:  # the number of steps depends on the data, which may have changed
+        # The number of steps, and of tokens, depends on the data, which may have changed.
+        if config.train.epochs is not None or config.model.resize:
             prepared = _prepare_on_ranks(config, self.console, on_change)
+        if config.model.resize:
+            plan = check(config, prepared=prepared)
+            _say_resized(plan, self.console, resumed=before is not None)
+        if prepared is not None and config.train.epochs is not None:
             plan = dataclasses.replace(plan, config=plan.config.with_steps(steps_of_epochs(config, prepared)))
         if before is not None:
             plan = _fit_to_past(plan, self.folder)
             if has_own_code(self.folder.checkpoints, plan.weights, writing_ranks()):
-                own = check(config, blocks="own")
+                own = check(config, blocks="own", prepared=prepared)
                 plan = dataclasses.replace(own, config=own.config.model_copy(update={"train": plan.config.train}))
                 say(self.console, "The run keeps its own code, not Octavo's blocks: its checkpoints are of it.")
         plan = fp8_auto.choose_layers(plan, self.folder, resumed=before is not None)
         prepared = prepared or _prepare_on_ranks(plan.config, self.console, on_change)
-        check_vocabulary(prepared, plan.hf_config.vocab_size)
+        check_vocabulary(prepared, plan.hf_config.vocab_size, load=config.model.load)
         return _with_token_ids(plan, prepared, self.console, resumed=before is not None), prepared
 
     def train(self, plan: RunPlan, prepared: PreparedData, folder: RunFolder, events: Events) -> Result:
@@ -210,6 +218,23 @@ def _fit_to_past(plan: RunPlan, folder: RunFolder) -> RunPlan:
     return dataclasses.replace(plan, config=config)
 
 
+def _say_resized(plan: RunPlan, console: Console, *, resumed: bool) -> None:
+    """Say what `model.resize` adds to the pretrained weights."""
+    tokens, added = plan.hf_config.vocab_size, plan.tokens_added
+    if resumed:
+        return
+    if not added:
+        say(console, f"model.resize = true adds nothing: the model's vocabulary of {tokens:,} tokens is large enough.")
+        return
+    tied = getattr(plan.hf_config, "tie_word_embeddings", False)
+    rows = "rows of the embedding, which is the head too," if tied else "rows of embedding and head"
+    say(
+        console,
+        f"model.resize: the vocabulary grows from {tokens - added:,} to {tokens:,} tokens; the {added:,} new {rows} are the "
+        "mean of the old ones.",
+    )
+
+
 def without_fp8(plan: RunPlan) -> RunPlan:
     """The plan of the same run without FP8."""
     note = "The same steps without FP8, to compare the loss"
@@ -222,18 +247,40 @@ def _with_token_ids(plan: RunPlan, prepared: PreparedData, console: Console, *, 
         return plan
     config = copy.deepcopy(plan.hf_config)
     tokens = SpecialTokens.of(prepared.tokenizer_folder)
-    if plan.weights_folder is not None and (plan.config.data.tokenizer == "train" or not tokens.owns(config)):
-        source = plan.config.model.source
-        say(
-            console, f"The weights of {source} know other tokens than this tokenizer's. data.tokenizer = {source!r} has theirs."
-        )
+    before = config.to_dict()
     ids = tokens.fit(config)
+    if plan.weights_folder is not None and not resumed:
+        for sentence in _other_tokens(plan, tokens, before, ids):
+            say(console, sentence)
+    if not resumed and state.rank == 0 and (other := other_beside(prepared.tokenizer_folder, config)):
+        say(console, other)
     if not resumed:
         check_overrides(plan.config.model.config, ids)
     pad = ids["pad_token_id"]
     if pad is not None and pad == prepared.manifest.end_token_id:
         say(console, f"The end token is also the pad (pad_token_id = {pad}): its row of the embedding is not trained.")
     return dataclasses.replace(plan, hf_config=config)
+
+
+def _other_tokens(plan: RunPlan, tokens: SpecialTokens, config: Mapping[str, Any], fitted: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences about special tokens that pretrained weights know under other ids than the run's tokenizer.
+
+    config: the ids of the source's config.json. fitted: those of the run.
+    """
+    name, source = plan.config.data.tokenizer, plan.config.model.source
+    same = name != "train" and (name == source or Path(name).expanduser().resolve() == Path(source).expanduser().resolve())
+    if not same and (name == "train" or not tokens.owns(SimpleNamespace(**config))):
+        theirs = tokenizer_files(source) or not Path(source).expanduser().is_dir()  # of the Hub, where most have one
+        way = f"data.tokenizer = {source!r} has theirs." if theirs else "Name theirs as data.tokenizer."
+        yield f"The weights of {source} know other tokens than this tokenizer's. {way}"
+        return
+    generation = load_generation_config(source)
+    named = {"config.json": config} | ({} if generation is None else {"generation_config.json": generation.values})
+    for role, sentence in tokens.disagreements(named):
+        yield (
+            f"{role} of {source}: {sentence}. The run and its exports take {fitted[role]}, by data.tokenizer = {name!r}. "
+            f"Correct the file that is wrong: {role.removesuffix('_id')} in tokenizer_config.json, or {role} in the others."
+        )
 
 
 @contextlib.contextmanager

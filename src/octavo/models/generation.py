@@ -1,0 +1,106 @@
+"""generation_config.json, kept as it is: transformers refuses some of the Hub's as a whole, and drops keys of others.
+
+A run stores the file of its source. An export changes it only where it must: ids of special tokens are the run's tokenizer's,
+and a key for which transformers would refuse the whole file, and with it the model's folder, is left out. Both are said.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from transformers import GenerationConfig
+
+from octavo.errors import InputError, first_line
+from octavo.models.shapes import SHAPES
+
+FILE = "generation_config.json"
+_IDS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "forced_decoder_ids", "sequence_bias")
+"""Keys with ids of tokens, beside those that end in _token_id."""
+
+
+@dataclass(frozen=True)
+class GenerationFile:
+    """The text of a generation_config.json and its values; those of `text`."""
+
+    text: str
+    values: Mapping[str, Any]
+
+    def to_json_string(self) -> str:
+        """The text, as `GenerationConfig` has it."""
+        return self.text
+
+    def changed(self, values: Mapping[str, Any]) -> GenerationFile:
+        """The file with other values, None for none; itself if they are the same."""
+        found = dict(self.values)
+        for key, value in values.items():
+            if value is None and found.get(key) is not None:
+                del found[key]
+            elif value is not None:
+                found[key] = value
+        return self if found == self.values else GenerationFile(json.dumps(found, indent=2) + "\n", found)
+
+    def ids(self) -> list[str]:
+        """Its keys with ids of tokens, in order."""
+        return [key for key, value in self.values.items() if (key in _IDS or key.endswith("_token_id")) and value is not None]
+
+    def accepted(self) -> tuple[GenerationFile, dict[str, str]]:
+        """The file without the keys for which transformers refuses it, and the reason for each."""
+        found, refused = self, {}
+        while fault := _fault(found.values):
+            named = [key for key in found.values if re.search(rf"\b{re.escape(key)}\b", fault)]
+            helps = [key for key in found.values if not _fault(found.changed({key: None}).values)]
+            key = next(iter([key for key in named if key in helps] or named or helps or list(found.values)))
+            refused[key] = fault
+            found = found.changed({key: None})
+        return found, refused
+
+
+def from_model_config(config: Any) -> GenerationFile:
+    """What transformers makes of a model's config without such a file."""
+    text = GenerationConfig.from_model_config(config).to_json_string()
+    return GenerationFile(text, json.loads(text))
+
+
+def load_generation_config(source: str) -> GenerationFile | None:
+    """The generation config of a folder, or of an id with downloaded weights; None for any other source.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    if source in SHAPES:
+        return None
+    path = Path(source) / FILE
+    if not Path(source).is_dir():
+        try:
+            cached = try_to_load_from_cache(source, FILE)
+        except ValueError:  # no id of the Hub
+            cached = None
+        if not isinstance(cached, str):
+            return None
+        path = Path(cached)
+    if not path.is_file():
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is damaged ({first_line(error)}): copy it again, or remove it.") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path} is damaged (no JSON object): copy it again, or remove it.")
+    return GenerationFile(text, values)
+
+
+def _fault(values: Mapping[str, Any]) -> str:
+    """Why transformers refuses these values; empty if it does not."""
+    try:
+        GenerationConfig.from_dict(copy.deepcopy(dict(values)))
+    except Exception as error:  # several types of its own
+        return first_line(error)
+    return ""

@@ -1,0 +1,84 @@
+"""A larger vocabulary for pretrained weights: more rows of the embedding, of a head of its own, and of the head's bias.
+
+A new row is the mean of the old ones, in float32. Its logit is then about the mean logit, and a new token neither dominates the
+softmax nor starts at an infinite loss. Rows are computed where they are read: a rank without new rows computes no mean, and one
+with some reads the matrix once, a part at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import InputError
+from octavo.models.weight_files import Weights
+
+_ROWS = 1 << 14
+"""Rows that are summed at a time."""
+
+
+def grown(config: Any, vocabulary: int) -> Any:
+    """A Hugging Face config with at least `vocabulary` tokens; the same object if it has them."""
+    if config.vocab_size >= vocabulary:
+        return config
+    config = copy.deepcopy(config)
+    config.vocab_size = vocabulary
+    return config
+
+
+class ResizedWeights(Weights):
+    """Weights of a vocabulary, with the rows of a larger one.
+
+    Args:
+        weights: under the model's names.
+        model: of the larger vocabulary; its parameters may be on the meta device.
+        tokens: of the smaller vocabulary.
+
+    Attributes:
+        resized: names of the tensors with new rows.
+
+    Raises:
+        InputError: the embedding of `weights` has another number of rows than `tokens`.
+    """
+
+    def __init__(self, weights: Weights, model: nn.Module, tokens: int) -> None:
+        self._weights = weights
+        self._means: dict[str, Tensor] = {}
+        config: Any = model.config
+        vocabulary = config.vocab_size
+        shapes = dict(weights.shapes)
+        self.resized: list[str] = []
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            found, asked = shapes.get(name), tuple(tensor.shape)
+            if found and weights.kinds[name] == "float" and found[1:] == asked[1:]:
+                if (found[0], asked[0]) == (tokens, vocabulary):
+                    self.resized.append(name)
+                    shapes[name] = asked
+                elif asked[0] == vocabulary != found[0]:
+                    raise InputError(
+                        f"model.resize: {name} of {weights.owner} has {found[0]} rows, and config.json vocab_size = {tokens}. "
+                        f"Set vocab_size = {found[0]} there."
+                    )
+        super().__init__(shapes, weights.kinds, weights.owner, "a checkpoint of this model")
+        self.optional = weights.optional
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows of a tensor; float32 where new ones are among them, which has all values of 16 bits."""
+        if name not in self.resized:
+            return self._weights.read(name, start, stop)
+        old, new = self._weights.shapes[name][0], self.shapes[name][0]
+        stop = new if stop is None else min(stop, new)
+        if stop <= old:
+            return self._weights.read(name, start, stop)
+        if name not in self._means:
+            self._means[name] = self._mean(name, old)
+        mean = self._means[name].expand(stop - max(start, old), *self.shapes[name][1:])
+        return mean if start >= old else torch.cat([self._weights.read(name, start, old).to(mean.dtype), mean])
+
+    def _mean(self, name: str, rows: int) -> Tensor:
+        parts = range(0, rows, _ROWS)
+        total = torch.stack([self._weights.read(name, at, min(at + _ROWS, rows)).double().sum(0) for at in parts]).sum(0)
+        return (total / rows).float()
