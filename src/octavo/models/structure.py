@@ -54,9 +54,12 @@ def tensor_differences(model: nn.Module, reference: nn.Module) -> Iterator[str]:
         elif own[name][0] != known[name][0]:
             yield f"{name} has the shape {own[name][0]}, where its config says {known[name][0]}"
         elif own[name] != known[name]:
-            shared = own[name][1] != name
-            other = own[name][1] if shared else known[name][1]
-            yield f"{name} {'shares' if shared else 'does not share'} the tensor of {other}, and its config says otherwise"
+            tied = own[name][1] != name
+            yield (
+                f"{name} shares the tensor of {own[name][1]}, a tie that the config does not say"
+                if tied
+                else f"{name} is a tensor of its own, where the config ties it to {known[name][1]}"
+            )
 
 
 def scalars_of(module: nn.Module) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from octavo.errors import InputError, first_line, nearest, some, unknown, warn
 from octavo.models.convert import Conversion, check_decoder, conversion_of, other_model, write_pretrained, write_weights
 from octavo.models.sources import load_config, load_generation_config
 from octavo.models.structure import difference_from, tensors_of, warn_of_hooks
+from octavo.models.vision import check_blocks
 from octavo.nn.derived import written_class
 from octavo.parallel.coordination import Ranks, writing_ranks
 from octavo.parallel.deferred_init import delayed_init
@@ -63,6 +64,7 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
         if way is None:
             _check_own_code(model_or_path, config)
     check_decoder(model_or_path)
+    check_blocks(model_or_path)
     ranks.on_rank_0(lambda: _check_empty(to))
     generation = getattr(model_or_path, "generation_config", None)
     _write_gathered(weights(model_or_path), config, own_code or way, to, ranks, generation)
