@@ -11,6 +11,7 @@ import torch
 sys.path.append(str(Path(__file__).parent / "models"))
 from expectations import refused
 from llamas import llama, tokens
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import octavo
@@ -79,6 +80,41 @@ def test_trainer_resumes_a_tied_model_in_fp8_with_the_same_bits(tmp_path, capsys
         assert torch.equal(parameter, resumed.model.get_parameter(name)), name
     plain, _ = trained(transform(llama(tie_word_embeddings=True)), tmp_path)
     assert not torch.equal(plain, whole)  # it was FP8
+
+
+@pytest.mark.parametrize("shape", [{}, {"tie_word_embeddings": True}, {"model_type": "mixtral", "num_local_experts": 4}])
+def test_trainer_writes_a_model_that_hugging_face_loads_and_takes_it_back(shape, tmp_path, capsys):
+    model = transform(llama(**shape), dtype=torch.float32)
+    best = {
+        "save_strategy": "steps",
+        "eval_strategy": "steps",
+        "save_steps": 1,
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+    }
+    _, trainer = trained(model, tmp_path, learning_rate=0.0, **best)
+    for folder in (tmp_path / "model", tmp_path):  # beside its checkpoints, too
+        trainer.save_model(str(folder))
+        found = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for name, tensor in octavo.to_huggingface(model).state_dict().items():
+            assert torch.equal(found[name], tensor), name
+    assert (tmp_path / "checkpoint-1" / "config.json").is_file()
+    with torch.no_grad():
+        model.norm.weight.add_(1)
+    trainer.save_model(str(tmp_path))
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).model.norm.weight, model.norm.weight)
+
+
+def test_trainer_resumes_from_a_folder_of_octavos_names(tmp_path, capsys):
+    """As versions wrote that were no `PreTrainedModel` to Trainer."""
+    model = transform(llama(), dtype=torch.float32)
+    whole, _ = trained(model, tmp_path, save_strategy="steps", save_steps=2)
+    folder = tmp_path / "checkpoint-2"
+    other = transform(llama(9), dtype=torch.float32)
+    other.load_state_dict(load_file(folder / "model.safetensors"))
+    save_file(other.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    again, _ = trained(transform(llama(9), dtype=torch.float32), tmp_path, resume=str(folder))
+    assert torch.equal(again, whole)
 
 
 def test_trainer_asked_for_recomputation_names_the_way(tmp_path):

@@ -37,6 +37,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.description import describe
 from octavo.models.exact import difference, tie_again
 from octavo.models.families import decoder_spec, with_moe
+from octavo.models.huggingface import pose_as_pretrained
 from octavo.models.own_code import (
     cast,
     compute_in,
@@ -68,6 +69,7 @@ from octavo.parallel.gathered import memory_of_gpu, settle_gathering
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.offload import HORIZON, offloaded
 from octavo.parallel.recompute import recomputed, selectively_recomputed
+from octavo.parallel.saving import save_whole
 from octavo.parallel.sharding import Sharding, check_experts, sharding_of
 from octavo.parallel.world import state
 
@@ -173,6 +175,7 @@ def _handed_over(transformed: nn.Module, model: nn.Module, *, training: bool) ->
     if isinstance(transformed, Decoder):
         transformed.generation_config = getattr(model, "generation_config", None)
         transformed.output_hidden_states = bool(getattr(transformed.config, "output_hidden_states", False))
+        pose_as_pretrained(transformed)
     if next(states_of(transformed), None) is None:
         warnings.warn(f"octavo.transform: {type(model).__name__} has no linear layer that can run in FP8.", stacklevel=3)
     return transformed.train(training)
@@ -274,6 +277,7 @@ def place(
     # 7. Gather, or keep.
     if sharding is not None:
         gather_weights_in_fp8(model, parts, sharding)
+        save_whole(model)
     else:
         keep_columnwise(parts or [model], memory_of_gpu(device))
     return model.train()

@@ -2,18 +2,21 @@
 
 import copy
 import json
+import pickle
+import re
 
 import pytest
 import torch
 from expectations import refused, same_bits
-from llamas import SHAPES, VOCABULARY, llama, tokens
+from llamas import SHAPES, VOCABULARY, assert_same_gradients, llama, tokens
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel, MixtralConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel, MixtralConfig, PreTrainedModel
 
 import octavo
 from octavo.build import transform
 from octavo.errors import InputError
-from octavo.models.convert import load_pretrained
+from octavo.models.convert import conversion, load_pretrained
+from octavo.models.huggingface import INSTEAD, OFFERED
 
 SOME = ("plain", "tied", "all-biases", "one-group", "mistral-llama3-rope", "qwen3", "phi3", "neox")
 
@@ -100,8 +103,114 @@ def test_save_pretrained_writes_what_export_writes(shape, tmp_path):
     same_bits(load_file(tmp_path / "saved" / "model.safetensors"), load_file(tmp_path / "theirs" / "model.safetensors"))
     ours, theirs = (json.loads((tmp_path / f / "generation_config.json").read_text()) for f in ("saved", "theirs"))
     assert ours == theirs
-    refused("not empty", model.save_pretrained, tmp_path / "saved")
-    refused(("push_to_hub", "octavo.export"), model.save_pretrained, tmp_path / "hub", push_to_hub=True)
+    refused("model.push_to_hub(repository)", model.save_pretrained, tmp_path / "hub", push_to_hub=True)
+    refused("max_shard_size", model.save_pretrained, tmp_path / "hub", max_shard_size="1GB")
+    refused("a part of a model", model.save_pretrained, tmp_path / "hub", state_dict={"norm.weight": model.norm.weight})
+    refused("not empty", octavo.export, model, tmp_path / "saved")
+
+
+def test_save_pretrained_replaces_a_model_and_leaves_other_files(tmp_path):
+    _, model = pair()
+    (tmp_path / "checkpoint-3").mkdir()
+    for stale in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "notes.txt", "config.json"):
+        (tmp_path / stale).write_text("of before")
+    model.save_pretrained(tmp_path, state_dict=model.state_dict(), safe_serialization=True)
+    names = {"checkpoint-3", "notes.txt", "config.json", "generation_config.json", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert (tmp_path / "notes.txt").read_text() == "of before"
+    found = AutoModelForCausalLM.from_pretrained(tmp_path)
+    same_bits(found.state_dict(), octavo.to_huggingface(model).state_dict())
+
+
+@pytest.mark.parametrize("shape", [*SOME, "mixtral", "qwen3-moe-mixed"])
+def test_a_state_dict_of_an_exported_folder_loads(shape, tmp_path):
+    _, model = pair(**SHAPES[shape])
+    _, other = pair(9, **SHAPES[shape])
+    model.save_pretrained(tmp_path)
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"), False)
+    same_bits(other.state_dict(), model.state_dict())
+    part = dict(list(load_file(tmp_path / "model.safetensors").items())[:2])
+    name = "gpt_neox.embed_in.weight" if shape == "neox" else "model.embed_tokens.weight"
+    part[name] = load_file(tmp_path / "model.safetensors")[name]
+    refused("lacks", other.load_state_dict, part, False)
+
+
+def test_push_to_hub_is_that_of_transformers_model_with_these_weights(tmp_path, monkeypatch):
+    def push(self, repository, **options):
+        self.save_pretrained(tmp_path / repository)
+        return self.model_tags, options
+
+    monkeypatch.setattr(PreTrainedModel, "push_to_hub", push)  # the network
+    _, model = pair()
+    model.add_model_tags("one")
+    model.add_model_tags(["two", "one"])
+    assert model.push_to_hub("mine", private=True) == (["one", "two"], {"private": True})
+    same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "mine").state_dict(), octavo.to_huggingface(model).state_dict())
+
+
+@pytest.mark.parametrize("shape", ["plain", "tied", "qwen3", "neox", "phi3", "mixtral"])
+def test_the_base_model_gives_the_states_behind_the_last_norm_with_their_gradients(shape):
+    reference, _ = pair(2, **SHAPES[shape])
+    model = transform(copy.deepcopy(reference), dtype=torch.float32)
+    ids = tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    weights = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(3)) * mask[..., None]
+    for each in (model, reference):
+        state = each.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        (state * weights).sum().backward()
+    ours = model.base_model(ids, mask).last_hidden_state * mask[..., None]
+    theirs = reference.base_model(ids, mask).last_hidden_state * mask[..., None]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    head = conversion(model.spec).names("head.weight")[0]
+    for parameter in (model.head.weight, reference.get_parameter(head)):
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    assert_same_gradients(model, reference)
+
+
+def test_the_base_model_is_in_the_dtype_of_the_head_and_refuses_a_loss_that_it_has_not():
+    reference, _ = pair()
+    model = transform(copy.deepcopy(reference), dtype=torch.bfloat16)
+    assert model.base_model(tokens(2, 9)).last_hidden_state.dtype == model.head.weight.dtype == torch.float32
+    refused("use_cache = True", model.base_model, tokens(2, 9), use_cache=True)
+    refused("input_ids is missing", model.base_model)
+    _, mixture = pair(**SHAPES["mixtral-balanced"])
+    mixture.eval().base_model(tokens(2, 9))
+    refused("no loss of the routers", mixture.train().base_model, tokens(2, 9))
+    refused('blocks="own"', mixture.eval().base_model, tokens(2, 9), output_router_logits=True)
+
+
+def test_tie_weights_changes_nothing_and_refuses_a_replaced_head():
+    _, model = pair(tie_word_embeddings=True)
+    model.tie_weights()
+    assert model.head.weight is model.embedding.weight
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach() + 1)
+    refused("tie_word_embeddings", model.tie_weights)
+
+
+def test_every_public_name_of_a_model_of_transformers_is_offered_or_refused_with_a_way():
+    reference, model = pair()
+    assert isinstance(model, PreTrainedModel)
+    assert not set(OFFERED) & INSTEAD.keys()
+    for name in OFFERED:
+        assert hasattr(model, name), name
+    for name in INSTEAD:
+        assert not hasattr(model, name), name
+    absent = 0
+    for name in dir(reference):
+        if name.startswith("_") or hasattr(torch.nn.Module, name) or hasattr(model, name):
+            continue
+        if not hasattr(PreTrainedModel, name) and name not in INSTEAD:  # of its own class
+            continue
+        absent += 1
+        message = refused(f"Octavo's decoder has no {name}: ", getattr, model, name)
+        assert re.search(r"octavo\.|model\.|labels|it keeps no|Hugging Face's model", message), message
+    assert absent > 40
+    for name in ("to", "half", "float", "train", "eval"):
+        assert getattr(type(model), name) is getattr(torch.nn.Module, name)
+    assert model.dtype is torch.float32
+    assert model.can_generate()
+    assert model.name_or_path == ""
 
 
 def test_a_generation_config_stays_with_the_model(tmp_path):
@@ -211,7 +320,10 @@ def test_parameters_are_counted_as_hugging_face_counts_them(shape, embeddings):
     ("name", "way"),
     [
         ("resize_token_embeddings", "before octavo.transform"),
-        ("push_to_hub", "octavo.export"),
+        ("get_decoder", "model.base_model"),
+        ("get_memory_footprint", 'blocks="own"'),
+        ("loss_function", "logits"),
+        ("enable_input_require_grads", "get_peft_model"),
         ("gradient_checkpointing_enable", "recompute=True"),
         ("activation_checkpointing_enable", "recompute=True"),
         ("prepare_inputs_for_generation", "get_peft_model"),
@@ -323,10 +435,19 @@ def test_its_text_is_that_of_a_decoder():
     assert str(pair()[1]).startswith(f"Decoder(\n  (embedding): Embedding({VOCABULARY}, 48)")
 
 
-def test_no_error_of_the_interface_is_lost_in_a_pickle_or_a_copy():
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))  # noqa: S301
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_nothing_of_the_interface_is_lost_in_a_pickle_or_a_copy(copied):
     _, model = pair()
-    again = copy.deepcopy(model)
+    model.add_model_tags("mine")
+    again = copied(model)
     ids = tokens(1, 4)
     assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert isinstance(again, PreTrainedModel)
+    assert again.model_tags == ["mine"]
+    assert again.dtype is model.dtype
     with pytest.raises(InputError):
-        _ = again.push_to_hub
+        _ = again.add_adapter

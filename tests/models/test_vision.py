@@ -226,6 +226,24 @@ def test_blocks_that_are_not_alike_or_have_more_keep_their_code(change):
     torch.testing.assert_close(model(pixels), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("change", ["foreign", "shared", "removed", "extra", "forward", "eps"])
+def test_blocks_that_were_changed_are_not_written_under_timms_names(change, tmp_path):
+    model = transform(vit())
+    blocks = model.blocks
+    changes = {
+        "foreign": lambda: blocks.__setitem__(0, torch.nn.Identity()),
+        "shared": lambda: blocks.__setitem__(1, blocks[0]),
+        "removed": lambda: blocks.__delitem__(1),
+        "extra": lambda: setattr(blocks[0], "extra", torch.nn.Linear(4, 4)),
+        "forward": lambda: setattr(blocks[0], "forward", lambda x: x),
+        "eps": lambda: setattr(blocks[0].layernorm_mlp, "eps", 0.5),
+    }
+    octavo.export(model, tmp_path / "before")
+    changes[change]()
+    with pytest.raises(InputError, match=r"blocks: .*octavo\.save\(path, model\)"):
+        octavo.export(model, tmp_path / "out")
+
+
 def test_own_code_cannot_come_back():
     with pytest.raises(InputError, match="has Octavo's blocks already"):
         transform(transform(vit()), blocks="own")

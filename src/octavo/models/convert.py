@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import functools
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +28,9 @@ from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError, OctavoError, first_line
 from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
 from octavo.models.spec import ModelSpec
+from octavo.models.structure import difference_from, warn_of_hooks
 from octavo.models.weight_files import DEQUANTISE, QUANTIZED_KEYS, Weights, kind_of, save_shards
+from octavo.nn.derived import written_class
 from octavo.nn.mlp import gate_up_block
 from octavo.storage import free_bytes, fsync_folder, fsync_tree, use_umask
 
@@ -177,6 +182,8 @@ def write_pretrained(
     read: Callable[[str], Tensor] | None = None,
     model: PreTrainedModel | None = None,
     generation: Any = None,
+    replace: bool = False,
+    shard_bytes: int | None = None,
 ) -> None:
     """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, bit for bit.
 
@@ -188,14 +195,16 @@ def write_pretrained(
         read: as in `write_weights`.
         model: with its own code, of which the tensors are; when absent the causal language model of the config.
         generation: the generation config, written as it is: `save_pretrained` refuses some of the Hub's.
+        replace: take the place of a model in the folder, whose other files stay.
+        shard_bytes: of one file of weights.
 
     Raises:
         InputError: the folder is not empty or cannot be written.
         OctavoError: the disk is full, or writing failed otherwise.
     """
     reference, way = _source(tensors, config, model)
-    with _new_folder(folder) as new:
-        _write_tensors(tensors, new, way, read, reference)
+    with _new_folder(folder, replace=replace) as new:
+        _write_tensors(tensors, new, way, read, reference, shard_bytes)
         _config_of(reference, config, tensors).save_pretrained(new)
         if generation is not None:
             (new / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
@@ -262,14 +271,68 @@ def is_tied(model: Any) -> bool:
 
 def check_tie(model: Any) -> None:
     """Raise an InputError if the head of Octavo's decoder is tied to the embedding otherwise than its config says."""
+    spec: ModelSpec = model.spec
+    if spec.tied != (model.head.weight is model.embedding.weight):
+        raise InputError(
+            f"the head has {'a weight of its own' if spec.tied else 'the weight of the embedding'}, and model.config has "
+            f"tie_word_embeddings = {str(spec.tied).lower()}, by which another head would be loaded: set it before "
+            "octavo.transform, and leave head and embedding as they are then."
+        )
+
+
+def check_decoder(model: Any) -> None:
+    """Raise an InputError for a decoder that another model would be loaded from: of other parts, ties or config than at first.
+
+    Models that are not Octavo's decoder pass.
+    """
     spec = vars(model).get("spec")
-    if not isinstance(spec, ModelSpec) or spec.tied == (model.head.weight is model.embedding.weight):
+    if not isinstance(spec, ModelSpec):
         return
-    raise InputError(
-        f"the head has {'a weight of its own' if spec.tied else 'the weight of the embedding'}, and model.config has "
-        f"tie_word_embeddings = {str(spec.tied).lower()}, by which another head would be loaded: set it before "
-        "octavo.transform, and leave head and embedding as they are then."
+    check_tie(model)
+    _check_config(model.config, spec)
+    make: dict[str, Any] = {"dtype": model.dtype, "params_dtype": model.dtype, "buffer_dtype": model.rotary.dtype}
+    reference: Any = written_class(model)(model.config, spec, **make, device="meta")
+    different = difference_from(model, reference)
+    rotary = model.rotary
+    if not different and (
+        type(rotary) is not type(reference.rotary)
+        or rotary.factor != reference.rotary.factor
+        or not torch.equal(rotary.inv_freq.cpu(), reference.rotary.inv_freq)
+    ):
+        different = "its rotary frequencies are others than the config says"
+    if different:
+        raise other_model(different)
+    warn_of_hooks(model)
+
+
+def other_model(different: str) -> InputError:
+    """The error of a model that Hugging Face would load as another one."""
+    return InputError(
+        f"{different}. A folder for Hugging Face holds weights and a config, which would load as another model: give the "
+        "model the parts that its config describes, or keep it as it is by octavo.save(path, model)."
     )
+
+
+_OF_TRAINING = {
+    *("attention_dropout", "hidden_dropout", "embedding_dropout", "initializer_range", "padding"),
+    *("jitter", "balance", "router_z_loss"),
+}
+"""Fields of a spec that change no inference, or that `octavo.transform(moe=…)` sets beside the config."""
+
+
+def _check_config(config: Any, spec: ModelSpec) -> None:
+    """Raise an InputError for a config that was edited since it made the spec."""
+    now, reason = decoder_spec(config)
+    if now is None:
+        raise other_model(f"model.config was changed since the decoder was built: {reason}")
+    ignored = _OF_TRAINING | ({"max_positions"} if spec.rotary.get("rope_type", "default") == "default" else set())
+    for field in dataclasses.fields(spec):
+        before, after = getattr(spec, field.name), getattr(now, field.name)
+        if field.name not in ignored and before != after:
+            raise other_model(
+                f"model.config was changed since the decoder was built: by it {field.name} is {after!r}, and the decoder has "
+                f"{before!r}"
+            )
 
 
 def to_huggingface(model: nn.Module) -> PreTrainedModel:
@@ -286,7 +349,7 @@ def to_huggingface(model: nn.Module) -> PreTrainedModel:
             " as before and runs in FP8 under octavo.fp8_autocast alone; for one without Octavo's layers octavo.export(model,"
             " folder), and load the folder."
         )
-    check_tie(model)
+    check_decoder(model)
     tensors = model.state_dict()
     device = next(iter(tensors.values())).device
 
@@ -326,7 +389,7 @@ def _config_of(reference: PreTrainedModel, config: Any, tensors: Mapping[str, Te
         vars(config).pop(key, None)
     buffers = {name for name, _ in reference.named_buffers()}  # which have dtypes of their own
     parameters = [tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point() and name not in buffers]
-    config.dtype = max(parameters, key=lambda dtype: dtype.itemsize)
+    config.dtype = functools.reduce(torch.promote_types, parameters)  # has every value of float16 beside bfloat16
     config.architectures = [type(reference).__name__.removeprefix("FSDP")]  # of a sharded model
     return config
 
@@ -363,24 +426,28 @@ def _write_tensors(
     way: Conversion | PreTrainedModel | None,
     read: Callable[[str], Tensor] | None,
     reference: PreTrainedModel | None = None,
+    shard_bytes: int | None = None,
 ) -> None:
     pieces, theirs = _pieces(tensors, way, reference)
     values = read or tensors.__getitem__
-    save_shards(pieces, lambda names: theirs({name: values(name) for name in names}), folder)
+    save_shards(pieces, lambda names: theirs({name: values(name) for name in names}), folder, shard_bytes)
 
 
 @contextlib.contextmanager
-def _new_folder(folder: str | Path) -> Iterator[Path]:
+def _new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
     """A temporary folder that takes the place of `folder` when the block ends, and disappears after an error.
+
+    replace: its files take the places of those in a folder that is not empty, and of a model's other shards there.
 
     Raises:
         InputError: `folder` is not empty, or cannot be written.
         OctavoError: the disk is full, or writing failed otherwise.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    filled = folder.is_dir() and any(folder.iterdir())
+    if folder.exists() and (not folder.is_dir() or (filled and not replace)):
         raise InputError(f"{str(folder)!r} exists and is not empty: export writes a new folder. Give another path.")
-    if folder.is_mount():
+    if folder.is_mount() and not filled:
         raise InputError(f"{str(folder)!r} is a mount point, which no new folder can replace: give {str(folder / 'model')!r}.")
     temporary = folder.absolute().parent / f".{folder.absolute().name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
@@ -391,7 +458,10 @@ def _new_folder(folder: str | Path) -> Iterator[Path]:
         yield temporary
         use_umask(temporary)
         fsync_tree(temporary)
-        temporary.replace(folder)  # an empty folder gives way
+        if filled:
+            _move_files(temporary, folder)
+        else:
+            temporary.replace(folder)  # an empty folder gives way
         fsync_folder(temporary.parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
@@ -401,3 +471,14 @@ def _new_folder(folder: str | Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _move_files(source: Path, folder: Path) -> None:
+    """Put a model's files in the places of those of another; its weights last, behind the removal of other shards."""
+    new = sorted(source.iterdir(), key=lambda path: path.name.startswith("model"))
+    for old in folder.glob("model*.safetensors*"):
+        if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name) and not (source / old.name).exists():
+            old.unlink()
+    for path in new:
+        path.replace(folder / path.name)
+    fsync_folder(folder)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from octavo.collectives.context import ContextGroup, averaged, summed
@@ -190,27 +190,15 @@ class Decoder(PretrainedInterface):
         input_ids = check_inputs(input_ids, attention_mask, position_ids, labels, self.spec.vocabulary)
         same = self._same_on_all(input_ids, labels, position_ids, attention_mask, num_items_in_batch)
         tokens = input_ids.shape[1]
-        padded = tokens if self.context is None else -(-tokens // self.context.multiple) * self.context.multiple
-        pattern = pattern_of(position_ids, attention_mask, *input_ids.shape, padded_to=padded)
-        if position_ids is None:
-            position_ids = torch.arange(tokens, device=input_ids.device)[None]
-        angles = self.rotary(self._own(position_ids.to(input_ids.device, non_blocking=True), padded))
         shared = SharedWeight()  # a loss reads the head's weight through it, and logits directly
-        own = type(self.embedding) is Embedding and "forward" not in vars(self.embedding)
-        tied = labels is not None and self.spec.tied and own
-        embedded = self.embedding(self._own(input_ids, padded), **({"shared": shared} if tied else {})).to(self.dtype)
-        residual, delta = functional.dropout(embedded, self.spec.embedding_dropout, self.training), None
-        states: list[Tensor] = []
-        routings: list[Tensor] = []
-        options = {"counted": self._counted(attention_mask, input_ids, padded)} if self.spec.experts else {}
-        for layer in self.layers:
-            if output_hidden_states:
-                state = residual if delta is None else residual + delta
-                states.append(averaged(self._whole(state, tokens), self.data_group))
-            arguments = residual, delta, pattern, angles, is_first_microbatch
-            residual, delta, *routing = self.run_block(layer, *arguments, **(options if layer.experts else {}))
-            routings += routing
-        hidden = self.norm(residual, delta)
+        hidden, states, routings = self._hidden(
+            input_ids,
+            attention_mask,
+            position_ids,
+            is_first_microbatch,
+            shared=None if labels is None else shared,
+            keep_states=output_hidden_states,
+        )
         last = (averaged(self._whole(hidden, tokens), self.data_group),) if output_hidden_states else ()
         output = CausalLMOutput(hidden_states=(*states, *last) or None)
         if labels is None:
@@ -219,6 +207,73 @@ class Decoder(PretrainedInterface):
             loss = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch, routings, shared)
             output["loss"] = loss if same is None else loss.where(same, torch.nan)
         return output.to_tuple() if return_dict is False else output
+
+    def last_hidden_state(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *behind: Any,
+        is_first_microbatch: bool | None = None,
+        **others: Any,
+    ) -> BaseModelOutput:
+        """States behind the last norm, for a head or a loss of a library's own; arguments as of the forward.
+
+        Returns:
+            `BaseModelOutput`: `.last_hidden_state` [B, T, hidden], in the dtype of the head's weight, which follows.
+
+        Raises:
+            InputError: an input as in the forward; or the model trains with a loss of its routers, which is in its own loss.
+        """
+        refuse_arguments(others, behind)
+        if self.training and (self.spec.balance or self.spec.router_z_loss):
+            raise InputError(
+                "model.base_model has no loss of the routers, with which this model trains: use the loss of model(…, labels=…),"
+                ' or octavo.transform(model, blocks="own").'
+            )
+        input_ids = check_inputs(input_ids, attention_mask, position_ids, None, self.spec.vocabulary)
+        self._same_on_all(input_ids, position_ids, attention_mask)
+        hidden, _, routings = self._hidden(input_ids, attention_mask, position_ids, is_first_microbatch)
+        if routings:
+            self._router_losses(routings, None)  # recorded, as in the forward
+        whole = averaged(self._whole(hidden, input_ids.shape[1]), self.data_group)
+        return BaseModelOutput(last_hidden_state=whole.to(self.head.weight.dtype))
+
+    def _hidden(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        first: bool | None,
+        *,
+        shared: SharedWeight | None = None,
+        keep_states: bool = False,
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """(this rank's states behind the last norm, those in front of each block if they are kept, routings of experts).
+
+        shared: by which a tied embedding shares its weight with the loss.
+        """
+        tokens = input_ids.shape[1]
+        padded = tokens if self.context is None else -(-tokens // self.context.multiple) * self.context.multiple
+        pattern = pattern_of(position_ids, attention_mask, *input_ids.shape, padded_to=padded)
+        if position_ids is None:
+            position_ids = torch.arange(tokens, device=input_ids.device)[None]
+        angles = self.rotary(self._own(position_ids.to(input_ids.device, non_blocking=True), padded))
+        own = type(self.embedding) is Embedding and "forward" not in vars(self.embedding)
+        tied = shared is not None and self.spec.tied and own
+        embedded = self.embedding(self._own(input_ids, padded), **({"shared": shared} if tied else {})).to(self.dtype)
+        residual, delta = functional.dropout(embedded, self.spec.embedding_dropout, self.training), None
+        states: list[Tensor] = []
+        routings: list[Tensor] = []
+        options = {"counted": self._counted(attention_mask, input_ids, padded)} if self.spec.experts else {}
+        for layer in self.layers:
+            if keep_states:
+                state = residual if delta is None else residual + delta
+                states.append(averaged(self._whole(state, tokens), self.data_group))
+            arguments = residual, delta, pattern, angles, first
+            residual, delta, *routing = self.run_block(layer, *arguments, **(options if layer.experts else {}))
+            routings += routing
+        return self.norm(residual, delta), states, routings
 
     def _same_on_all(self, *inputs: Tensor | int | None) -> Tensor | None:
         """Equality of the inputs on the ranks that share sequences: bool [], or None where it is known already.

@@ -14,15 +14,13 @@ from torch import nn
 
 from octavo.models.decoder import RotaryAngles
 from octavo.models.spec import ModelSpec
+from octavo.models.structure import is_of_transformers, kind_of, scalars_of, tensor_differences
 
-_SCALARS = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """Kernels of one function; a registered one may be another, such as context parallelism or a mask of its own."""
 _EXPERTS = (None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")
 """Likewise of experts."""
-_STATES = ("training", "gradient_checkpointing", "name_or_path", "vocab_size")
-"""Attributes without effect on the forward; checkpointing is looked at by name, and the vocabulary is in the shapes."""
 
 
 def tie_again(model: nn.Module) -> None:
@@ -56,14 +54,14 @@ def _differences(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> Ite
     own, known = (dict(m.named_modules(remove_duplicate=False)) for m in (model, reference))
     for name in [*own, *known]:
         if type(own.get(name)) is not type(known.get(name)):
-            yield f"{name} is {_kind(own.get(name))}, not {_kind(known.get(name))}"
-    yield from _tensor_differences(model, reference)
+            yield f"{name} is {kind_of(own.get(name), known.get(name))}, not {kind_of(known.get(name), own.get(name))}"
+    yield from tensor_differences(model, reference)
     for name, module in own.items():
-        if any(not _captures_outputs(hook) for hooks in _HOOKS for hook in getattr(module, hooks).values()):
+        if any(not is_of_transformers(hook) for hooks in _HOOKS for hook in getattr(module, hooks).values()):
             yield f"{name or 'the model'} has hooks"
         if getattr(module, "gradient_checkpointing", False):
             yield "gradient checkpointing is on: octavo.transform(recompute=True) does that for Octavo's blocks"
-        has, says = _scalars(module), _scalars(known[name])
+        has, says = scalars_of(module), scalars_of(known[name])
         if changed := sorted(key for key in has.keys() | says.keys() if has.get(key) != says.get(key)):
             key = changed[0]
             yield f"{name or 'the model'}.{key} is {has.get(key)}, where its config says {says.get(key)}"
@@ -80,38 +78,3 @@ def _differences(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> Ite
                 yield f"{name} rotates by other frequencies than the config says"
     if "_loss_function" in vars(model):
         yield "its loss_function is overridden"
-
-
-def _tensor_differences(model: nn.Module, reference: nn.Module) -> Iterator[str]:
-    """Parameters and persistent buffers by name, shape and the names that share one."""
-    own, known = (_tensors(m) for m in (model, reference))
-    for name in [*own, *known]:
-        if name not in known or name not in own:
-            yield f"{name} is {'an extra' if name in own else 'a missing'} parameter"
-        elif own[name] != known[name]:
-            yield f"{name} has the shape {own[name][0]} or a tie that the config does not say"
-
-
-def _tensors(model: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
-    first: dict[int, str] = {}
-    return {
-        name: (tuple(value.shape), first.setdefault(id(value), name))
-        for name, value in model.state_dict(keep_vars=True).items()
-    }
-
-
-def _captures_outputs(hook: object) -> bool:
-    """A hook of transformers' own, which a forward that returns hidden states or router logits leaves behind."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
-
-
-def _scalars(module: nn.Module) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if isinstance(value, _SCALARS) and not key.startswith("_") and key not in _STATES
-    }
-
-
-def _kind(module: nn.Module | None) -> str:
-    return "missing" if module is None else f"a {type(module).__name__}"

@@ -8,7 +8,7 @@ accepted, the others refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +16,64 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from octavo.errors import InputError, nearest
-from octavo.models.convert import check_tie, is_tied, to_huggingface, write_pretrained
+from octavo.models.convert import (
+    check_decoder,
+    check_names_and_shapes,
+    check_tie,
+    conversion,
+    is_tied,
+    to_huggingface,
+    write_pretrained,
+)
 from octavo.models.spec import ModelSpec
+from octavo.models.weight_files import InMemoryWeights
+from octavo.nn.derived import derive, written_class
 
 _OWN = 'octavo.transform(model, blocks="own") keeps Hugging Face\'s code'
 _BEFORE = "call it on Hugging Face's model, before octavo.transform"
 _RECOMPUTE = "octavo.transform(model, recompute=True) recomputes activations in backward"
+_CHECKPOINTING = f"{_RECOMPUTE}; leave gradient_checkpointing = False in TrainingArguments, SFTConfig and DPOConfig"
 _PEFT = "add adapters before octavo.transform: octavo.transform(get_peft_model(model, config))"
 _CACHE = "it keeps no keys and values: model.generate(...) generates with a cache, through transformers' own model"
 _DOCUMENTS = "position_ids alone tell where documents begin (DataCollatorWithFlattening(return_flash_attn_kwargs=False))"
 _COPY = "octavo.to_huggingface(model) is transformers' own model with these weights"
-_INSTEAD = {
-    "resize_token_embeddings": _BEFORE,
-    "set_input_embeddings": _BEFORE,
-    "set_output_embeddings": _BEFORE,
-    "tie_weights": "set tie_word_embeddings in the config before octavo.transform",
-    "push_to_hub": "octavo.export(model, folder), then `hf upload`",
+_KERNELS = f"Octavo chooses the kernels of its attention, and {_OWN}"
+_RANKS = "octavo.init shards a model over ranks"
+_DEFAULT = f"{_OWN}, and {_COPY}"
+
+OFFERED = (
+    *("accepts_loss_kwargs", "add_model_tags", "base_model", "can_generate", "config", "config_class", "device", "dtype"),
+    *("generate", "generation_config", "get_input_embeddings", "get_output_embeddings", "get_parameter_or_buffer"),
+    *("is_activation_checkpointing", "is_gradient_checkpointing", "is_custom_code", "is_remote_code", "loss_type"),
+    *("main_input_name", "model_tags", "name_or_path", "num_parameters", "push_to_hub", "save_pretrained", "tie_weights"),
+)
+"""Names of Hugging Face's models that Octavo's decoder has, with their results."""
+INSTEAD = {
+    **dict.fromkeys(("resize_token_embeddings", "set_input_embeddings", "set_output_embeddings", "init_weights"), _BEFORE),
     "from_pretrained": "octavo.transform(AutoModelForCausalLM.from_pretrained(folder))",
-    "gradient_checkpointing_enable": _RECOMPUTE,
-    "activation_checkpointing_enable": _RECOMPUTE,
-    "gradient_checkpointing_disable": f"without {_RECOMPUTE} nothing is recomputed",
+    **dict.fromkeys(("gradient_checkpointing_enable", "activation_checkpointing_enable"), _CHECKPOINTING),
+    **dict.fromkeys(
+        ("gradient_checkpointing_disable", "activation_checkpointing_disable"), f"without {_RECOMPUTE} nothing is recomputed"
+    ),
     "prepare_inputs_for_generation": f"{_CACHE}. For PEFT, {_PEFT}",
-    "add_adapter": _PEFT,
-    "load_adapter": _PEFT,
-    "set_adapter": _PEFT,
-    "set_attn_implementation": f"Octavo chooses the kernels of its attention, and {_OWN}",
-    "get_decoder": _COPY,
-    "base_model": _COPY,
+    **dict.fromkeys(
+        ("add_adapter", "load_adapter", "set_adapter", "enable_adapters", "disable_adapters", "delete_adapter"), _PEFT
+    ),
+    **dict.fromkeys(("active_adapters", "get_adapter_state_dict", "enable_peft_hotswap", "enable_input_require_grads"), _PEFT),
+    **dict.fromkeys(("set_attn_implementation", "set_experts_implementation", "set_use_kernels", "use_kernels"), _KERNELS),
+    **dict.fromkeys(("tp_plan", "tp_size", "fsdp_plan", "fsdp_size", "ep_plan", "pp_plan"), _RANKS),
+    **dict.fromkeys(("supports_tp_plan", "supports_pp_plan", "supports_context_parallel"), _RANKS),
+    "get_decoder": f"model.base_model(...) gives the states behind its last norm; {_COPY}",
+    "loss_function": "its loss is the cross entropy of its forward with labels; for another, give it the logits",
     "model": f"its blocks are model.layers, with the names of octavo.describe(model); {_COPY}",
     "lm_head": f"its output head is model.head; {_COPY}",
     "past_key_values": _CACHE,
 }
-"""Names of Hugging Face's models → the way to the same end."""
+"""Names of Hugging Face's models that the decoder has not → the way to the same end; of the others `_DEFAULT` is the way."""
 _ARGUMENTS = {
     "use_cache": _CACHE,
     "past_key_values": _CACHE,
@@ -71,6 +94,8 @@ _DEFAULTS = {"is_causal": True, "ignore_index": -100}
 """Arguments whose False and 0 ask for something → the value that asks for nothing."""
 
 
+_SHARD_BYTES = 50 * 10**9
+"""Of a file of `save_pretrained`, as in transformers: Trainer resumes from one file."""
 IGNORED = -100
 """The label of a position that is not predicted, as in Hugging Face."""
 
@@ -189,6 +214,8 @@ class PretrainedInterface(nn.Module):
     embedding: nn.Embedding
     head: nn.Linear
     data_group: dist.ProcessGroup | None
+    model_tags: list[str] | None = None
+    """Of the model card."""
     generation_config: Any = None
     """Of the Hugging Face model that was transformed; written beside exported weights."""
 
@@ -199,16 +226,18 @@ class PretrainedInterface(nn.Module):
         self.register_load_state_dict_post_hook(_tie_again)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _INSTEAD:
-            raise NotInOctavo(f"Octavo's decoder has no {name}: {_INSTEAD[name]}.")
+        if name in INSTEAD or isinstance(getattr(type(self), name, None), _Absent):
+            raise NotInOctavo(f"Octavo's decoder has no {name}: {INSTEAD.get(name, _DEFAULT)}.")
         return super().__getattr__(name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """PyTorch's, which cannot assign to the parameters of a sharded model."""
+        """PyTorch's, which cannot assign to the parameters of a sharded model; also of an exported folder's tensors."""
         if assign and any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             raise InputError(
                 "load_state_dict(assign=True): this model is sharded, and its shards keep their memory. Leave assign out."
             )
+        if conversion(self.spec).names("embedding.weight")[0] in state_dict:
+            state_dict = self.load_hugging_face(state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def _get_name(self) -> str:
@@ -248,25 +277,134 @@ class PretrainedInterface(nn.Module):
         """
         return to_huggingface(self).generate(*args, **kwargs)
 
-    def save_pretrained(self, folder: str | Path, *, is_main_process: bool = True, **others: Any) -> None:
-        """Write the model for `from_pretrained` to a new folder, as `octavo.export` does.
+    def can_generate(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def name_or_path(self) -> str:
+        """Where the config came from."""
+        return str(getattr(self.config, "_name_or_path", ""))
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """False: recomputation of Octavo's blocks is no setting of Hugging Face's."""
+        return False
+
+    is_gradient_checkpointing = is_activation_checkpointing
+
+    def add_model_tags(self, tags: list[str] | str) -> None:
+        """Tags of the model card that `push_to_hub` writes, beside those of before."""
+        new = [tags] if isinstance(tags, str) else tags
+        self.model_tags = list(dict.fromkeys([*(self.model_tags or ()), *new]))
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the head is the embedding from the beginning, where the config says so.
 
         Raises:
-            InputError: the folder is not empty or cannot be written, an argument is unknown, or there are several ranks.
+            InputError: head or embedding was replaced since.
         """
-        if asked := [name for name, value in others.items() if value not in (None, False)]:
-            raise InputError(
-                f"save_pretrained of Octavo's decoder does not take {asked[0]}: call octavo.export(model, folder)."
-            )
-        if self.data_group is not None:
-            raise InputError(
-                "save_pretrained writes the model of one process, and this one is of several ranks: octavo.export(model,"
-                " folder), which all ranks call, gathers and writes it."
-            )
         check_tie(self)
-        if is_main_process:
-            tensors = {name: tensor.detach() for name, tensor in self.state_dict().items()}
-            write_pretrained(tensors, self.config, folder, generation=self.generation_config)
+
+    @property
+    def base_model(self) -> Callable[..., BaseModelOutput]:
+        """The decoder without its head: called as the forward, it gives `.last_hidden_state`."""
+        return self.last_hidden_state
+
+    def last_hidden_state(self, *args: Any, **kwargs: Any) -> BaseModelOutput:
+        """States behind the last norm, in the dtype of the head's weight, [B, T, hidden]; arguments as of the forward."""
+        raise NotImplementedError
+
+    def load_hugging_face(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Octavo's tensors from those of an exported folder.
+
+        Raises:
+            InputError: they are not all the weights of the model that the config describes.
+        """
+        from octavo.models.published import PublishedWeights, causal_lm_on_meta
+
+        weights, way = PublishedWeights(InMemoryWeights(tensors), causal_lm_on_meta(self.config)), conversion(self.spec)
+        check_names_and_shapes(self, weights)
+        names = [name for name in self.state_dict() if name not in way.tied]
+        return {name: way.join(name, tuple(weights.read(theirs) for theirs in way.names(name))) for name in names}
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        **others: Any,
+    ) -> None:
+        """Write the model for `from_pretrained`; a model in the folder is replaced, other files stay. All ranks call it.
+
+        Raises:
+            InputError: the folder cannot be written, an argument is unknown, or another model would be loaded.
+        """
+        nothing = {"safe_serialization": True, "save_original_format": True, "save_peft_format": True}
+        if asked := [name for name, value in others.items() if value not in (None, False) and nothing.get(name) != value]:
+            way = "push_to_hub(repository)" if "push_to_hub" in asked else "save_pretrained(folder) without it"
+            raise InputError(f"save_pretrained of Octavo's decoder does not take {asked[0]}: call model.{way}.")
+        check_decoder(self)
+        if not is_main_process:
+            return
+        own = self.state_dict()
+        if state_dict is not None and state_dict.keys() - {"head.weight"} != own.keys() - {"head.weight"}:
+            raise InputError(
+                "save_pretrained(state_dict=…): the tensors are not those of model.state_dict(), and a part of a model cannot "
+                "be loaded. Leave state_dict out."
+            )
+        tensors = {name: tensor.detach() for name, tensor in (state_dict or own).items() if name in own}
+        write_pretrained(
+            tensors, self.config, folder, generation=self.generation_config, replace=True, shard_bytes=_SHARD_BYTES
+        )
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `push_to_hub`, arguments and tags included, of a copy of the weights."""
+        theirs: Any = to_huggingface(self)
+        theirs.model_tags = self.model_tags
+        return theirs.push_to_hub(*args, **kwargs)
+
+
+class _Absent:
+    """A name of `PreTrainedModel` in the face of a decoder: `__getattr__` has its error."""
+
+    def __get__(self, model: object, owner: type) -> Any:
+        if model is None:
+            return self
+        raise AttributeError
+
+
+def pose_as_pretrained(model: PretrainedInterface) -> None:
+    """Make a decoder an instance of `transformers.PreTrainedModel` too: Trainer writes only such a one by `save_pretrained`.
+
+    Names of `PreTrainedModel` that are not `OFFERED` stay absent.
+    """
+    from transformers import PreTrainedModel
+
+    base, theirs = type(model), vars(nn.Module).keys()
+    members: dict[str, Any] = {"__reduce_ex__": _reduce}
+    for name in dir(PreTrainedModel):
+        if name.startswith("_") or name in OFFERED:
+            continue
+        if name in theirs:  # `to`, `train` and others, which transformers changes
+            members[name] = getattr(base, name)
+        elif callable(getattr(PreTrainedModel, name)) or isinstance(getattr(PreTrainedModel, name), property):
+            members[name] = _Absent()
+    members |= {"dtype": None, "config_class": type(model.config)}  # an attribute of the decoder has its dtype
+    derive(model, members, (PreTrainedModel,))
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """For `pickle` and `copy`, which look a class up by its name: that of before, which poses again."""
+    return _posing, (written_class(self), self.config, vars(self).copy())
+
+
+def _posing(cls: type[PretrainedInterface], config: Any, state: dict[str, Any]) -> PretrainedInterface:
+    model = cls.__new__(cls)
+    model.__setstate__(state)
+    pose_as_pretrained(model)
+    return model
 
 
 def _drop_tied(model: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:

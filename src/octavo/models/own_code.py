@@ -12,6 +12,7 @@ from torch import nn
 from octavo.errors import InputError
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.families import DECODER_FAMILIES
+from octavo.nn.derived import derive
 from octavo.nn.norm import FLOATS
 
 _SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -157,7 +158,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> No
         with torch.autocast(device.type, dtype):
             return base.forward(self, *args, **kwargs)
 
-    model.__class__ = type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+    derive(model, {"forward": forward})
 
 
 def params_dtype_of(model: nn.Module) -> torch.dtype | None:

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from octavo.errors import InputError, first_line, some
-from octavo.models.weight_files import DEQUANTISE, LISTED, WeightFiles, Weights
+from octavo.models.weight_files import DEQUANTISE, LISTED, InMemoryWeights, WeightFiles, Weights
 
 _QUANTISED_NAME = re.compile(
     r"\.(weight_(scale\w*|packed|shape|global_scale)|weight\.(absmax|quant_\w+|quant_state\S*)|q(weight|zeros)|scales|SCB|input_scale)$"
@@ -70,7 +70,7 @@ class PublishedWeights(Weights):
             tied weights differ.
     """
 
-    def __init__(self, files: WeightFiles, model: nn.Module) -> None:
+    def __init__(self, files: WeightFiles | InMemoryWeights, model: nn.Module) -> None:
         self._files, self._model = files, model
         state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
         self._sources: dict[str, str] = {}  # name → tensor in the files

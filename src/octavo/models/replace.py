@@ -15,22 +15,20 @@ from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState, states_of
 from octavo.models.conv1d import Conv1D
 from octavo.models.convert import conversion_of
+from octavo.models.structure import LINEARS
 from octavo.nn.attention import DotProductAttention
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.moe import LayerNormMoE
 
-_LINEARS = ("torch.nn.modules.linear.Linear", "transformers.models.falcon.modeling_falcon.FalconLinear")
-"""Classes that compute `nn.Linear`'s product; Falcon's rounds it before the bias."""
-
 
 def replace_linears(model: nn.Module) -> None:
-    """Turn each module of `_LINEARS`, and Hugging Face's `Conv1D`, into Octavo's, in place; an output head stays as it is."""
+    """Turn each module of `LINEARS`, and Hugging Face's `Conv1D`, into Octavo's, in place; an output head stays as it is."""
     find_head = getattr(model, "get_output_embeddings", None)  # of Hugging Face's models, and of PEFT's around them
     head = find_head() if callable(find_head) else None
     heads = set() if head is None else set(head.modules())  # an adapter on the head has the matrix inside
     for module in model.modules():
-        if isinstance(module, nn.Linear) and _class(module) in _LINEARS and module not in heads:
+        if isinstance(module, nn.Linear) and _class(module) in LINEARS and module not in heads:
             Linear.from_linear(module)
         elif type(module) is PlainConv1D:
             Conv1D.from_conv1d(module)

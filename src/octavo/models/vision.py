@@ -7,14 +7,17 @@ stream is of autocast's dtype, if it is on. timm is not imported here.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from octavo.errors import InputError
 from octavo.models.convert import Conversion, attach
 from octavo.models.families import Join, Joined, NameTable
+from octavo.models.structure import difference_from
 from octavo.nn.block import RunBlock, TransformerLayer
 
 VIT_NAMES = NameTable(
@@ -46,6 +49,7 @@ _CLASSES = {
     **dict.fromkeys(("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"), (_LINEAR,)),
 }
 """Parts of a block → the classes that Octavo's layer computes."""
+_AS_BUILT = "octavo_blocks_as_built"
 _ABSENT = ("ls1", "ls2", "drop_path1", "drop_path2", "attn.q_norm", "attn.k_norm", "attn.norm", "attn.gate", "mlp.norm")
 _DROPOUTS = ("attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.drop2")
 
@@ -149,7 +153,21 @@ def replace_blocks(model: nn.Module, params_dtype: torch.dtype) -> None:
             )
         )
     model.blocks = Blocks(*layers)
+    vars(model)[_AS_BUILT] = copy.deepcopy(model.blocks)  # on the meta device
     attach(model, Conversion(VIT_NAMES, heads, heads, {}, "octavo/timm-vit"))
+
+
+def check_blocks(model: nn.Module) -> None:
+    """Raise an InputError for blocks that were changed since: under timm's names their weights would be of another model.
+
+    Models without Octavo's blocks in a vision transformer pass.
+    """
+    built = vars(model).get(_AS_BUILT)
+    if built is not None and (different := difference_from(model.get_submodule("blocks"), built)):
+        raise InputError(
+            f"blocks: {different}. A file under timm's names would load as another model: give the model the blocks that it "
+            "had, or keep it as it is by octavo.save(path, model)."
+        )
 
 
 def _part(block: nn.Module, path: str) -> Any:

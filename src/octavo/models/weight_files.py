@@ -251,8 +251,9 @@ def save_shards(
     pieces: Mapping[tuple[str, ...], Mapping[str, Tensor]],
     read: Callable[[tuple[str, ...]], Mapping[str, Tensor]],
     folder: Path,
+    shard_bytes: int | None = None,
 ) -> None:
-    """Write tensors in files of at most `_SHARD_BYTES` (or one tensor), with an index if there are several.
+    """Write tensors in files of at most `shard_bytes`, 5 GiB when absent (or one tensor), with an index if there are several.
 
     `pieces` has the result of `read` for each group of names, on the meta device.
     """
@@ -260,7 +261,7 @@ def save_shards(
     size = total = 0
     for group, parts in pieces.items():
         for theirs, part in parts.items():
-            if shards[-1] and size + part.nbytes > _SHARD_BYTES:
+            if shards[-1] and size + part.nbytes > (shard_bytes or _SHARD_BYTES):
                 shards.append({})
                 size = 0
             shards[-1].setdefault(group, []).append(theirs)

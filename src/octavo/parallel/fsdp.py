@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from octavo.errors import InputError, warn
 from octavo.fp8 import checkpoints
 from octavo.nn.block import TransformerLayer
+from octavo.nn.derived import derive
 from octavo.nn.experts import StackedExperts
 from octavo.nn.mlp import LayerNormMLP
 from octavo.parallel.coordination import Ranks
@@ -90,6 +91,7 @@ def shard(
             behind together, but once for forward and backward; their gradients are reduced as soon as they are there.
     """
     mesh = how.mesh
+    _refuse_shared(model, blocks)
     # FSDP2 wants gradients of one dtype in a group. Those of FP8 products are of the parameters' own, as on one rank, so norms
     # and biases in their block, which are small, are gathered in their own dtype too.
     outer = MixedPrecisionPolicy(how.param_dtype, how.reduce_dtype, cast_forward_inputs=False)
@@ -131,6 +133,23 @@ def shard(
         part.register_forward_hook(_reshard_after_evaluation)
     model.register_forward_pre_hook(lambda root, _: settle(root), prepend=True)
     model.register_forward_hook(_settle_after_exception, always_call=True)
+
+
+def _refuse_shared(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise an InputError for a parameter of two blocks, or of a block and of the model around it: each is gathered alone."""
+    names = {module: name for name, module in model.named_modules()}
+    inside = {module for block in blocks for module in block.modules()}
+    owners = [*blocks, *(module for module in names if module not in inside)]
+    first: dict[nn.Parameter, nn.Module] = {}
+    for owner in owners:
+        for parameter_name, parameter in owner.named_parameters(recurse=owner in inside):
+            other = first.setdefault(parameter, owner)
+            if other is not owner and not inside.isdisjoint((other, owner)):
+                raise InputError(
+                    f"{names[owner]}.{parameter_name} is also a parameter of {names[other] or type(other).__name__}, and over"
+                    " ranks the weights of each block are gathered for this block alone: give each block a parameter of its"
+                    " own, or train on one rank."
+                )
 
 
 def _units(blocks: Sequence[nn.Module]) -> list[Unit]:
@@ -303,7 +322,7 @@ def _use_own_class(model: nn.Module) -> None:
     vars(model).pop(mark, None)  # FSDP2's own
     base = type(model)
     marks = {mark: property(lambda self: True, refuse), "_ddp_params_and_buffers_to_ignore": property(refuse_ddp)}
-    model.__class__ = type(base.__name__, (base,), {**marks, "zero_grad": zero_grad, "__module__": base.__module__})
+    derive(model, {**marks, "zero_grad": zero_grad})
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:

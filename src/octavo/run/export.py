@@ -6,6 +6,7 @@ gone. Weights are read, or gathered from the ranks, for one output file at a tim
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from octavo.checkpoint.manifest import newest_whole, step_folders
 from octavo.checkpoint.reader import StoredWeights
@@ -24,12 +26,16 @@ from octavo.collectives.whole import whole_tensor
 from octavo.config.run import RunConfig
 from octavo.data.special_tokens import ROLES, SpecialTokens
 from octavo.data.tokenizer import other_beside
-from octavo.errors import InputError, nearest, some, unknown, warn
-from octavo.models.convert import Conversion, check_tie, conversion_of, write_pretrained, write_weights
+from octavo.errors import InputError, first_line, nearest, some, unknown, warn
+from octavo.models.convert import Conversion, check_decoder, conversion_of, other_model, write_pretrained, write_weights
 from octavo.models.generation import FILE, GenerationFile, from_model_config, load_generation_config
-from octavo.models.published import causal_lm_on_meta
 from octavo.models.sources import load_config
+from octavo.models.structure import difference_from, tensors_of, warn_of_hooks
+from octavo.models.vision import check_blocks
+from octavo.nn.derived import written_class
 from octavo.parallel.coordination import Ranks, writing_ranks
+from octavo.parallel.deferred_init import delayed_init
+from octavo.parallel.saving import WHOLE_STATE
 from octavo.run.folder import RunFolder
 
 
@@ -53,12 +59,15 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
         ranks.on_rank_0(lambda: export_run(run, to))
         return
     config, way = getattr(model_or_path, "config", None), conversion_of(model_or_path)
-    own_code = model_or_path if isinstance(model_or_path, PreTrainedModel) else None
-    if own_code is None:
+    own_code = model_or_path if isinstance(model_or_path, PreTrainedModel) and way is None else None
+    if own_code is not None:
+        _check_of_transformers(own_code)
+    else:
         config = config if hasattr(config, "save_pretrained") else None
         if way is None:
             _check_own_code(model_or_path, config)
-    check_tie(model_or_path)
+    check_decoder(model_or_path)
+    check_blocks(model_or_path)
     ranks.on_rank_0(lambda: _check_empty(to))
     generation = getattr(model_or_path, "generation_config", None)
     _write_gathered(weights(model_or_path), config, own_code or way, to, ranks, generation)
@@ -66,27 +75,68 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
 
 def _check_own_code(model: nn.Module, config: Any) -> None:
     """Raise an InputError for a model whose weights are not under the names of transformers' model of its config."""
-    kind = type(model).__name__
+    kind = type(model).__name__.removeprefix("FSDP")
     if hasattr(model, "merge_and_unload"):
         raise InputError(
             f"octavo.export: {kind} has adapters: model.save_pretrained(folder) writes them alone, octavo.export("
             "model.merge_and_unload(), folder) the whole model with them."
         )
     own = "save model.state_dict(), its weights under their own names, by safetensors.torch.save_model(model, file)."
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        own = f"save its weights under their own names: {WHOLE_STATE}, for safetensors.torch.save_file there."
     if config is None:
         raise InputError(
             f"octavo.export: {kind} has no Hugging Face config (model.config), so Hugging Face could not load it; {own}"
         )
     try:
-        theirs = {name: tuple(tensor.shape) for name, tensor in causal_lm_on_meta(config).state_dict().items()}
+        with delayed_init():
+            reference = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
     except ValueError:  # no causal language model
-        theirs = {}
-    ours = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if other := [name for name in ours if theirs.get(name) != ours[name]]:
+        reference = None
+    theirs, ours = ({} if m is None else tensors_of(m) for m in (reference, model))
+    if other := [name for name in ours if name not in theirs or theirs[name][0] != ours[name][0]]:
         raise InputError(
             f"octavo.export: {kind} is no model of transformers, and {some(other)} of it not in the model that its config"
             f" describes ({getattr(config, 'model_type', '?')}); {own}"
         )
+    if reference is not None and (different := difference_from(model, reference, root=False)):
+        raise other_model(different)
+    warn_of_hooks(model)
+
+
+def _check_of_transformers(model: PreTrainedModel) -> None:
+    """Raise an InputError for a model of transformers that is not the one that `from_pretrained` builds from its config."""
+    cls, config = written_class(model), model.config
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise InputError(
+            f"octavo.export: {cls.__name__} has adapters: model.save_pretrained(folder) writes them alone. For the whole model "
+            "add them by get_peft_model, and export its merge_and_unload()."
+        )
+    known = [base.__name__ for base in cls.__mro__[1:] if _is_model_of_transformers(base)]
+    if known and not _is_model_of_transformers(cls) and type(config).__module__.startswith("transformers."):
+        raise InputError(
+            f"octavo.export: {cls.__name__} is a class of your own, and {type(config).__name__} loads as {known[0]}, another "
+            f"model: save it by model.save_pretrained(folder), for {cls.__name__}.from_pretrained(folder)."
+        )
+    try:
+        with delayed_init():
+            reference = cls._from_config(copy.deepcopy(config))  # type: ignore[attr-defined]
+    except Exception as error:  # whatever a model's constructor raises for an edited config
+        raise other_model(
+            f"{cls.__name__} cannot be built from model.config: {type(error).__name__}: {first_line(error)}"
+        ) from None
+    if different := difference_from(model, reference):
+        raise other_model(different)
+    warn_of_hooks(model)
+
+
+def _is_model_of_transformers(cls: type) -> bool:
+    """One of the classes that transformers loads, without the base of each family."""
+    return (
+        issubclass(cls, PreTrainedModel)
+        and cls.__module__.startswith("transformers.models.")
+        and not cls.__name__.endswith("PreTrainedModel")
+    )
 
 
 def _write_gathered(

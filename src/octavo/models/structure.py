@@ -1,0 +1,217 @@
+"""What a model computes beyond its weights, beside a model that is built from its config: an export holds the config alone.
+
+A replaced module, a shared parameter, another eps or activation, a `forward` of a caller's own: a folder with such weights
+would load as another model. What a training changes and inference does not see (dropout, recomputation, losses) is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D as PlainConv1D
+
+from octavo.models.conv1d import Conv1D
+from octavo.nn.derived import written_class
+from octavo.nn.linear import Linear
+
+LINEARS = ("torch.nn.modules.linear.Linear", "transformers.models.falcon.modeling_falcon.FalconLinear")
+"""Classes that compute `nn.Linear`'s product; Falcon's rounds it before the bias."""
+_SCALARS = (bool, int, float, str, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_LIBRARIES = ("torch", "transformers", "octavo", "accelerate", "peft", "trl", "deepspeed")
+"""Packages whose hooks and wrapped forwards serve a training; a caller's own compute something else."""
+_STATES = (
+    *("training", "gradient_checkpointing", "name_or_path", "vocab_size", "checkpoint", "chunks", "inplace"),
+    *("padding_idx", "pad_token_id"),
+)
+"""Attributes without effect on a result; the vocabulary is in the shapes."""
+_TRAINING = ("drop", "jitter", "loss", "cache", "parallel_", "_parallel", "parallelizable", "checkpointing")
+"""Parts of names of attributes without effect on inference."""
+
+
+def tensors_of(model: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Parameters and persistent buffers: name → shape, and the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {
+        name: (tuple(value.shape), first.setdefault(id(value), name))
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def tensor_differences(model: nn.Module, reference: nn.Module) -> Iterator[str]:
+    """Parameters and persistent buffers by name, shape and the names that share one."""
+    own, known = (tensors_of(m) for m in (model, reference))
+    for name in [*own, *known]:
+        if name not in known or name not in own:
+            yield f"{name} is {'an extra' if name in own else 'a missing'} parameter"
+        elif own[name][0] != known[name][0]:
+            yield f"{name} has the shape {own[name][0]}, where its config says {known[name][0]}"
+        elif own[name] != known[name]:
+            tied = own[name][1] != name
+            yield (
+                f"{name} shares the tensor of {own[name][1]}, a tie that the config does not say"
+                if tied
+                else f"{name} is a tensor of its own, where the config ties it to {known[name][1]}"
+            )
+
+
+def scalars_of(module: nn.Module) -> dict[str, Any]:
+    """Public attributes that are plain values."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, _SCALARS) and not key.startswith("_") and key not in _STATES
+    }
+
+
+def kind_of(module: nn.Module | None, beside: nn.Module | None = None) -> str:
+    """A module's class, with an article; its whole name where the module beside it has a class of the same."""
+    if module is None:
+        return "missing"
+    cls, other = written_class(module), None if beside is None else written_class(beside)
+    if other is None or cls.__name__ != other.__name__:
+        return f"a {cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}" + (" of another code" if cls.__module__ == other.__module__ else "")
+
+
+def is_of_transformers(hook: object) -> bool:
+    """A hook of transformers' own, which a forward that returns hidden states or router logits leaves behind."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def difference_from(model: nn.Module, reference: nn.Module, *, root: bool = True) -> str:
+    """The first thing by which a model with the weights of `model` and the code of `reference` is another; empty for none.
+
+    Args:
+        model: trained, in FP8 or sharded.
+        reference: built from its config, with parameters on the meta device and buffers with values.
+        root: False for a module that has the parts of the reference, and is of another class.
+    """
+    return next(_differences(model, reference, root), "")
+
+
+def _differences(model: nn.Module, reference: nn.Module, root: bool) -> Iterator[str]:
+    own, known = (dict(m.named_modules(remove_duplicate=False)) for m in (model, reference))
+    for name in [*own, *known]:
+        mine, theirs = own.get(name), known.get(name)
+        if (name or root) and (mine is None or theirs is None or not _same_code(mine, theirs)):
+            yield f"{name or 'the model'} is {kind_of(mine, theirs)}, not {kind_of(theirs, mine)}"
+    shared: dict[nn.Module, str] = {}
+    for name, module in own.items():
+        if shared.setdefault(module, name) != name and known[name] is not known[shared[module]]:
+            yield f"{name} and {shared[module]} are one module"
+    yield from tensor_differences(model, reference)
+    for name, module in own.items():
+        if name or root:
+            yield from (f"{name or 'model'}{fact}" for fact in _module_differences(module, known[name]))
+
+
+def _same_code(module: nn.Module, reference: nn.Module) -> bool:
+    own, known = written_class(module), written_class(reference)
+    if own is Linear and f"{known.__module__}.{known.__qualname__}" in LINEARS:
+        return True
+    if own is Conv1D and known is PlainConv1D:
+        return True
+    kernels = own.__module__ == known.__module__ and all("Attention" in cls.__name__ for cls in (own, known))
+    return own is known or (kernels and own.__module__.startswith("transformers."))  # BigBird changes its own by the length
+
+
+def _module_differences(module: nn.Module, reference: nn.Module) -> Iterator[str]:
+    has, says = vars(module), vars(reference)
+    drops, scaled = isinstance(module, nn.modules.dropout._DropoutNd), _scales_rotation(module)
+    for key, value in has.items():
+        if key == "original_max_seq_len" and not scaled:
+            continue
+        if key.startswith("_") or key in _STATES or drops or any(part in key for part in _TRAINING):
+            continue
+        plain = _is_plain(value)
+        if key in says:
+            if plain != _is_plain(says[key]) or (plain and value != says[key]):
+                yield f".{key} is {value!r}, where its config says {says[key]!r}"
+            elif _is_function(value) and _origin(value) != _origin(says[key]) and not _origin(value).startswith("octavo."):
+                yield f".{key} is {_origin(value)}, not {_origin(says[key])}"
+        elif key in dir(written_class(module)):
+            if callable(value) and not _of_library(value):
+                yield f".{key} is overridden, by {_origin(value)}"
+            elif (
+                isinstance(value, _SCALARS)
+                and _is_plain(default := getattr(written_class(module), key, None))
+                and value != default
+            ):
+                yield f".{key} is {value!r}, where its class says {default!r}"
+    yield from _buffer_differences(module, reference)
+
+
+def _scales_rotation(module: nn.Module) -> bool:
+    """True for a rotary scaling that computes its frequencies anew for longer inputs."""
+    kinds = getattr(module, "rope_type", None)
+    return any(kind in ("dynamic", "longrope") for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
+
+
+def _is_plain(value: Any) -> bool:
+    """A value that `==` compares: scalars, sequences of them, and frozen records."""
+    if isinstance(value, tuple | list):
+        return all(isinstance(each, _SCALARS) for each in value)
+    return isinstance(value, _SCALARS) or (dataclasses.is_dataclass(value) and value.__hash__ is not None)
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, nn.Module | type) and hasattr(value, "__code__")
+
+
+def _origin(function: Any) -> str:
+    """The module and name of a function or callable; of a wrapper, which has the names of the function inside, its own."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    home = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+    code = getattr(function, "__code__", None)
+    return f"{home}.{getattr(code, 'co_qualname', None) or getattr(code, 'co_name', None) or type(function).__qualname__}"
+
+
+def _of_library(function: Any) -> bool:
+    return _origin(function).partition(".")[0] in _LIBRARIES
+
+
+def _buffer_differences(module: nn.Module, reference: nn.Module) -> Iterator[str]:
+    """Buffers that no file holds, such as rotary frequencies: each is computed from the config."""
+    for name in sorted(reference._non_persistent_buffers_set & module._buffers.keys()):
+        own, known = module._buffers[name], reference._buffers.get(name)
+        computed = name.endswith("inv_freq") and "original" not in name and _scales_rotation(module)
+        if own is None or known is None or own.is_meta or known.is_meta or "cache" in name or computed:
+            continue
+        own, known = own.detach().cpu(), known.detach().cpu()
+        if own.shape != known.shape or not _close(own, known):
+            yield f".{name} has other values than the config says"
+
+
+def _close(own: Tensor, known: Tensor) -> bool:
+    """Equal, but for the rounding of `model.to(dtype)`."""
+    if own.is_floating_point() and known.is_floating_point():
+        return torch.allclose(own.float(), known.float(), rtol=1e-2, equal_nan=True)
+    return torch.equal(own, known.to(own.dtype))
+
+
+def warn_of_hooks(model: nn.Module) -> None:
+    """Name the hooks of a caller's own, which no folder holds: some observe, and some change what the model computes."""
+    found = [
+        f"{name or 'the model'} ({_origin(hook)})"
+        for name, module in model.named_modules()
+        for hooks in _HOOKS
+        for hook in getattr(module, hooks).values()
+        if not _of_library(hook)
+    ]
+    if found:
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        warnings.warn(
+            f"the forward hook of {found[0]}{more} is not written: the weights alone are, and the loaded model computes "
+            "without it.",
+            stacklevel=4,
+        )
