@@ -3,6 +3,7 @@
     shard-00001-….safetensors   model.<name> · optimizer.<state>.<name> · fp8.<module>.<operand>.… · random.<rank>.<device>
     state.json                  step, hash of the data, layout, numbers of the optimizer, recipe, head, blocks, generators
     random-1.json               generators of rank 1, and so on
+    callbacks-0.bin             state of the callbacks of a run on rank 0, and so on
     manifest.json               written last: every file's size and sha256
 
 A checkpoint is written under a temporary name, synced and renamed. A kill at any moment leaves the older ones and perhaps a
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -98,9 +99,12 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         state: Mapping[str, Any],
         *,
+        own_files: Mapping[str, bytes] = MappingProxyType({}),
         background: bool = False,
     ) -> Path:
         """Write `step-N` with JSON-able scalars `state` of rank 0, and remove the oldest beyond `keep`. Collective.
+
+        own_files: content by name, of this rank, for `read_own_file`.
 
         In the background it returns once the state is copied to host memory, and an earlier write has ended. `poll` or `wait`
         raises the errors of the write.
@@ -110,7 +114,8 @@ class Checkpointer:
         """
         self.wait()
         path = self.folder / f"step-{step}"
-        snapshot = take_snapshot(model, optimizer, {"step": step, **state}, self.io_ranks, self._buffer if background else None)
+        buffer = self._buffer if background else None
+        snapshot = take_snapshot(model, optimizer, {"step": step, **state}, self.io_ranks, buffer, own_files)
 
         def write_and_prune() -> None:
             write_snapshot(path, snapshot, self.io_ranks, step)

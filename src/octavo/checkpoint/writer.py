@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Snapshot:
     """The tensors and the small files by name that this rank writes; the bytes on disk are those of all ranks together."""
 
     pieces: list[shard_io.TensorPiece]
-    texts: dict[str, str]
+    files: dict[str, bytes]
     bytes_needed: int
 
 
@@ -66,8 +67,11 @@ def take_snapshot(
     state: Mapping[str, Any],
     ranks: Ranks,
     buffer: PinnedBuffer | None = None,
+    own_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Snapshot:
     """The state as it is now. With a buffer it is copied and may be written later, else it has to be written at once.
+
+    own_files: further files of this rank, content by name.
 
     Raises:
         InputError: the optimizer has states that a checkpoint cannot hold.
@@ -89,16 +93,17 @@ def take_snapshot(
                 "spec": spec_record(model),
                 "blocks": None if (way := conversion_of(model)) is None else way.layout,
             }
-            texts = {STATE: json.dumps(record, allow_nan=False, indent=1)}
+            files = {STATE: json.dumps(record, allow_nan=False, indent=1).encode()}
         else:
-            texts = {f"random-{ranks.rank}.json": json.dumps(scalars)}
+            files = {f"random-{ranks.rank}.json": json.dumps(scalars).encode()}
+        files |= {own_name(name, ranks.rank): content for name, content in own_files.items()}
     pieces = shard_io.deduplicate(pieces, ranks)
     if buffer is not None:
         with ranks.sharing_errors():
             copies = buffer.copy([piece.data for piece in pieces])
             pieces = [dataclasses.replace(piece, data=copy) for piece, copy in zip(pieces, copies, strict=True)]
-    bytes_needed = ranks.sum(shard_io.bytes_needed(pieces) + sum(2 * len(text) for text in texts.values()))
-    return Snapshot(pieces, texts, bytes_needed)
+    bytes_needed = ranks.sum(shard_io.bytes_needed(pieces) + sum(2 * len(content) for content in files.values()))
+    return Snapshot(pieces, files, bytes_needed)
 
 
 def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | None = None) -> None:
@@ -113,7 +118,7 @@ def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | Non
     def finish() -> None:
         try:
             with shard_io.explaining_full_disk(path.parent, snapshot.bytes_needed):
-                _write_rest(temporary, snapshot.texts, step)
+                _write_rest(temporary, snapshot.files, step)
                 manifest.write_manifest(temporary, step, files, ranks=ranks.size, tensors=tensors)
                 _put_in_place(temporary, path, step)
         except BaseException:
@@ -123,8 +128,8 @@ def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | Non
     with ranks.sharing_errors(undo=remove), shard_io.explaining_full_disk(path.parent, snapshot.bytes_needed):
         own_entries = shard_io.write_shard(temporary, snapshot.pieces, ranks.rank, step)
         if ranks.rank:
-            for name, text in snapshot.texts.items():
-                write_atomic(temporary / name, text)
+            for name, content in snapshot.files.items():
+                write_atomic(temporary / name, content)
     gathered = ranks.gather((own_entries, shard_io.tensor_entries(snapshot.pieces)))
     files = {name: entry for each, _ in gathered for name, entry in each.items()}
     tensors = {name: entry for _, each in gathered for name, entry in each.items()}
@@ -141,11 +146,16 @@ def _make_temporary(path: Path, bytes_needed: int) -> str:
     return temporary.name
 
 
-def _write_rest(temporary: Path, texts: Mapping[str, str], step: int | None) -> None:
-    """After all tensors: write the scalars of rank 0."""
+def own_name(name: str, rank: int) -> str:
+    """The name in a checkpoint of a rank's own file."""
+    return f"{name}-{rank}.bin"
+
+
+def _write_rest(temporary: Path, files: Mapping[str, bytes], step: int | None) -> None:
+    """After all tensors: write the scalars of rank 0, and its own files."""
     failpoint("after-shards", step)
-    for name, text in texts.items():
-        write_atomic(temporary / name, text)
+    for name, content in files.items():
+        write_atomic(temporary / name, content)
     failpoint("before-manifest", step)
 
 
