@@ -70,6 +70,7 @@ from octavo.parallel.offload import HORIZON, offloaded
 from octavo.parallel.recompute import recomputed, selectively_recomputed
 from octavo.parallel.sharding import Sharding, check_experts, sharding_of
 from octavo.parallel.world import state
+from octavo.storage import local_path
 
 __all__ = ["build_model", "describe", "parts_of", "place", "transform"]
 
@@ -132,6 +133,7 @@ def transform(
     recipe, training = DelayedScaling() if recipe is None else coerce(recipe), getattr(model, "training", True)
     fp8_head = False if fp8_head is None and not recipe.native else fp8_head
     _check_arguments(model, dtype, params_dtype, skip, layers, cp_comm_type, moe)
+    load_from = None if load_from is None else local_path(load_from, "octavo.transform: load_from")
     params_dtype = params_dtype or params_dtype_of(model)
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype, strategy=cp_comm_type)
     if sharding is not None and load_from is None and not load_state_dict_from_rank0:

@@ -34,7 +34,7 @@ from octavo.checkpoint.reader import restore
 from octavo.checkpoint.writer import aside, remove_checkpoint, remove_tree, take_snapshot, write_snapshot
 from octavo.errors import InputError, OctavoError
 from octavo.parallel.coordination import Ranks, all_ranks, writing_ranks
-from octavo.storage import fsync_folder
+from octavo.storage import folder_fault, fsync_folder, local_path
 
 _ATTEMPTS = 3  # to open a checkpoint that is being replaced
 
@@ -165,7 +165,7 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
             not a checkpoint.
         OctavoError: the disk is full, or another rank failed.
     """
-    path, ranks = Path(path).resolve(), writing_ranks()
+    path, ranks = local_path(path, "octavo.save: path").resolve(), writing_ranks()
     with ranks.sharing_errors():
         for key, value in extra.items():
             try:
@@ -188,7 +188,7 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
         InputError: there is no checkpoint at `path`, or it is of another model or optimizer; nothing was changed.
         OctavoError: the checkpoint is damaged, or is being replaced; nothing was changed.
     """
-    state = restore(Path(path).resolve(), model, optimizer, writing_ranks(), _open_saved)
+    state = restore(local_path(path, "octavo.load: path").resolve(), model, optimizer, writing_ranks(), _open_saved)
     extra: dict[str, Any] = state.get("extra", {})
     return extra
 
@@ -211,6 +211,8 @@ def _prepare_target(path: Path) -> None:
     """Refuse to replace a path that is not a checkpoint, and remove leftovers of earlier saves to it."""
     if path.exists() and not (path / manifest.MANIFEST).is_file():
         raise InputError(f"octavo.save: {path} exists and is not a checkpoint; give a folder that does not exist yet.")
+    if fault := folder_fault(path):
+        raise InputError(f"octavo.save: path = {str(path)!r} cannot be used: {fault}")
     _finish_replacement(path)
     for leftover in [*(folder for folder, pid in _temporaries(path) if not _runs_elsewhere(pid)), aside(path)]:
         with contextlib.suppress(FileNotFoundError):

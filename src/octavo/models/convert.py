@@ -27,7 +27,7 @@ from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_files import DEQUANTISE, QUANTIZED_KEYS, Weights, kind_of, save_shards
 from octavo.nn.mlp import gate_up_block
-from octavo.storage import free_bytes, fsync_folder, fsync_tree, use_umask
+from octavo.storage import free_bytes, fsync_folder, fsync_tree, local_path, use_umask
 
 if TYPE_CHECKING:  # transformers' model classes import torchao, a peer that may be broken
     from transformers import PreTrainedModel
@@ -375,7 +375,7 @@ def _new_folder(folder: str | Path) -> Iterator[Path]:
         InputError: `folder` is not empty, or cannot be written.
         OctavoError: the disk is full, or writing failed otherwise.
     """
-    folder = Path(folder)
+    folder = local_path(folder, "folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{str(folder)!r} exists and is not empty: export writes a new folder. Give another path.")
     if folder.is_mount():

@@ -196,6 +196,7 @@ def _check_rotation(rope: Mapping[str, Any], family: str) -> None:
 
 def _read_config(source: str) -> Any:
     check_source(source)
+    source = str(Path(source).expanduser())  # transformers knows no ~
     path = Path(source) / "config.json"
     if path.is_file():
         try:
@@ -236,7 +237,7 @@ def load_generation_config(source: str) -> Any | None:
     if source in SHAPES:
         return None
     try:
-        return GenerationConfig.from_pretrained(source, local_files_only=True)
+        return GenerationConfig.from_pretrained(str(Path(source).expanduser()), local_files_only=True)
     except (OSError, ValueError):
         return None
 
@@ -252,8 +253,8 @@ def weights_folder(source: str) -> Path:
             f"model.load = true, but model.source = {source!r} is a built-in shape, which has no weights: set model.load = "
             "false for random ones, or give a Hugging Face folder or id as model.source."
         )
-    if Path(source).is_dir():
-        return Path(source)
+    if (folder := Path(source).expanduser()).is_dir():
+        return folder
     from huggingface_hub import snapshot_download
 
     remedy = f"Run `hf download {source}` where there is a network, or give a folder on disk as model.source."

@@ -31,6 +31,7 @@ from octavo.config.parallel import InitConfig
 from octavo.errors import InputError
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.rendezvous import round_store
+from octavo.storage import local_path
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -295,7 +296,7 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> InitConfig:
         return InitConfig.from_dict(config, where="octavo.init")
     if not isinstance(config, str | Path):
         raise InputError(f"octavo.init got {type(config).__name__}: give a dict, the path of a TOML or JSON file, or nothing.")
-    path = Path(config)
+    path = local_path(config, "octavo.init: config")
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

@@ -28,6 +28,7 @@ from octavo.models.published import causal_lm_on_meta
 from octavo.models.sources import load_config, load_generation_config
 from octavo.parallel.coordination import Ranks, writing_ranks
 from octavo.run.folder import RunFolder
+from octavo.storage import local_path
 
 
 def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
@@ -44,9 +45,9 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
         InputError: the path is no run, the folder is not empty or cannot be written, or the model is not transformers'.
         OctavoError: no checkpoint of the run is whole, or the disk is full; no folder is left.
     """
-    ranks, to = writing_ranks(), Path(folder)
+    ranks, to = writing_ranks(), local_path(folder, "octavo.export: folder")
     if not isinstance(model_or_path, nn.Module):
-        run = Path(model_or_path)
+        run = local_path(model_or_path, "octavo.export: model_or_path")
         ranks.on_rank_0(lambda: export_run(run, to))
         return
     config, way = getattr(model_or_path, "config", None), conversion_of(model_or_path)
