@@ -142,7 +142,7 @@ def test_paths_are_paths(tmp_path, monkeypatch):
         assert storage.path_fault(text) == ""
         assert storage.local_path(text, "--to") == Path(text)
     assert storage.local_path("~/x", "--to") == storage.local_path(Path("~/x"), "--to") == tmp_path / "x"
-    with pytest.raises(InputError, match="--to = '~nobody-here/x' cannot be used"):
+    with pytest.raises(InputError, match="--to '~nobody-here/x' cannot be used"):
         storage.local_path("~nobody-here/x", "--to")
     for other in (None, 3, b"x", ["x"]):
         with pytest.raises(InputError, match=r"octavo\.save: path = .* is no path\. Give one as text or a Path\."):

@@ -60,6 +60,7 @@ from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason,
 from octavo.models.weight_files import DEQUANTISE, Weights
 from octavo.models.weight_loader import WeightLoader, folder_weights, own_weights
 from octavo.nn.norm import FLOATS
+from octavo.parallel.calls import begin, together
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
@@ -136,8 +137,11 @@ def transform(
     load_from = None if load_from is None else local_path(load_from, "octavo.transform: load_from")
     params_dtype = params_dtype or params_dtype_of(model)
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype, strategy=cp_comm_type)
-    if sharding is not None and load_from is None and not load_state_dict_from_rank0:
-        check_same_weights(model, all_ranks())
+    begin()  # so that the other ranks can say where they are if one alone calls octavo.save
+    if sharding is not None and load_from is None:  # with a folder a rank may make a model for itself
+        with together("octavo.transform"):
+            if not load_state_dict_from_rank0:
+                check_same_weights(model, all_ranks())
     transformed = build_model(
         model,
         config=config,

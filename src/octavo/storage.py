@@ -134,13 +134,18 @@ def local_path(path: object, key: str) -> Path:
         InputError: it is no text or Path, is empty, is an address such as s3://…, or begins with the ~ of an unknown user.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
-    equals = " " if key.startswith("--") else " = "
+    shown = f"{key}{_joint(key)}"
     if not isinstance(text, str):
-        raise InputError(f"{key}{equals}{shortened(repr(text))}: {type(text).__name__} is no path. Give one as text or a Path.")
+        raise InputError(f"{shown}{shortened(repr(text))}: {type(text).__name__} is no path. Give one as text or a Path.")
     if fault := path_fault(text):
-        raise InputError(f"{key}{equals}{shortened(text)!r}: {fault}")
+        raise InputError(f"{shown}{shortened(text)!r}: {fault}")
     with path_of(key, text):
         return Path(text).expanduser()
+
+
+def _joint(key: str) -> str:
+    """Between a key and its value in a message; options have none."""
+    return " " if key.startswith("--") else " = "
 
 
 def shortened(name: str) -> str:
@@ -155,15 +160,15 @@ def path_of(key: str, name: str) -> Iterator[None]:
     Raises:
         InputError: in place of an OSError, and of pathlib's error for an unknown user.
     """
-    shown = repr(shortened(name))
+    shown = f"{key}{_joint(key)}{shortened(name)!r}"
     try:
         yield
     except OSError as error:
-        raise InputError(f"{key} = {shown} cannot be used: {why_unusable(error)}") from None
+        raise InputError(f"{shown} cannot be used: {why_unusable(error)}") from None
     except RuntimeError:
         if not name.startswith("~"):
             raise
-        raise InputError(f"{key} = {shown} cannot be used: there is no such user. Write the folder out.") from None
+        raise InputError(f"{shown} cannot be used: there is no such user. Write the folder out.") from None
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

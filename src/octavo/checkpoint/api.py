@@ -33,6 +33,7 @@ from octavo.checkpoint.pinned_buffer import PinnedBuffer
 from octavo.checkpoint.reader import restore
 from octavo.checkpoint.writer import aside, remove_checkpoint, remove_tree, take_snapshot, write_snapshot
 from octavo.errors import InputError, OctavoError
+from octavo.parallel.calls import together
 from octavo.parallel.coordination import Ranks, all_ranks, writing_ranks
 from octavo.storage import folder_fault, fsync_folder, local_path
 
@@ -162,10 +163,17 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
 
     Raises:
         InputError: an extra is not JSON, the optimizer has a state that is neither tensor nor number, or `path` exists and is
-            not a checkpoint.
+            not a checkpoint; some rank does not call it.
         OctavoError: the disk is full, or another rank failed.
     """
-    path, ranks = local_path(path, "octavo.save: path").resolve(), writing_ranks()
+    path = local_path(path, "octavo.save: path").resolve()
+    with together("octavo.save"):
+        _save(path, model, optimizer, extra, writing_ranks())
+
+
+def _save(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], ranks: Ranks
+) -> None:
     with ranks.sharing_errors():
         for key, value in extra.items():
             try:
@@ -185,10 +193,13 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
     the same bits. Over ranks every rank calls it; their number and the layout of the model may differ from those of the save.
 
     Raises:
-        InputError: there is no checkpoint at `path`, or it is of another model or optimizer; nothing was changed.
+        InputError: there is no checkpoint at `path`, it is of another model or optimizer, or some rank does not call this;
+            nothing was changed.
         OctavoError: the checkpoint is damaged, or is being replaced; nothing was changed.
     """
-    state = restore(local_path(path, "octavo.load: path").resolve(), model, optimizer, writing_ranks(), _open_saved)
+    path = local_path(path, "octavo.load: path").resolve()
+    with together("octavo.load"):
+        state = restore(path, model, optimizer, writing_ranks(), _open_saved)
     extra: dict[str, Any] = state.get("extra", {})
     return extra
 

@@ -26,6 +26,7 @@ from octavo.errors import InputError, nearest, some, unknown, warn
 from octavo.models.convert import Conversion, check_tie, conversion_of, write_pretrained, write_weights
 from octavo.models.published import causal_lm_on_meta
 from octavo.models.sources import load_config, load_generation_config
+from octavo.parallel.calls import together
 from octavo.parallel.coordination import Ranks, writing_ranks
 from octavo.run.folder import RunFolder
 from octavo.storage import local_path
@@ -42,13 +43,21 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
         folder: a new or empty folder.
 
     Raises:
-        InputError: the path is no run, the folder is not empty or cannot be written, or the model is not transformers'.
+        InputError: the path is no run, the folder is not empty or cannot be written, the model is not transformers', or some
+            rank does not call this.
         OctavoError: no checkpoint of the run is whole, or the disk is full; no folder is left.
     """
-    ranks, to = writing_ranks(), local_path(folder, "octavo.export: folder")
+    to = local_path(folder, "octavo.export: folder")
+    source = model_or_path
+    if not isinstance(source, nn.Module):
+        source = local_path(source, "octavo.export: model_or_path")
+    with together("octavo.export"):
+        _export(source, to, writing_ranks())
+
+
+def _export(model_or_path: nn.Module | Path, to: Path, ranks: Ranks) -> None:
     if not isinstance(model_or_path, nn.Module):
-        run = local_path(model_or_path, "octavo.export: model_or_path")
-        ranks.on_rank_0(lambda: export_run(run, to))
+        ranks.on_rank_0(lambda: export_run(model_or_path, to))
         return
     config, way = getattr(model_or_path, "config", None), conversion_of(model_or_path)
     own_code = model_or_path if isinstance(model_or_path, PreTrainedModel) else None
