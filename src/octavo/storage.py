@@ -136,7 +136,8 @@ def local_path(path: object, key: str) -> Path:
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     shown = f"{key}{_joint(key)}"
     if not isinstance(text, str):
-        raise InputError(f"{shown}{shortened(repr(text))}: {type(text).__name__} is no path. Give one as text or a Path.")
+        value = shortened(" ".join(repr(text).split()))
+        raise InputError(f"{shown}{value}: {type(text).__name__} is no path. Give one as text or a Path.")
     if fault := path_fault(text):
         raise InputError(f"{shown}{shortened(text)!r}: {fault}")
     with path_of(key, text):

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from octavo.checkpoint import manifest
+from octavo.checkpoint.joined import Optimizers, as_one
 from octavo.checkpoint.manifest import OpenCheckpoint
 from octavo.checkpoint.opened import Damaged
 from octavo.checkpoint.pinned_buffer import PinnedBuffer
@@ -155,8 +156,10 @@ class Checkpointer:
         self._damaged = []
 
 
-def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **extra: Any) -> None:
+def save(path: str | Path, model: nn.Module, optimizer: Optimizers = None, **extra: Any) -> None:
     """Write weights, optimizer state, FP8 scales and histories, random states and JSON-able extras to the folder `path`.
+
+    Several optimizers of different parameters go as a list, tuple or dict; `load` takes them in the same form.
 
     Over ranks every rank calls it with the same path, on a file system that all see; the extras of rank 0 are saved. An
     existing checkpoint is replaced once the new one is whole.
@@ -167,8 +170,9 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
         OctavoError: the disk is full, or another rank failed.
     """
     path = local_path(path, "octavo.save: path").resolve()
+    one = as_one(optimizer, model, "octavo.save")
     with together("octavo.save"):
-        _save(path, model, optimizer, extra, writing_ranks())
+        _save(path, model, one, extra, writing_ranks())
 
 
 def _save(
@@ -186,8 +190,8 @@ def _save(
     write_snapshot(path, take_snapshot(model, optimizer, {"extra": extra}, ranks), ranks)
 
 
-def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Load a checkpoint of `save` into `model` and `optimizer`, and return the extras.
+def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
+    """Load a checkpoint of `save` into `model` and `optimizer`, or several as `save` took them, and return the extras.
 
     FP8 scales and histories and the random states of torch, numpy and Python are restored too, so that a loop continues with
     the same bits. Over ranks every rank calls it; their number and the layout of the model may differ from those of the save.
@@ -198,8 +202,9 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
         OctavoError: the checkpoint is damaged, or is being replaced; nothing was changed.
     """
     path = local_path(path, "octavo.load: path").resolve()
+    one = as_one(optimizer, model, "octavo.load")
     with together("octavo.load"):
-        state = restore(path, model, optimizer, writing_ranks(), _open_saved)
+        state = restore(path, model, one, writing_ranks(), _open_saved)
     extra: dict[str, Any] = state.get("extra", {})
     return extra
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from octavo.checkpoint import manifest, shard_io
 from octavo.checkpoint.failpoints import failpoint
+from octavo.checkpoint.joined import class_name
 from octavo.checkpoint.manifest import STATE
 from octavo.checkpoint.optimizer_state import group_names, group_scalars, named_states, state_scalars
 from octavo.checkpoint.pinned_buffer import PinnedBuffer
@@ -86,7 +87,7 @@ def take_snapshot(
                 "random": scalars,
                 "groups": group_scalars(optimizer),
                 "group_names": group_names(model, optimizer),
-                "optimizer_class": None if optimizer is None else type(optimizer).__name__,
+                "optimizer_class": None if optimizer is None else class_name(optimizer),
                 "optimizer": state_scalars(model, optimizer),
                 "recipe": _recipe_record(model),
                 "fp8_head": getattr(model, "fp8_head", None),

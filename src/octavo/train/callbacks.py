@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import io
 import math
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.checkpoint.plain import KINDS, pack, unpack
 from octavo.checkpoint.rng_state import random_scalars, random_tensors, restore_random
 from octavo.errors import InputError, nearest, warn
 from octavo.run.sample import evaluating
@@ -159,20 +158,16 @@ class CallbackEvents(Events):
             with _same_random_numbers():
                 states[name] = callback.state_dict()
             try:
-                _unpacked(_packed(states[name]))
-            except pickle.PickleError as error:
-                kind = re.search(r"GLOBAL (\S+)", str(error))
+                pack(states[name])
+            except TypeError as error:
                 raise InputError(
-                    f"{name}.state_dict() has a value of type {kind[1] if kind else '?'}: a checkpoint keeps tensors, numbers, "
-                    "text, None, and lists, tuples and dicts of them. Keep it as one of these."
+                    f"{name}.state_dict() cannot be kept in a checkpoint: {error}. A state is {KINDS}: keep it as one of these."
                 ) from None
-            except (TypeError, AttributeError, RecursionError) as error:
-                raise InputError(f"{name}.state_dict() cannot be kept in a checkpoint: {error}.") from None
-        return _packed(states) if states else b""
+        return pack(states) if states else b""
 
     def restore(self, state: bytes) -> None:
         """See `Events`. A callback without a state in the checkpoint, and a state without its callback, are said."""
-        states = _unpacked(state) if state else {}
+        states = unpack(state) if state else {}
         callbacks = self._stateful()
         for name in [*callbacks, *(name for name in states if name not in callbacks)]:
             if name not in states:
@@ -272,17 +267,6 @@ class CallbackEvents(Events):
             mode, other = ("evaluation", "train") if training else ("training", "eval")
             raise InputError(f"{name} left the model in {mode} mode: call trainer.model.{other}() at its end.")
         model.zero_grad()
-
-
-def _packed(state: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def _unpacked(state: bytes) -> Any:
-    """The inverse of `_packed`, with tensors on the CPU; runs no code of the file."""
-    return torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
 
 
 def _number(name: str, value: Any) -> float:
