@@ -6,6 +6,7 @@ Reading one of PyTorch's checkpoints unpickles its metadata, as PyTorch itself d
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import warnings
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_map
 from octavo.compat.smp.state_dicts import ModelState
 from octavo.errors import InputError
 from octavo.launch.inputs import check_address, expanded
+from octavo.parallel.calls import together
 from octavo.parallel.shards import local_shard
 from octavo.storage import folder_fault, local_path
 
@@ -161,7 +163,8 @@ def save(
     """
     if storage_writer is None:
         _check_writable(checkpoint_id)
-    _check_folder(checkpoint_id, storage_writer, process_group)
+    with _together("save", process_group):
+        _check_folder(checkpoint_id, storage_writer, process_group)
     _write(_of_group(state_dict, process_group), checkpoint_id, storage_writer, planner, process_group)
 
 
@@ -186,7 +189,8 @@ def async_save(
     """
     if storage_writer is None:
         _check_writable(checkpoint_id)
-    _check_folder(checkpoint_id, storage_writer, process_group)
+    with _together("async_save", process_group):
+        _check_folder(checkpoint_id, storage_writer, process_group)
     there, group = _background_group(process_group)
     if not there:
         _write(_of_group(state_dict, process_group), checkpoint_id, storage_writer, planner, process_group)
@@ -224,6 +228,8 @@ def load(
     remote = isinstance(reader, FsspecReader) or "://" in str(path)
     if not remote and not os.path.isfile(os.path.join(str(path), ".metadata")):  # noqa: PTH113, PTH118
         raise InputError(f"load: there is no checkpoint in {str(path)!r}: give the folder that save or async_save wrote.")
+    with _together("load", process_group):
+        pass
     # Rows share the memory of the tensors; other values are put back by hand.
     rows = _of_group(state_dict, process_group)
     try:
@@ -278,6 +284,11 @@ def _write(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as asked for
         state_dict_saver.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+
+
+def _together(call: str, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
+    """The meeting of all ranks for a call; none for a call of some of them."""
+    return together(f"torch.sagemaker's {call}") if group is None else contextlib.nullcontext()
 
 
 def _check_folder(checkpoint_id: Any, writer: Any, group: dist.ProcessGroup | None) -> None:
