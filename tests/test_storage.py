@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from octavo import storage
 from octavo.errors import InputError
@@ -88,6 +89,185 @@ def test_a_fault_of_a_path_has_the_key_of_the_run_file():
     unknown = "data.folder = '~nobody-here/x' cannot be used: there is no such user"
     with pytest.raises(InputError, match=unknown), storage.path_of("data.folder", "~nobody-here/x"):
         Path("~nobody-here/x").expanduser()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("s3://bucket/run-1", r"an address \(s3:\).*Give a path, such as 'run-1', and copy.*'\./s3://bucket/run-1'\.$"),
+        ("S3://bucket/", r"an address \(S3:\).*such as 'bucket'"),
+        ("s3:/bucket/run", r"an address \(s3:\)"),  # a pathlib.Path has taken a slash
+        ("s3:", r"an address \(s3:\).*such as 'run'"),
+        (" s3://bucket", r"an address \(s3:\)"),
+        ("gs://b/x", r"an address \(gs:\)"),
+        ("az://b/x", r"an address \(az:\)"),
+        ("hdfs+x://b/x", r"an address \(hdfs\+x:\)"),
+        ("dbfs:/x", r"an address \(dbfs:\)"),
+        ("simplecache::s3://b/x", r"an address \(simplecache:\)"),
+        ("host-1:/home/x", r"an address \(host-1:\)"),
+        ("https://example.com/a/b", r"an address \(https:\)"),
+        ("hf://datasets/a/b/c", r"an address \(hf:\)"),
+        ("file:///tmp/a%20b", r"write the path itself, '/tmp/a b'"),
+        ("file:/tmp/a", r"write the path itself, '/tmp/a'"),
+        ("file://localhost/tmp/a", r"write the path itself, '/tmp/a'"),
+        ("FILE://data/a", r"write the path itself, 'data/a'"),
+        ("file://", r"write the path itself, '\.'"),
+        ("C:\\runs", r"a path of Windows: .* such as '/mnt/c/…'"),
+        ("", "it is empty"),
+        (" \t", "it is empty"),
+        ("a\0b", "a null byte"),
+    ],
+)
+def test_an_address_is_no_path(text, said):
+    assert re.search(said, storage.path_fault(text))
+    with pytest.raises(InputError, match=f"(?s)^octavo.save: path = .*{said}"):
+        storage.local_path(text, "octavo.save: path")
+
+
+def test_addresses_of_the_hub_are_ids_where_ids_are_taken():
+    for address in (
+        "hf://owner/name",
+        "hf://datasets/owner/name",
+        "https://huggingface.co/owner/name/",
+        "https://hf.co/owner/name",
+    ):
+        assert storage.path_fault(address, hub=True) == "it is an address: write the id itself, 'owner/name'."
+        assert "file systems of this machine" in storage.path_fault(address)
+    assert "file systems of this machine" in storage.path_fault("https://example.com/owner/name", hub=True)
+
+
+def test_paths_are_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for text in ("runs/a", "/a/b", "./s3:/b", "a:b", "a b", "run-12:30", "/s3:/b", ".", "python:docstrings", "..", "1a://x"):
+        assert storage.path_fault(text) == ""
+        assert storage.local_path(text, "--to") == Path(text)
+    assert storage.local_path("~/x", "--to") == storage.local_path(Path("~/x"), "--to") == tmp_path / "x"
+    with pytest.raises(InputError, match="--to '~nobody-here/x' cannot be used"):
+        storage.local_path("~nobody-here/x", "--to")
+    for other in (None, 3, b"x", ["x"]):
+        with pytest.raises(InputError, match=r"octavo\.save: path = .* is no path\. Give one as text or a Path\."):
+            storage.local_path(other, "octavo.save: path")
+
+
+def test_a_file_where_a_folder_is_meant(tmp_path, monkeypatch):
+    import octavo
+    from octavo.compat.smp import checkpoint
+
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("x")
+    for path in ("file", "file/x"):
+        for name, function in (
+            ("octavo.save", lambda path: octavo.save(path, torch.nn.Linear(1, 1))),
+            ("save", lambda path: checkpoint.save({"a": torch.ones(1)}, checkpoint_id=path)),
+            ("save", lambda path: checkpoint.async_save({"a": torch.ones(1)}, checkpoint_id=path)),
+        ):
+            with pytest.raises(InputError, match=rf"^{name}: .*file.* (is a file|is not a checkpoint)"):
+                function(path)
+    assert Path("file").read_text() == "x"
+
+
+def test_addresses_of_smp_checkpoints_go_through_fsspec(tmp_path, monkeypatch):
+    from octavo.compat.smp import checkpoint
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for place in (f"file://{tmp_path}/a", f"FILE://{tmp_path}/b", "~/c", tmp_path / "d", "memory://e"):
+        checkpoint.save({"a": torch.ones(2)}, checkpoint_id=place)
+        read = {"a": torch.zeros(2)}
+        checkpoint.load(read, checkpoint_id=place)
+        assert read["a"].tolist() == [1.0, 1.0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "d"]
+    with pytest.raises(InputError, match=r"checkpoint_id = 'xyz://b': ValueError: Protocol not known: xyz"):
+        checkpoint.save({"a": torch.ones(2)}, checkpoint_id="xyz://b")
+
+
+def python_functions():
+    """Every public function with a path, by its name in messages."""
+    import octavo
+    from octavo.compat.smp import checkpoint, init, subfolders
+    from octavo.config.run import RunConfig
+    from octavo.launch.estimator import PyTorch
+    from octavo.run.sample import sample
+
+    model = torch.nn.Linear(4, 4)
+    estimator = {"entry_point": __file__, "instance_type": "local"}
+    sections = {"model": {"source": "llama-tiny"}, "train": {"steps": 1, "global_batch": 1}}
+    return {
+        "octavo.save: path": lambda path: octavo.save(path, model),
+        "octavo.load: path": lambda path: octavo.load(path, model),
+        "octavo.export: folder": lambda path: octavo.export(model, path),
+        "octavo.export: model_or_path": lambda path: octavo.export(path, "x"),
+        "octavo.transform: load_from": lambda path: octavo.transform(model, load_from=path),
+        "octavo.init: config": octavo.init,
+        "run file": lambda path: octavo.Trainer(path),
+        "run file ": lambda path: RunConfig.from_file(path),
+        "train.output": lambda path: octavo.Trainer(
+            **{**sections, "data": DATA, "train": {**sections["train"], "output": path}}
+        ),
+        "data.folder": lambda path: octavo.Trainer(**sections, data={**DATA, "folder": path}),
+        "data.source": lambda path: octavo.Trainer(**sections, data={**DATA, "source": path}),
+        "data.source ": lambda path: octavo.Trainer(**sections, data={**DATA, "source": ["a", path]}),
+        "data.validation_source": lambda path: octavo.Trainer(**sections, data={**DATA, "validation_source": path}),
+        "data.tokenizer": lambda path: octavo.Trainer(**sections, data={**DATA, "tokenizer": path}),
+        "model.source": lambda path: octavo.Trainer(**{**sections, "data": DATA, "model": {"source": path}}),
+        "RUN": sample,
+        "torch.sagemaker.init: config": init.init,
+        "limit_num_subdirs: root": lambda path: subfolders.limit_num_subdirs(path, 1),
+        "entry_point": lambda path: PyTorch(**{**estimator, "entry_point": path}),
+        "output_path": lambda path: PyTorch(**estimator, output_path=Path(path)),
+        "dependencies": lambda path: PyTorch(**estimator, dependencies=[path]),
+        "checkpoint_id": lambda path: checkpoint.save({"a": torch.ones(1)}, checkpoint_id=Path(path)),
+        "checkpoint_id ": lambda path: checkpoint.async_save({"a": torch.ones(1)}, checkpoint_id=Path(path)),
+        "checkpoint_id  ": lambda path: checkpoint.load({"a": torch.ones(1)}, checkpoint_id=Path(path)),
+    }
+
+
+DATA = {"source": "python:docstrings", "sequence_length": 8}
+
+
+def test_no_function_takes_an_address_for_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, function in python_functions().items():
+        for address in ("s3://b/run", "gs://b/run", "s3:/b/run", "HDFS://b/run"):
+            with pytest.raises(InputError, match=rf"{re.escape(name.strip())} = .*{address[:2]}.*address"):
+                function(address)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["train", "{}"], "run file"),
+        (["train", "RUN", "train.output={}"], "train.output"),
+        (["train", "RUN", "--dry-run", "data.folder={}"], "data.folder"),
+        (["prepare", "RUN", "--channels", "{}"], "--channels"),
+        (["describe", "{}"], "RUN"),
+        (["export", "runs", "--to", "{}"], "--to"),
+        (["export", "{}", "--to", "x"], "RUN"),
+        (["sample", "{}"], "RUN"),
+        (["compare", "a", "{}"], "RUN"),
+        (["compare", "a", "b", "--plot", "{}"], "--plot"),
+        (["bench", "layers", "--output", "{}"], "--output"),
+        (["bench", "one-gpu", "--traces", "{}"], "--traces"),
+        (["bench", "checkpoint", "--folder", "{}"], "--folder"),
+        (["bench", "vision", "--prices", "{}"], "--prices"),
+        (["migrate", "{}"], "SCRIPT"),
+        (["migrate", "RUN", "--run-file", "{}"], "--run-file"),
+    ],
+)
+@pytest.mark.parametrize("address", ["s3://b/run", "file:///b/run.py", "gs:/b", "", " "])
+def test_no_command_takes_an_address_for_a_folder(tmp_path, monkeypatch, capsys, command, name, address):
+    from octavo.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run.toml"
+    run.write_text(
+        'model.source = "llama-tiny"\ndata.source = "x.txt"\ndata.sequence_length = 8\ntrain = {steps = 1, global_batch = 1}'
+    )
+    assert main([part.replace("{}", address).replace("RUN", str(run)) for part in command]) == 2
+    said = capsys.readouterr().err
+    assert name in said
+    assert "empty" in said or "no value" in said if not address.strip() else "address" in said
+    assert list(tmp_path.iterdir()) == [run]
 
 
 @pytest.mark.parametrize("data", ["text with ü\n", b"\x00\xff", ""])

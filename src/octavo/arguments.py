@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from octavo.errors import InputError, Interrupted
+from octavo.storage import local_path
 
 
 class Commands(TyperGroup):
@@ -47,7 +48,7 @@ class WithOverrides(TyperCommand):
             raise InputError(f"no such option: {name}. Keys are set without dashes: did you mean {meant}?") from None
 
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="A run file, such as presets/demo.toml.", show_default=False)]
+RunFile = Annotated[str, typer.Argument(metavar="RUN.toml", help="A run file, such as presets/demo.toml.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Keys to set over the run file.", show_default=False),
@@ -66,16 +67,16 @@ GpuName = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
 Channels = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--channels", metavar="FOLDER", help="Also write chunks as JSON lines: train/training.json, test/validation.json."
     ),
 ]
 Scripts = Annotated[
-    list[Path], typer.Argument(metavar="SCRIPT...", help="Scripts or notebooks; they are read, not run.", show_default=False)
+    list[str], typer.Argument(metavar="SCRIPT...", help="Scripts or notebooks; they are read, not run.", show_default=False)
 ]
 NewRunFile = Annotated[
-    Path | None, typer.Option("--run-file", metavar="OUT.toml", help="Write the run file for SMP's arguments in the scripts.")
+    str | None, typer.Option("--run-file", metavar="OUT.toml", help="Write the run file for SMP's arguments in the scripts.")
 ]
 
 Cases = Annotated[str | None, typer.Option(metavar="A,B", help="Workloads, kernels or layers; all if absent.")]
@@ -100,18 +101,27 @@ Suite = Annotated[
 ]
 Breakdown = Annotated[bool, typer.Option("--breakdown", help="Also record the time of a step by kind of kernel.")]
 Traces = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Folder for Chrome traces of the first rank; includes --breakdown.")
+    str | None, typer.Option(metavar="FOLDER", help="Folder for Chrome traces of the first rank; includes --breakdown.")
 ]
 Output = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="A .json file, or a folder for one new file a workload; here if absent.")
+    str | None, typer.Option(metavar="PATH", help="A .json file, or a folder for one new file a workload; here if absent.")
 ]
 Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of a model on several (on a CPU: ranks); all if absent.")]
-Folder = Annotated[Path | None, typer.Option("--folder", metavar="PATH", help="Folder for temporary checkpoints.")]
+Folder = Annotated[str | None, typer.Option("--folder", metavar="PATH", help="Folder for temporary checkpoints.")]
 RestoreGpus = Annotated[int | None, typer.Option(min=1, help="GPUs that restore; half of them if absent.")]
 Starts = Annotated[
     int | None, typer.Option(min=1, help="Fresh starts of each entry, a row each, for how far its speed repeats; 1 if absent.")
 ]
-Prices = Annotated[Path | None, typer.Option(metavar="FILE.toml", help="Prices of machines, for costs of the suite vision.")]
+Prices = Annotated[str | None, typer.Option(metavar="FILE.toml", help="Prices of machines, for costs of the suite vision.")]
+
+
+def path(text: str | None, option: str) -> Path | None:
+    """The path of an option; None where it is absent. Paths are options of text, as a Path has lost the form of an address.
+
+    Raises:
+        InputError: it is an address, or empty.
+    """
+    return None if text is None else local_path(text, option)
 
 
 def names(text: str | None, option: str = "") -> list[str]:

@@ -61,6 +61,7 @@ from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason,
 from octavo.models.weight_files import DEQUANTISE, Weights
 from octavo.models.weight_loader import WeightLoader, folder_weights, own_weights
 from octavo.nn.norm import FLOATS
+from octavo.parallel.calls import begin, together
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
@@ -72,6 +73,7 @@ from octavo.parallel.recompute import recomputed, selectively_recomputed
 from octavo.parallel.saving import save_whole
 from octavo.parallel.sharding import Sharding, check_experts, sharding_of
 from octavo.parallel.world import state
+from octavo.storage import local_path
 
 __all__ = ["build_model", "describe", "parts_of", "place", "transform"]
 
@@ -134,10 +136,14 @@ def transform(
     recipe, training = DelayedScaling() if recipe is None else coerce(recipe), getattr(model, "training", True)
     fp8_head = False if fp8_head is None and not recipe.native else fp8_head
     _check_arguments(model, dtype, params_dtype, skip, layers, cp_comm_type, moe)
+    load_from = None if load_from is None else local_path(load_from, "octavo.transform: load_from")
     params_dtype = params_dtype or params_dtype_of(model)
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype, strategy=cp_comm_type)
-    if sharding is not None and load_from is None and not load_state_dict_from_rank0:
-        check_same_weights(model, all_ranks())
+    begin()  # so that the other ranks can say where they are if one alone calls octavo.save
+    if sharding is not None and load_from is None:  # with a folder a rank may make a model for itself
+        with together("octavo.transform"):
+            if not load_state_dict_from_rank0:
+                check_same_weights(model, all_ranks())
     transformed = build_model(
         model,
         config=config,

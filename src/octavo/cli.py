@@ -18,6 +18,7 @@ import typer
 from octavo import arguments as options
 from octavo.arguments import AsJson, Commands, GpuName, Overrides, Ranks, RunFile, WithOverrides, WorldSize
 from octavo.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, Interrupted, OctavoError, RunStopped, first_line, warn
+from octavo.storage import local_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -157,7 +158,7 @@ def train(
     _print_once(result.as_dict() if as_json else summary_lines(result))
 
 
-def _launch(config: RunConfig, ranks: int, run_file: Path, overrides: list[str] | None, as_json: bool) -> int | None:
+def _launch(config: RunConfig, ranks: int, run_file: str, overrides: list[str] | None, as_json: bool) -> int | None:
     """Train as several processes of this host; returns their exit code, or None if nothing is left to train."""
     from octavo.config.degrees import DEGREES, fit_batch, fit_degrees
     from octavo.run.finished import finished
@@ -171,11 +172,11 @@ def _launch(config: RunConfig, ranks: int, run_file: Path, overrides: list[str] 
     fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
     # Not the user's folder, whose files might have the names of modules; but Octavo, where it is imported from there.
     safe = [] if Path(__file__).parent.parent == Path.cwd() else ["-P"]
-    command = [sys.executable, *safe, "-m", "octavo", "train", *(["--json"] if as_json else []), "--", str(run_file)]
+    command = [sys.executable, *safe, "-m", "octavo", "train", *(["--json"] if as_json else []), "--", run_file]
     return launch([*command, *(overrides or ())], ranks, timeout=config.launch.timeout, grace=config.launch.grace)
 
 
-def _train(run_file: Path, config: RunConfig, console: Console, stop: StopRequest) -> Result:
+def _train(run_file: str, config: RunConfig, console: Console, stop: StopRequest) -> Result:
     """Train, or tell that nothing is left to train; all that needs no torch comes before its import, which takes seconds."""
     _say_start(run_file, console)
     from octavo.run.finished import finished
@@ -194,7 +195,7 @@ def _train(run_file: Path, config: RunConfig, console: Console, stop: StopReques
     return Trainer(config, console=console).train(stop=stop)
 
 
-def _say_start(run_file: Path, console: Console) -> None:
+def _say_start(run_file: str, console: Console) -> None:
     from octavo._version import __version__
 
     console.print(f"octavo {__version__}: reading {run_file} …", markup=False, highlight=False, soft_wrap=True)
@@ -203,7 +204,7 @@ def _say_start(run_file: Path, console: Console) -> None:
 @app.command(cls=WithOverrides, epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
 def prepare(run_file: RunFile, overrides: Overrides = None, channels: options.Channels = None, as_json: AsJson = False) -> None:
     """Tokenise the data of a run in advance, on a machine without a GPU."""
-    config = _config(run_file, overrides)
+    config, channels_folder = _config(run_file, overrides), options.path(channels, "--channels")
     from octavo.data.prepared import prepare as run
 
     prepared = run(config.data, console=_console(stderr=as_json, quiet=_rank() > 0))
@@ -216,22 +217,22 @@ def prepare(run_file: RunFile, overrides: Overrides = None, channels: options.Ch
         "tokens": counts,
     }
     text = [f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"]
-    if channels is not None and _rank() == 0:
+    if channels_folder is not None and _rank() == 0:
         from octavo.run.channels import write_channels
 
-        written = write_channels(prepared, config.data, channels)
+        written = write_channels(prepared, config.data, channels_folder)
         text += [
-            f"{count:,} chunks of {config.data.sequence_length:,} tokens in {channels / name}"
+            f"{count:,} chunks of {config.data.sequence_length:,} tokens in {channels_folder / name}"
             for name, count in written.items()
         ]
-        result["channels"] = {str(channels / name): count for name, count in written.items()}
+        result["channels"] = {str(channels_folder / name): count for name, count in written.items()}
     _print_once(result if as_json else text)
 
 
 @app.command(cls=WithOverrides, epilog="Example: octavo describe runs/demo")
 def describe(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run's folder or a run file, such as runs/demo.", show_default=False)
+        str, typer.Argument(metavar="RUN", help="A run's folder or a run file, such as runs/demo.", show_default=False)
     ],
     overrides: Overrides = None,
     world_size: WorldSize = None,
@@ -241,14 +242,14 @@ def describe(
     """Show the matrices of a run in FP8, the others with the reason, and its memory; no weights are read."""
     from octavo.train.dry_run import describe_run, target
 
-    figures, text = describe_run(run, overrides or (), target(world_size, gpu))
+    figures, text = describe_run(local_path(run, "RUN"), overrides or (), target(world_size, gpu))
     _print_once(figures if as_json else text)
 
 
 @app.command(epilog="Example: octavo export runs/demo --to demo-hf")
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/demo.", show_default=False)],
-    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="A new folder for the weights.", show_default=False)],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/demo.", show_default=False)],
+    to: Annotated[str, typer.Option("--to", metavar="FOLDER", help="A new folder for the weights.", show_default=False)],
     checkpoint: Annotated[str | None, typer.Option(metavar="step-N", help="A checkpoint; the newest if absent.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -256,15 +257,16 @@ def export(
     from octavo.run.export import export_run
     from octavo.storage import new_folder
 
-    written = export_run(run, to := new_folder(to, "--to"), checkpoint)
-    text = f"{written} is in {to}: AutoModelForCausalLM.from_pretrained({str(to)!r}) loads it."
-    _print({"checkpoint": str(written), "folder": str(to)} if as_json else [text])
+    folder = new_folder(local_path(to, "--to"), "--to")
+    written = export_run(local_path(run, "RUN"), folder, checkpoint)
+    text = f"{written} is in {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it."
+    _print({"checkpoint": str(written), "folder": str(folder)} if as_json else [text])
 
 
 @app.command(epilog='Example: octavo sample runs/demo --prompt "Return the"')
 def sample(
     source: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a run, an export or a Hugging Face model.", show_default=False)
+        str, typer.Argument(metavar="RUN", help="The folder of a run, an export or a Hugging Face model.", show_default=False)
     ],
     prompt: Annotated[
         str | None, typer.Option(metavar="TEXT", help='Text to continue; "-" reads it from stdin; a new text if absent.')
@@ -287,11 +289,11 @@ def sample(
 
 @app.command(epilog="Example: octavo compare runs/demo/bf16 runs/demo --plot curves.png")
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; the first is the reference.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders; the first is the reference.")],
     last: Annotated[
         int | None, typer.Option(help="Steps at the end whose mean loss is compared; a tenth, at most 50, if absent.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the loss curves.")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw the loss curves.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the losses of runs of the same steps, such as FP8 and bf16."""
@@ -299,11 +301,11 @@ def compare(
     from octavo.run.compare import lines
     from octavo.run.plots import check_picture, draw_comparison
 
-    if plot is not None:
-        check_picture(plot)
-    found = side_by_side(runs, last=last)
-    if plot is not None:
-        draw_comparison(found, plot)
+    if (picture := options.path(plot, "--plot")) is not None:
+        check_picture(picture)
+    found = side_by_side([local_path(run, "RUN") for run in runs], last=last)
+    if picture is not None:
+        draw_comparison(found, picture)
     for warning in found["warnings"]:
         warn(warning)
     _print(found if as_json else lines(found))
@@ -356,14 +358,14 @@ def bench(
         steps=steps,
         warmup=warmup,
         breakdown=breakdown,
-        traces=None if traces is None else traces.resolve(),
-        output=output,
+        traces=None if traces is None else local_path(traces, "--traces").resolve(),
+        output=options.path(output, "--output"),
         device=device,
         gpus=gpus,
-        folder=folder,
+        folder=options.path(folder, "--folder"),
         saves=saves,
         restore_gpus=restore_gpus,
-        prices=prices,
+        prices=options.path(prices, "--prices"),
         starts=starts,
         command=shlex.join(["octavo", *sys.argv[1:]]),
         say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
@@ -386,16 +388,17 @@ def migrate(
     from octavo.migrate.report import lines, summary
     from octavo.migrate.script import read
 
-    found = [read(script) for script in scripts]
-    if run_file is not None:
+    new_run_file = options.path(run_file, "--run-file")
+    found = [read(local_path(script, "SCRIPT")) for script in scripts]
+    if new_run_file is not None:
         from octavo.migrate.run_file import write_run_file
 
-        write_run_file(run_file, found, world_size=world_size)
-        warn(f"{run_file} is written: octavo train {run_file} --dry-run")
+        write_run_file(new_run_file, found, world_size=world_size)
+        warn(f"{new_run_file} is written: octavo train {new_run_file} --dry-run")
     _print(summary(found) if as_json else [line for script in found for line in lines(script)])
 
 
-def _config(run_file: Path, overrides: list[str] | None) -> RunConfig:
+def _config(run_file: str, overrides: list[str] | None) -> RunConfig:
     from octavo.config.run import RunConfig
 
     return RunConfig.from_file(run_file, overrides or ())

@@ -2,7 +2,8 @@
 
 Prepared data and checkpoints are written by jobs that may be killed at any moment, and read by other jobs that must never see
 half a file. So files appear by rename after an fsync, and locks belong to the kernel rather than to the presence of a file.
-POSIX only; no object stores.
+POSIX only; no object stores: `local_path`, through which every path of a user goes, refuses their addresses. Without that
+`s3://bucket/run` would be a folder `s3:` here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import unquote
 
 from filelock import FileLock, Timeout
 
@@ -45,6 +47,11 @@ _PATHS = {
 """Faults of a path that the user gave, each with its remedy."""
 
 
+_ADDRESS = re.compile(r"([A-Za-z][\w+.-]*):(?=$|[/\\:])")
+"""The beginning of an address: `s3://`, `file:/` (a pathlib.Path takes a slash), `host:/`, `C:\\`, `simplecache::`."""
+_OF_THE_HUB = re.compile(
+    r"(?:hf|https?):/+(?:(?:www\.)?(?:huggingface\.co|hf\.co)/+)?(?:datasets/|models/)?([\w.-]+/[\w.-]+)/*"
+)
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FILE_SUFFIX = re.compile(
     r"\.(txt|jsonl?|ndjson|[ct]sv|parquet|arrow|gz|zst|bz2|xz|zip|tar|toml|ya?ml|md|html|xml|safetensors|gguf|bin|ckpt|pth?)$",
@@ -85,6 +92,68 @@ def taken_for_a_path(name: str) -> str:
     )
 
 
+def path_fault(text: str, *, hub: bool = False) -> str:
+    """The reason, with the remedy, for text that is no path of this machine: blank, or an address; else empty.
+
+    hub: ids of the Hugging Face Hub are taken too.
+    """
+    if not text.strip():
+        return "it is empty: give a path, or . for the current folder."
+    if "\0" in text:
+        return "it has a null byte, which no path has: give another."
+    found = _ADDRESS.match(text.strip())
+    if found is None:
+        return ""
+    scheme, name = found[1].lower(), re.split(r"[/\\]", text.strip().rstrip("/\\"))[-1]
+    if scheme == "file":
+        return f"it is an address: write the path itself, {_path_in(text.strip())!r}."
+    if hub and (there := _OF_THE_HUB.fullmatch(text.strip())) and scheme in ("hf", "http", "https"):
+        return f"it is an address: write the id itself, {there[1]!r}."
+    if len(scheme) == 1:
+        return f"it is a path of Windows: write it as this system has it, such as '/mnt/{scheme}/…'."
+    here = name if name and ":" not in name else "run"
+    way = " (for a bucket `aws s3 sync`, `gcloud storage rsync` or `azcopy`)"
+    return (
+        f"it is an address ({found[1]}:), and files are read and written on file systems of this machine alone. Give a path, "
+        f"such as {here!r}, and copy from or to the address{way}, or mount it. A folder of that name is './{text.strip()}'."
+    )
+
+
+def _path_in(address: str) -> str:
+    """The path in a `file:` address; file://data/x is meant as a relative one."""
+    rest = unquote(address[len("file:") :])
+    if rest.startswith("//") and not rest.startswith("///"):
+        rest = rest[2:].removeprefix("localhost")
+    return re.sub(r"^/+", "/", rest) or "."
+
+
+def local_path(path: object, key: str) -> Path:
+    """A user's path as a Path, with the home folder for ~. key: for the message, such as "train.output" or "--to".
+
+    Raises:
+        InputError: it is no text or Path, is empty, is an address such as s3://…, or begins with the ~ of an unknown user.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    shown = f"{key}{_joint(key)}"
+    if not isinstance(text, str):
+        value = shortened(" ".join(repr(text).split()))
+        raise InputError(f"{shown}{value}: {type(text).__name__} is no path. Give one as text or a Path.")
+    if fault := path_fault(text):
+        raise InputError(f"{shown}{shortened(text)!r}: {fault}")
+    with path_of(key, text):
+        return Path(text).expanduser()
+
+
+def _joint(key: str) -> str:
+    """Between a key and its value in a message; options have none."""
+    return " " if key.startswith("--") else " = "
+
+
+def shortened(name: str) -> str:
+    """A name for a message, cut if it is very long."""
+    return name if len(name) <= 120 else f"{name[:80]}…"
+
+
 @contextlib.contextmanager
 def path_of(key: str, name: str) -> Iterator[None]:
     """Names the key of the run file in a fault of its path, such as a too long name.
@@ -92,15 +161,15 @@ def path_of(key: str, name: str) -> Iterator[None]:
     Raises:
         InputError: in place of an OSError, and of pathlib's error for an unknown user.
     """
-    shown = repr(name if len(name) <= 120 else f"{name[:80]}…")
+    shown = f"{key}{_joint(key)}{shortened(name)!r}"
     try:
         yield
     except OSError as error:
-        raise InputError(f"{key} = {shown} cannot be used: {why_unusable(error)}") from None
+        raise InputError(f"{shown} cannot be used: {why_unusable(error)}") from None
     except RuntimeError:
         if not name.startswith("~"):
             raise
-        raise InputError(f"{key} = {shown} cannot be used: there is no such user. Write the folder out.") from None
+        raise InputError(f"{shown} cannot be used: there is no such user. Write the folder out.") from None
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

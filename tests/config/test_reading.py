@@ -232,4 +232,4 @@ def test_a_path_that_is_no_file_is_named(tmp_path):
     assert "is a link to nothing" in message(RunConfig.from_file, tmp_path / "loop.toml")
     assert "does not exist" in message(RunConfig.from_file, tmp_path / "file" / "x.toml")
     assert "File name too long" in message(RunConfig.from_file, tmp_path / ("x" * 300))
-    assert "outside of quotes" in message(RunConfig.from_file, "~/none.toml")
+    assert f"run file {str(Path.home() / 'none.toml')!r} does not exist" in message(RunConfig.from_file, "~/none.toml")

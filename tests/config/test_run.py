@@ -15,6 +15,7 @@ from octavo.config.run import RunConfig, known_keys
 from octavo.data.order import SampleOrder
 from octavo.errors import InputError
 from octavo.parallel.world import seed_everything
+from octavo.storage import path_fault
 
 PRESETS = sorted((Path(__file__).parents[2] / "presets").glob("*.toml"))
 
@@ -246,6 +247,7 @@ def test_the_largest_seeds_work():
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 WORD = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+NAME = WORD.filter(lambda text: not path_fault(text))
 SCALARS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6)
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
@@ -255,9 +257,9 @@ POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 @given(
     st.fixed_dictionaries(
         {
-            "model__source": WORD,
+            "model__source": NAME,
             "model__config": st.dictionaries(WORD, JSON, max_size=4),
-            "data__source": WORD | st.lists(WORD, max_size=3),
+            "data__source": NAME | st.lists(NAME, max_size=3),
             "data__max_tokens": st.none() | st.integers(2, 2**63 - 1),
             "fp8__skip": st.lists(WORD, max_size=3),
             "fp8__enabled": st.sampled_from([True, "auto"]),
@@ -265,7 +267,7 @@ POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
             "optimizer__lr": POSITIVE,
             "optimizer__eps": POSITIVE,
             "optimizer__betas": st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=2),
-            "train__output": st.none() | WORD,
+            "train__output": st.none() | NAME,
             "train__steps": st.integers(1, 2**63 - 1),
             "log__trackers": st.lists(st.sampled_from(["wandb", "trackio"]), max_size=2, unique=True),
         }

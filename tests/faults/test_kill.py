@@ -94,7 +94,7 @@ def test_killed_again_and_again(octavo, tiny_run, undisturbed):
     finish(octavo, run, undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_finishes_the_step_saves_and_exits_75(octavo, tiny_run, undisturbed, number):
     run = tiny_run(steps=STEPS, every=0)
     process = octavo("train", run.file, **HELD)

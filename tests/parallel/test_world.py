@@ -1,10 +1,13 @@
 """The network interface of one host or several, and generators beside the default one."""
 
+import os
 from unittest import mock
 
 import pytest
 import torch
 
+import octavo
+import ranks
 from octavo.errors import InputError, OctavoError
 from octavo.parallel import world
 
@@ -60,3 +63,29 @@ def test_ranks_that_do_not_meet_leave_the_state_of_one(monkeypatch):
     with pytest.raises(OctavoError, match="has waited"):
         world.init({})
     assert (world.state.world_size, world.state.mesh) == (1, None)
+
+
+def end_of_a_script(failed, shut):
+    """Whether groups are left once Python's exit functions have run, of ranks that octavo.init has joined."""
+    import atexit
+    import sys
+
+    import torch.distributed as dist
+
+    octavo.init()
+    assert dist.is_initialized()
+    if failed:
+        sys.last_type = KeyError
+    if shut:
+        octavo.shutdown()
+        assert not dist.is_initialized()
+    atexit._run_exitfuncs()
+    left = dist.is_initialized()
+    assert left == (failed and not shut)
+    os._exit(3)
+
+
+@ranks.alone
+@pytest.mark.parametrize(("failed", "shut"), [(False, False), (False, True), (True, False), (True, True)])
+def test_groups_are_destroyed_at_the_end_of_a_script_that_has_not_failed(failed, shut):
+    assert ranks.exit_codes(2, end_of_a_script, failed, shut) == [3, 3]

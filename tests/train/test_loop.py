@@ -404,6 +404,34 @@ def test_while_training_a_signal_waits_a_second_sigterm_changes_nothing_and_a_se
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_schedulers_notice_stops_a_run_unless_the_program_has_a_use_for_it(number):
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with StopRequest() as stop:
+            stop.training()
+            signal.raise_signal(number)
+            assert stop.received == number.name
+        assert signal.getsignal(number) == signal.SIG_DFL
+        for taken in (signal.SIG_IGN, taken_by_the_program):
+            signal.signal(number, taken)
+            with StopRequest() as stop:
+                stop.training()
+                signal.raise_signal(number)
+                assert stop.received is None
+                assert signal.getsignal(number) == taken
+        signal.signal(number, signal.SIG_DFL)
+        with StopRequest() as outer, pytest.raises(RunStopped, match=f"stopped by {number.name} before"), StopRequest():
+            signal.raise_signal(number)
+        assert outer.received is None
+    finally:
+        signal.signal(number, before)
+
+
+def taken_by_the_program(number, frame):
+    """A handler of a user's script, such as one that prints the stack."""
+
+
 def test_ranks_that_nobody_started_are_refused(tiny_run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     run = tiny_run()

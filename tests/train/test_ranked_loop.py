@@ -184,3 +184,41 @@ def overflowing(file, overrides):
 
     step_module.loss_of = spoiled
     return run(file, overrides)
+
+
+def test_each_rank_keeps_the_state_of_its_callbacks(tiny_run):
+    """Another number of ranks: a new rank has rank 0's."""
+    several = tiny_run("several", steps=3)
+    assert ranks.run(2, counting_run, several.file, 1) == [([], [0]), ([], [1])]
+    assert ranks.run(4, counting_run, several.file, 2) == [([0], [0, 0]), ([1], [1, 1]), ([0], [0, 2]), ([0], [0, 3])]
+    assert ranks.run(2, counting_run, several.file, 3) == [([0, 0], [0, 0, 0]), ([1, 1], [1, 1, 1])]
+
+
+def counting_run(file, until):
+    """The state of a callback as it was handed back, and at the end; the run is stopped after step `until`."""
+    import os
+
+    from rich.console import Console
+
+    import octavo
+
+    class Counting(octavo.Callback):
+        def __init__(self):
+            self.loaded, self.seen = [], []
+
+        def on_step(self, trainer, record):
+            self.seen.append(int(os.environ["RANK"]))
+
+        def state_dict(self):
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state):
+            self.loaded, self.seen = list(state["seen"]), state["seen"]
+
+    counting = Counting()
+    settings = {"steps": until, "global_batch": 4, "micro_batch": 1}
+    octavo.Trainer(file, callbacks=[counting], console=Console(quiet=True), train=settings, optimizer=CONSTANT).train()
+    return counting.loaded, counting.seen
+
+
+CONSTANT = {"schedule": "constant", "warmup_steps": 0}

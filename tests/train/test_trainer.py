@@ -161,7 +161,7 @@ def test_what_a_trainer_refuses(tiny_run):
         trainer_of(run, evaluate=lambda model, step: [1.0]).train()
     for name in ("", " ", 3, None):
         with pytest.raises(InputError, match=f"returned the name {name!r}: a name is text"):
-            CallbackEvents(None, (), lambda model, step, name=name: {name: 1.0}).evaluate(torch.nn.Linear(1, 1), 1)
+            CallbackEvents(trainer_of(run), (), lambda model, step, name=name: {name: 1.0}).evaluate(torch.nn.Linear(1, 1), 1)
     with pytest.raises(InputError, match="returned x = 'high'"):
         trainer_of(tiny_run("other"), evaluate=lambda model, step: {"x": "high"}).train()
     with pytest.raises(InputError, match=r"train\.early_stopping = 2 has no effect"):
@@ -263,3 +263,187 @@ def test_a_decay_that_begins_too_early_is_said(tiny_run, capsys):
     run = tiny_run(steps=4)
     assert main(["train", str(run.file), "optimizer.schedule=wsd", "optimizer.decay_steps=3", "--dry-run"]) == 0
     assert "before step 2 of the full rate" in capsys.readouterr().err
+
+
+def callback_with(**methods):
+    return type("Mine", (octavo.Callback,), methods)()
+
+
+async def waiting(self, trainer, record):
+    """Nothing would wait for it."""
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        (
+            {"on_step_ends": lambda self, trainer, record: None},
+            r"Mine\.on_step_ends would never be called.*Did you mean on_step\?",
+        ),
+        ({"on_step_end": lambda self, trainer, record: None}, r"Did you mean on_step\?"),
+        ({"on_validate": lambda self, trainer, record: None}, r"Did you mean on_validation\?"),
+        ({"onCheckpoint": lambda self, trainer, path: None}, r"Did you mean on_checkpoint\?"),
+        ({"on_save": lambda self, trainer, path: None}, r"There are on_step, on_validation, on_checkpoint, on_end;"),
+        ({"on_step": lambda self, record: None}, r"Mine\.on_step\(record\) cannot be called as on_step\(trainer, record\)"),
+        ({"on_end": None}, r"Mine\.on_end is None, which cannot be called: define on_end\(trainer, result\)"),
+        ({"on_step": waiting}, r"Mine\.on_step is async"),
+        ({"state_dict": lambda self: {}}, r"Mine has state_dict without load_state_dict"),
+        ({"load_state_dict": lambda self, state: None}, r"Mine has load_state_dict without state_dict"),
+        (
+            {"state_dict": lambda self, destination: {}, "load_state_dict": lambda self, state: None},
+            r"Mine\.state_dict\(destination\) cannot be called as state_dict\(\)",
+        ),
+    ],
+)
+def test_a_callback_that_would_not_be_called_is_refused(tiny_run, methods, said):
+    with pytest.raises(InputError, match=said):
+        trainer_of(tiny_run(), callbacks=[callback_with(**methods)])
+
+
+def set_rate(trainer):
+    trainer.optimizer.param_groups[0]["lr"] = 1e-5
+
+
+def set_model(trainer):
+    trainer.model = torch.nn.Linear(1, 1)
+
+
+def set_mode(trainer):
+    trainer.model.eval()
+
+
+def add_group(trainer):
+    trainer.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (set_rate, r"set the learning rate of parameter group 0 to 1e-05, and each step sets it by optimizer\.schedule"),
+        (set_model, r"set trainer\.model, which the training does not read"),
+        (set_mode, r"left the model in evaluation mode: call trainer\.model\.train\(\)"),
+        (add_group, r"changed the parameter groups"),
+    ],
+)
+def test_a_setting_that_the_run_would_overwrite_is_refused_with_its_step_saved(tiny_run, change, said):
+    run = tiny_run(steps=3)
+    callback = callback_with(on_step=lambda self, trainer, record: change(trainer) if record["step"] == 2 else None)
+    with pytest.raises(InputError, match=rf"Mine\.on_step {said}"):
+        trainer_of(run, callbacks=[callback]).train()
+    if change is not add_group:  # its state has no name in a checkpoint
+        assert kept(run.output) == [2]
+    other = tiny_run("other", steps=2)
+    trainer = trainer_of(
+        other, train={"validate_every": 1}, evaluate=lambda model, step: {"x": 1.0 if change(trainer) else 2.0}
+    )
+    if change is not set_mode:  # its evaluation mode is its own
+        with pytest.raises(InputError, match=rf"Trainer\(evaluate=…\) {said}"):
+            trainer.train()
+
+
+def test_gradients_of_a_callback_enter_no_step(tiny_run, tmp_path):
+    run = tiny_run(steps=3)
+    assert main(["train", str(run.file), f"train.output={tmp_path / 'whole'}"]) == 0
+
+    def probe(self, trainer, record):
+        for parameter in trainer.model.parameters():
+            parameter.sum().backward()
+
+    trainer_of(run, callbacks=[callback_with(on_step=probe)]).train()
+    assert losses(run.output) == losses(tmp_path / "whole")
+
+
+class Patience(octavo.Callback):
+    """Ends the run after three steps that have not lowered the loss by much; and keeps one value of each type."""
+
+    def __init__(self):
+        self.best, self.since, self.seen = float("inf"), 0, []
+        self.others = {"mean": torch.zeros(2, dtype=torch.float64), "pair": (None, True), 3: "text"}
+
+    def on_step(self, trainer, record):
+        torch.rand(1)
+        self.since = 0 if record["loss"] < self.best - 100 else self.since + 1
+        self.best = min(self.best, record["loss"])
+        self.others["mean"] += record["loss"] / 3
+        self.seen.append(record["step"])
+        if self.since > 3:
+            trainer.stop()
+
+    def state_dict(self):
+        torch.rand(1)
+        return {"best": self.best, "since": self.since, "seen": self.seen, "others": self.others}
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_state_of_callbacks_continues_exactly(tiny_run, tmp_path, capsys, background):
+    run = tiny_run(steps=8, every=1)
+    settings = {"checkpoint": {"async": background}}
+    whole = [Patience(), Patience()]
+    whole[1].since = -2
+    trainer_of(run, callbacks=whole, train={"output": str(tmp_path / "whole")}, **settings).train()
+    cut = [Patience(), Patience()]
+    cut[1].since = -2
+    with pytest.raises(KeyError, match="typing error"):  # after step 3
+        trainer_of(run, callbacks=[*cut, Failing()], **settings).train()
+    again = [Patience(), Patience()]
+    result = trainer_of(run, callbacks=again, **settings).train()
+    assert capsys.readouterr().err == ""
+    assert result.ended_early == "by Trainer.stop"
+    assert losses(run.output) == losses(tmp_path / "whole")
+    for one, other in zip(again, whole, strict=True):
+        assert (one.best, one.since, one.seen) == (other.best, other.since, other.seen)
+        assert torch.equal(one.others.pop("mean"), other.others.pop("mean"))
+        assert one.others == other.others
+    assert [len(each.seen) for each in again] == [5, 5]
+
+
+def test_a_state_without_its_callback_is_said_and_the_other_way_round(tiny_run, capsys):
+    run = tiny_run(steps=2)
+    trainer_of(run, callbacks=[Patience(), StopAt(1)]).train()
+    trainer_of(run, callbacks=[callback_with(state_dict=lambda self: {}, load_state_dict=lambda self, state: None)]).train()
+    said = capsys.readouterr().err
+    assert "octavo: the checkpoint has no state of the callback Mine, which begins anew.\n" in said
+    assert (
+        "octavo: the checkpoint has the state of a callback Patience, which this run does not have: it is left out.\n" in said
+    )
+
+
+def test_a_finished_run_hands_back_the_state_too(tiny_run):
+    run = tiny_run(steps=2)
+    trainer_of(run, callbacks=[Patience()]).train()
+    again = Patience()
+    trainer_of(run, callbacks=[again]).train()
+    assert again.seen == [1, 2]
+
+
+def test_a_state_that_no_checkpoint_keeps_is_refused_before_the_first_step(tiny_run):
+    run = tiny_run(steps=2)
+    values = {"numpy.float64": np.float64(1.0), "numpy.ndarray": np.zeros(2), "builtins.set": {1}, "builtins.type": int}
+    for kind, value in values.items():
+        callback = callback_with(state_dict=lambda self, value=value: {"x": value}, load_state_dict=lambda self, state: None)
+        with pytest.raises(
+            InputError, match=rf"Mine\.state_dict\(\) cannot be kept in a checkpoint: \['x'\] is of type {kind}"
+        ):
+            trainer_of(run, callbacks=[callback]).train()
+        assert not (run.output / "checkpoints").exists()
+
+
+def test_an_error_in_a_state_loses_no_step(tiny_run, tmp_path):
+    run = tiny_run(steps=4, every=2)
+    assert main(["train", str(run.file), f"train.output={tmp_path / 'whole'}"]) == 0
+    calls = []
+
+    def state_dict(self):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyError("a typing error")
+        return {}
+
+    with pytest.raises(KeyError, match="typing error"):
+        trainer_of(run, callbacks=[callback_with(state_dict=state_dict, load_state_dict=lambda self, state: None)]).train()
+    assert kept(run.output) == [2]
+    trainer_of(run).train()
+    assert losses(run.output) == losses(tmp_path / "whole")

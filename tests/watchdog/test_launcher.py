@@ -116,7 +116,7 @@ def test_a_killed_rank_that_nobody_reports_is_said(capfd):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_reaches_every_rank(number, tmp_path):
     script = f"""
 def stop(*_):

@@ -12,13 +12,12 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo.bench.cases import CONTEXT_CASES
 from octavo.bench.files import check_file, does_not_fit, read_results
 from octavo.errors import OctavoError, unknown, warn
-from octavo.storage import describe_fault
+from octavo.storage import describe_fault, local_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -121,11 +120,13 @@ def main(arguments: Sequence[str]) -> int:
         description="Table and plot of the context suite. Where files have several rows of a cell, that of the file given last "
         "counts; a line below the table names the files, with the figures that are left out.",
     )
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files of octavo bench context")
+    parser.add_argument("results", nargs="+", help="JSON files of octavo bench context")
     parser.add_argument("--entry", default="octavo-delayed", help="octavo-delayed if absent")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument("--plot", metavar="FILE.png")
     given = parser.parse_args(arguments)
     try:
+        given.results = [local_path(path, "results") for path in given.results]
+        given.plot = None if given.plot is None else local_path(given.plot, "--plot")
         if given.plot is not None:
             check_file(given.plot, "--plot", ".png")
         documents = [(str(path), read_results(path, "context", "tokens_per_second")) for path in given.results]

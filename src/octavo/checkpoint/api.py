@@ -3,6 +3,7 @@
     shard-00001-….safetensors   model.<name> · optimizer.<state>.<name> · fp8.<module>.<operand>.… · random.<rank>.<device>
     state.json                  step, hash of the data, layout, numbers of the optimizer, recipe, head, blocks, generators
     random-1.json               generators of rank 1, and so on
+    callbacks-0.bin             state of the callbacks of a run on rank 0, and so on
     manifest.json               written last: every file's size and sha256
 
 A checkpoint is written under a temporary name, synced and renamed. A kill at any moment leaves the older ones and perhaps a
@@ -19,21 +20,23 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from octavo.checkpoint import manifest
+from octavo.checkpoint.joined import Optimizers, as_one
 from octavo.checkpoint.manifest import OpenCheckpoint
 from octavo.checkpoint.opened import Damaged
 from octavo.checkpoint.pinned_buffer import PinnedBuffer
 from octavo.checkpoint.reader import restore
 from octavo.checkpoint.writer import aside, remove_checkpoint, remove_tree, take_snapshot, write_snapshot
 from octavo.errors import InputError, OctavoError
+from octavo.parallel.calls import together
 from octavo.parallel.coordination import Ranks, all_ranks, writing_ranks
-from octavo.storage import fsync_folder
+from octavo.storage import folder_fault, fsync_folder, local_path
 
 _ATTEMPTS = 3  # to open a checkpoint that is being replaced
 
@@ -98,9 +101,12 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         state: Mapping[str, Any],
         *,
+        own_files: Mapping[str, bytes] = MappingProxyType({}),
         background: bool = False,
     ) -> Path:
         """Write `step-N` with JSON-able scalars `state` of rank 0, and remove the oldest beyond `keep`. Collective.
+
+        own_files: content by name, of this rank, for `read_own_file`.
 
         In the background it returns once the state is copied to host memory, and an earlier write has ended. `poll` or `wait`
         raises the errors of the write.
@@ -110,7 +116,8 @@ class Checkpointer:
         """
         self.wait()
         path = self.folder / f"step-{step}"
-        snapshot = take_snapshot(model, optimizer, {"step": step, **state}, self.io_ranks, self._buffer if background else None)
+        buffer = self._buffer if background else None
+        snapshot = take_snapshot(model, optimizer, {"step": step, **state}, self.io_ranks, buffer, own_files)
 
         def write_and_prune() -> None:
             write_snapshot(path, snapshot, self.io_ranks, step)
@@ -149,18 +156,28 @@ class Checkpointer:
         self._damaged = []
 
 
-def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **extra: Any) -> None:
+def save(path: str | Path, model: nn.Module, optimizer: Optimizers = None, **extra: Any) -> None:
     """Write weights, optimizer state, FP8 scales and histories, random states and JSON-able extras to the folder `path`.
+
+    Several optimizers of different parameters go as a list, tuple or dict; `load` takes them in the same form.
 
     Over ranks every rank calls it with the same path, on a file system that all see; the extras of rank 0 are saved. An
     existing checkpoint is replaced once the new one is whole.
 
     Raises:
         InputError: an extra is not JSON, the optimizer has a state that is neither tensor nor number, or `path` exists and is
-            not a checkpoint.
+            not a checkpoint; some rank does not call it.
         OctavoError: the disk is full, or another rank failed.
     """
-    path, ranks = Path(path).resolve(), writing_ranks()
+    path = local_path(path, "octavo.save: path").resolve()
+    one = as_one(optimizer, model, "octavo.save")
+    with together("octavo.save"):
+        _save(path, model, one, extra, writing_ranks())
+
+
+def _save(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], ranks: Ranks
+) -> None:
     with ranks.sharing_errors():
         for key, value in extra.items():
             try:
@@ -173,17 +190,21 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
     write_snapshot(path, take_snapshot(model, optimizer, {"extra": extra}, ranks), ranks)
 
 
-def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Load a checkpoint of `save` into `model` and `optimizer`, and return the extras.
+def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
+    """Load a checkpoint of `save` into `model` and `optimizer`, or several as `save` took them, and return the extras.
 
     FP8 scales and histories and the random states of torch, numpy and Python are restored too, so that a loop continues with
     the same bits. Over ranks every rank calls it; their number and the layout of the model may differ from those of the save.
 
     Raises:
-        InputError: there is no checkpoint at `path`, or it is of another model or optimizer; nothing was changed.
+        InputError: there is no checkpoint at `path`, it is of another model or optimizer, or some rank does not call this;
+            nothing was changed.
         OctavoError: the checkpoint is damaged, or is being replaced; nothing was changed.
     """
-    state = restore(Path(path).resolve(), model, optimizer, writing_ranks(), _open_saved)
+    path = local_path(path, "octavo.load: path").resolve()
+    one = as_one(optimizer, model, "octavo.load")
+    with together("octavo.load"):
+        state = restore(path, model, one, writing_ranks(), _open_saved)
     extra: dict[str, Any] = state.get("extra", {})
     return extra
 
@@ -206,6 +227,8 @@ def _prepare_target(path: Path) -> None:
     """Refuse to replace a path that is not a checkpoint, and remove leftovers of earlier saves to it."""
     if path.exists() and not (path / manifest.MANIFEST).is_file():
         raise InputError(f"octavo.save: {path} exists and is not a checkpoint; give a folder that does not exist yet.")
+    if fault := folder_fault(path):
+        raise InputError(f"octavo.save: path = {str(path)!r} cannot be used: {fault}")
     _finish_replacement(path)
     for leftover in [*(folder for folder, pid in _temporaries(path) if not _runs_elsewhere(pid)), aside(path)]:
         with contextlib.suppress(FileNotFoundError):

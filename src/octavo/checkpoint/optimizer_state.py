@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.checkpoint.joined import class_name
 from octavo.checkpoint.opened import Damaged
 from octavo.checkpoint.shard_io import Layout
 from octavo.errors import InputError, some
@@ -169,7 +170,7 @@ def check_class(path: Path, optimizer: torch.optim.Optimizer, saved: str | None,
     Raises:
         InputError: the optimizer is of another class.
     """
-    own = type(optimizer).__name__
+    own = class_name(optimizer)
     known = {key for group in optimizer.param_groups for key in group} | _OF_SCHEDULERS
     strangers = sorted({key for group in groups for key in group} - known)
     if own != saved if saved is not None else strangers:

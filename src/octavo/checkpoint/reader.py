@@ -23,7 +23,7 @@ from octavo.checkpoint.opened import Damaged, Stamp, trust
 from octavo.checkpoint.own_code import Converted, as_model_has_it
 from octavo.checkpoint.rng_state import check_random, restore_random, seed_new_rank
 from octavo.checkpoint.stored import StoredTensors, open_tensors
-from octavo.checkpoint.writer import spec_record, weights
+from octavo.checkpoint.writer import own_name, spec_record, weights
 from octavo.errors import InputError, OctavoError
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import check_state_records, load_state_records, reset_states, states_of
@@ -34,6 +34,22 @@ def read_state(path: Path) -> dict[str, Any]:
     """The scalars of a checkpoint."""
     with OpenCheckpoint(path) as checkpoint:
         return _state_of(checkpoint)
+
+
+def read_own_file(path: Path, name: str, rank: int) -> bytes:
+    """This rank's own file of a checkpoint; rank 0's for a rank that the saved run did not have. Empty if there is none.
+
+    Raises:
+        Damaged: it differs from the manifest.
+    """
+    with OpenCheckpoint(path) as checkpoint:
+        ranks = checkpoint.manifest.ranks or 1
+        own = own_name(name, rank if rank < ranks else 0)
+        if own not in checkpoint.manifest.files:
+            return b""
+        content = checkpoint.folder.read(own)
+        checkpoint.verify_opened()
+        return content
 
 
 def restore(

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 
 from octavo.checkpoint import manifest, shard_io
 from octavo.checkpoint.failpoints import failpoint
+from octavo.checkpoint.joined import class_name
 from octavo.checkpoint.manifest import STATE
 from octavo.checkpoint.optimizer_state import group_names, group_scalars, named_states, state_scalars
 from octavo.checkpoint.pinned_buffer import PinnedBuffer
@@ -39,7 +41,7 @@ class Snapshot:
     """The tensors and the small files by name that this rank writes; the bytes on disk are those of all ranks together."""
 
     pieces: list[shard_io.TensorPiece]
-    texts: dict[str, str]
+    files: dict[str, bytes]
     bytes_needed: int
 
 
@@ -66,8 +68,11 @@ def take_snapshot(
     state: Mapping[str, Any],
     ranks: Ranks,
     buffer: PinnedBuffer | None = None,
+    own_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Snapshot:
     """The state as it is now. With a buffer it is copied and may be written later, else it has to be written at once.
+
+    own_files: further files of this rank, content by name.
 
     Raises:
         InputError: the optimizer has states that a checkpoint cannot hold.
@@ -82,23 +87,24 @@ def take_snapshot(
                 "random": scalars,
                 "groups": group_scalars(optimizer),
                 "group_names": group_names(model, optimizer),
-                "optimizer_class": None if optimizer is None else type(optimizer).__name__,
+                "optimizer_class": None if optimizer is None else class_name(optimizer),
                 "optimizer": state_scalars(model, optimizer),
                 "recipe": _recipe_record(model),
                 "fp8_head": getattr(model, "fp8_head", None),
                 "spec": spec_record(model),
                 "blocks": None if (way := conversion_of(model)) is None else way.layout,
             }
-            texts = {STATE: json.dumps(record, allow_nan=False, indent=1)}
+            files = {STATE: json.dumps(record, allow_nan=False, indent=1).encode()}
         else:
-            texts = {f"random-{ranks.rank}.json": json.dumps(scalars)}
+            files = {f"random-{ranks.rank}.json": json.dumps(scalars).encode()}
+        files |= {own_name(name, ranks.rank): content for name, content in own_files.items()}
     pieces = shard_io.deduplicate(pieces, ranks)
     if buffer is not None:
         with ranks.sharing_errors():
             copies = buffer.copy([piece.data for piece in pieces])
             pieces = [dataclasses.replace(piece, data=copy) for piece, copy in zip(pieces, copies, strict=True)]
-    bytes_needed = ranks.sum(shard_io.bytes_needed(pieces) + sum(2 * len(text) for text in texts.values()))
-    return Snapshot(pieces, texts, bytes_needed)
+    bytes_needed = ranks.sum(shard_io.bytes_needed(pieces) + sum(2 * len(content) for content in files.values()))
+    return Snapshot(pieces, files, bytes_needed)
 
 
 def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | None = None) -> None:
@@ -113,7 +119,7 @@ def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | Non
     def finish() -> None:
         try:
             with shard_io.explaining_full_disk(path.parent, snapshot.bytes_needed):
-                _write_rest(temporary, snapshot.texts, step)
+                _write_rest(temporary, snapshot.files, step)
                 manifest.write_manifest(temporary, step, files, ranks=ranks.size, tensors=tensors)
                 _put_in_place(temporary, path, step)
         except BaseException:
@@ -123,8 +129,8 @@ def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | Non
     with ranks.sharing_errors(undo=remove), shard_io.explaining_full_disk(path.parent, snapshot.bytes_needed):
         own_entries = shard_io.write_shard(temporary, snapshot.pieces, ranks.rank, step)
         if ranks.rank:
-            for name, text in snapshot.texts.items():
-                write_atomic(temporary / name, text)
+            for name, content in snapshot.files.items():
+                write_atomic(temporary / name, content)
     gathered = ranks.gather((own_entries, shard_io.tensor_entries(snapshot.pieces)))
     files = {name: entry for each, _ in gathered for name, entry in each.items()}
     tensors = {name: entry for _, each in gathered for name, entry in each.items()}
@@ -141,11 +147,16 @@ def _make_temporary(path: Path, bytes_needed: int) -> str:
     return temporary.name
 
 
-def _write_rest(temporary: Path, texts: Mapping[str, str], step: int | None) -> None:
-    """After all tensors: write the scalars of rank 0."""
+def own_name(name: str, rank: int) -> str:
+    """The name in a checkpoint of a rank's own file."""
+    return f"{name}-{rank}.bin"
+
+
+def _write_rest(temporary: Path, files: Mapping[str, bytes], step: int | None) -> None:
+    """After all tensors: write the scalars of rank 0, and its own files."""
     failpoint("after-shards", step)
-    for name, text in texts.items():
-        write_atomic(temporary / name, text)
+    for name, content in files.items():
+        write_atomic(temporary / name, content)
     failpoint("before-manifest", step)
 
 

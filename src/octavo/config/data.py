@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from octavo.config.section import Section
+from octavo.config.section import Section, refuse_addresses
 
 COMPRESSED = (".gz", ".zst")
 """Suffixes of compressed files of text."""
@@ -99,6 +99,16 @@ class DataConfig(Section):
                 + (" ([] joins the sources)" if count > 1 else "")
             )
         return self
+
+    @field_validator("source", "validation_source", "tokenizer")
+    @classmethod
+    def _check_names(cls, value: Any) -> Any:
+        return refuse_addresses(value, hub=True)
+
+    @field_validator("folder")
+    @classmethod
+    def _check_paths(cls, value: Any) -> Any:
+        return refuse_addresses(value)
 
     @field_validator("sequence_length")
     @classmethod

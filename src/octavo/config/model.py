@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from octavo.config.section import Section
+from octavo.config.section import Section, refuse_addresses
 
 
 class ModelConfig(Section):
@@ -32,6 +32,11 @@ class ModelConfig(Section):
         default_factory=dict,
         description="Keys of the Hugging Face config to override, such as hidden_size (random weights only).",
     )
+
+    @field_validator("source")
+    @classmethod
+    def _check_names(cls, value: Any) -> Any:
+        return refuse_addresses(value, hub=True)
 
     @model_validator(mode="after")
     def _overrides_need_random_weights(self) -> ModelConfig:

@@ -61,8 +61,6 @@ def _missing(path: Path, what: str) -> InputError:
         fault, hint = "is a pipe or a device, not a file", ""
     elif path.is_symlink():
         fault = "is a link to nothing"
-    elif str(path).startswith("~"):
-        hint = " A shell replaces ~ only outside of quotes."
     example = ", such as presets/demo.toml" if what == "run file" else ""
     return InputError(f"{what} {str(path)!r} {fault}.{hint} Give the path of a TOML file{example}.")
 

@@ -24,6 +24,7 @@ from octavo.config.reading import apply_overrides, read_file
 from octavo.config.section import Section, keys_of
 from octavo.config.train import TrainConfig
 from octavo.errors import InputError, warn
+from octavo.storage import local_path
 
 
 class RunConfig(Section):
@@ -67,7 +68,7 @@ class RunConfig(Section):
         Raises:
             InputError: the file is missing, is not TOML, or has an invalid key or value, or one without effect.
         """
-        path = Path(path)
+        path = local_path(path, "run file")
         values = read_file(path)
         apply_overrides(values, overrides, cls)
         for section, keys in (sections or {}).items():

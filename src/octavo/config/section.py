@@ -12,10 +12,23 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from octavo.config.synonyms import hint
 from octavo.errors import InputError, nearest
+from octavo.storage import path_fault
 
 _LARGEST = 2**63 - 1
 """Largest whole number of TOML, and of the counters of PyTorch and NumPy."""
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+")
+
+
+def refuse_addresses(value: Any, *, hub: bool = False) -> Any:
+    """For validators: a path or a list of them, unchanged. hub: or ids of the Hugging Face Hub.
+
+    Raises:
+        ValueError: one is an address such as s3://…, or blank.
+    """
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, str) and (fault := path_fault(each, hub=hub)):
+            raise ValueError(f"{each!r}: {fault}" if isinstance(value, list) else fault)
+    return value
 
 
 class Section(BaseModel):

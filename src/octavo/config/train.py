@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from octavo.config.section import Section
+from octavo.config.section import Section, refuse_addresses
 
 
 class TrainConfig(Section):
@@ -88,6 +88,11 @@ class TrainConfig(Section):
     def validation_sequences(self) -> int:
         """Sequences in a validation, by the run file alone: its loss compares between numbers of ranks."""
         return self.validate_batches * (self.micro_batch or self.global_batch)
+
+    @field_validator("output")
+    @classmethod
+    def _check_paths(cls, value: Any) -> Any:
+        return refuse_addresses(value)
 
     @field_validator("extended")
     @classmethod

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from octavo import storage
 from octavo.errors import InputError, first_line, install_extra
 
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -106,12 +107,12 @@ def expanded(path: str, key: str) -> Path:
     """A path with ~ as the home folder. key: for the message.
 
     Raises:
-        InputError: there is no such user.
+        InputError: there is no such user, or it is the rest of an address, of which a pathlib.Path has taken a slash.
     """
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise InputError(f"{key} = {path!r}: there is no such user. Write the folder out.") from None
+    if shortened := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", path, re.IGNORECASE):
+        whole = f"{shortened[1]}://{path[shortened.end() :]}"
+        raise InputError(f"{key} = {path!r} lacks a slash, which a pathlib.Path takes from an address: give {whole!r} as text.")
+    return storage.local_path(path, key)
 
 
 def lay(channel: str, address: str, folder: Path) -> Path:
@@ -185,8 +186,9 @@ def _file_system(address: str, key: str) -> tuple[Any, str]:
     """The file system of an address, and the path in it."""
     from fsspec.core import url_to_fs
 
+    kind, separator, rest = address.partition(":")
     try:
-        system, root = url_to_fs(address)
+        system, root = url_to_fs(f"{kind.lower()}{separator}{rest}")
     except ImportError as error:
         way = f" It is in an extra: {install_extra('s3')}." if address.startswith("s3://") else ""
         raise InputError(f"{key} needs another package: {first_line(error)}.{way}") from None

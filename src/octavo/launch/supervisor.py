@@ -32,8 +32,8 @@ class _Stop:
 
     def __init__(self) -> None:
         self.asked, self.at = "", 0.0
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):  # schedulers send the last two
+            signal.signal(number, self._on_signal)
 
     def ask(self, why: str) -> None:
         if not self.asked:

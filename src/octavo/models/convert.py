@@ -32,7 +32,7 @@ from octavo.models.structure import difference_from, warn_of_hooks
 from octavo.models.weight_files import DEQUANTISE, QUANTIZED_KEYS, Weights, kind_of, save_shards
 from octavo.nn.derived import written_class
 from octavo.nn.mlp import gate_up_block
-from octavo.storage import free_bytes, fsync_folder, fsync_tree, use_umask
+from octavo.storage import free_bytes, fsync_folder, fsync_tree, local_path, use_umask
 
 if TYPE_CHECKING:  # transformers' model classes import torchao, a peer that may be broken
     from transformers import PreTrainedModel
@@ -443,7 +443,7 @@ def _new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
         InputError: `folder` is not empty, or cannot be written.
         OctavoError: the disk is full, or writing failed otherwise.
     """
-    folder = Path(folder)
+    folder = local_path(folder, "folder")
     filled = folder.is_dir() and any(folder.iterdir())
     if folder.exists() and (not folder.is_dir() or (filled and not replace)):
         raise InputError(f"{str(folder)!r} exists and is not empty: export writes a new folder. Give another path.")

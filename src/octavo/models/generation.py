@@ -76,8 +76,9 @@ def load_generation_config(source: str) -> GenerationFile | None:
     """
     if source in SHAPES:
         return None
-    path = Path(source) / FILE
-    if not Path(source).is_dir():
+    folder = Path(source).expanduser()
+    path = folder / FILE
+    if not folder.is_dir():
         try:
             cached = try_to_load_from_cache(source, FILE)
         except ValueError:  # no id of the Hub

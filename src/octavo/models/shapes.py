@@ -99,8 +99,8 @@ def check_source(source: str) -> None:
     """
     if source in SHAPES:
         return
-    folder = Path(source)
     with path_of("model.source", source):
+        folder = Path(source).expanduser()
         is_folder, is_path = folder.is_dir(), names_a_path(source)
     if is_folder:
         if not (folder / "config.json").is_file():

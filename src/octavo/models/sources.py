@@ -196,6 +196,7 @@ def _check_rotation(rope: Mapping[str, Any], family: str) -> None:
 
 def _read_config(source: str) -> Any:
     check_source(source)
+    source = str(Path(source).expanduser())  # transformers knows no ~
     path = Path(source) / "config.json"
     if path.is_file():
         try:
@@ -242,8 +243,8 @@ def weights_folder(source: str) -> Path:
             f"model.load = true, but model.source = {source!r} is a built-in shape, which has no weights: set model.load = "
             "false for random ones, or give a Hugging Face folder or id as model.source."
         )
-    if Path(source).is_dir():
-        return Path(source)
+    if (folder := Path(source).expanduser()).is_dir():
+        return folder
     from huggingface_hub import snapshot_download
 
     remedy = f"Run `hf download {source}` where there is a network, or give a folder on disk as model.source."

@@ -10,12 +10,14 @@ Everything but `init` works without it, as one rank. If all ranks are on one hos
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import json
 import math
 import os
 import random
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,8 +31,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from octavo.config.degrees import DEGREES, Degrees, fit_degrees
 from octavo.config.parallel import InitConfig
 from octavo.errors import InputError
+from octavo.parallel import calls
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.rendezvous import round_store
+from octavo.storage import local_path
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -206,10 +210,26 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
 
 
 def shutdown() -> None:
-    """Destroy the process groups that `init` made; `octavo.state` describes one rank again."""
+    """Destroy the process groups that `init` made; `octavo.state` describes one rank again.
+
+    In a world that the caller has made, by `torch.distributed.init_process_group`, they end with it: the caller's
+    `torch.distributed.destroy_process_group` destroys all.
+    """
+    calls.leave("octavo.shutdown was called there")
+    atexit.unregister(_destroy_at_exit)
     if state._owns_group and dist.is_initialized():
         dist.destroy_process_group()
     state._reset()
+
+
+def _destroy_at_exit() -> None:
+    """Destroy the groups at the end of a script without `shutdown`: else each rank of NCCL warns that this was not done.
+
+    Not after an exception, which other ranks may not have: they might be waited for.
+    """
+    if getattr(sys, "last_type", None) is None and state._owns_group and dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
 def _connect(degrees: Degrees, timeout: float) -> None:
@@ -224,6 +244,8 @@ def _connect(degrees: Degrees, timeout: float) -> None:
         ranks: dict[str, Any] = {} if store is None else {"store": store, "rank": state.rank, "world_size": state.world_size}
         dist.init_process_group(backend, timeout=wait, device_id=state.device if on_gpu else None, **ranks)
         state._owns_group = True
+        atexit.register(_destroy_at_exit)
+    calls.begin(wait)
     state.control = all_ranks(wait).group
     shape = (degrees.replicate, degrees.hybrid_shard, degrees.tensor)
     mesh = init_device_mesh(state.device.type, shape, mesh_dim_names=("replicate", "hybrid_shard", "tensor"))
@@ -295,7 +317,7 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> InitConfig:
         return InitConfig.from_dict(config, where="octavo.init")
     if not isinstance(config, str | Path):
         raise InputError(f"octavo.init got {type(config).__name__}: give a dict, the path of a TOML or JSON file, or nothing.")
-    path = Path(config)
+    path = local_path(config, "octavo.init: config")
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

@@ -33,10 +33,12 @@ from octavo.models.sources import load_config
 from octavo.models.structure import difference_from, tensors_of, warn_of_hooks
 from octavo.models.vision import check_blocks
 from octavo.nn.derived import written_class
+from octavo.parallel.calls import together
 from octavo.parallel.coordination import Ranks, writing_ranks
 from octavo.parallel.deferred_init import delayed_init
 from octavo.parallel.saving import WHOLE_STATE
 from octavo.run.folder import RunFolder
+from octavo.storage import local_path
 
 
 def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
@@ -50,13 +52,21 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
         folder: a new or empty folder.
 
     Raises:
-        InputError: the path is no run, the folder is not empty or cannot be written, or the model is not transformers'.
+        InputError: the path is no run, the folder is not empty or cannot be written, the model is not transformers', or some
+            rank does not call this.
         OctavoError: no checkpoint of the run is whole, or the disk is full; no folder is left.
     """
-    ranks, to = writing_ranks(), Path(folder)
+    to = local_path(folder, "octavo.export: folder")
+    source = model_or_path
+    if not isinstance(source, nn.Module):
+        source = local_path(source, "octavo.export: model_or_path")
+    with together("octavo.export"):
+        _export(source, to, writing_ranks())
+
+
+def _export(model_or_path: nn.Module | Path, to: Path, ranks: Ranks) -> None:
     if not isinstance(model_or_path, nn.Module):
-        run = Path(model_or_path)
-        ranks.on_rank_0(lambda: export_run(run, to))
+        ranks.on_rank_0(lambda: export_run(model_or_path, to))
         return
     config, way = getattr(model_or_path, "config", None), conversion_of(model_or_path)
     own_code = model_or_path if isinstance(model_or_path, PreTrainedModel) and way is None else None

@@ -39,6 +39,7 @@ from octavo.models.weight_files import WeightFiles
 from octavo.parallel.coordination import all_ranks
 from octavo.run.export import open_run, run_config
 from octavo.run.folder import RunFolder
+from octavo.storage import local_path
 
 TOKENS = 128
 """Tokens of a sample of `octavo sample`, or fewer where the model's positions end."""
@@ -215,7 +216,7 @@ def sample(
         InputError: no run or model, no checkpoint, no tokenizer, an empty or too long prompt, or no causal language model.
         OctavoError: a checkpoint is damaged.
     """
-    choice, source = _Choice(temperature, top_p, seed), Path(source)
+    choice, source = _Choice(temperature, top_p, seed), local_path(source, "RUN")
     model, folder, step = (
         _of_run(source, checkpoint) if RunFolder(source).run_file.is_file() else _of_folder(source, checkpoint)
     )

@@ -1,13 +1,16 @@
 """Events of a training: the calls that `octavo.Trainer` passes on to a user's callbacks and evaluation.
 
 They run on every rank, so that a callback may use collectives. If one raises, the step is saved first. Random numbers that they
-draw change no number of the run: the generators are restored after each.
+draw and gradients that they leave change no number of the run. What the run itself decides, such as the learning rate, they
+cannot set: it is refused rather than overwritten. Checkpoints keep the state of callbacks that have `state_dict`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.checkpoint.plain import KINDS, pack, unpack
 from octavo.checkpoint.rng_state import random_scalars, random_tensors, restore_random
-from octavo.errors import InputError
+from octavo.errors import InputError, nearest, warn
 from octavo.run.sample import evaluating
 from octavo.run.summary import Result
 
@@ -25,7 +29,11 @@ Evaluation = Callable[[nn.Module, int], Mapping[str, float]]
 
 
 class Callback:
-    """Override any of the methods; `trainer` is the `octavo.Trainer`, with `model`, `optimizer`, `config` and `step`."""
+    """Override any of the methods; `trainer` is the `octavo.Trainer`, with `model`, `optimizer`, `config` and `step`.
+
+    With methods `state_dict` and `load_state_dict` a callback has a state, which each checkpoint of the run keeps: tensors,
+    numbers, text, and lists, tuples and dicts of them. A run that continues hands it back before its first step.
+    """
 
     def on_step(self, trainer: Any, record: Mapping[str, Any]) -> None:
         """After each step; `record` is its line of metrics.jsonl."""
@@ -40,6 +48,61 @@ class Callback:
         """After the last step, also of a run that ends early; not after a signal or an error."""
 
 
+EVENTS = ("on_step", "on_validation", "on_checkpoint", "on_end")
+_LOOKS_LIKE_AN_EVENT = re.compile(r"on(_|[A-Z])")
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Refuse what would never be called, or fail when it is.
+
+    Raises:
+        InputError: no list of callbacks, a method of a misspelt name or with other arguments, or half of a state.
+    """
+    if not isinstance(callbacks, list | tuple):
+        raise InputError(f"Trainer(callbacks={callbacks!r}): give a list of callbacks, such as callbacks=[MyCallback()].")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            way = "make an object of it" if isinstance(callback, type) else "derive its class from octavo.Callback"
+            raise InputError(f"Trainer(callbacks=…): {callback!r} is no octavo.Callback: {way}.")
+        kind = type(callback).__name__
+        for name in dir(callback):
+            if _LOOKS_LIKE_AN_EVENT.match(name) and name not in EVENTS:
+                guess = nearest(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(), EVENTS)
+                hint = f" Did you mean {guess}?" if guess else ""
+                raise InputError(
+                    f"Trainer(callbacks=…): {kind}.{name} would never be called: no event has this name.{hint} There are "
+                    f"{', '.join(EVENTS)}; give a helper a name that does not begin with on."
+                )
+        for event in EVENTS:
+            _check_method(callback, event, "trainer", next(reversed(inspect.signature(getattr(Callback, event)).parameters)))
+        stateful = [hasattr(callback, name) for name in ("state_dict", "load_state_dict")]
+        if any(stateful) and not all(stateful):
+            here, absent = ("state_dict", "load_state_dict")[:: 1 if stateful[0] else -1]
+            raise InputError(f"Trainer(callbacks=…): {kind} has {here} without {absent}: a state needs both.")
+        if all(stateful):
+            _check_method(callback, "state_dict")
+            _check_method(callback, "load_state_dict", "state")
+
+
+def _check_method(callback: Callback, name: str, *arguments: str) -> None:
+    """Refuse a method that cannot be called with these arguments."""
+    method, call = getattr(callback, name), f"{name}({', '.join(arguments)})"
+    if not callable(method) or inspect.iscoroutinefunction(method):
+        what = "is async, and nothing would wait for it" if callable(method) else f"is {method!r}, which cannot be called"
+        raise InputError(f"Trainer(callbacks=…): {type(callback).__name__}.{name} {what}: define {call} as a plain method.")
+    try:
+        found = inspect.signature(method)
+    except (TypeError, ValueError):  # of a function in C
+        return
+    try:
+        found.bind(*arguments)
+    except TypeError as error:
+        raise InputError(
+            f"Trainer(callbacks=…): {type(callback).__name__}.{name}{found} cannot be called as {call} ({error}): define it "
+            "with these arguments after self."
+        ) from None
+
+
 class Events:
     """Events of a training without listeners, such as the twin without FP8."""
 
@@ -48,6 +111,13 @@ class Events:
 
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Model and optimizer are ready, restored from a checkpoint if there is one."""
+
+    def state(self) -> bytes:
+        """State to keep in a checkpoint; empty without any."""
+        return b""
+
+    def restore(self, state: bytes) -> None:
+        """Take the state of the checkpoint from which the run continues; empty for one without any."""
 
     def stepped(self, record: Mapping[str, Any]) -> None:
         """A step is done."""
@@ -77,6 +147,47 @@ class CallbackEvents(Events):
         """See `Events`."""
         self._trainer.model, self._trainer.optimizer = model, optimizer
 
+    def state(self) -> bytes:
+        """See `Events`.
+
+        Raises:
+            InputError: the state of a callback is of types that a checkpoint does not keep.
+        """
+        states = {}
+        for name, callback in self._stateful().items():
+            with _same_random_numbers():
+                states[name] = callback.state_dict()
+            try:
+                pack(states[name])
+            except TypeError as error:
+                raise InputError(
+                    f"{name}.state_dict() cannot be kept in a checkpoint: {error}. A state is {KINDS}: keep it as one of these."
+                ) from None
+        return pack(states) if states else b""
+
+    def restore(self, state: bytes) -> None:
+        """See `Events`. A callback without a state in the checkpoint, and a state without its callback, are said."""
+        states = unpack(state) if state else {}
+        callbacks = self._stateful()
+        for name in [*callbacks, *(name for name in states if name not in callbacks)]:
+            if name not in states:
+                warn(f"the checkpoint has no state of the callback {name}, which begins anew.")
+            elif name not in callbacks:
+                warn(f"the checkpoint has the state of a callback {name}, which this run does not have: it is left out.")
+            else:
+                with _same_random_numbers():
+                    callbacks[name].load_state_dict(states[name])
+
+    def _stateful(self) -> dict[str, Any]:
+        """The callbacks with a state, by class, and by number from the second of a class on."""
+        found: dict[str, Any] = {}
+        for callback in self._callbacks:
+            kind = type(callback).__qualname__
+            if hasattr(callback, "state_dict"):
+                number = sum(type(each).__qualname__ == kind for each in found.values()) + 1
+                found[kind if number == 1 else f"{kind} {number}"] = callback
+        return found
+
     def stepped(self, record: Mapping[str, Any]) -> None:
         """See `Events`."""
         self._trainer.step = record["step"]
@@ -103,7 +214,7 @@ class CallbackEvents(Events):
         """
         if self._evaluation is None:
             return {}
-        with evaluating(model), _same_random_numbers(), torch.no_grad():
+        with self._guarded("Trainer(evaluate=…)"), evaluating(model), _same_random_numbers(), torch.no_grad():
             found = self._evaluation(model, step)
         if not isinstance(found, Mapping):
             raise InputError(
@@ -122,7 +233,40 @@ class CallbackEvents(Events):
         if self._callbacks:
             with _same_random_numbers():
                 for callback in self._callbacks:
-                    getattr(callback, event)(self._trainer, argument)
+                    with self._guarded(f"{type(callback).__name__}.{event}"):
+                        getattr(callback, event)(self._trainer, argument)
+
+    @contextlib.contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
+        """Around a user's code: gradients that it leaves are dropped, and a setting that the run would overwrite is refused.
+
+        Raises:
+            InputError: the setting, and the key that has it.
+        """
+        trainer = self._trainer
+        model, optimizer = trainer.model, trainer.optimizer
+        before = {key: getattr(trainer, key) for key in ("model", "optimizer", "config", "step")}
+        groups = [] if optimizer is None else list(optimizer.param_groups)
+        rates = [group["lr"] for group in groups]
+        training = model is not None and model.training
+        yield
+        for key, value in before.items():
+            if getattr(trainer, key) is not value:
+                raise InputError(f"{name} set trainer.{key}, which the training does not read: leave it as it is.")
+        if model is None or optimizer is None:
+            return
+        if list(map(id, optimizer.param_groups)) != list(map(id, groups)):
+            raise InputError(f"{name} changed the parameter groups of the optimizer, which the run has set up: leave them.")
+        for number, (group, rate) in enumerate(zip(groups, rates, strict=True)):
+            if group["lr"] != rate:
+                raise InputError(
+                    f"{name} set the learning rate of parameter group {number} to {float(group['lr']):g}, and each step sets "
+                    "it by optimizer.schedule: give optimizer.lr, schedule, warmup_steps and min_lr_fraction instead."
+                )
+        if model.training != training:
+            mode, other = ("evaluation", "train") if training else ("training", "eval")
+            raise InputError(f"{name} left the model in {mode} mode: call trainer.model.{other}() at its end.")
+        model.zero_grad()
 
 
 def _number(name: str, value: Any) -> float:

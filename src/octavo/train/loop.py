@@ -21,7 +21,7 @@ from rich.console import Console
 from octavo.build import describe
 from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.manifest import step_folders
-from octavo.checkpoint.reader import read_state
+from octavo.checkpoint.reader import read_own_file, read_state
 from octavo.data.loader import passes, unused_sources
 from octavo.data.packing import Batch
 from octavo.data.prepared import PreparedData
@@ -46,6 +46,9 @@ from octavo.train.setup import build, restore_or_begin, run_layout, steps_done
 from octavo.train.step import TrainContext, train_step
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
+
+CALLBACKS = "callbacks"
+"""Name of the file of a checkpoint with the state of a rank's callbacks."""
 
 
 def train_one(
@@ -72,6 +75,8 @@ def train_one(
     best = all_ranks().on_rank_0(lambda: BestValidation.of(r for r in read_metrics(folder.metrics) if r["step"] <= done))
     checkpoints.protected = best.step if config.checkpoint.best else 0
     early = _early_end(plan, best)
+    if latest is not None:
+        events.restore(read_own_file(latest, CALLBACKS, state.rank))
     if done == plan.steps or early:
         why = f" ({early})" if early else ""
         say(console, f"{label}: already trained, {done} of {plan.steps} steps{why}, in {folder.path}")
@@ -108,6 +113,7 @@ def train_one(
         progress = StepProgress(console, label=label, steps=plan.steps, done=done, every=config.log.every)
         session = _Session(context, validation, prepared, metrics, checkpoints, trackers, progress, events, best)
         events.started(context.model, context.optimizer)
+        events.state()  # a state that no checkpoint can keep is refused before the first step
         with progress:
             done, early = _train_steps(session, done, stop)
         sample = sample_of(context, prepared.tokenizer_folder) if events.samples else None
@@ -257,9 +263,17 @@ def _write_checkpoint(session: _Session, step: int, *, wait: bool) -> Path:
         "loss_scale": None if context.loss_scale is None else context.loss_scale.state(),
     }
     background = context.plan.config.checkpoint.async_
-    path = session.checkpoints.save(step, context.model, context.optimizer, scalars, background=background)
-    if wait:
+    own_files, fault = {}, None
+    try:
+        if found := session.events.state():
+            own_files[CALLBACKS] = found
+    except Exception as error:  # of a user's state_dict: the step is saved first, as after any error of a callback
+        fault = error
+    path = session.checkpoints.save(step, context.model, context.optimizer, scalars, own_files=own_files, background=background)
+    if wait or fault is not None:
         session.checkpoints.wait()
+    if fault is not None:
+        raise fault
     return path
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from octavo.config.optimizer import OptimizerConfig
+from octavo.parallel.calls import noted
 from octavo.parallel.fsdp import settle
 from octavo.parallel.shards import is_shard
 from octavo.train.adamw import AdamW, local
@@ -86,8 +87,9 @@ def clip_grad_norm_(
     Octavo's AdamW on a GPU applies the factor in its next step, and the gradients stay unchanged here. The host does not wait
     for the device: after a norm that is not finite neither are the gradients, and the caller checks the result.
     """
-    settle(model)  # gradients are with the shards
-    norm = gradient_norm(model.parameters()) / loss_scale
+    with noted("octavo.clip_grad_norm_"):
+        settle(model)  # gradients are with the shards
+        norm = gradient_norm(model.parameters()) / loss_scale
     factor = None
     if max_norm > 0 or loss_scale != 1:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)

@@ -36,7 +36,7 @@ from octavo.run.records import newest_state
 from octavo.run.resume import check_extended, check_resumable, extend, with_keys_of, with_own_scale
 from octavo.run.summary import Result
 from octavo.train import fp8_auto, memory
-from octavo.train.callbacks import Callback, CallbackEvents, Evaluation, Events
+from octavo.train.callbacks import Callback, CallbackEvents, Evaluation, Events, check_callbacks
 from octavo.train.loop import say, train_one
 from octavo.train.plan import RunPlan, check, steps_of_epochs
 from octavo.watchdog.stopping import StopRequest
@@ -51,7 +51,7 @@ class Trainer:
 
     Args:
         run_file: path of a run file, or a `RunConfig`; None: all keys are keywords.
-        callbacks: objects with methods of `Callback`, called on every rank.
+        callbacks: objects with methods of `Callback`, called on every rank; checkpoints keep the state of those that have one.
         evaluate: function of model and step, called after each validation on every rank; its figures go to metrics.jsonl as
             `evaluation/NAME`. The model is in evaluation mode, without gradients.
         console: for progress; the standard output when absent.
@@ -64,7 +64,7 @@ class Trainer:
         step: the last step that is done.
 
     Raises:
-        InputError: an unknown key or a value out of range.
+        InputError: an unknown key or a value out of range; a callback with a misspelt method.
     """
 
     def __init__(
@@ -79,12 +79,7 @@ class Trainer:
         for name, keys in sections.items():
             if not isinstance(keys, Mapping):
                 raise InputError(f"Trainer({name}={keys!r}): a section is a dict of keys, such as train={{'steps': 100}}.")
-        if not isinstance(callbacks, list | tuple):
-            raise InputError(f"Trainer(callbacks={callbacks!r}): give a list of callbacks, such as callbacks=[MyCallback()].")
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                way = "make an object of it" if isinstance(callback, type) else "derive its class from octavo.Callback"
-                raise InputError(f"Trainer(callbacks=…): {callback!r} is no octavo.Callback: {way}.")
+        check_callbacks(callbacks)
         if evaluate is not None and not callable(evaluate):
             raise InputError(f"Trainer(evaluate={evaluate!r}): it is a function of model and step.")
         if isinstance(run_file, RunConfig):

@@ -22,6 +22,7 @@ from typing import Any
 
 from octavo.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, InputError, warn
 from octavo.watchdog.processes import die_with_parent
+from octavo.watchdog.stopping import stop_signals
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.05
@@ -100,7 +101,7 @@ class _Job:
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Signals go to every rank; an exception in this process ends them."""
-        numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+        numbers = [number for number in stop_signals() if signal.getsignal(number) != signal.SIG_IGN]
         before: dict[signal.Signals, Any] = {number: signal.signal(number, self._pass_on) for number in numbers}
         # Ranks inherit it: a process that is not in the terminal's own group is else stopped where `stty tostop` is set.
         before[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)

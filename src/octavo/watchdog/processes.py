@@ -69,7 +69,7 @@ def exit_without_destructors(code: int) -> NoReturn:
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
     """Hold signals that stop a run until the end of the block: one within an import leaves half a module, or aborts."""
-    held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         yield

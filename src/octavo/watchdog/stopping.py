@@ -3,7 +3,8 @@
 Before the first step there is nothing to save, so a signal ends the run at once, with the same exit code. From then on it
 only sets a flag that the loop reads between steps: an exception inside an optimizer step or a rename would leave it half done.
 A second SIGTERM means nothing new, since schedulers may send it twice. A second Ctrl-C interrupts at once. SIGHUP (the terminal
-is gone) and a pipe without a reader count as SIGTERM; under nohup SIGHUP stays ignored.
+is gone), SIGUSR1 and SIGUSR2 (schedulers' notices that the time is nearly over) and a pipe without a reader count as SIGTERM.
+SIGHUP stays ignored under nohup, and SIGUSR1 and SIGUSR2 stay with a handler that the program has installed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,21 @@ class _StopSignal(BaseException):
     """A signal before the first step; no `Exception`, which libraries that read data and models catch."""
 
 
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals without a meaning of their own, which schedulers send some time before the end; they end a process by default."""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask a run of this process to stop: without those that it ignores, or has another use for."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hangup, *(number for number in NOTICES if _is_free(number))]
+
+
+def _is_free(number: signal.Signals) -> bool:
+    handler = signal.getsignal(number)
+    return handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), StopRequest)
+
+
 class StopRequest:
     """A context that handles the signals; after one before the first step its exit raises RunStopped."""
 
@@ -34,9 +50,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is not threading.main_thread():
             return self  # Python delivers signals to the main thread only
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._on_signal)
+        for number in stop_signals():
+            self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -26,6 +26,7 @@ from octavo.parallel.world import state
 from octavo.watchdog.diagnosis import Failure, Progress
 from octavo.watchdog.heartbeat import HeartbeatThread
 from octavo.watchdog.processes import SharedPage, exit_without_destructors
+from octavo.watchdog.stopping import NOTICES
 
 _BROKEN_CONNECTION = re.compile(r"gloo|nccl|process ?group|connection|broken pipe|socket|timed? ?out|\bpeer\b", re.IGNORECASE)
 _RANK_PREFIX = re.compile(r"rank (\d+)\b")
@@ -197,5 +198,5 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _ignore_signals() -> None:
     """A failure must not look like a request to stop: launchers send SIGTERM to the remaining ranks."""
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, *NOTICES):
             signal.signal(number, signal.SIG_IGN)

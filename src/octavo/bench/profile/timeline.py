@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from octavo.bench.files import check_file, read_json
 from octavo.bench.profile.breakdown import kind_of
 from octavo.errors import InputError, OctavoError, warn
-from octavo.storage import describe_fault
+from octavo.storage import describe_fault, local_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,13 +113,16 @@ def figure(calls: Sequence[Call]) -> Figure:
 def main(arguments: Sequence[str]) -> int:
     """Print the table, write the calls, draw them; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m octavo.bench.profile.timeline", description="Timeline of a trace.")
-    parser.add_argument("trace", type=Path, help="a file of octavo bench --traces, or of --output")
+    parser.add_argument("trace", help="a file of octavo bench --traces, or of --output")
     parser.add_argument("--from", dest="first", type=float, default=0.0, metavar="MS", help="0 if absent")
     parser.add_argument("--to", dest="last", type=float, default=float("inf"), metavar="MS", help="the end if absent")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="for the calls of this stretch")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument("--output", metavar="FILE.json", help="for the calls of this stretch")
+    parser.add_argument("--plot", metavar="FILE.png")
     given = parser.parse_args(arguments)
     try:
+        given.trace = local_path(given.trace, "trace")
+        given.output = None if given.output is None else local_path(given.output, "--output")
+        given.plot = None if given.plot is None else local_path(given.plot, "--plot")
         _check(given)
         calls = cut(_read(given.trace), given.first, given.last)
         if given.output is not None:

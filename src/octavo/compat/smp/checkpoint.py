@@ -6,11 +6,14 @@ Reading one of PyTorch's checkpoints unpickles its metadata, as PyTorch itself d
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +29,43 @@ from torch.utils._pytree import tree_map
 
 from octavo.compat.smp.state_dicts import ModelState
 from octavo.errors import InputError
+from octavo.launch.inputs import check_address, expanded
+from octavo.parallel.calls import together
 from octavo.parallel.shards import local_shard
+from octavo.storage import folder_fault, local_path
 
 
 def _is_remote(path: Any) -> bool:
-    return "://" in str(path)
+    """True for an address, which goes through fsspec; a Path is none, since it has lost a slash."""
+    return isinstance(path, str) and _REMOTE.match(path) is not None
+
+
+def _place(path: Any) -> str:
+    """An address that fsspec knows, with its kind in small letters, or a path with the home folder for ~.
+
+    Raises:
+        InputError: neither, or of a kind that needs another package.
+    """
+    if not _is_remote(path):
+        return str(_folder(path))
+    kind, separator, rest = path.partition(":")
+    address = f"{kind.lower()}{separator}{rest}"
+    check_address(address, f"checkpoint_id = {path!r}")
+    return address
+
+
+def _folder(path: Any) -> Path:
+    """A path with the home folder for ~; one that a Path has made of an address is refused with the address."""
+    return expanded(str(path), "checkpoint_id") if isinstance(path, Path) else local_path(path, "checkpoint_id")
+
+
+def _check_writable(path: Any) -> None:
+    """Refuse a path at which no folder can be made."""
+    if path is not None and not _is_remote(path) and (fault := folder_fault(_folder(path))):
+        raise InputError(f"save: checkpoint_id = {str(path)!r} cannot be used: {fault}")
+
+
+_REMOTE = re.compile(r"[A-Za-z][\w+.-]+://|[A-Za-z][\w+.-]+::")
 
 
 class DistributedFileSystemReader(FileSystemReader):
@@ -38,7 +73,10 @@ class DistributedFileSystemReader(FileSystemReader):
 
     def __new__(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
         """One of PyTorch's for URLs in its place."""
-        return FsspecReader(str(path)) if _is_remote(path) else super().__new__(cls)
+        return FsspecReader(_place(path)) if _is_remote(path) else super().__new__(cls)
+
+    def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_place(path), *args, **kwargs)
 
 
 class DistributedFileSystemWriter(FileSystemWriter):
@@ -46,7 +84,10 @@ class DistributedFileSystemWriter(FileSystemWriter):
 
     def __new__(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
         """One of PyTorch's for URLs in its place."""
-        return FsspecWriter(str(path)) if _is_remote(path) else super().__new__(cls)
+        return FsspecWriter(_place(path)) if _is_remote(path) else super().__new__(cls)
+
+    def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_place(path), *args, **kwargs)
 
 
 @dataclass
@@ -120,7 +161,10 @@ def save(
 
     The last four arguments are SMP's, without effect.
     """
-    _check_folder(checkpoint_id, storage_writer, process_group)
+    if storage_writer is None:
+        _check_writable(checkpoint_id)
+    with _together("save", process_group):
+        _check_folder(checkpoint_id, storage_writer, process_group)
     _write(_of_group(state_dict, process_group), checkpoint_id, storage_writer, planner, process_group)
 
 
@@ -143,7 +187,10 @@ def async_save(
 
     Over another group than a sharded model's, its replicas or all ranks it writes before it returns.
     """
-    _check_folder(checkpoint_id, storage_writer, process_group)
+    if storage_writer is None:
+        _check_writable(checkpoint_id)
+    with _together("async_save", process_group):
+        _check_folder(checkpoint_id, storage_writer, process_group)
     there, group = _background_group(process_group)
     if not there:
         _write(_of_group(state_dict, process_group), checkpoint_id, storage_writer, planner, process_group)
@@ -178,8 +225,11 @@ def load(
             raise InputError("load: give checkpoint_id, the folder of the checkpoint, or storage_reader.")
         reader = DistributedFileSystemReader(checkpoint_id)
     path = getattr(reader, "path", checkpoint_id)
-    if not _is_remote(path) and not os.path.isfile(os.path.join(str(path), ".metadata")):  # noqa: PTH113, PTH118
+    remote = isinstance(reader, FsspecReader) or "://" in str(path)
+    if not remote and not os.path.isfile(os.path.join(str(path), ".metadata")):  # noqa: PTH113, PTH118
         raise InputError(f"load: there is no checkpoint in {str(path)!r}: give the folder that save or async_save wrote.")
+    with _together("load", process_group):
+        pass
     # Rows share the memory of the tensors; other values are put back by hand.
     rows = _of_group(state_dict, process_group)
     try:
@@ -234,6 +284,11 @@ def _write(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as asked for
         state_dict_saver.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+
+
+def _together(call: str, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
+    """The meeting of all ranks for a call; none for a call of some of them."""
+    return together(f"torch.sagemaker's {call}") if group is None else contextlib.nullcontext()
 
 
 def _check_folder(checkpoint_id: Any, writer: Any, group: dist.ProcessGroup | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from octavo.config.section import Section
 from octavo.errors import InputError
 from octavo.parallel import world
 from octavo.parallel.sharding import check_supported
+from octavo.storage import local_path
 
 PARAMETERS = "SM_HP_MP_PARAMETERS"
 """Environment variable with SMP's configuration as JSON, set by the estimator."""
@@ -142,7 +142,7 @@ def _read(config: Any) -> tuple[Mapping[str, Any], str]:
     elif isinstance(config, str | os.PathLike):
         where = str(config)
         try:
-            text = Path(config).read_text(encoding="utf-8")
+            text = local_path(config, "torch.sagemaker.init: config").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"torch.sagemaker.init: {where!r} cannot be read: {error}. Give a JSON file or a dict.") from None
     else:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from octavo.compat.smp.utils import get_logger
+from octavo.storage import local_path
 
 
 def SORT_BY_LAST_INT(name: str) -> int:
@@ -29,12 +29,13 @@ def limit_num_subdirs(
     regex: subfolders with other names are neither counted nor removed. log: the one rank that removes them, and says so.
     Returns the names removed.
     """
-    if not log or max_num_subdirs <= 0 or not Path(root).is_dir():
+    folder = local_path(root, "limit_num_subdirs: root")
+    if not log or max_num_subdirs <= 0 or not folder.is_dir():
         return []
-    names = [entry.name for entry in Path(root).iterdir() if entry.is_dir() and not entry.is_symlink()]
+    names = [entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink()]
     matched = sorted((name for name in names if regex is None or re.match(regex, name)), key=sort_fn)
     removed = matched[: max(0, len(matched) - max_num_subdirs)]
     for name in removed:
-        get_logger().info("Removing %s: %d checkpoints are kept.", Path(root) / name, max_num_subdirs)
-        shutil.rmtree(Path(root) / name)
+        get_logger().info("Removing %s: %d checkpoints are kept.", folder / name, max_num_subdirs)
+        shutil.rmtree(folder / name)
     return removed

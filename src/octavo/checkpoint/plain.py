@@ -1,0 +1,80 @@
+"""Tensors, numbers and text in lists, tuples and dicts as bytes and back, exactly and without pickle.
+
+The bytes are a file of safetensors. Its metadata has the structure as JSON, in which tensors are numbered.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import OrderedDict
+from typing import Any
+
+import safetensors.torch
+import torch
+
+KINDS = "tensors, numbers, text, None, and lists, tuples and dicts of them"
+
+
+def pack(value: Any) -> bytes:
+    """The bytes of a value.
+
+    Raises:
+        TypeError: something in it is of another type; the message names type and place.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        structure = json.dumps(_to_json(value, "", tensors), allow_nan=False)
+        return bytes(safetensors.torch.save(tensors, {"structure": structure}))
+    except RecursionError:
+        raise TypeError("it contains itself") from None
+    except (KeyError, ValueError, RuntimeError) as error:  # of a sparse or a meta tensor
+        raise TypeError(f"a tensor in it cannot be stored ({error})") from None
+
+
+def unpack(content: bytes) -> Any:
+    """The value of `pack`, with tensors on the CPU.
+
+    Raises:
+        ValueError: other bytes.
+    """
+    try:
+        (length,) = struct.unpack_from("<Q", content)
+        structure = json.loads(content[8 : 8 + length])["__metadata__"]["structure"]
+        return _from_json(json.loads(structure), safetensors.torch.load(content))
+    except (struct.error, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
+        raise ValueError(f"no packed value ({error})") from None
+
+
+def _to_json(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        number = str(len(tensors))
+        tensors[number] = value.detach().to("cpu", copy=True).contiguous()
+        return {"tensor": number}
+    if kind in (list, tuple):
+        items = [_to_json(item, f"{place}[{number}]", tensors) for number, item in enumerate(value)]
+        return items if kind is list else {"tuple": items}
+    if kind in (dict, OrderedDict):
+        pairs = [[_to_json(key, place, tensors), _to_json(item, f"{place}[{key!r}]", tensors)] for key, item in value.items()]
+        return {"dict" if kind is dict else "ordered": pairs}
+    raise TypeError(f"{place or 'it'} is of type {kind.__module__}.{kind.__qualname__}")
+
+
+def _from_json(stored: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(stored, list):
+        return [_from_json(item, tensors) for item in stored]
+    if not isinstance(stored, dict):
+        return stored
+    ((kind, content),) = stored.items()
+    if kind == "float":
+        return float(content)
+    if kind == "tensor":
+        return tensors[content]
+    items = [_from_json(item, tensors) for item in content]
+    return tuple(items) if kind == "tuple" else (OrderedDict if kind == "ordered" else dict)(items)

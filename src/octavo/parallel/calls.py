@@ -1,0 +1,300 @@
+"""Collective calls of a user's script: a rank that is alone in one is told, instead of waiting for the others until a timeout.
+
+`if rank == 0: octavo.save(…)` is the usual way to hang a job. So the rare calls that every rank makes (save, load, export,
+transform) begin with a meeting at the job's key-value store. It costs a few of its round trips, and no collective. A rank that
+waits there learns that another one makes another call, has left, or is blocked in a collective that in turn waits for it. All
+ranks then raise the same error. A rank that only computes for long is waited for, and named after a minute.
+
+For the answer each rank has a thread that looks twice in five seconds whether a rank has asked, and says where the main thread
+is. `octavo.clip_grad_norm_`, which a step calls, has no meeting: its name is noted, and the thread warns if it lasts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import itertools
+import json
+import linecache
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from octavo.errors import InputError, OctavoError, warn
+
+_POLL_SECONDS = (0.001, 0.1)
+"""First and longest pause of a rank that waits for the others."""
+_LOOK_SECONDS = 1.0
+"""Between two looks at which ranks are missing."""
+_ASK_SECONDS = 5.0
+"""Until the missing ranks are asked where they are."""
+_ANSWER_SECONDS = 2.0
+_BLOCKED_SECONDS = 20.0
+"""In one collective, without an end, after which a rank counts as blocked: longer than the transfer of a large tensor."""
+_WARN_SECONDS = 60.0
+_GO = "go"
+_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
+_WAITING = ("torch.distributed.", "octavo.parallel.", "octavo.collectives.")
+
+_numbers = itertools.count()
+_patience = 600.0
+
+
+class _Meetings:
+    """The calls of one world of ranks, counted alike on each of them."""
+
+    def __init__(self, world: Any) -> None:
+        self.world, self.rank, self.size = world, dist.get_rank(), dist.get_world_size()
+        self.store: Store = PrefixStore(f"octavo-calls-{next(_numbers)}", _get_default_store().clone())  # type: ignore[attr-defined]
+        self.inside: tuple[str, float] | None = None  # the call of the main thread, and its begin
+        self._number = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="octavo-calls", daemon=True)
+        self._thread.start()
+
+    def meet(self, call: str) -> None:
+        """Return once every rank makes this call.
+
+        Raises:
+            InputError: some rank will not make it; the same on every rank.
+            OctavoError: the store of the ranks is lost.
+        """
+        number, self._number = self._number, self._number + 1
+        with self._explaining(call):
+            first, _, rank = self._first(f"{number}/call", f"{call} {self.rank}").partition(" ")
+            if first != call:
+                self._first(
+                    f"{number}/verdict", f"rank {rank} calls {first}, and rank {self.rank} calls {call}. {_remedy(first)}"
+                )
+            self.store.set(f"{number}/at/{self.rank}", "")
+            if self.store.add(f"{number}/count", 1) == self.size:
+                self._first(f"{number}/verdict", _GO)
+            verdict = self._verdict(number, call)
+        if verdict != _GO:
+            raise InputError(f"{call}: {verdict}")
+
+    def _verdict(self, number: int, call: str) -> str:
+        """What all ranks do about a call: go on, or raise this text."""
+        began, pause, looked, warned = time.monotonic(), _POLL_SECONDS[0], 0.0, False
+        while not self.store.check([f"{number}/verdict"]):
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECONDS[1])
+            waited = time.monotonic() - began
+            if waited - looked < _LOOK_SECONDS:
+                continue
+            looked = waited
+            missing = [rank for rank in range(self.size) if not self.store.check([f"{number}/at/{rank}"])]
+            found = self._why_not(missing, ask=waited > _ASK_SECONDS)
+            text = f"rank {self.rank} has called it, and {ranks_text(missing)} not within {waited:.0f} s{_places(found)}"
+            hopeless = any(each.get("ended") for each in found.values()) or (
+                len(found) == len(missing) and all(each.get("blocked", 0.0) > _BLOCKED_SECONDS for each in found.values())
+            )
+            if missing and (hopeless or waited > _patience):
+                self._first(f"{number}/verdict", f"{text}. {_remedy(call)}")
+            elif missing and waited > _WARN_SECONDS and not warned:
+                warned = True
+                warn(f"{call}: {text}. Rank {self.rank} waits on. {_remedy(call)}")
+        return self.store.get(f"{number}/verdict").decode()
+
+    def _why_not(self, missing: list[int], *, ask: bool) -> dict[int, dict[str, Any]]:
+        """What is known of each missing rank: it has ended, or where it is and for how long it has been blocked there."""
+        found: dict[int, dict[str, Any]] = {}
+        for rank in missing:
+            if self.store.check([f"ended/{rank}"]):
+                found[rank] = {"ended": self.store.get(f"ended/{rank}").decode()}
+            elif ask and self.store.check([f"place/{rank}"]):
+                found[rank] = json.loads(self.store.get(f"place/{rank}"))
+        if ask:
+            self.store.add("asked", 1)
+        return found
+
+    def _first(self, key: str, value: str) -> str:
+        """The value that the first rank has given a key, which is this one's if it is the first."""
+        return self.store.compare_set(key, "", value).decode()
+
+    @contextlib.contextmanager
+    def _explaining(self, call: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            line = str(error).strip().partition("\n")[0]
+            raise OctavoError(
+                f"{call}: rank {self.rank} cannot reach the store of the ranks ({line}): the rank that keeps it, rank 0 "
+                f"unless torchrun does, has ended. {_remedy(call)}"
+            ) from None
+
+    def _answer(self) -> None:
+        """The thread: says where the main thread is, each time that a rank asks; and warns of a long call."""
+        main, answered, last, since, told = threading.main_thread().ident, 0, None, 0.0, None
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            while not self._ended.wait(_ANSWER_SECONDS):
+                asked = self.store.add("asked", 0)
+                inside, now = self.inside, time.monotonic()
+                if inside is not None and now - inside[1] > _WARN_SECONDS:
+                    told = self._tell_of_long_call(inside, told)
+                if asked == answered:
+                    continue
+                answered = asked
+                frame = sys._current_frames().get(main or 0)
+                here = None if frame is None else (id(frame), frame.f_lasti)
+                if here != last:
+                    last, since = here, now
+                place = {"at": _place(frame), "blocked": now - since if frame is not None and _is_blocked(frame) else 0.0}
+                place |= {"call": None if inside is None else inside[0]}
+                self.store.set(f"place/{self.rank}", json.dumps(place))
+
+    def _tell_of_long_call(self, inside: tuple[str, float], told: object) -> object:
+        """Warn once of a call without a meeting that lasts, with where the others are; asks them first."""
+        if told is inside:
+            return told
+        found = self._why_not([rank for rank in range(self.size) if rank != self.rank], ask=True)
+        if time.monotonic() - inside[1] < _WARN_SECONDS + 3 * _ANSWER_SECONDS and len(found) < self.size - 1:
+            return told
+        missing = {rank: each for rank, each in found.items() if each.get("call") != inside[0]}
+        if missing:
+            text = f"rank {self.rank} is in it for {time.monotonic() - inside[1]:.0f} s, and {ranks_text(list(missing))} not"
+            warn(f"{inside[0]}: {text}{_places(missing)}. {_remedy(inside[0])}")
+        return inside
+
+    def leave(self, way: str) -> None:
+        """Tell the others that this rank makes no more calls."""
+        if not self._ended.is_set():
+            self._ended.set()
+            with contextlib.suppress(RuntimeError):
+                self.store.set(f"ended/{self.rank}", way)
+            if threading.current_thread() is not self._thread:
+                self._thread.join(1.0)
+
+
+_current: _Meetings | None = None
+
+
+def begin(patience: datetime.timedelta | None = None) -> None:
+    """Take part in the meetings of this world from now on; without several ranks nothing. patience: longest wait for others."""
+    global _patience
+    if patience is not None:
+        _patience = patience.total_seconds()
+    _meetings()
+
+
+def leave(way: str) -> None:
+    """This rank makes no more calls in this world; way: the reason for the others' message."""
+    global _current
+    if _current is not None:
+        _current.leave(way)
+        _current = None
+
+
+def _meetings() -> _Meetings | None:
+    global _current
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if _current is None or _current.world is not dist.group.WORLD:
+        if _current is None:
+            atexit.unregister(leave)
+            atexit.register(leave, "its process has ended")
+        else:
+            _current.leave("it has destroyed its process groups")
+        _current = _Meetings(dist.group.WORLD)
+    return _current
+
+
+@contextlib.contextmanager
+def together(call: str) -> Iterator[None]:
+    """A call that every rank makes: the block begins once all have come. A call inside another has no meeting of its own.
+
+    Raises:
+        InputError: some rank will not come: it makes another call, has ended, or is blocked until this one comes elsewhere.
+    """
+    meetings = _meetings()
+    if meetings is None or meetings.inside is not None:
+        yield
+        return
+    meetings.inside = (call, float("inf"))  # no warning by the thread
+    try:
+        meetings.meet(call)
+        yield
+    finally:
+        meetings.inside = None
+
+
+@contextlib.contextmanager
+def noted(call: str) -> Iterator[None]:
+    """A call of each step: no meeting, no traffic. The thread warns if it lasts, and an error of a lost rank names the call.
+
+    Raises:
+        OctavoError: in place of a RuntimeError of a process group.
+    """
+    meetings = _current
+    if meetings is None or meetings.inside is not None:
+        yield
+        return
+    meetings.inside = (call, time.monotonic())
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, OctavoError) or not any(word in str(error).lower() for word in ("gloo", "nccl", "timed out")):
+            raise
+        raise OctavoError(
+            f"{call}: rank {meetings.rank} of {meetings.size} has lost the others: {str(error).strip().partition(chr(10))[0]}. "
+            f"{_remedy(call)}"
+        ) from error
+    finally:
+        meetings.inside = None
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """ "rank 1 has", "ranks 1, 2 and 5 more have"."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"ranks {shown} have" if len(ranks) > 1 else f"rank {shown} has"
+
+
+def _remedy(call: str) -> str:
+    return f"{call} is called by every rank: take it out of an `if rank == 0`."
+
+
+def _places(found: dict[int, dict[str, Any]]) -> str:
+    """What is known of ranks, in brackets: "(rank 1: its process has ended; rank 2 is at train.py:31, …)"."""
+    texts = []
+    for rank, each in itertools.islice(found.items(), 4):
+        if "ended" in each:
+            texts.append(f"rank {rank}: {each['ended']}")
+        else:
+            call = f" in {each['call']}" if each.get("call") else ""
+            blocked = f", blocked for {each['blocked']:.0f} s" if each.get("blocked") else ""
+            texts.append(f"rank {rank} is{call} at {each['at']}{blocked}")
+    return f" ({'; '.join(texts)})" if texts else ""
+
+
+def _outer(frame: FrameType | None, most: int) -> Iterator[FrameType]:
+    while frame is not None and most:
+        yield frame
+        frame, most = frame.f_back, most - 1
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_blocked(frame: FrameType) -> bool:
+    """True if a thread is in a collective, or waits for the end of one, by its innermost frames."""
+    if any(_module(each) in _COLLECTIVES for each in _outer(frame, 4)):
+        return True
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return _module(frame).startswith(_WAITING) and ".wait(" in line
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line of a stack that is neither torch's nor Octavo's: "train.py:31 in main"."""
+    for each in _outer(frame, 1000):
+        package = _module(each).partition(".")[0]
+        if package not in ("torch", "octavo", "threading", "contextlib") and not each.f_code.co_filename.startswith("<"):
+            return f"{each.f_code.co_filename.rpartition('/')[2]}:{each.f_lineno} in {each.f_code.co_name}"
+    return "an unknown line"
