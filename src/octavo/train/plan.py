@@ -10,7 +10,7 @@ import functools
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,6 +89,11 @@ class RunPlan:
         dtype = gather_dtype(self.config.parallel, self.dtype, self.params_dtype)
         gathered = gathered_bytes(blocks, self.recipe, dtype, experts_over=self.degrees.expert)
         return choose(gathered, whole_gib(hardware.memory_gib))
+
+    @functools.cached_property
+    def gathering_without_fp8(self) -> Choice:
+        """The same of the run without FP8, as `train.compare_bf16` trains it."""
+        return replace(self, recipe=None, excluded={}).gathering
 
     @property
     def dtype(self) -> torch.dtype:
