@@ -26,7 +26,7 @@ LAYERS = (
     ("nn",),
     ("models",),
     ("parallel",),
-    ("plan", "context_parallel", "recipe"),
+    ("plan", "context_parallel", "recipe", "matrix_parts"),
     ("build",),
     ("data",),
     ("checkpoint", "watchdog"),
